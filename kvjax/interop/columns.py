@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns and flags of a row of the index's table (`index.py`), and the hashes of rows."""
 
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 
 GENERATION, PARENT, PARENT_GENERATION, FILL, LEVEL, PRIORITY, NAMESPACE, DEPTH, FLAGS = range(9)
@@ -10,19 +15,14 @@ PARTIAL, UNKNOWN, SALT, LORA, EXTRA, COLLISION = (1 << bit for bit in range(6))
 
 
 def hashes_of(rows: np.ndarray, column: int = HASH) -> np.ndarray:
-    """u64[n]; the first 64 bits of the hashes of rows i32[n, W]; see `hashing.first_64_bits`."""
+    """u64[n]; the first 64 bits of the hashes of rows i32[n, W], or those of the prefixes before (ABOVE)."""
     hashes = np.ascontiguousarray(rows[:, column : column + 2]).view(">u8")[:, 0].astype(np.uint64)
     return np.maximum(hashes, np.uint64(1))
 
 
-def parents_of(rows: np.ndarray) -> np.ndarray:
-    """u64[n]; the same of the prefixes before."""
-    return hashes_of(rows, ABOVE)
-
-
-def chains_of(rows: np.ndarray, *columns: int) -> list[int]:
-    """The cuts between rows that do not follow each other in one prefix, with both ends; or differ in some columns."""
-    follows = (parents_of(rows)[1:] == hashes_of(rows)[:-1]) & (rows[1:, DEPTH] > 0)
+def chains_of(rows: np.ndarray, *columns: int) -> Iterator[tuple[int, int]]:
+    """The (start, stop) of rows that follow each other in one prefix and are equal in some columns."""
+    follows = (hashes_of(rows, ABOVE)[1:] == hashes_of(rows)[:-1]) & (rows[1:, DEPTH] > 0)
     for column in columns:
         follows &= rows[1:, column] == rows[:-1, column]
-    return [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
+    return itertools.pairwise([0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)])

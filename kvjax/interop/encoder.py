@@ -34,17 +34,13 @@ class EventEncoder[W](abc.ABC):
     """Encodes a cache's events as messages `W` of a wire, which says how blocks are removed and stored.
 
     A change of level is a removal from the old level and a store on the new one, unless the wire has an event for it
-    (`_updated`).
-
-    Attributes:
-      nodes: what is cached by the events so far.
-      groups: numbers of those that the wire carries.
-      left_out: how many whole blocks were not published, by reason, each with those below it.
+    (`_updated`). `unpublished` has the flags of blocks that are left out, and reasons, "" for what is not counted.
     """
 
     def __init__(self, spec: CacheSpec, hashing: Hashing, groups: Iterable[int], unpublished: Mapping[int, str]):
-        """Begins with an empty cache; `unpublished` has flags and reasons, "" for what is not counted."""
-        self.nodes, self.hashing, self.groups = NodeMap(spec, hashing), hashing, frozenset(groups)
+        self.nodes = NodeMap(spec, hashing)  # what is cached by the events so far
+        self.hashing, self.groups = hashing, frozenset(groups)  # numbers of those that the wire carries
+        # The number of whole blocks that were not published, by reason, each with those below it.
         self.left_out: collections.Counter[str] = collections.Counter()
         self._unpublished, self._mask = unpublished, sum(unpublished)
 
@@ -67,24 +63,22 @@ class EventEncoder[W](abc.ABC):
         found: list[W] = []
         for kind, some in itertools.groupby(changes, lambda change: change.kind):
             run = list(some)
-            published = [(change, self._is_published(change.rows)) for change in run if change.group in self.groups]
+            published = [self._published(change) for change in run if change.group in self.groups]
             if kind == EventKind.UPDATED:
-                found += self._updated([
-                    change._replace(rows=change.rows[of], before=change.before[of])
-                    for change, of in published
-                    if change.before is not None
-                ])  # fmt: skip
+                found += self._updated(published)
                 continue
             encode = self._stored if kind == EventKind.STORED else self._removed
-            for change, of in published:
-                if of.any():
-                    found += encode(change.group, change.rows[of])
+            for change in published:
+                found += encode(change.group, change.rows) if len(change.rows) else []
             if kind == EventKind.CLEARED and self.groups.isdisjoint(run[-1].others):
                 found += self._cleared()
         return found
 
-    def _is_published(self, rows: np.ndarray) -> np.ndarray:
-        return rows[:, col.FLAGS] & self._mask == 0
+    def _published(self, change: Change) -> Change:
+        """A change without the blocks that are left out."""
+        of = change.rows[:, col.FLAGS] & self._mask == 0
+        before = None if change.before is None else change.before[of]
+        return change._replace(blocks=change.blocks[of], rows=change.rows[of], before=before)
 
     def _count(self, number: int, rows: np.ndarray) -> None:
         """Counts what is left out by its first reason."""

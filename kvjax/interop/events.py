@@ -17,76 +17,58 @@ from kvjax.events.records import COLUMNS, EventKind, Events
 from kvjax.spec import CacheSpec
 
 _KINDS = (EventKind.REMOVED, EventKind.UPDATED, EventKind.STORED, EventKind.CLEARED)  # what changes an index
-WIDTH = len(COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostEvents:
-    """The events of one call, copied to the host; the listeners of `together` share one.
-
-    Attributes:
-      spec: of the cache.
-      records: i32[n, 9]; the columns of `Records`, of kinds removed, updated, stored and cleared alone.
-      text: i32[m, P] or i32[m, 2 P]; the tokens of the stored records in their order, followed by the extra ids where
-        the spec has them.
-      events: all of them as numpy arrays; None if decoded events were given.
-      is_shared: whether several listeners get this.
-    """
+    """The events of one call, copied to the host; the listeners of `together` share one."""
 
     spec: CacheSpec
-    records: np.ndarray
-    text: np.ndarray
-    events: Events | EventLog | None = None
-    is_shared: bool = False
-    _found: dict[int, tuple[object, Any]] = dataclasses.field(default_factory=dict)
+    records: np.ndarray  # i32[n, 9]; the columns of `Records`, of kinds removed, updated, stored and cleared alone
+    text: np.ndarray  # i32[m, P] or i32[m, 2 P]; tokens of the stored records in their order, then extra ids, if any
+    events: Events | EventLog | None = None  # all of them as numpy arrays; None if decoded events were given
+    is_shared: bool = False  # whether several listeners get this
+    _found: dict[object, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def steps(self) -> tuple[tuple[int, np.ndarray, np.ndarray], ...]:
+    def steps(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """(kind, records, text of the stored ones) in as few runs of one kind as follow each other.
 
         Removed and stored records trade places where that changes nothing: first all that are removed.
         """
-        return tuple(self._steps())
-
-    def _steps(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        records, text, kinds, texts = self.records, self.text, self.records[:, 0], 0
+        records, text, kinds, texts, found = self.records, self.text, self.records[:, 0], 0, []
         exchange = (kinds == EventKind.REMOVED) | (kinds == EventKind.STORED)
         for start, stop in runs(np.where(exchange, 0, kinds)):
             if not exchange[start]:
-                yield int(kinds[start]), records[start:stop], text[:0]
+                found.append((int(kinds[start]), records[start:stop], text[:0]))
                 continue
             cuts = _cuts(records[start:stop])
             for first, last in itertools.pairwise([start, *(start + cut for cut in cuts), stop]):
                 some = records[first:last]
-                yield EventKind.REMOVED, some[some[:, 0] == EventKind.REMOVED], text[:0]
-                stored = some[some[:, 0] == EventKind.STORED]
-                yield EventKind.STORED, stored, text[texts : texts + len(stored)]
+                removed, stored = (some[some[:, 0] == kind] for kind in (EventKind.REMOVED, EventKind.STORED))
+                found.append((EventKind.REMOVED, removed, text[:0]))
+                found.append((EventKind.STORED, stored, text[texts : texts + len(stored)]))
                 texts += len(stored)
+        return [step for step in found if len(step[1])]
 
     def once(self, owner: object, compute: Callable[[HostEvents], Any]) -> Any:
-        """Computes something for an owner the first time that it is asked for, and keeps it, an error too."""
-        if id(owner) not in self._found:
+        """Computes something for an owner on its first request, and keeps it, an error too."""
+        if owner not in self._found:
             try:
-                found = compute(self)
+                self._found[owner] = compute(self)
             except ValueError as error:
-                found = error
-            self._found[id(owner)] = owner, found
-        found = self._found[id(owner)][1]
-        if isinstance(found, ValueError):
-            raise found
-        return found
+                self._found[owner] = error
+        if isinstance(self._found[owner], ValueError):
+            raise self._found[owner]
+        return self._found[owner]
 
 
 def host_events(events: Any, spec: CacheSpec) -> HostEvents:
-    """Copies events to the host; their arrays may be donated afterwards.
+    """Copies events to the host; their arrays may be donated afterwards. Blocks of another size are a ValueError.
 
     Args:
-      events: `Events`, also with leading axes (of a scan); an `EventLog`; `HostEvents`; or decoded events, from
-        `to_list`.
+      events: `Events`, also with leading axes (of a scan); an `EventLog`; `HostEvents`; or what `to_list` makes.
       spec: of the cache that they come from.
-
-    Raises:
-      ValueError: for anything else, and for blocks of another size.
     """
     if isinstance(events, HostEvents):
         return events if events.spec == spec or events.events is None else _of_arrays(events.events, spec)
@@ -98,20 +80,12 @@ def host_events(events: Any, spec: CacheSpec) -> HostEvents:
 
 
 def listened(events: Any, spec: CacheSpec) -> HostEvents:
-    """The same of what a listener gets.
-
-    Raises:
-      ValueError: for anything but `Events`, an `EventLog` and `HostEvents`.
-    """
+    """The same of what a listener gets: no decoded events."""
     return host_events(events if isinstance(events, HostEvents) else arrays(events), spec)
 
 
 def arrays(events: Any) -> Events | EventLog:
-    """The events that a listener gets, as numpy arrays.
-
-    Raises:
-      ValueError: for anything else.
-    """
+    """The events that a listener gets, `Events`, an `EventLog` or `HostEvents`, as numpy arrays."""
     if isinstance(events, HostEvents) and events.events is not None:
         return events.events
     if not isinstance(events, Events | EventLog):
@@ -121,7 +95,7 @@ def arrays(events: Any) -> Events | EventLog:
 
 def records_of(events: Events | EventLog) -> np.ndarray:
     """i32[n, 9]; the records, those of a log without its padding."""
-    records = np.asarray(events.records).reshape(-1, WIDTH)
+    records = np.asarray(events.records).reshape(-1, len(COLUMNS))
     return records[: int(events.size)] if isinstance(events, EventLog) else records
 
 
@@ -132,20 +106,16 @@ def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _cuts(records: np.ndarray) -> list[int]:
-    """The cuts between removed and stored records, so that all that a part removes was there before it.
-
-    A block that is stored and later removed again needs a cut between the two.
-    """
-    kinds = records[:, 0]
-    if np.all(kinds[1:] >= kinds[:-1]):  # REMOVED < STORED: one transition's records, usually
-        return []
-    block = records[:, 1].astype(np.int64) << 32 | records[:, 2]
-    order = np.argsort(block, kind="stable")
-    again = np.flatnonzero((block[order][1:] == block[order][:-1]) & (kinds[order][:-1] == EventKind.STORED))
-    cuts, last = [], 0
-    for stop, start in sorted(zip(order[again + 1].tolist(), order[again].tolist(), strict=True)):
-        if start >= last:  # else the last cut is between them
-            cuts.append(last := stop)
+    """The cuts between removed and stored records that leave no part with a block stored and later removed again."""
+    cuts, stored = [], set[tuple[int, int]]()
+    if np.all(records[1:, 0] >= records[:-1, 0]):  # REMOVED < STORED: one transition's records, usually
+        return cuts
+    for at, (kind, *block) in enumerate(records[:, :3].tolist()):
+        if kind == EventKind.STORED:
+            stored.add(tuple(block))
+        elif tuple(block) in stored:
+            cuts.append(at)
+            stored.clear()
     return cuts
 
 
@@ -164,15 +134,13 @@ def parts_of(spec: CacheSpec) -> tuple[str, ...]:
 
 
 def _of_arrays(events: Events | EventLog, spec: CacheSpec) -> HostEvents:
-    size = spec.block_size
-    given, names = events.text.parts(), parts_of(spec)
-    got = {name: part.shape[-1] for name, part in given.items()}
-    if got != dict.fromkeys(names, size):
-        raise ValueError(f"events: got blocks of {got}, wanted {dict.fromkeys(names, size)}")
-    parts, records = [np.asarray(given[name]) for name in names], records_of(events)
+    size, parts, records = spec.block_size, events.text.parts(), records_of(events)
+    got, wanted = {name: part.shape[-1] for name, part in parts.items()}, dict.fromkeys(parts_of(spec), size)
+    if got != wanted:
+        raise ValueError(f"events: got blocks of {got}, wanted {wanted}")
     kinds = records[:, 0]
     stored = np.flatnonzero(kinds == EventKind.STORED)
-    text = np.concatenate([part.reshape(-1, size)[stored] for part in parts], axis=1)
+    text = np.concatenate([np.asarray(parts[name]).reshape(-1, size)[stored] for name in wanted], axis=1)
     changing = (kinds >= _KINDS[0]) & (kinds <= _KINDS[-1]) & (kinds != EventKind.COPIED)
     return HostEvents(spec, records[changing], text, events)  # an index by an array makes a copy
 
@@ -195,5 +163,5 @@ def _of_list(events: list[dict[str, Any]], spec: CacheSpec) -> HostEvents:
             rows.append([row.get(name, 0) for name in COLUMNS])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"events: got {event!r:.200}, wanted an event as to_list makes it") from error
-    records = np.array(rows, np.int32).reshape(-1, WIDTH)
+    records = np.array(rows, np.int32).reshape(-1, len(COLUMNS))
     return HostEvents(spec, records, np.array(texts, np.int32).reshape(-1, len(parts) * size))

@@ -29,7 +29,6 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.checks import host_integers
 from kvjax.events.mirror import Node, decoded, node_of, parent_of
 from kvjax.interop import columns as col
-from kvjax.interop.columns import hashes_of
 
 _BYTES, _WORD = 16, 4  # of a hash, and of a word of a row
 _LACKS = "wanted one that `hashes` has: the hashes after all events before these"
@@ -37,68 +36,52 @@ _NONE = bytes(_BYTES)
 
 
 def root_hash(model: str | None = None, salt: str | None = None, lora: str | None = None, *, key: bytes = b"") -> bytes:
-    """The hash of the empty prefix.
+    """The hash of the empty prefix: 16 bytes.
 
     Args:
       model: whatever tells apart models whose K/V differ, such as a checkpoint's name and the dtype of its K/V.
       salt: the tenant's, as in `Namespaces`.
       lora: the adapter's name; its number may be another one's in another process.
       key: a secret of at most 64 bytes, the same for all that compare hashes.
-
-    Returns:
-      16 bytes.
-
-    Raises:
-      ValueError: if one of them is no text, or the key is too long.
     """
-    content = _text("model", model) + _text("salt", salt) + _text("lora", lora)
+    content = b""
+    for name, value in {"model": model, "salt": salt, "lora": lora}.items():
+        text = b"" if value is None else _encoded(name, value, "text or None")
+        content += b"\x00" if value is None else b"\x01" + struct.pack("<I", len(text)) + text
     return _hasher(b"kvjax-root", key, content).digest()
 
 
 def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = None, *, key: bytes = b"") -> bytes:
-    """The hash of the prefix that ends with a block.
+    """The hash of the prefix that ends with a block: 16 bytes.
 
     Args:
       parent: 16 bytes; the hash of the prefix before the block.
       tokens: i32[n]; the tokens of the block, fewer than P in the last one of a prefix.
       extra_ids: i32[n]; where the spec has them, zeros too; else None.
       key: as for `root_hash`.
-
-    Returns:
-      16 bytes.
-
-    Raises:
-      ValueError: if the parent is no hash, or the integers are not of 32 bits or not one extra id for each token.
     """
     if not isinstance(parent, bytes) or len(parent) != _BYTES:
         raise ValueError(f"parent: got {parent!r:.80}, wanted a hash of {_BYTES} bytes")
-    words = [_words("tokens", tokens), *(_words("extra_ids", ids) for ids in [extra_ids] if ids is not None)]
+    parts = [("tokens", tokens), *(("extra_ids", ids) for ids in [extra_ids] if ids is not None)]
+    words = [host_integers(name, part, np.int32, "a list of integers").astype("<i4") for name, part in parts]
     size = words[0].size
-    if any(ids.size != size for ids in words):
+    if words[-1].size != size:
         raise ValueError(f"extra_ids: got {words[1].size}, wanted one for each of {size} tokens")
     content = struct.pack("<I", size) + b"".join(ids.tobytes() for ids in words)
     return _chain(_hasher(b"kvjax-block", key), parent, content)
 
 
 def first_64_bits(block_hash: bytes) -> int:
-    """The first 8 bytes of a hash as an unsigned big-endian integer, for wires whose hashes have 64 bits.
-
-    0 becomes 1: some readers take the parent 0 for none.
-    """
+    """The first 8 bytes of a hash, big-endian, for wires of 64 bits; 1 for 0, which some readers take for no parent."""
     return int.from_bytes(block_hash[:8], "big") or 1
 
 
 def salt_hash(salt: str, *, key: bytes = b"") -> str:
-    """A hash of a salt's UTF-8: 32 hexadecimal digits.
-
-    Without `key` a short salt can be guessed from it.
+    """A hash of a salt's UTF-8: 32 hexadecimal digits. Without a `key` a short salt can be guessed from it.
 
     Args:
       salt: the tenant's, as in `Namespaces`.
       key: as for `root_hash`.
-
-    Raises:
-      ValueError: if the salt is no text, or the key is too long.
     """
     return _hasher(b"kvjax-salt", key, _encoded("salt", salt)).hexdigest()
 
@@ -111,11 +94,7 @@ def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
 def block_hashes(
     events: Iterable[dict[str, Any]], hashes: Mapping[Node, bytes] | None = None, **options: Any
 ) -> dict[Node, bytes]:
-    """The hashes of all prefixes that are cached after some events; see `with_hashes` for the arguments.
-
-    Returns:
-      {(group, block, generation): hash}; a window group's block has the hash of its whole prefix.
-    """
+    """{(group, block, generation): hash of the whole prefix} of all that is cached after events, by `with_hashes`."""
     return with_hashes(events, hashes, **options)[1]
 
 
@@ -141,14 +120,8 @@ def with_hashes(
     Returns:
       The events: stored, updated and removed ones have "block_hash" too, stored ones "parent_hash", which at a root is
       that of the empty prefix; and the hashes after the events, as from `block_hashes`.
-
-    Raises:
-      ValueError: if the events cannot have come from a cache with these hashes, or a namespace or an adapter has no
-        name.
     """
-    adapters = {} if loras is None else loras
-    if len(set(adapters.values())) < len(adapters):
-        raise ValueError(f"loras: got {dict(adapters)}, wanted another name for each adapter")
+    adapters = _adapters("loras", loras)
     names = Namespaces() if names is None else names
     after, found = dict(hashes or {}), []
     for event in decoded(events):
@@ -180,18 +153,18 @@ class Space(NamedTuple):
 
 
 class Hashing:
-    """Hashes the rows of an index's table. Two with equal arguments are equal: one pass serves both."""
+    """Hashes the rows of an index's table. Two with equal arguments are equal: one pass serves both.
+
+    Args:
+      names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not published.
+      lora_names: adapter number to name; an adapter without one is called by its number.
+      model: part of all hashes, as for `root_hash`.
+      key: a secret of at most 64 bytes, the same on all replicas, without which hashes can neither be made nor probed.
+    """
 
     def __init__(self, names: Namespaces | None, lora_names: Mapping[int, str] | None, model: str | None, key: bytes):
-        """Hashes with the arguments that `vllm.Encoder` has.
-
-        Raises:
-          ValueError: naming the argument.
-        """
         self._names = Namespaces() if names is None else names
-        self._loras = {} if lora_names is None else dict(lora_names)
-        if len(set(self._loras.values())) < len(self._loras):
-            raise ValueError(f"lora_names: got {self._loras}, wanted another name for each adapter")
+        self._loras = _adapters("lora_names", lora_names)
         self._model, self._key, self._hasher = model, key, _hasher(b"kvjax-block", key)
         self._equal = names and id(names), tuple(sorted(self._loras.items())), model, key
         self._spaces: dict[int, Space] = {}
@@ -199,9 +172,6 @@ class Hashing:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hashing) and self._equal == other._equal
-
-    def __hash__(self) -> int:
-        return hash(self._equal)
 
     def space(self, namespace: int) -> Space:
         """A namespace; one that was not given out yet has the flag UNKNOWN."""
@@ -224,34 +194,30 @@ class Hashing:
           size: P.
           hashes: of the group's blocks.
         """
-        flags = self._flags(rows, size)
-        width, start = _WORD * (rows.shape[1] - col.ABOVE), 0
-        data, hashed = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), []
+        flags, digests, above = self._flags(rows, size), [], []
+        data, width = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), _WORD * (rows.shape[1] - col.ABOVE)
         for at, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
+            start = width * at + _BYTES
+            before, content, digest = data[width * at : start], data[start : width * (at + 1)], _NONE
             if parent >= 0:
+                before = digests[parent]
                 flags[at] |= flags[parent]
-            if flags[at] & col.UNKNOWN:
-                hashed.append(_NONE)
-            else:
-                content = data[start + _BYTES : start + width]
-                before = data[start : start + _BYTES] if parent < 0 else hashed[parent]
-                hashed.append(_chain(self._hasher, before, content if fill == size else _cut(content, fill, size)))
-            start += width
-        rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(hashed), np.int32).reshape(-1, 4)
-        inside = np.array(among, np.int64)
-        of = np.flatnonzero(inside >= 0)
-        rows[of, col.ABOVE : col.SIZE] = rows[inside[of], col.HASH : col.ABOVE]
-        firsts = hashes_of(rows).tolist()
-        new = _own(firsts, flags)
-        if len(set(new)) < len(new) or not hashes.isdisjoint(new):
-            _find_collisions(hashes, firsts, among, flags)
-            new = _own(firsts, flags)
+            if not flags[at] & col.UNKNOWN:
+                digest = _chain(self._hasher, before, content if fill == size else _cut(content, fill, size))
+            if not flags[at] & (col.UNKNOWN | col.COLLISION):  # of blocks with equal 64 bits the first one has them
+                first = first_64_bits(digest)
+                flags[at] |= col.COLLISION * (first in hashes)
+                hashes.add(first)
+            digests.append(digest)
+            above.append(before)
+        rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(digests), np.int32).reshape(-1, 4)
+        rows[:, col.ABOVE : col.SIZE] = np.frombuffer(b"".join(above), np.int32).reshape(-1, 4)
         rows[:, col.FLAGS] = flags
-        hashes.update(new)
 
     def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
         """Takes the hashes of rows that are removed from the group's."""
-        hashes.difference_update(_own(hashes_of(rows).tolist(), rows[:, col.FLAGS].tolist()))
+        own = rows[:, col.FLAGS] & (col.UNKNOWN | col.COLLISION) == 0
+        hashes.difference_update(col.hashes_of(rows[own]).tolist())
 
     def _flags(self, rows: np.ndarray, size: int) -> list[int]:
         """The flags of rows, but for what they have of parents among them; writes the hashes of empty prefixes."""
@@ -262,22 +228,6 @@ class Hashing:
         flags |= np.where(rows[:, col.TEXT + size :].any(axis=1), col.EXTRA, 0)
         flags |= np.where(rows[:, col.FILL] < size, col.PARTIAL, 0)
         return flags.tolist()
-
-
-def _own(firsts: list[int], flags: list[int]) -> list[int]:
-    """The 64 bits of rows that no other block of the group has."""
-    return [first for first, of in zip(firsts, flags, strict=True) if not of & (col.UNKNOWN | col.COLLISION)]
-
-
-def _find_collisions(taken: set[int], firsts: list[int], among: list[int], flags: list[int]) -> None:
-    """Flags rows whose 64 bits another block has, and those below them; the first of such blocks keeps them."""
-    seen = set(taken)
-    for at, (first, parent) in enumerate(zip(firsts, among, strict=True)):
-        if parent >= 0:
-            flags[at] |= flags[parent] & col.COLLISION
-        if not flags[at] & (col.UNKNOWN | col.COLLISION):
-            flags[at] |= col.COLLISION * (first in seen)
-            seen.add(first)
 
 
 def _cut(content: bytes, fill: int, size: int) -> bytes:
@@ -305,15 +255,12 @@ def _root_of(namespace: int, names: Namespaces, loras: Mapping[int, str], model:
     return root_hash(model, salt, name, key=key)
 
 
-def _words(name: str, values: ArrayLike) -> np.ndarray:
-    return host_integers(name, values, np.int32, "a list of integers").astype("<i4")
-
-
-def _text(name: str, value: str | None) -> bytes:
-    if value is None:
-        return b"\x00"
-    data = _encoded(name, value, "text or None")
-    return b"\x01" + struct.pack("<I", len(data)) + data
+def _adapters(argument: str, loras: Mapping[int, str] | None) -> dict[int, str]:
+    """{adapter number: name}, which must all differ."""
+    names = dict(loras or {})
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{argument}: got {names}, wanted another name for each adapter")
+    return names
 
 
 def _encoded(name: str, value: str, wanted: str = "text") -> bytes:

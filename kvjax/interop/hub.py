@@ -42,7 +42,7 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[
         `HostEvents`. Those that have equal indices by now share one, with its hashes if their `key` and names agree.
 
     Returns:
-      The listener; it raises a ValueError for anything but `Events` and an `EventLog`, and for blocks of another size.
+      The listener.
     """
     owners = [getattr(listener, "__self__", None) for listener in listeners]
     maps = [owner if isinstance(owner, NodeMap) else getattr(owner, "nodes", None) for owner in owners]
@@ -57,16 +57,11 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[
 
 
 class PublisherThread[E: EventEncoder](abc.ABC):
-    """The side of a wire that takes a cache's events. A subclass makes what it needs to send, then starts `_thread`.
-
-    Attributes:
-      nodes: what is cached by the events so far.
-    """
+    """The side of a wire that takes a cache's events. A subclass makes what it needs to send, then starts `_thread`."""
 
     _name = "publisher"  # as errors and the thread call it
 
     def __init__(self, encoder: E, *, queue_bytes: int, heartbeat: float | None):
-        """Begins with an empty cache."""
         for name, value in (("heartbeat", heartbeat), ("queue_bytes", queue_bytes)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: got {value!r}, wanted more than 0")
@@ -78,7 +73,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         self._counts = {"overflows": 0, "ignored": 0}
         self._thread = threading.Thread(target=self._run, name=f"kvjax-{self._name}", daemon=True)
 
-    nodes = property(lambda self: self._encoder.nodes)
+    nodes = property(lambda self: self._encoder.nodes)  # what is cached by the events so far
 
     def publish(self, events: Any) -> None:
         """Publishes events; their arrays may be donated afterwards.
@@ -88,9 +83,6 @@ class PublisherThread[E: EventEncoder](abc.ABC):
 
         Args:
           events: `Events`, an `EventLog` or decoded events (`progress.events`); each once, in their order.
-
-        Raises:
-          ValueError: for anything else, or once it is closed.
         """
         read = host_events(events, self._encoder.nodes.spec)
         if not len(read.records):
@@ -110,12 +102,6 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
 
         What is queued is dropped, as it is part of the state; readers get the whole of it.
-
-        Args:
-          state: the cache; events published later are those after it.
-
-        Raises:
-          ValueError: if it is of another spec, or once it is closed.
         """
         with self._callers:
             self._refuse_closed()
@@ -140,10 +126,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         return {**self._counts, **self._encoder.left_out}
 
     def close(self, timeout: float = 5.0) -> None:
-        """Sends what is queued, and ends.
-
-        Args:
-          timeout: the most seconds to wait for it.
+        """Sends what is queued, for at most `timeout` seconds, and ends.
 
         Raises:
           ValueError: what was wrong with events that cannot have happened, if `attach` has not mended it.
@@ -217,8 +200,14 @@ class PublisherThread[E: EventEncoder](abc.ABC):
     # The thread.
 
     def _run(self) -> None:
-        while self._wait():
+        while True:
             with self._wake:
+                self._busy = False
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: self._queue or self._closing, self._patience())
+                if self._closing and not self._queue:
+                    return
+                self._busy = bool(self._queue)
                 some = self._queue.popleft() if self._queue else None
                 if not isinstance(some, NodeMap | None):
                     self._queued -= sum(change.nbytes for change in some)
@@ -233,15 +222,6 @@ class PublisherThread[E: EventEncoder](abc.ABC):
                 if some is None or (isinstance(some, NodeMap) and not len(some)):
                     raise
                 self._fail(error)
-
-    def _wait(self) -> bool:
-        """Waits for something to do, or until the thread is idle; False when all is done."""
-        with self._wake:
-            self._busy = False
-            self._wake.notify_all()
-            self._wake.wait_for(lambda: self._queue or self._closing, self._patience())
-            self._busy = bool(self._queue)
-            return self._busy or not self._closing
 
     def _patience(self) -> float | None:
         """Seconds without events after which the thread is idle."""

@@ -17,24 +17,22 @@ Records are copied by one assignment, and a block's content is put together once
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from kvjax.checks import on_state
+from kvjax.events.mirror import snapshot
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.columns import hashes_of, parents_of
 from kvjax.interop.events import HostEvents, host_events, parts_of
 from kvjax.interop.hashing import Hashing
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
-_NEW = "wanted one that is new"
 _LACKS = "wanted one that the map has: begin with `attach(state)`, and leave no events out"
 
 
@@ -71,7 +69,8 @@ class _Contents:
     """The tables of a map, with what hashes their rows. Maps may share one, and count its versions."""
 
     def __init__(self, spec: CacheSpec, hashing: Hashing | None):
-        self.groups = [Nodes(_empty_table(spec, group.num_ids), set()) for group in spec.groups]
+        width = col.TEXT + spec.block_size * len(parts_of(spec))
+        self.groups = [Nodes(np.zeros((group.num_ids, width), np.int32), set()) for group in spec.groups]
         self.hashing, self.is_shared, self.version = hashing, False, 0
 
     def copy(self) -> _Contents:
@@ -87,18 +86,12 @@ class NodeMap:
 
     After a ValueError for events that cannot have happened its contents are undefined, until `attach`.
 
-    Attributes:
-      spec: of the cache.
-      groups: the nodes of each group.
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      hashing: hashes blocks as they are stored; None: the map has no hashes.
     """
 
     def __init__(self, spec: CacheSpec, hashing: Hashing | None = None):
-        """Begins with an empty cache.
-
-        Args:
-          spec: of the cache.
-          hashing: hashes blocks as they are stored; None: the map has no hashes.
-        """
         self.spec, self.hashing = spec, hashing
         self._contents, self._version = _Contents(spec, hashing), 0
 
@@ -117,11 +110,7 @@ class NodeMap:
         return other
 
     def fold(self, events: Any) -> list[Change]:
-        """Follows events: `Events`, an `EventLog`, or decoded ones; returns what they changed.
-
-        Raises:
-          ValueError: if they cannot have come from a cache with these contents.
-        """
+        """Follows events, which must be possible: `Events`, an `EventLog`, or decoded ones; what they changed."""
         contents, events = self._contents, host_events(events, self.spec)
         if not len(events.records):  # which not all who share ask for
             return []
@@ -142,43 +131,32 @@ class NodeMap:
         return self._contents.version - 1, self._fold(events)
 
     def _fold(self, events: HostEvents) -> list[Change]:
-        return [change for kind, records, text in events.steps for change in self._step(kind, records, text)]
-
-    def _step(self, kind: int, records: np.ndarray, text: np.ndarray) -> Iterator[Change]:
-        """Follows records of one kind, group by group, the first one first."""
-        for number, of in self._by_group(records):
-            if kind == EventKind.STORED:
-                yield self._store(number, records[of], text[of])
-            elif kind == EventKind.REMOVED:
-                yield self._remove(number, records[of])
-            elif kind == EventKind.UPDATED:
-                yield self._update(number, records[of])
-            else:
-                yield self._clear(number)
+        """Follows the runs of records of one kind, each group by group, the first one first."""
+        found = []
+        for kind, records, text in events.steps:
+            for number, of in self._by_group(records[:, 1]):
+                if kind == EventKind.STORED:
+                    found.append(self._store(number, records[of], text[of]))
+                elif kind == EventKind.REMOVED:
+                    found.append(self._forget(EventKind.REMOVED, number, self._blocks(number, records[of])))
+                elif kind == EventKind.UPDATED:
+                    found.append(self._update(number, records[of]))
+                else:
+                    found.append(self._clear(number))
+        return found
 
     def _store(self, number: int, records: np.ndarray, text: np.ndarray) -> Change:
-        group, size = self.groups[number], self.spec.block_size
-        blocks = self._blocks(number, records, "stored")
+        group, size, blocks = self.groups[number], self.spec.block_size, self._blocks(number, records)
         fill, level = records[:, 6], records[:, 7]
-        _refuse(records, group.table[blocks, col.FILL] > 0, _NEW)
         wrong = (fill < 1) | (fill > size) | (level < 0) | (level > 1)
         _refuse(records, wrong, f"wanted 1 to {size} tokens at level 0 or 1")
         rows = np.zeros((len(blocks), group.table.shape[1]), np.int32)
         rows[:, : col.NAMESPACE], rows[:, col.SIZE], rows[:, col.TEXT :] = records[:, 3:], size, text
-        self._add(number, blocks, rows)
-        return Change(EventKind.STORED, number, blocks, rows)
-
-    def _add(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> None:
-        """Adds nodes by their rows, parents before children; completes the rows."""
-        group, hashing, parents = self.groups[number], self._contents.hashing, self._link(number, blocks, rows)
-        if hashing is not None:
-            hashing.hash(rows, parents, self.spec.block_size, group.hashes)
+        parents = self._link(number, blocks, rows)
+        if self._contents.hashing is not None:
+            self._contents.hashing.hash(rows, parents, size, group.hashes)
         group.table[blocks] = rows
-
-    def _remove(self, number: int, records: np.ndarray) -> Change:
-        blocks = self._blocks(number, records, "removed")
-        self._refuse_missing(number, records, blocks)
-        return self._forget(EventKind.REMOVED, number, blocks)
+        return Change(EventKind.STORED, number, blocks, rows)
 
     def _clear(self, number: int) -> Change:
         change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
@@ -195,16 +173,14 @@ class NodeMap:
 
     def _update(self, number: int, records: np.ndarray) -> Change:
         """A node may be updated several times, to and fro: the last one counts."""
-        table = self.groups[number].table
-        blocks = self._blocks(number, records, "updated", repeats=True)
-        self._refuse_missing(number, records, blocks)
+        table, blocks = self.groups[number].table, self._blocks(number, records)
+        stated = slice(col.LEVEL, col.NAMESPACE)  # level and priority
         _refuse(records, (records[:, 7] < 0) | (records[:, 7] > 1), "wanted level 0 or 1")
         distinct = np.array(list(dict.fromkeys(blocks.tolist())), np.int64)
-        before = table[distinct][:, [col.LEVEL, col.PRIORITY]]
-        for block, level, priority in records[:, [2, 7, 8]].tolist():
-            table[block, col.LEVEL], table[block, col.PRIORITY] = level, priority
+        before = table[distinct, stated]
+        table[blocks, stated] = records[:, 7:]
         rows = table[distinct]
-        differ = np.any(rows[:, [col.LEVEL, col.PRIORITY]] != before, axis=1)
+        differ = np.any(rows[:, stated] != before, axis=1)
         return Change(EventKind.UPDATED, number, distinct[differ], rows[differ], before[differ])
 
     def write(self, change: Change) -> None:
@@ -216,16 +192,12 @@ class NodeMap:
             table[change.blocks] = change.rows
 
     def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty, was restored, or goes on without its events having been followed.
-
-        Raises:
-          ValueError: if the cache is of another spec.
-        """
-        tables = _tables_of(state, self.spec)
+        """Begins anew with a cache that is not empty, was restored, or goes on without its events."""
+        events = snapshot(state)
+        if state.spec != self.spec:
+            raise ValueError(f"state: got a cache of {state.spec}, wanted one of {self.spec}")
         self._contents, self._version = _Contents(self.spec, self.hashing), 0
-        for number, table in enumerate(tables):
-            blocks = Nodes(table, set()).live
-            self._add(number, blocks, table[blocks])
+        self._fold(host_events(events, self.spec))
 
     def snapshot(self) -> list[Change]:
         """The changes that store all that is cached, in each group parents first and prefixes in one piece."""
@@ -259,11 +231,8 @@ class NodeMap:
             seen.add(parent)
             row = self.groups[0].table[parent]
 
-    def _by_group(self, records: np.ndarray) -> list[tuple[int, Any]]:
-        """(group, index into the records) for each group that has any, the first group first."""
-        numbers = records[:, 1]
-        if not len(numbers):
-            return []
+    def _by_group(self, numbers: np.ndarray) -> list[tuple[int, Any]]:
+        """(group, index of its records) for each group that has any, by the numbers of all records' groups."""
         least, most = int(numbers.min()), int(numbers.max())
         if least < 0 or most >= len(self.groups):
             raise ValueError(f"events: got group {most}, wanted 0 to {len(self.groups) - 1}")
@@ -271,19 +240,18 @@ class NodeMap:
             return [(least, slice(None))]
         return [(number, np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
 
-    def _blocks(self, number: int, records: np.ndarray, kind: str, repeats: bool = False) -> np.ndarray:
-        """The blocks i32[n] of one group's records, which must be in range, and none of them twice."""
-        blocks = records[:, 2]
-        num_ids = self.spec.groups[number].num_ids
-        if blocks.min() < 0 or blocks.max() >= num_ids:
-            _refuse(records, (blocks < 0) | (blocks >= num_ids), f"wanted block 0 to {num_ids - 1}")
-        if not repeats and len(set(blocks.tolist())) < len(blocks):
-            raise ValueError(f"events: got {kind} of one node twice in group {number}, wanted it once")
+    def _blocks(self, number: int, records: np.ndarray) -> np.ndarray:
+        """The blocks i32[n] of one group's records of one kind: new ones if stored, else those of nodes that exist."""
+        table, kind, blocks = self.groups[number].table, EventKind(records[0, 0]), records[:, 2]
+        _refuse(records, (blocks < 0) | (blocks >= len(table)), f"wanted block 0 to {len(table) - 1}")
+        if kind != EventKind.UPDATED and len(set(blocks.tolist())) < len(blocks):
+            raise ValueError(f"events: got {kind.name.lower()} of one node twice in group {number}, wanted it once")
+        live = table[blocks, col.FILL] > 0
+        if kind == EventKind.STORED:
+            _refuse(records, live, "wanted one that is new")
+        else:
+            _refuse(records, ~live | (table[blocks, col.GENERATION] != records[:, 3]), _LACKS)
         return blocks
-
-    def _refuse_missing(self, number: int, records: np.ndarray, blocks: np.ndarray) -> None:
-        table = self.groups[number].table
-        _refuse(records, (table[blocks, col.FILL] == 0) | (table[blocks, col.GENERATION] != records[:, 3]), _LACKS)
 
     def _link(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> list[int]:
         """Writes what rows have of their parents: namespace, depth, flags and hash of the prefix before.
@@ -312,26 +280,22 @@ class NodeMap:
         for at in late:
             before = where.get(parents[at], at)
             if before >= at or generations[before] != wanted[at]:
-                _impossible("stored under node", 0, parents[at], wanted[at], _LACKS)
+                raise ValueError(f"events: got stored under node {(0, parents[at], wanted[at])}, {_LACKS}")
             among[at], namespaces[at], depths[at] = before, namespaces[before], depths[before] + 1
         rows[:, col.NAMESPACE], rows[:, col.DEPTH] = namespaces, depths
         return among
 
 
 def share(maps: Iterable[NodeMap]) -> None:
-    """Lets maps of equal contents be one map, which the events of `together` are folded into once.
-
-    Each may still get events of its own, or be attached: then it has contents of its own again.
-    """
+    """Lets maps of equal contents share them, until one gets events of its own or is attached: see `together`."""
     distinct_maps: list[NodeMap] = []
     for one in sorted(maps, key=lambda one: one.hashing is None):
-        for other in distinct_maps:
-            if _is_shareable(one, other):
-                other._contents.is_shared = True
-                one._contents, one._version = other._contents, other._version
-                break
-        else:
+        other = next((other for other in distinct_maps if _is_shareable(one, other)), None)
+        if other is None:
             distinct_maps.append(one)
+        else:
+            other._contents.is_shared = True
+            one._contents, one._version = other._contents, other._version
 
 
 def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
@@ -340,63 +304,26 @@ def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
     if one.spec != other.spec or one.hashing not in (None, hashing) or other._version != other._contents.version:
         return False
     width = slice(None) if one.hashing is not None else slice(0, col.FLAGS)
-    return all(
-        np.array_equal(a.table[:, width], b.table[:, width]) for a, b in zip(one.groups, other.groups, strict=True)
-    )
+    pairs = zip(one.groups, other.groups, strict=True)
+    return all(np.array_equal(a.table[:, width], b.table[:, width]) for a, b in pairs)
 
 
 def parents_first(rows: np.ndarray) -> np.ndarray:
     """The order of rows of a group in which parents come before their children, and chains stay together."""
-    hashes, parents = hashes_of(rows).tolist(), parents_of(rows).tolist()
-    own, children, roots = set(hashes), {}, []
+    hashes, parents = col.hashes_of(rows).tolist(), col.hashes_of(rows, col.ABOVE).tolist()
+    own, children, roots = set(hashes), collections.defaultdict(list), []
     for at in np.argsort(rows[:, col.DEPTH], kind="stable").tolist():
-        if parents[at] in own and rows[at, col.DEPTH]:
-            children.setdefault(parents[at], []).append(at)
-        else:
-            roots.append(at)
+        has_parent = rows[at, col.DEPTH] and parents[at] in own
+        (children[parents[at]] if has_parent else roots).append(at)
     order, waiting = [], roots[::-1]
     while waiting:
-        at = waiting.pop()
-        order.append(at)
-        waiting += children.get(hashes[at], [])[::-1]
+        order.append(waiting.pop())
+        waiting += children[hashes[order[-1]]][::-1]
     return np.array(order, np.int64)
-
-
-def _empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
-    """i32[B, W]; a table without nodes."""
-    table = np.zeros((num_ids, col.TEXT + spec.block_size * len(parts_of(spec))), np.int32)
-    table[:, col.SIZE] = spec.block_size
-    return table
-
-
-@on_state
-def _tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
-    """The tables of a cache of this spec; a window group's block has the prefix of its block in the first group."""
-    if state.spec != spec:
-        raise ValueError(f"state: got a cache of {state.spec}, wanted one of {spec}")
-    tree = jax.device_get(state.groups[0].blocks)
-    texts = list(tree.text.parts().values())
-    tables = []
-    for group in state.groups:
-        blocks, ids = group.blocks, group.ids
-        wanted = blocks.fill, blocks.generation, blocks.stated_priority(ids), group.on_device(ids)
-        fill, generation, priority, on_device, group0_blocks = jax.device_get((*wanted, group.group0_blocks(ids)))
-        table, group0_blocks = _empty_table(spec, len(fill)), np.where(fill > 0, group0_blocks, 0)
-        table[:, col.GENERATION], table[:, col.FILL] = generation, fill
-        table[:, col.PRIORITY], table[:, col.LEVEL] = priority, ~on_device
-        table[:, col.PARENT : col.PARENT + 2] = tree.parent[group0_blocks]
-        table[:, col.DEPTH] = tree.depth[group0_blocks]
-        table[:, col.TEXT :] = np.concatenate([part[group0_blocks] for part in texts], axis=1)
-        tables.append(table)
-    return tables
 
 
 def _refuse(records: np.ndarray, wrong: np.ndarray, wanted: str) -> None:
     """Refuses the first record that is wrong."""
     if wrong.any():
-        kind, number, block, generation = records[np.argmax(wrong), :4].tolist()
-        _impossible(f"{EventKind(kind).name.lower()} of node", number, block, generation, wanted)
-
-
-def _impossible(what: str, number: int, block: int, generation: int, wanted: str) -> NoReturn:
-    raise ValueError(f"events: got {what} {(number, block, generation)}, {wanted}")
+        kind, *node = records[np.argmax(wrong), :4].tolist()
+        raise ValueError(f"events: got {EventKind(kind).name.lower()} of node {tuple(node)}, {wanted}")

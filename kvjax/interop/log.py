@@ -48,89 +48,49 @@ class Log:
     """Writes a cache's events to a file; `write` is a listener of `generate`, `stream` and `run_batch`.
 
     The file has prompts in clear.
+
+    Args:
+      file: a text file, which the caller closes.
+      clock: gives the time in seconds.
     """
 
     def __init__(self, file: TextIO, *, clock: Callable[[], float] = time.time):
-        """Begins with an empty cache.
-
-        Args:
-          file: a text file, which the caller closes.
-          clock: gives the time in seconds.
-        """
         self._file, self._clock = file, clock
 
     def write(self, events: Events | EventLog) -> None:
-        """Writes a line: a listener.
-
-        Raises:
-          ValueError: for anything but `Events` and an `EventLog`.
-        """
-        self._save(entry(events, self._clock()))
+        """Writes a line: a listener."""
+        self._file.write(json.dumps(entry(events, self._clock())) + "\n")
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty: writes a line of what would build its index."""
-        self._save({"ts": self._clock(), "events": snapshot(state), "queried": 0, "cached": 0})
-
-    def _save(self, line: dict[str, Any]) -> None:
+        line = {"ts": self._clock(), "events": snapshot(state), "queried": 0, "cached": 0}
         self._file.write(json.dumps(line) + "\n")
 
 
 def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]:
-    """The fields of a line, of a transition or of a jitted loop.
-
-    Args:
-      events: of the transition.
-      now: the ts; None: by the clock.
-
-    Raises:
-      ValueError: for anything but `Events` and an `EventLog`.
-    """
+    """The fields of a line, of a transition or of a jitted loop; `now` is the ts, None: by the clock."""
     events = arrays(events)
     sums = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
     return {"ts": time.time() if now is None else now, "events": to_list(events), **sums}
 
 
 @dataclasses.dataclass
-class _Cached:
-    """A block that is cached: the digest of its prefix, its level, and since when."""
-
-    digest: bytes
-    level: int
-    since: float
-
-
-@dataclasses.dataclass
 class Report:
-    """Figures of a file. Times are in seconds since the first line, or numbers of events in files that have no times.
+    """Figures of a file. Times are seconds since the first line, or numbers of events in files that have no times."""
 
-    Attributes:
-      unit: "s" or "events".
-      transitions: lines that were read; 0 in a file of bare events.
-      refused: lines that are no entries.
-      first_refused: the first of them by its number, and what is wrong with it.
-      kinds: events of each kind.
-      unknown: events of blocks that the file had not stored before: it began in the middle.
-      times: of the transitions, or of the events.
-      queried, cached: prompt tokens looked up at these times, and those that were found.
-      blocks: (device, host) blocks that were cached at these times.
-      lifetimes: of blocks that were removed, from stored to removed.
-      again: times from the removal of a block to the storing of one with the same content.
-      again_tokens: tokens of these blocks.
-    """
-
-    unit: str = "events"
-    transitions: int = 0
-    refused: int = 0
-    first_refused: str = ""
-    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    unknown: int = 0
-    times: list[float] = dataclasses.field(default_factory=list)
-    queried: list[int] = dataclasses.field(default_factory=list)
-    cached: list[int] = dataclasses.field(default_factory=list)
-    blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    lifetimes: list[float] = dataclasses.field(default_factory=list)
-    again: list[float] = dataclasses.field(default_factory=list)
-    again_tokens: int = 0
+    unit: str = "events"  # or "s"
+    transitions: int = 0  # lines that were read; 0 in a file of bare events
+    refused: int = 0  # lines that are no entries
+    first_refused: str = ""  # the first of them by its number, and what is wrong with it
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # events of each kind
+    unknown: int = 0  # events of blocks that the file had not stored before: it began in the middle
+    times: list[float] = dataclasses.field(default_factory=list)  # of the transitions, or of the events
+    queried: list[int] = dataclasses.field(default_factory=list)  # prompt tokens looked up at these times
+    cached: list[int] = dataclasses.field(default_factory=list)  # those of them that were found
+    blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # on device and host at these times
+    lifetimes: list[float] = dataclasses.field(default_factory=list)  # of removed blocks, since they were stored
+    again: list[float] = dataclasses.field(default_factory=list)  # from a removal to the storing of the same content
+    again_tokens: int = 0  # of these blocks
 
     @property
     def share(self) -> float | None:
@@ -170,10 +130,7 @@ class Report:
 
 
 def report(lines: Iterable[str]) -> Report:
-    """The report of lines: those of `Log`, or bare events, one a line, as older versions wrote them.
-
-    What is no entry is counted as refused, and the first such line is named.
-    """
+    """The report of lines of `Log`, or of bare events, as older versions wrote them; it counts others as refused."""
     reader = _Reader()
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -186,7 +143,7 @@ class _Reader:
 
     def __init__(self):
         self.report = Report()
-        self._nodes: dict[Node, _Cached] = {}
+        self._nodes: dict[Node, tuple[bytes, int, float]] = {}  # digest of the prefix, level, and since when
         self._gone: dict[tuple[int, bytes], float] = {}  # when content left a group
         self._levels = [0, 0]
         self._first: float | None = None
@@ -213,37 +170,33 @@ class _Reader:
         report.blocks.append((self._levels[0], self._levels[1]))
 
     def _follow(self, event: dict[str, Any], now: float) -> None:
-        kind, group = event["kind"], event["group"]
+        kind, node = event["kind"], (event["group"], event.get("block", -1), event.get("generation", -1))
         if kind in ("created", "cleared"):
-            for node in [node for node in self._nodes if node[0] == group]:
-                self._remove(node, now, ends_life=kind == "cleared")
-            return
-        if kind == "copied":
-            return
-        node = (group, event["block"], event["generation"])
-        if kind == "stored":
+            for other in [other for other in self._nodes if other[0] == node[0]]:
+                self._remove(other, now, ends_life=kind == "cleared")
+        elif kind == "stored":
             self._store(node, event, now)
-        elif node not in self._nodes:
+        elif kind != "copied" and node not in self._nodes:
             self.report.unknown += 1
         elif kind == "removed":
             self._remove(node, now)
-        else:
-            self._levels[self._nodes[node].level] -= 1
-            self._nodes[node].level = event["level"]
+        elif kind == "updated":
+            digest, level, since = self._nodes[node]
+            self._nodes[node] = digest, event["level"], since
+            self._levels[level] -= 1
             self._levels[event["level"]] += 1
 
     def _store(self, node: Node, event: dict[str, Any], now: float) -> None:
         if node in self._nodes:
             self._remove(node, now, ends_life=False)
         parent, tokens = event.get("parent"), event["tokens"]
-        before = None if parent is None else self._nodes.get((0, *parent))
-        if before is not None:
-            prefix = before.digest
+        if parent is not None and (0, *parent) in self._nodes:
+            prefix, *_ = self._nodes[0, *parent]
         else:  # a root, or a parent that the file has not stored
             prefix = root_hash(salt=str(event["namespace"] if parent is None else parent))
             self.report.unknown += parent is not None
         digest = block_hash(prefix, tokens, event.get("extra_ids"))
-        self._nodes[node] = _Cached(digest, event["level"], now)
+        self._nodes[node] = digest, event["level"], now
         self._levels[event["level"]] += 1
         left = self._gone.pop((node[0], digest), None)
         if left is not None:
@@ -252,11 +205,11 @@ class _Reader:
 
     def _remove(self, node: Node, now: float, ends_life: bool = True) -> None:
         """Forgets a block that was removed, or whose end is not in the file: it goes on with another cache."""
-        block = self._nodes.pop(node)
-        self._levels[block.level] -= 1
+        digest, level, since = self._nodes.pop(node)
+        self._levels[level] -= 1
         if ends_life:
-            self.report.lifetimes.append(now - block.since)
-            self._gone[node[0], block.digest] = now
+            self.report.lifetimes.append(now - since)
+            self._gone[node[0], digest] = now
 
 
 def _parsed(line: str) -> tuple[list[dict[str, Any]], int, int, float | None]:
@@ -268,40 +221,37 @@ def _parsed(line: str) -> tuple[list[dict[str, Any]], int, int, float | None]:
     if not isinstance(entry, dict):
         raise ValueError(f"got {entry!r:.80}, wanted an object")
     if "kind" in entry:  # a bare event
-        return _checked([entry]), 0, 0, None
+        _check(entry)
+        return [entry], 0, 0, None
     queried, cached = (_integer(name, entry.get(name), 0, _MOST) for name in ("queried", "cached"))
-    now = entry.get("ts")
+    now, events = entry.get("ts"), _list("events", entry.get("events"))
     if not isinstance(now, int | float) or isinstance(now, bool) or not -_MOST < now < _MOST:  # NaN is not
         raise ValueError(f"ts: got {now!r:.80}, wanted a number of seconds below {_MOST}")
-    return _checked(_list("events", entry.get("events"))), queried, cached, float(now)
-
-
-def _checked(events: list[Any]) -> list[dict[str, Any]]:
-    """Events that have all that is read of them."""
     for event in events:
-        if not isinstance(event, dict) or event.get("kind") not in _KINDS:
-            raise ValueError(f"events: got {event!r:.80}, wanted an event as to_list makes it")
-        kind = event["kind"]
-        for name in ("group", "block", "generation") if kind in ("stored", "removed", "updated") else ("group",):
-            _integer(name, event.get(name), -_WORD, _WORD)
-        if kind in ("stored", "updated"):
-            _integer("level", event.get("level"), 0, 2)
-        if kind == "stored":
-            _check_stored(event)
-    return events
+        _check(event)
+    return events, queried, cached, float(now)
 
 
-def _check_stored(event: dict[str, Any]) -> None:
-    """Checks the prefix of a stored event, and its tokens with their extra ids."""
-    parent, tokens = event.get("parent"), _list("tokens", event.get("tokens"))
-    extra_ids = _list("extra_ids", event.get("extra_ids", tokens))
-    if not tokens or len(extra_ids) != len(tokens):
-        wanted = "wanted at least one, and one id each"
-        raise ValueError(f"tokens: got {len(tokens)} with {len(extra_ids)} extra ids, {wanted}")
-    if parent is not None and len(_list("parent", parent)) != 2:
-        raise ValueError(f"parent: got {parent!r:.80}, wanted a block and its generation")
-    prefix = {"namespace": [event.get("namespace")]} if parent is None else {"parent": parent}
-    for name, values in {"tokens": tokens, "extra_ids": extra_ids, **prefix}.items():
+def _check(event: Any) -> None:
+    """Checks that an event has all that is read of it."""
+    kind = event.get("kind") if isinstance(event, dict) else None
+    if kind not in _KINDS:
+        raise ValueError(f"events: got {event!r:.80}, wanted an event as to_list makes it")
+    names = ("group", "block", "generation") if kind in ("stored", "removed", "updated") else ("group",)
+    integers = {name: [event.get(name)] for name in names}
+    if kind in ("stored", "updated"):
+        _integer("level", event.get("level"), 0, 2)
+    if kind == "stored":
+        parent, tokens = event.get("parent"), _list("tokens", event.get("tokens"))
+        extra_ids = _list("extra_ids", event.get("extra_ids", tokens))
+        if not tokens or len(extra_ids) != len(tokens):
+            wanted = "wanted at least one, and one id each"
+            raise ValueError(f"tokens: got {len(tokens)} with {len(extra_ids)} extra ids, {wanted}")
+        if parent is not None and len(_list("parent", parent)) != 2:
+            raise ValueError(f"parent: got {parent!r:.80}, wanted a block and its generation")
+        integers |= {"namespace": [event.get("namespace")]} if parent is None else {"parent": parent}
+        integers |= {"tokens": tokens, "extra_ids": extra_ids}
+    for name, values in integers.items():
         for value in values:
             _integer(name, value, -_WORD, _WORD)
 
@@ -328,9 +278,6 @@ def plot(report: Report, path: str | os.PathLike[str] | None = None) -> Figure:
 
     Returns:
       The figure.
-
-    Raises:
-      ImportError: without matplotlib.
     """
     figure = pictures.new_figure(11, 7)
     (reuse, blocks), (lives, again) = figure.subplots(2, 2)
@@ -412,11 +359,11 @@ def _nothing(ax: Axes, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; see --help."""
-    about = "a file of events: counts, reuse, lifetimes, and what was stored again after it had been evicted."
-    example = "python -m kvjax.interop.log events.jsonl --plot events.png"
-    parser = argparse.ArgumentParser(
-        prog="python -m kvjax.interop.log", description=f"Prints a report of {about} {example}"
+    about = (
+        "Prints a report of a file of events: counts, reuse, lifetimes, and what was stored again after it had been "
+        "evicted. python -m kvjax.interop.log events.jsonl --plot events.png"
     )
+    parser = argparse.ArgumentParser(prog="python -m kvjax.interop.log", description=about)
     parser.add_argument("file", metavar="FILE", type=pathlib.Path, help="what Log or models.generate --events wrote")
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
     args = parser.parse_args(arguments)

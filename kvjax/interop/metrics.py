@@ -8,6 +8,7 @@ A scrape reads numbers that are there already, never an array of a device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.resources
 import itertools
@@ -15,7 +16,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -26,7 +27,6 @@ from kvjax.debug.inspect import Condition, inspect_group
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.events.totals import Totals
-from kvjax.events.transfer import Transfer
 from kvjax.interop.events import arrays, listened
 from kvjax.interop.hub import PublisherThread
 from kvjax.spec import CacheSpec
@@ -43,11 +43,6 @@ __all__ = ["Metrics", "dashboard"]
 Counter, Gauge, Histogram = core.CounterMetricFamily, core.GaugeMetricFamily, core.HistogramMetricFamily
 BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
 _TIERS = ("device", "host")  # by level
-_CONDITIONS = {
-    Condition.ACTIVE: ("device", "active"), Condition.CACHED: ("device", "cached"),
-    Condition.EMPTY: ("device", "empty"), Condition.ON_HOST_ACTIVE: ("host", "active"),
-    Condition.ON_HOST_CACHED: ("host", "cached"), Condition.ON_HOST_EMPTY: ("host", "empty"),
-}  # fmt: skip
 _TOTALS = {
     "queried_tokens": "Prompt tokens that were looked up.",
     "reused_tokens": "Prompt tokens that were found.",
@@ -68,17 +63,11 @@ def dashboard() -> dict[str, Any]:
 
 
 class Lifetimes:
-    """The times for which the blocks of a group were findable.
-
-    Attributes:
-      counts: i64[14]; how many lasted up to each of `BOUNDS`, but longer than up to the one before; then the others.
-      seconds: in all.
-      since: f64[B]; when blocks were stored, NaN for those whose beginning nobody saw.
-    """
+    """The times for which the blocks of a group were findable: how many lasted up to each of `BOUNDS`, or longer."""
 
     def __init__(self, num_ids: int):
-        self.counts, self.seconds = np.zeros(len(BOUNDS) + 1, np.int64), 0.0
-        self.since = np.full(num_ids, np.nan)
+        self.counts, self.seconds = np.zeros(len(BOUNDS) + 1, np.int64), 0.0  # by the least bound; in all
+        self.since = np.full(num_ids, np.nan)  # when blocks were stored, NaN for those whose beginning nobody saw
 
     def end(self, blocks: np.ndarray, now: float) -> None:
         """Blocks are removed."""
@@ -90,22 +79,12 @@ class Lifetimes:
 
 
 class Observed:
-    """Adds up events on the host.
-
-    It needs no events from before, and none that are impossible trouble it: it counts what it has seen.
-
-    Attributes:
-      totals: as `Totals`.
-      hits: tokens that admissions found, by tier.
-      moved: bytes of ordered moves to each tier, by group.
-      lifetimes: by group.
-      levels: i64[B]; of the blocks of the first group that has K/V.
-    """
+    """Adds up events on the host; it counts what it has seen, whatever came before, and also impossible events."""
 
     def __init__(self, spec: CacheSpec):
         self.spec, self.totals = spec, Totals()
-        self.hits = dict.fromkeys(_TIERS, 0)
-        self.moved = {(number, tier): 0 for number in range(len(spec.groups)) for tier in _TIERS}
+        self.hits = dict.fromkeys(_TIERS, 0)  # tokens that admissions found
+        self.moved = {(number, tier): 0 for number in range(len(spec.groups)) for tier in _TIERS}  # bytes
         self.lifetimes = [Lifetimes(group.num_ids) for group in spec.groups]
         self._block_bytes = [sum(p.block_bytes(spec.block_size) for p in group.pools) for group in spec.groups]
         # Of the first group that has K/V: all that an admission finds, or what a window still sees of it.
@@ -114,74 +93,41 @@ class Observed:
         self.levels = np.zeros(spec.groups[self._first].num_ids, np.int64)
 
     def add(self, events: Events | EventLog, now: float) -> None:
-        """Adds events, at a time in seconds.
-
-        Raises:
-          ValueError: for anything else, and for blocks of another size.
-        """
+        """Adds events, at a time in seconds."""
         read = listened(events, self.spec)
         events = arrays(read)
         if isinstance(events, Events):  # nothing is computed on a device
             events = events.replace(transfer=jax.device_get(events.moves))
         self.totals = self.totals.add(events)
         back = sum(self._follow(kind, records, now) for kind, records, _ in read.steps)
-        found = int(np.asarray(events.cached).sum())
+        found, from_host = int(np.sum(events.cached)), 0  # a jitted loop finds nothing on the host
         if isinstance(events, Events):
-            self._move(events.moves)
-        else:
-            back = 0  # a jitted loop finds nothing on the host
-        self.hits["host"] += min(back, found)
-        self.hits["device"] += max(found - back, 0)
+            from_host, moves = min(back, found), events.moves
+            for number, size in enumerate(self._block_bytes):  # between tiers the greater pool row is on the host
+                of_group = (moves.block >= 0) & (moves.group == number)
+                self.moved[number, "host"] += size * int(np.sum(of_group & (moves.target > moves.source)))
+                self.moved[number, "device"] += size * int(np.sum(of_group & (moves.target < moves.source)))
+        self.hits["host"] += from_host
+        self.hits["device"] += found - from_host
 
     def _follow(self, kind: int, records: np.ndarray, now: float) -> int:
         """Follows records i32[n, 9] of one kind. The tokens in blocks of the first group that left the host."""
-        block, back = records[:, 2], 0
+        back = 0
         for number, lives in enumerate(self.lifetimes):
-            num_ids = self.spec.groups[number].num_ids
-            found = records[(records[:, 1] == number) & (block >= 0) & (block < num_ids)]
-            if not len(found):
-                continue
-            if kind == EventKind.CLEARED:
-                lives.end(np.arange(num_ids), now)
+            in_group = (records[:, 1] == number) & (records[:, 2] >= 0) & (records[:, 2] < len(lives.since))
+            blocks, fill, levels = records[in_group][:, [2, 6, 7]].T
+            if kind == EventKind.CLEARED and len(blocks):
+                lives.end(np.arange(len(lives.since)), now)
             elif kind == EventKind.REMOVED:
-                lives.end(found[:, 2], now)
+                lives.end(blocks, now)
             elif kind == EventKind.STORED:
-                lives.since[found[:, 2]] = now  # it begins
-            if number == self._first:
-                back = self._follow_levels(kind, found)
+                lives.since[blocks] = now  # it begins
+                if number == self._first:
+                    self.levels[blocks], self._fill[blocks] = levels, fill
+            elif kind == EventKind.UPDATED and number == self._first:
+                back = int(self._fill[np.unique(blocks[(levels == 0) & (self.levels[blocks] == 1)])].sum())
+                self.levels[blocks] = levels
         return back
-
-    def _follow_levels(self, kind: int, records: np.ndarray) -> int:
-        """Follows the levels of the first group's blocks. The tokens in those that left the host."""
-        blocks, levels, back = records[:, 2], records[:, 7], 0
-        if kind == EventKind.UPDATED:
-            came = np.unique(blocks[(levels == 0) & (self.levels[blocks] == 1)])
-            back = int(self._fill[came].sum())
-            self.levels[blocks] = levels
-        elif kind == EventKind.STORED:
-            self.levels[blocks], self._fill[blocks] = levels, records[:, 6]
-        return back
-
-    def _move(self, transfer: Transfer) -> None:
-        """Counts moves: between tiers the greater pool row is on the host."""
-        for number, size in enumerate(self._block_bytes):
-            of_group = (transfer.block >= 0) & (transfer.group == number)
-            self.moved[number, "host"] += size * int(np.sum(of_group & (transfer.target > transfer.source)))
-            self.moved[number, "device"] += size * int(np.sum(of_group & (transfer.target < transfer.source)))
-
-
-class Reading(NamedTuple):
-    """The figures of a state when it was set.
-
-    Attributes:
-      timestamp: when.
-      gauges: the name, text, labels and values of each family of metrics.
-      levels: i64[B]; of the blocks of the first group that has K/V.
-    """
-
-    timestamp: float
-    gauges: list[tuple[str, str, list[str], dict[Any, int]]]
-    levels: np.ndarray
 
 
 class Metrics:
@@ -189,46 +135,34 @@ class Metrics:
 
     `observe` is a listener of `generate`, `stream` and `run_batch`. A listener gets no state, and who holds a block is
     no event: the host calls `set` when it likes, and the age of the last one is exported.
+
+    Args:
+      registry: a `prometheus_client.CollectorRegistry`, which this registers with; each cache needs its own.
+      spec: of the cache.
+      wires: publishers and agents whose queues are exported, by name.
     """
 
     def __init__(self, registry: Any, spec: CacheSpec, *, wires: Mapping[str, PublisherThread] | None = None):
-        """Registers itself, as a collector.
-
-        Args:
-          registry: a `prometheus_client.CollectorRegistry`; each cache needs its own.
-          spec: of the cache.
-          wires: publishers and agents whose queues are exported, by name.
-        """
         self._registry, self._wires = registry, dict(wires or {})
         self._lock, self._seen = threading.Lock(), Observed(spec)
         self._groups, self._size = range(int(spec.bare), len(spec.groups)), spec.block_size
-        self._reading: Reading | None = None
-        self._server: Any = None
+        self._gauges: list[tuple[str, str, list[str], dict[Any, int]]] = []  # of the state that was set, and when
+        self._set_at = 0.0
+        self._open = contextlib.ExitStack()
         registry.register(self)
-        self._registered = True
+        self._open.callback(registry.unregister, self)
 
     def observe(self, events: Events | EventLog) -> None:
-        """Adds events; their arrays may be donated afterwards. Those that cannot have happened do no harm.
-
-        Args:
-          events: each once, in their order.
-
-        Raises:
-          ValueError: for anything else, and for events of blocks of another size.
-        """
+        """Adds events, each once and in their order: a listener. Those that cannot have happened do no harm."""
         with self._lock:
             self._seen.add(events, time.monotonic())
 
     def set(self, state: CacheState) -> None:
-        """Reads how the blocks stand.
-
-        Args:
-          state: of the cache; to be called between its transitions, on the thread that makes them.
-        """
-        reading = _read(state, self._groups)
+        """Reads how the blocks of a state stand; call it between transitions, on the thread that makes them."""
+        gauges, levels = _read(state, self._groups)
         with self._lock:
-            self._reading = reading
-            self._seen.levels[:] = reading.levels  # not all events may have been observed
+            self._gauges, self._set_at = gauges, time.monotonic()
+            self._seen.levels[:] = levels  # not all events may have been observed
 
     def serve(self, port: int, host: str = "127.0.0.1") -> str:
         """Answers scrapes from a thread of its own, until `close`.
@@ -238,29 +172,19 @@ class Metrics:
           host: the address of the machine to listen at.
 
         Returns:
-          What Prometheus is pointed at.
-
-        Raises:
-          OSError: if the port is in use.
+          What Prometheus is pointed at. A port in use is an OSError.
         """
         try:
             server, thread = prometheus_client.start_http_server(port, host, self._registry)
         except OSError as error:
             raise OSError(f"port: {host}:{port}: {error.strerror}") from error
-        self._server = server, thread
+        for end in (thread.join, server.server_close, server.shutdown):  # the last one is called first
+            self._open.callback(end)
         return f"http://{host}:{server.server_port}/metrics"
 
     def close(self) -> None:
         """Answers no more, and leaves the registry."""
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
-            self._server = None
-        if self._registered:
-            self._registry.unregister(self)
-            self._registered = False
+        self._open.close()
 
     def __enter__(self) -> Self:
         return self
@@ -275,10 +199,10 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """The metrics of a scrape."""
         with self._lock:
-            families = [*self._of_events(), *self._of_state()]
+            families = list(self._of_cache())
         return itertools.chain(families, self._of_wires())
 
-    def _of_events(self) -> Iterator[Any]:
+    def _of_cache(self) -> Iterator[Any]:
         seen = self._seen
         for name, text in _TOTALS.items():
             yield Counter(f"kvjax_{name}", text, value=getattr(seen.totals, name))
@@ -292,27 +216,22 @@ class Metrics:
             buckets = list(zip([*map(str, map(float, BOUNDS)), "+Inf"], counts, strict=True))
             lives.add_metric([str(number)], buckets, seen.lifetimes[number].seconds)
         yield lives
-
-    def _of_state(self) -> Iterator[Any]:
         yield Gauge("kvjax_block_size", "Token positions of a block.", value=self._size)
-        reading = self._reading
-        if reading is None:
-            return
-        for gauge in reading.gauges:
+        for gauge in self._gauges:
             yield _family(Gauge, *gauge)
-        age = time.monotonic() - reading.timestamp
-        yield Gauge("kvjax_state_age_seconds", "Since blocks and rows were read.", value=age)
+        if self._gauges:
+            age = time.monotonic() - self._set_at
+            yield Gauge("kvjax_state_age_seconds", "Since blocks and rows were read.", value=age)
 
     def _of_wires(self) -> Iterator[Any]:
         queued = {name: wire.queued_bytes for name, wire in self._wires.items()}
         yield _family(Gauge, "kvjax_wire_queued_bytes", "Events that wait for a wire.", ["wire"], queued)
-        counts = {name: wire.counts for name, wire in self._wires.items()}
-        overflows = {name: of_wire["overflows"] for name, of_wire in counts.items()}
-        text = "Events that did not fit a wire's queue, so that a snapshot took their place."
-        yield _family(Counter, "kvjax_wire_overflows", text, ["wire"], overflows)
-        ignored = {name: of_wire["ignored"] for name, of_wire in counts.items()}
-        text = "Events that a wire ignored after impossible ones."
-        yield _family(Counter, "kvjax_wire_ignored", text, ["wire"], ignored)
+        for what, text in {
+            "overflows": "Events that did not fit a wire's queue, so that a snapshot took their place.",
+            "ignored": "Events that a wire ignored after impossible ones.",
+        }.items():
+            counts = {name: wire.counts[what] for name, wire in self._wires.items()}
+            yield _family(Counter, f"kvjax_wire_{what}", text, ["wire"], counts)
 
 
 def _family(kind: Any, name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> Any:
@@ -324,16 +243,15 @@ def _family(kind: Any, name: str, text: str, labels: list[str], values: Mapping[
 
 
 @on_state
-def _read(state: CacheState, groups: range) -> Reading:
-    """Reads the groups that have K/V."""
+def _read(state: CacheState, groups: range) -> tuple[list[Any], np.ndarray]:
+    """(name, text, labels, values) of gauges of the groups that have K/V, and the levels i64[B] of the first one."""
     blocks, slots, moving, rows = {}, {}, {}, {}
     inspected = {number: inspect_group(state, number) for number in groups}
     for number, seen in inspected.items():
         group = state.spec.groups[number]
-        sizes = {"device": group.num_blocks, "host": group.num_host_blocks}
-        for condition, (tier, name) in _CONDITIONS.items():
-            of = seen.condition == condition
-            if sizes[tier]:
+        for tier, prefix in zip(_TIERS, ("", "ON_HOST_")[: 1 + bool(group.num_host_blocks)], strict=False):
+            for name in ("active", "cached", "empty"):
+                of = seen.condition == Condition[prefix + name.upper()]
                 blocks[number, tier, name] = int(np.sum(of))
                 slots[number, tier, name] = int(np.sum(seen.written[of]))
         stats = tally(state, seen)
@@ -347,14 +265,12 @@ def _read(state: CacheState, groups: range) -> Reading:
         ("kvjax_in_transit_blocks", "Blocks on the move.", ["group"], moving),
         ("kvjax_rows", "Rows for sequences.", ["condition"], rows),
     ]
-    return Reading(time.monotonic(), gauges, levels)
+    return gauges, levels
 
 
 if __name__ == "__main__":
-    example = "python -m kvjax.interop.metrics --dashboard > kvjax.json"
-    parser = argparse.ArgumentParser(
-        prog="python -m kvjax.interop.metrics", description=f"Prints a dashboard for Grafana. {example}"
-    )
+    about = "Prints a dashboard for Grafana. python -m kvjax.interop.metrics --dashboard > kvjax.json"
+    parser = argparse.ArgumentParser(prog="python -m kvjax.interop.metrics", description=about)
     parser.add_argument("--dashboard", action="store_true", required=True, help="print the JSON that Grafana imports")
     parser.parse_args()
     print(json.dumps(dashboard(), indent=1))

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket as network
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvjax.interop._wires import zmq
@@ -16,18 +18,11 @@ LOOPBACK = "tcp://127.0.0.1:5557"  # vLLM's port
 
 
 class Curve(NamedTuple):
-    """Keys of a socket, as `zmq.curve_keypair()` makes them: what it sends is encrypted.
-
-    Whoever knows the public key of a server may connect to it.
-
-    Attributes:
-      public, secret: the socket's own.
-      server: the public key of the server that it connects to; None: it is the server, and binds.
-    """
+    """Keys of an encrypted socket, from `zmq.curve_keypair()`; who knows the public key of a server may connect."""
 
     public: bytes
     secret: bytes
-    server: bytes | None = None
+    server: bytes | None = None  # the public key of the server to connect to; None: this is the server, and binds
 
 
 def open_socket(context: Any, kind: int, curve: Curve | None, most: int, queued: int) -> Any:
@@ -37,21 +32,18 @@ def open_socket(context: Any, kind: int, curve: Curve | None, most: int, queued:
     socket.maxmsgsize = most if curve is None else most + _HANDSHAKE
     socket.set_hwm(queued)
     if curve is not None:
-        curve = Curve(*curve)
-        socket.curve_publickey, socket.curve_secretkey = curve.public, curve.secret
-        if curve.server is None:
-            socket.curve_server = True
-        else:
-            socket.curve_serverkey = curve.server
+        socket.curve_publickey, socket.curve_secretkey, server = Curve(*curve)
+        socket.curve_server = server is None
+        if server is not None:
+            socket.curve_serverkey = server
     return socket
 
 
 def attach_socket(socket: Any, name: str, endpoint: str, *, bind: bool) -> str:
-    """Binds a socket or connects it; the endpoint with the port that was chosen.
+    """Binds or connects a socket, and returns the endpoint with the port that was chosen.
 
-    Raises:
-      ValueError: naming the argument, for what is no endpoint of TCP or of this machine.
-      OSError: if it cannot be bound.
+    Errors begin with `name`: a ValueError for what is no endpoint of TCP or of this machine, an OSError for one that
+    cannot be bound.
     """
     if not isinstance(endpoint, str) or not re.match(r"(tcp://.+:(\d+|\*)|ipc://.+)$", endpoint):
         raise ValueError(f"{name}: got {endpoint!r}, wanted tcp://HOST:PORT or ipc://PATH")
@@ -63,27 +55,19 @@ def attach_socket(socket: Any, name: str, endpoint: str, *, bind: bool) -> str:
     return socket.last_endpoint.rstrip(b"\0").decode() if bind else endpoint
 
 
-def receive(socket: Any, most: int) -> list[bytes] | None:
-    """The frames of the next message, None if there is none, an empty list if it has more than `most` frames."""
-    try:
-        frames = [socket.recv(zmq.NOBLOCK)]
-    except zmq.Again:
-        return None
-    total = 1
-    while socket.rcvmore:
-        frame = socket.recv(zmq.NOBLOCK)
-        total += 1
-        if total <= most:
-            frames.append(frame)
-    return frames if total <= most else []
+def receive(socket: Any, most: int) -> Iterator[list[bytes]]:
+    """The frames of each message that has come, of at most `most` messages."""
+    with contextlib.suppress(zmq.Again):
+        for _ in range(most):
+            yield socket.recv_multipart(zmq.NOBLOCK)
 
 
 def default_topic(endpoint: str, model: str | None, *, bound: bool) -> bytes:
     """`kv@<host>:<port>@<model>`, as llm-d wants it; a publisher that connects is called by its process."""
-    address = re.sub("^(tcp|ipc)://", "", endpoint) if bound else ""
-    host, _, port = address.rpartition(":") if endpoint.startswith("tcp") else ("", "", address)
-    if not bound:
-        host, port = "", str(os.getpid())
+    host, port = "", str(os.getpid())
+    if bound:
+        address = re.sub("^(tcp|ipc)://", "", endpoint)
+        host, _, port = address.rpartition(":") if endpoint.startswith("tcp") else ("", "", address)
     if host in ("", "*", "0.0.0.0", "[::]"):
         host = network.gethostname()
-    return f"kv@{host}:{port}@{'' if model is None else model}".encode()
+    return f"kv@{host}:{port}@{model or ''}".encode()

@@ -22,6 +22,7 @@ import numpy as np
 from kvjax.debug.counts import stats
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
+from kvjax.events.totals import Totals
 from kvjax.interop import columns as col
 from kvjax.interop.events import arrays, listened, records_of
 from kvjax.interop.index import NodeMap
@@ -30,8 +31,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 _CACHE, _PROMPTS = 1, 2  # processes: groups of tracks
-_TRACKS = ("admissions", "loops", "moves", "other transitions")
-_ADMISSIONS, _LOOPS, _MOVES, _OTHERS = range(1, 5)
+_TRACKS = {"admission": "admissions", "loop": "loops", "move": "moves", "transition": "other transitions"}
 _LEVELS = ("device", "host")
 
 
@@ -40,53 +40,47 @@ class Trace:
 
     `close`, or the end of a `with`, ends the file; one that was not closed is read too.
 
-    Attributes:
-      nodes: what is cached by the events so far.
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      file: a text file, which the caller closes.
+      clock: gives the time in seconds.
     """
 
     def __init__(self, spec: CacheSpec, file: TextIO, *, clock: Callable[[], float] = time.perf_counter):
-        """Begins with an empty cache.
-
-        Args:
-          spec: of the cache.
-          file: a text file, which the caller closes.
-          clock: gives the time in seconds.
-        """
         self.nodes, self._file, self._clock = NodeMap(spec), file, clock
         self._groups = range(int(spec.bare), len(spec.groups))
+        self._tiers = [  # group, level, name
+            (number, level, f"{_LEVELS[level]}{f', group {number}' if len(self._groups) > 1 else ''}")
+            for number in self._groups
+            for level in range(1 + bool(spec.groups[number].num_host_blocks))
+        ]
         self._begin = self._turn = self._start = clock()
         self._prompts: set[int] = set()
         self._file.write("[\n")
         self._separator, self._closed = "", False
-        self._name_process("cache", _CACHE)
-        for track, name in enumerate(_TRACKS, 1):
+        self._event(ph="M", name="process_name", pid=_CACHE, tid=0, args={"name": "cache"})
+        for track, name in enumerate(_TRACKS.values(), 1):
             self._name_track(name, _CACHE, track)
 
     def write(self, events: Events | EventLog) -> None:
-        """Writes a slice that ends now, with its evictions and counters: a listener.
-
-        Raises:
-          ValueError: for anything but `Events` and an `EventLog`, and if they cannot have come from a cache with the
-            contents that the events so far have given it.
-        """
+        """Writes a slice that ends now, with its evictions and counters: a listener. The events must be possible."""
         read = listened(events, self.nodes.spec)
         self.nodes.fold(read)
         events = arrays(read)
-        now, begin = self._clock(), self._begin
-        self._begin = now
-        records = records_of(events)
-        args = _args_of(events, records)
-        track, name = _track(events, args)
+        now, begin, records = self._clock(), self._begin, records_of(events)
+        self._begin, args = now, _args_of(events, records)
+        name = _name_of(events, args)
+        track = [*_TRACKS].index(name) + 1
         self._slice(name, begin, now, _CACHE, track, args)
-        if args.get("removed"):
-            self._evicted(records, now, track)
+        removed = records[records[:, 0] == EventKind.REMOVED]
+        for number in sorted(set(removed[:, 1].tolist())):
+            blocks = removed[removed[:, 1] == number, 2].tolist()
+            args = {"group": number, "count": len(blocks), "blocks": blocks}
+            self._event(ph="i", name="evicted", ts=self._us(now), pid=_CACHE, tid=track, s="t", args=args)
         self._count(now)
 
     def show(self, progress: Progress[Any]) -> None:
-        """Writes the tokens of a `stream`'s prompts; to be called with each `Progress`, as it comes.
-
-        The next slice begins when this is done: then the stream goes on.
-        """
+        """Writes the tokens of a `stream`'s prompts, from each `Progress` as it comes; the next slice begins then."""
         now = self._clock()
         for number, tokens in progress.new.items():
             output = progress.outputs[number]
@@ -94,7 +88,7 @@ class Trace:
             if number not in self._prompts:
                 self._prompts.add(number)
                 if len(self._prompts) == 1:
-                    self._name_process("prompts", _PROMPTS)
+                    self._event(ph="M", name="process_name", pid=_PROMPTS, tid=0, args={"name": "prompts"})
                 self._name_track(f"prompt {number}", _PROMPTS, number + 1)
             args = {"tokens": len(tokens), "prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
             args |= {} if output.finish is None else {"finish": output.finish}
@@ -102,24 +96,15 @@ class Trace:
         self.mark()
 
     def set(self, state: CacheState) -> None:
-        """Counts the blocks of a state by tier and condition, which are no events.
-
-        The next slice begins when this is done.
-        """
-        now = self._clock()
-        for number in self._groups:
-            found = stats(state, number)
-            for level, prefix in zip(self._levels(number), ("", "host_"), strict=False):
-                blocks = {name: getattr(found, f"{prefix}{name}_blocks") for name in ("active", "cached", "empty")}
-                self._counter(f"blocks, {level}{self._suffix(number)}", now, blocks)
+        """Counts the blocks of a state by tier and condition, which are no events; the next slice begins then."""
+        now, found = self._clock(), {number: stats(state, number) for number in self._groups}
+        for number, level, name in self._tiers:
+            fields = {of: f"{('', 'host_')[level]}{of}_blocks" for of in ("active", "cached", "empty")}
+            self._counter(f"blocks, {name}", now, {of: getattr(found[number], field) for of, field in fields.items()})
         self.mark()
 
     def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty, was restored, or goes on without its events.
-
-        Raises:
-          ValueError: if it is of another spec.
-        """
+        """Begins anew with a cache that is not empty, was restored, or goes on without its events."""
         self.nodes.attach(state)
         self.mark()
         self._count(self._begin)
@@ -142,29 +127,12 @@ class Trace:
 
     def _count(self, now: float) -> None:
         """Counters of the findable blocks."""
-        size = self.nodes.spec.block_size
-        for number in self._groups:
+        for number, level, name in self._tiers:
             table = self.nodes.groups[number].table
-            fill, host = table[:, col.FILL], table[:, col.LEVEL] == 1
-            for on, level in enumerate(self._levels(number)):
-                on_level = host == bool(on)
-                whole, all_ = np.count_nonzero(on_level & (fill == size)), np.count_nonzero(on_level & (fill > 0))
-                named = {"whole": whole, "partly filled": all_ - whole}
-                self._counter(f"findable blocks, {level}{self._suffix(number)}", now, named)
-
-    def _evicted(self, records: np.ndarray, now: float, track: int) -> None:
-        """An instant for each group of which blocks were removed."""
-        removed = records[records[:, 0] == EventKind.REMOVED]
-        for number in np.unique(removed[:, 1]).tolist():
-            blocks = removed[removed[:, 1] == number, 2].tolist()
-            args = {"group": number, "count": len(blocks), "blocks": blocks}
-            self._event(ph="i", name="evicted", ts=self._us(now), pid=_CACHE, tid=track, s="t", args=args)
-
-    def _levels(self, number: int) -> tuple[str, ...]:
-        return _LEVELS[: 1 + bool(self.nodes.spec.groups[number].num_host_blocks)]
-
-    def _suffix(self, number: int) -> str:
-        return f", group {number}" if len(self._groups) > 1 else ""
+            fill = table[table[:, col.LEVEL] == level, col.FILL]
+            whole = np.count_nonzero(fill == self.nodes.spec.block_size)
+            filled = {"whole": whole, "partly filled": np.count_nonzero(fill) - whole}
+            self._counter(f"findable blocks, {name}", now, filled)
 
     def _slice(self, name: str, begin: float, end: float, process: int, track: int, args: dict[str, Any]) -> None:
         length = max(self._us(end) - self._us(begin), 0)
@@ -173,9 +141,6 @@ class Trace:
     def _counter(self, name: str, now: float, numbers: Mapping[str, Any]) -> None:
         args = {what: int(number) for what, number in numbers.items()}
         self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=args)
-
-    def _name_process(self, name: str, process: int) -> None:
-        self._event(ph="M", name="process_name", pid=process, tid=0, args={"name": name})
 
     def _name_track(self, name: str, process: int, track: int) -> None:
         """Names a track, and has viewers sort it by number: by name, 10 comes before 2."""
@@ -195,20 +160,16 @@ class Trace:
 def _args_of(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:
     """The arguments of a slice: events of each kind, tokens looked up and reused, moves, refusals; no zeros."""
     kinds = np.bincount(records[:, 0], minlength=len(EventKind)).tolist()
-    args = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}
-    args |= {name: int(np.asarray(getattr(events, name)).sum()) for name in ("queried", "cached")}
-    if isinstance(events, Events):
-        block, source, target = (np.asarray(getattr(events.moves, name)) for name in ("block", "source", "target"))
-        args["to_host"] = int(np.sum((block >= 0) & (target > source)))
-        args["to_device"] = int(np.sum((block >= 0) & (target < source)))
-        args["refused"] = int(np.sum(np.asarray(events.status) != 0))
+    args, totals = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}, Totals().add(events)
+    args |= {"queried": totals.queried_tokens, "cached": totals.reused_tokens}
+    args |= {"to_host": totals.offloaded_blocks, "to_device": totals.onboarded_blocks, "refused": totals.refused}
     return {name: count for name, count in args.items() if count}
 
 
-def _track(events: Events | EventLog, args: dict[str, int]) -> tuple[int, str]:
-    """The track of a slice, and its name."""
+def _name_of(events: Events | EventLog, args: dict[str, int]) -> str:
+    """The name of a slice."""
     if isinstance(events, EventLog):
-        return _LOOPS, "loop"
+        return "loop"
     if "queried" in args:
-        return _ADMISSIONS, "admission"
-    return (_MOVES, "move") if "to_host" in args or "to_device" in args else (_OTHERS, "transition")
+        return "admission"
+    return "move" if "to_host" in args or "to_device" in args else "transition"

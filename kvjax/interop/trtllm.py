@@ -16,9 +16,8 @@ Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -26,7 +25,6 @@ import numpy as np
 from kvjax.blocks.keys import Namespaces
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.columns import chains_of, hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import host_events, pieces
 from kvjax.interop.hashing import Hashing, salt_text
@@ -58,13 +56,15 @@ _MOST_TOKENS = 1 << 16  # of an event, so that no line is over about 6 MB
 class Writer(EventEncoder[str]):
     """Writes a cache's events; `write` is a listener of `generate`, `stream` and `run_batch`.
 
-    After a ValueError for events that cannot have happened nothing more can be written, until `attach`.
+    After a ValueError for events that cannot have happened nothing more can be written, until `attach`. A bare first
+    group is not written: its blocks have no K/V. Extra ids are written as numbers.
 
-    Attributes:
-      nodes: what is cached by the events so far.
-      left_out: how many blocks were not written, by reason, each with those below it.
-      groups: the numbers of the groups that are written.
-      next_id: event_id of the next event.
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      file: where `write` and `attach` write lines; a text file, which the caller closes.
+      names, lora_names, model, key: as for `hashing.Hashing`.
+      salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
+      rank: the attention_dp_rank; None: the events have none.
     """
 
     def __init__(
@@ -79,65 +79,39 @@ class Writer(EventEncoder[str]):
         salts: str = "digest",
         rank: int | None = None,
     ):
-        """Begins with an empty cache.
-
-        A bare first group is not written: its blocks have no K/V. Extra ids are written as numbers.
-
-        Args:
-          spec: of the cache.
-          file: where `write` and `attach` write lines; a text file, which the caller closes.
-          names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not written.
-          lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all hashes, as for `hashing.root_hash`.
-          key: a secret of at most 64 bytes, without which hashes can neither be made nor probed.
-          salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
-          rank: the attention_dp_rank; None: the events have none.
-
-        Raises:
-          ValueError: naming the argument.
-        """
         if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
             raise ValueError(f"rank: got {rank!r}, wanted None or an int of at least 0")
         unpublished = {flag: reason for flag, reason in WHOLE.items() if flag != col.PARTIAL} | omitted_salts(salts)
         sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
         super().__init__(spec, Hashing(names, lora_names, model, key), sizes, unpublished)
         self._salt = functools.partial(salt_text, salts=salts, key=key)
-        self._file, self.next_id = file, 0
+        self._file, self.next_id = file, 0  # event_id of the next event
         dp_rank = "" if rank is None else f',"attention_dp_rank":{rank}'
         self._ends = {  # the smallest window first
             number: f',"window_size":{size}{dp_rank},"layer_group_id":{number}}}'
             for size, number in sorted((size, number) for number, size in sizes.items())
         }
-        self._num_blocks = [group.num_blocks for group in spec.groups]
         self._begun, self._sound = False, True
         self._most_blocks = max(_MOST_TOKENS // spec.block_size, 1)
         self._template = functools.cache(self._make_template)
         self._space = functools.lru_cache(4096)(self._make_space)
 
     def write(self, events: Any) -> None:
-        """Writes the lines of events to the file: a listener.
-
-        Args:
-          events: as for `lines`.
-
-        Raises:
-          ValueError: as `lines` does, and if the writer has no file.
-        """
-        self._save(self.lines(events))
+        """Writes the lines of events to the file: a listener."""
+        if self._file is None:
+            raise ValueError("file: got None, wanted a file to write to")
+        self._file.writelines(f"{line}\n" for line in self.lines(events))
 
     def lines(self, events: Any) -> list[str]:
         """Follows events; their lines.
 
         Args:
-          events: `Events`, an `EventLog`, or decoded events; each once, in their order.
-
-        Raises:
-          ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
+          events: `Events`, an `EventLog`, or decoded events, which must be possible after those so far.
         """
         events = host_events(events, self.nodes.spec)
         if not self._sound:
             raise ValueError("events: got more after some that cannot have happened, wanted `attach(state)` first")
-        found = [] if self._begun else self._created()
+        found = [] if self._begun else self._created(self.nodes.spec.groups)
         self._sound = False
         found += self.messages(self.follow(events))
         self._sound = True
@@ -150,40 +124,27 @@ class Writer(EventEncoder[str]):
     def attach(self, state: CacheState) -> list[str]:
         """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
 
-        Args:
-          state: the cache; events written later are those after it.
-
         Returns:
           The lines that bring a reader to its contents, which are in the file too if there is one: all that was stored
           is removed, the groups are created, and what the cache has is stored.
-
-        Raises:
-          ValueError: if it is of another spec.
         """
         before = [change._replace(kind=EventKind.REMOVED, rows=change.rows[::-1]) for change in self.nodes.snapshot()]
         super().attach(state)
-        self._num_blocks = [int(group.num_blocks) for group in state.groups]
-        found, self._sound = [*self.messages(before), *self._created(), *self.messages(self.nodes.snapshot())], True
+        found = [*self.messages(before), *self._created(state.groups), *self.messages(self.nodes.snapshot())]
+        self._sound = True
         if self._file is not None:
-            self._save(found)
+            self._file.writelines(f"{line}\n" for line in found)
         return found
 
-    def _save(self, lines: list[str]) -> None:
-        if self._file is None:
-            raise ValueError("file: got None, wanted a file to write to")
-        self._file.write("".join(line + "\n" for line in lines))
-
-    def _created(self) -> list[str]:
-        self._begun = True
-        host = [group.num_host_blocks for group in self.nodes.spec.groups]
-        levels = {number: f"[{self._num_blocks[number]},{host[number]}]" for number in self._ends}
-        return [
-            self._event(number, f'{{"type":"created","num_blocks_per_cache_level":{of}}}')
-            for number, of in levels.items()
-        ]
+    def _created(self, groups: Sequence[Any]) -> list[str]:
+        self._begun, found = True, []
+        for number in self._ends:
+            levels = f"[{int(groups[number].num_blocks)},{self.nodes.spec.groups[number].num_host_blocks}]"
+            found.append(self._event(number, f'{{"type":"created","num_blocks_per_cache_level":{levels}}}'))
+        return found
 
     def _removed(self, number: int, rows: np.ndarray) -> list[str]:
-        hashes = ",".join(map(str, hashes_of(rows).tolist()))
+        hashes = ",".join(map(str, col.hashes_of(rows).tolist()))
         return [self._event(number, f'{{"type":"removed","block_hashes":[{hashes}]}}')]
 
     def _updated(self, changes: Iterable[Change]) -> list[str]:
@@ -192,7 +153,7 @@ class Writer(EventEncoder[str]):
         for change in changes:
             assert change.before is not None
             now = change.rows[:, [col.LEVEL, col.PRIORITY]].tolist()
-            for block_hash, before, after in zip(hashes_of(change.rows), change.before.tolist(), now, strict=True):
+            for block_hash, before, after in zip(col.hashes_of(change.rows), change.before.tolist(), now, strict=True):
                 level, priority = map(_diff, before, after)
                 data = f'"block_hash":{block_hash},"cache_level":{level},"priority":{priority}'
                 found.append(self._event(change.group, f'{{"type":"updated",{data}}}'))
@@ -200,20 +161,20 @@ class Writer(EventEncoder[str]):
 
     def _stored(self, number: int, rows: np.ndarray) -> list[str]:
         """Consecutive blocks that chain are one event."""
-        texts, parents = self._texts(rows, hashes_of(rows).tolist()), parents_of(rows).tolist()
+        texts, parents = self._texts(rows), col.hashes_of(rows, col.ABOVE).tolist()
         of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
-        for start, stop in pieces(itertools.pairwise(chains_of(rows)), self._most_blocks):
+        for start, stop in pieces(col.chains_of(rows), self._most_blocks):
             depth, namespace = of[start]
             some, parent = ",".join(texts[start:stop]), parents[start] if depth else "null"
             data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(namespace)}}}'
             found.append(self._event(number, data))
         return found
 
-    def _texts(self, rows: np.ndarray, hashes: list[int]) -> list[str]:
+    def _texts(self, rows: np.ndarray) -> list[str]:
         """The stored_block of each row."""
         text = rows[:, col.TEXT :].reshape(len(rows), -1, self.nodes.spec.block_size)
         numbers = text.transpose(0, 2, 1).reshape(len(rows), -1).tolist()  # token, extra id, token, ...
-        each = text.shape[1]
+        each, hashes = text.shape[1], col.hashes_of(rows).tolist()
         stated = rows[:, [col.FILL, col.LEVEL, col.PRIORITY]].tolist()
         return [
             self._template(fill) % (block_hash, *row[: fill * each], level, priority)
@@ -238,9 +199,9 @@ class Writer(EventEncoder[str]):
 
 
 def window_size(spec: CacheSpec, number: int) -> int:
-    """The window of a group in its events; of recurrent layers TensorRT-LLM's kRecurrentStates.
+    """The window of a group in its events; -1, as in TensorRT-LLM, of recurrent layers.
 
-    Full attention has the largest one, since NVIDIA Dynamo keeps the events of the largest window and drops all others.
+    Full attention has the largest one: NVIDIA Dynamo drops the events of all others.
     """
     group = spec.groups[number]
     if group.window is None:

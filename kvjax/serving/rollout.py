@@ -21,7 +21,7 @@ from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.decode import LogitsFn, note
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
-from kvjax.serving.requests import Finish, Requests, Serving, init_serving
+from kvjax.serving.requests import Finish, Serving, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.serving.serve import serve
 from kvjax.serving.submit import cancel, submit
@@ -148,27 +148,29 @@ def rollout(
         logits_state=each(logits_state),
     )  # fmt: skip
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
-    held = jnp.full((outputs,), -1, jnp.int32)
-    serving = serving.replace(requests=requests, held=held if hold else None)
+    serving = serving.replace(requests=requests, held=jnp.full((outputs,), -1, jnp.int32) if hold else None)
     serving, status, _, generations = submit(
         serving, _flat(prompts, each(start), each(lengths), groups), each(lengths), jnp.full((outputs,), most),
         scheduler=scheduler, slots=entry, namespace=each(each_row("namespace", namespace, (number,))),
         seed=_seeds(seed, seeds, number, groups), sampling=each(sampling), stop_tokens=stop,
         sample_of=jnp.where(behind > 0, entry - behind, -1), logits_state=each(logits_state),
     )  # fmt: skip
-    serving, log = _run(model, serving, log, scheduler, logits_fn, integers("now", now, ()))
-    serving, _ = cancel(serving, entry, generations)
-    serving, log, _ = retire(serving, log, scheduler, integers("now", now, ()))
+    serving, log = _run(model, serving, log, scheduler, logits_fn, generations, integers("now", now, ()))
     status = pick(status, entry - behind)  # a sample is refused with the first of its prompt
-    held = held if serving.held is None else serving.held
-    found = _completions(serving.requests, status, each(lengths), most, held)
+    found = _completions(serving, status, each(lengths), most)
     return jax.tree.map(lambda x: x.reshape(number, groups, *x.shape[1:]), found), serving.cache, log
 
 
 def _run(
-    model: Model, serving: Serving, log: Log, scheduler: Scheduler, logits_fn: LogitsFn | None, now: jax.Array
+    model: Model,
+    serving: Serving,
+    log: Log,
+    scheduler: Scheduler,
+    logits_fn: LogitsFn | None,
+    generations: jax.Array,
+    now: jax.Array,
 ) -> tuple[Serving, Log]:
-    """Steps until all requests are over, or nothing more can be done: no row is free, or the log is full."""
+    """Steps until all requests are over; where no row is free or the log is full, what is left is cancelled."""
 
     def turn(carry):
         serving, log, _ = carry
@@ -178,6 +180,8 @@ def _run(
         return serving, log, serving.busy & ((serving.steps > steps) | (serving.refused == 1))
 
     serving, log, _ = while_loop(lambda carry: carry[2], turn, (serving, log, jnp.bool_(True)))
+    serving, _ = cancel(serving, np.arange(serving.requests.size, dtype=np.int32), generations)
+    serving, log, _ = retire(serving, log, scheduler, now)
     return serving, log
 
 
@@ -271,8 +275,9 @@ _REFUSED = {
 }  # fmt: skip
 
 
-def _completions(requests: Requests, status: jax.Array, lengths: jax.Array, most: int, rows: jax.Array) -> Rollout:
+def _completions(serving: Serving, status: jax.Array, lengths: jax.Array, most: int) -> Rollout:
     """The completions of the requests, in the slots of their entries; [B * G, ...]."""
+    requests = serving.requests
     served = status == Status.OK
     count = jnp.where(served, requests.num_tokens - lengths, 0)
     mask = jnp.arange(most, dtype=jnp.int32)[None] < count[:, None]
@@ -284,5 +289,6 @@ def _completions(requests: Requests, status: jax.Array, lengths: jax.Array, most
         tokens=jnp.where(mask, pick(requests.text, at), 0),
         logprobs=jnp.where(mask, pick(requests.logprobs, at), 0.0),
         mask=mask, lengths=count, finish=finish, cached=jnp.where(served, requests.cached, 0),
-        preemptions=jnp.where(served, requests.preemptions, 0), rows=rows,
+        preemptions=jnp.where(served, requests.preemptions, 0),
+        rows=jnp.full_like(status, -1) if serving.held is None else serving.held,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves what a cache holds over gRPC as MAX's KV cache agent does.
 
-    caller        publish: what events change in the index is queued (`interop/hub.py`)
-    agent         encodes it as updates, which are put into every stream; fill levels
+    agent         what `publish` queues (`interop/hub.py`), as updates that are put into every stream; fill levels
     subscribers   a thread each: the present state, then what is put into their stream
 
 A new stream and a copy of the index that the others have are taken under one lock, so that no update is lost or sent
@@ -11,14 +10,15 @@ twice.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import enum
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.checks import static_int
 from kvjax.debug import stats
 from kvjax.interop import columns as col
-from kvjax.interop.columns import hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing
@@ -53,60 +52,41 @@ _SPARE_THREADS = 4  # for answers to those that are refused
 _GRACE = 5.0  # seconds in which a subscriber that is late may still read why its stream ends
 
 
-class Update(NamedTuple):
-    """Blocks of one group that are added to one level, or removed from it."""
+class UpdateEncoder(EventEncoder[Any]):
+    """Makes updates of events: messages that have no number yet."""
 
-    is_added: bool
-    group: int
-    level: int
-    hashes: list[int]
-    parents: list[int]  # of added ones, 0 at a root
-
-    def message(self, in_snapshot: bool = False) -> bytes:
-        """The update as a message, which has no number yet."""
-        return messages.KVCacheStateUpdate(
-            update_type=messages.UPDATE_TYPE_ADDED if self.is_added else messages.UPDATE_TYPE_REMOVED,
-            memory_tier=_TIERS[self.level],
-            cache_ids=map(str, self.hashes),
-            parent_ids=[str(parent or "") for parent in self.parents],
-            in_snapshot=in_snapshot,
-            group=self.group,
-        ).SerializeToString()
-
-
-class UpdateEncoder(EventEncoder[Update]):
-    """Makes updates of events."""
-
-    def differences(self, old: NodeMap, new: NodeMap) -> list[Update]:
+    def differences(self, old: NodeMap, new: NodeMap) -> list[Any]:
         """Updates from one index to another; group by group, what is gone before what is new."""
         found = []
         for number in sorted(self.groups):
-            (old_rows, old_keys), (new_rows, new_keys) = (self._published(nodes, number) for nodes in (old, new))
+            (old_rows, old_keys), (new_rows, new_keys) = (self._rows_of(nodes, number) for nodes in (old, new))
             both = {*old_keys} & {*new_keys}
             gone, added = (np.array([key not in both for key in keys], bool) for keys in (old_keys, new_keys))
             found += self._removed(number, old_rows[gone][::-1]) + self._stored(number, new_rows[added])
         return found
 
-    def _published(self, nodes: NodeMap, number: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def _rows_of(self, nodes: NodeMap, number: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Rows of a group's published blocks, parents first, and for each its hash and level."""
         group = nodes.groups[number]
         rows = group.table[group.live]
-        rows = rows[self._is_published(rows)]
-        return rows, list(zip(hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
+        rows = rows[rows[:, col.FLAGS] & self._mask == 0]
+        return rows, list(zip(col.hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
 
-    def _removed(self, number: int, rows: np.ndarray) -> list[Update]:
-        return _updates(False, number, rows, [])
+    def _removed(self, number: int, rows: np.ndarray) -> list[Any]:
+        return self._updates(messages.UPDATE_TYPE_REMOVED, number, rows, [])
 
-    def _stored(self, number: int, rows: np.ndarray) -> list[Update]:
-        return _updates(True, number, rows, np.where(rows[:, col.DEPTH] > 0, parents_of(rows), 0).tolist())
+    def _stored(self, number: int, rows: np.ndarray) -> list[Any]:
+        parents = np.where(rows[:, col.DEPTH] > 0, col.hashes_of(rows, col.ABOVE), 0).tolist()
+        return self._updates(messages.UPDATE_TYPE_ADDED, number, rows, [str(parent or "") for parent in parents])
 
-
-def _updates(is_added: bool, number: int, rows: np.ndarray, parents: list[int]) -> list[Update]:
-    hashes, levels = hashes_of(rows).tolist(), rows[:, col.LEVEL]
-    return [
-        Update(is_added, number, int(levels[start]), hashes[start:stop], parents[start:stop])
-        for start, stop in pieces(runs(levels), MOST_HASHES)
-    ]
+    def _updates(self, kind: int, number: int, rows: np.ndarray, parents: list[str]) -> list[Any]:
+        names, levels, found = [str(one) for one in col.hashes_of(rows).tolist()], rows[:, col.LEVEL], []
+        for start, stop in pieces(runs(levels), MOST_HASHES):
+            update = messages.KVCacheStateUpdate(update_type=kind, memory_tier=_TIERS[levels[start]], group=number)
+            update.cache_ids.extend(names[start:stop])
+            update.parent_ids.extend(parents[start:stop])
+            found.append(update)
+        return found
 
 
 class End(enum.Enum):
@@ -118,56 +98,33 @@ class End(enum.Enum):
 
 
 class Stream:
-    """The messages that wait for a subscriber. One thread puts them, the subscriber's own takes them.
-
-    Attributes:
-      groups: whose updates it gets.
-      cancel: ends it without a word.
-      ended: why it ended, or None.
-      since: when it ended.
-    """
+    """Messages that wait for a subscriber, whose thread takes them; who has the agent's lock puts them and ends it."""
 
     def __init__(self, groups: tuple[int, ...], max_behind: int, cancel: Callable[[], object]):
-        self.groups, self.cancel, self._most = groups, cancel, max_behind
+        self.groups, self.cancel, self._most = groups, cancel, max_behind  # `cancel` ends it without a word
         self.ended: End | None = None
-        self.since = 0.0
-        self._queue: collections.deque[bytes] = collections.deque()
-        self._wake = threading.Condition()
+        self.since = 0.0  # when it ended
+        self._queue = queue.SimpleQueue[bytes | None]()  # None ends it
 
     def put(self, message: bytes) -> None:
         """Sends a message, or ends the stream if too many wait."""
-        with self._wake:
-            if self.ended is None and len(self._queue) < self._most:
-                self._queue.append(message)
-                self._wake.notify_all()
-                return
-        self.end(End.LATE)
+        if self._queue.qsize() >= self._most:
+            self.end(End.LATE)
+        elif self.ended is None:
+            self._queue.put(message)
 
     def end(self, why: End) -> None:
         """Ends it, if it has not ended. What waits is sent in a stream that is closed, and in no other."""
-        with self._wake:
-            if self.ended is None:
-                self.ended, self.since = why, time.monotonic()
-                if why is not End.CLOSED:
-                    self._queue.clear()
-                self._wake.notify_all()
+        if self.ended is None:
+            self.ended, self.since = why, time.monotonic()
+            if why is not End.CLOSED:
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        self._queue.get_nowait()
+            self._queue.put(None)
 
     def __iter__(self) -> Iterator[bytes]:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._queue or self.ended)
-                if not self._queue:
-                    return
-                message = self._queue.popleft()
-            yield message
-
-
-class Usage(NamedTuple):
-    """Blocks that are not empty and blocks in all, by level, as a state had them at a time."""
-
-    used: tuple[int, int]
-    total: tuple[int, int]
-    timestamp: float
+        return iter(self._queue.get, None)
 
 
 class Agent(PublisherThread[UpdateEncoder]):
@@ -176,12 +133,23 @@ class Agent(PublisherThread[UpdateEncoder]):
     A subscriber gets the present state and then differences: whole blocks, once each, by the hashes of 64 bits that all
     wires use (`kvjax.interop.hashing`), of the first group that has K/V, unless it asks for others. Without a `key`,
     who guesses a prompt learns from its hash whether it is cached. `close`, or the end of a `with`, puts what is queued
-    into the streams, and ends these.
+    into the streams, and ends these. A port in use, or an address of another machine, is an OSError.
+
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      host: the address of the machine to listen at. Other machines see "0.0.0.0" and "[::]".
+      port: 0 chooses one.
+      credentials: from `grpc.ssl_server_credentials`; None: in clear.
+      names, lora_names, model, key: as for `hashing.Hashing`. Extra ids are part of hashes too, as numbers: let them be
+        the same on all replicas.
+      max_subscribers: the most at a time; others end with RESOURCE_EXHAUSTED.
+      max_behind: the most updates that wait for a subscriber; one that is later ends with RESOURCE_EXHAUSTED, and may
+        come again.
+      queue_bytes: the most events that wait for the agent's thread.
+      heartbeat: seconds between two updates with how full the tiers are; None: there is one.
 
     Attributes:
-      address: where it listens, with the port that was chosen.
-      port: the port.
-      nodes: what is cached by the events so far.
+      address, port: where it listens, with the port that was chosen.
     """
 
     _name = "agent"
@@ -202,37 +170,15 @@ class Agent(PublisherThread[UpdateEncoder]):
         queue_bytes: int = 64 << 20,
         heartbeat: float | None = 1.0,
     ):
-        """Begins with an empty cache; see `attach` for others.
-
-        Args:
-          spec: of the cache.
-          host: the address of the machine to listen at. Other machines see "0.0.0.0" and "[::]".
-          port: 0 chooses one.
-          credentials: from `grpc.ssl_server_credentials`; None: in clear.
-          names: the `Namespaces` of the cache; None: all prompts have namespace 0.
-          lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all hashes, as for `hashing.root_hash`.
-          key: a secret of at most 64 bytes, the same on all replicas, without which hashes cannot be made. Extra ids
-            are part of hashes too, as numbers: let them be the same on all replicas.
-          max_subscribers: the most at a time; others end with RESOURCE_EXHAUSTED.
-          max_behind: the most updates that wait for a subscriber; one that is later ends with RESOURCE_EXHAUSTED, and
-            may come again.
-          queue_bytes: the most events that wait for the agent's thread.
-          heartbeat: seconds between two updates with how full the tiers are; None: there is one.
-
-        Raises:
-          ValueError: naming the argument.
-          OSError: if the port is in use, or the address is not this machine's.
-        """
         limits = ("max_subscribers", max_subscribers, 1), ("max_behind", max_behind, 1), ("port", port, 0)
         for name, value, least in limits:
             static_int(name, value, least)
         self._groups = range(int(spec.bare), len(spec.groups))
         encoder = UpdateEncoder(spec, Hashing(names, lora_names, model, key), self._groups, WHOLE)
         super().__init__(encoder, queue_bytes=queue_bytes, heartbeat=heartbeat)
-        self._lock, self._streams, self._due = threading.Lock(), set[Stream](), 0.0
+        self._lock, self._streams, self._due = threading.RLock(), set[Stream](), 0.0
         self._sent = NodeMap(spec)  # the index that each subscriber has once it has read its stream
-        self._usage: dict[int, Usage] = {}
+        self._usage: dict[tuple[int, int], tuple[int, int, float]] = {}  # by group and level: used, in all, and when
         self._max_subscribers, self._max_behind = max_subscribers, max_behind
         counted = "updates", "subscriptions", "subscribers_refused", "subscribers_late", "requests_refused"
         self._counts |= dict.fromkeys(counted, 0)
@@ -242,31 +188,26 @@ class Agent(PublisherThread[UpdateEncoder]):
         service = messages.DESCRIPTOR.services_by_name["KVCacheAgentService"].full_name
         methods = {"SubscribeToUpdates": grpc.unary_stream_rpc_method_handler(self._subscribe)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, methods)])
-        self.port = self._bind(f"{host}:{port}", credentials)
+        address = f"{host}:{port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            self._threads.shutdown()
+            raise OSError(f"port: got {address}, wanted one of this machine that is not in use") from error
         self.address = f"{host}:{self.port}"
         self._server.start()
         self._thread.start()
 
-    def _bind(self, address: str, credentials: Any) -> int:
-        try:
-            if credentials is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            self._threads.shutdown()
-            raise OSError(f"port: got {address}, wanted one of this machine that is not in use") from error
-
     def set(self, state: CacheState) -> None:
-        """Reads how many blocks rows hold or find: who holds a block is no event.
-
-        Args:
-          state: of the cache; to be called between its transitions.
-        """
+        """Reads from the state how many blocks rows hold or find, which is no event; call it between transitions."""
         now = time.monotonic()
         for number in self._groups:
             s = stats(state, number)
-            used = s.active_blocks + s.cached_blocks, s.host_active_blocks + s.host_cached_blocks
-            self._usage[number] = Usage(used, (s.num_blocks, s.host_blocks), now)
+            self._usage[number, 0] = s.active_blocks + s.cached_blocks, s.num_blocks, now
+            self._usage[number, 1] = s.host_active_blocks + s.host_cached_blocks, s.host_blocks, now
 
     @property
     def counts(self) -> dict[str, int]:
@@ -282,7 +223,7 @@ class Agent(PublisherThread[UpdateEncoder]):
                 self._sent.write(change)
             self._broadcast(updates)
             if self._patience() == 0:
-                self._send_fill()
+                self._idle()
 
     def _resync(self, nodes: NodeMap) -> None:
         updates = self._encoder.differences(self._sent, nodes)
@@ -290,32 +231,27 @@ class Agent(PublisherThread[UpdateEncoder]):
             self._sent = nodes
             self._broadcast(updates)
 
-    def _broadcast(self, updates: Iterable[Update]) -> None:
+    def _broadcast(self, updates: Iterable[Any]) -> None:
         """Sends each update to the streams of its group; needs the lock."""
         for update in updates:
             self._counts["updates"] += 1
-            listening = [stream for stream in self._streams if update.group in stream.groups]
-            message = update.message() if listening else b""
-            for stream in listening:
-                stream.put(message)
-
-    def _idle(self) -> None:
-        with self._lock:
-            self._send_fill()
+            message = update.SerializeToString()
+            for stream in self._streams:
+                if update.group in stream.groups:
+                    stream.put(message)
 
     def _patience(self) -> float | None:
         return None if self._heartbeat is None else max(0.0, self._due - time.monotonic())
 
-    def _send_fill(self) -> None:
+    def _idle(self) -> None:
         """Sends each stream how full the tiers are, and gives up the subscribers that do not read why theirs ended."""
-        self._due = time.monotonic() + (self._heartbeat or 0)
-        messages_of: dict[tuple[int, ...], bytes] = {}
-        for stream in list(self._streams):
-            if stream.groups not in messages_of:
-                messages_of[stream.groups] = self._fill(stream.groups)
-            stream.put(messages_of[stream.groups])
-            if stream.ended is not None and time.monotonic() > stream.since + _GRACE:
-                stream.cancel()
+        with self._lock:
+            self._due = time.monotonic() + (self._heartbeat or 0)
+            messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}
+            for stream in list(self._streams):
+                stream.put(messages_of[stream.groups])
+                if stream.ended is not None and time.monotonic() > stream.since + _GRACE:
+                    stream.cancel()
 
     def _end(self, seconds: float) -> None:
         with self._lock:
@@ -327,19 +263,8 @@ class Agent(PublisherThread[UpdateEncoder]):
     # A subscriber's thread.
 
     def _subscribe(self, request: bytes, context: Any) -> Iterator[bytes]:
-        """The messages of a subscription."""
-        stream, parts = self._join(self._requested(request, context), context)
-        if not context.add_callback(lambda: self._leave(stream)):
-            self._leave(stream)
-        for sequence, message in enumerate(parts):  # messages that are joined are merged
-            yield message + messages.KVCacheStateUpdate(sequence=sequence).SerializeToString()
-        if stream.ended is End.LATE:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, End.LATE.value)
-        elif stream.ended is End.CLOSED:
-            context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
-
-    def _join(self, groups: tuple[int, ...], context: Any) -> tuple[Stream, Iterator[bytes]]:
-        """A stream that gets all updates from now on; and what it sends, which begins with the present state."""
+        """The messages of a subscription: the present state, and all updates after it."""
+        groups = self._requested(request, context)
         with self._lock:
             if self._closing:
                 context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
@@ -350,57 +275,55 @@ class Agent(PublisherThread[UpdateEncoder]):
             stream = Stream(groups, self._max_behind, context.cancel)
             self._streams.add(stream)
             self._counts["subscriptions"] += 1
-            snapshot, end = self._snapshot(self._sent.copy(), groups), self._fill(groups, snapshot_end=True)
-            return stream, itertools.chain(snapshot, [end], stream)
-
-    def _snapshot(self, nodes: NodeMap, groups: tuple[int, ...]) -> Iterator[bytes]:
-        """The messages that add all of some groups."""
-        changes = [change for change in nodes.snapshot() if change.group in groups]
-        for update in self._encoder.messages(changes):
-            yield update.message(in_snapshot=True)
+            nodes, end = self._sent.copy(), self._fill(groups, snapshot_end=True)
+        if not context.add_callback(lambda: self._leave(stream)):
+            self._leave(stream)
+        snapshot = self._encoder.messages([change for change in nodes.snapshot() if change.group in groups])
+        for update in snapshot:
+            update.in_snapshot = True
+        parts = itertools.chain((update.SerializeToString() for update in snapshot), [end], stream)
+        for sequence, message in enumerate(parts):  # messages that are joined are merged
+            yield message + messages.KVCacheStateUpdate(sequence=sequence).SerializeToString()
+        if stream.ended is End.LATE:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, End.LATE.value)
+        elif stream.ended is End.CLOSED:
+            context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
 
     def _leave(self, stream: Stream) -> None:
-        stream.end(End.GONE)
         with self._lock:
+            stream.end(End.GONE)
             self._streams.discard(stream)
             self._counts["subscribers_late"] += stream.ended is End.LATE
 
     def _requested(self, request: bytes, context: Any) -> tuple[int, ...]:
         """The groups that a request asks for, which must have K/V."""
-        numbers, wrong, groups = list(self._groups), "", ()
+        numbers, wrong, groups = list(self._groups), "", []
         try:
-            groups = tuple(sorted(set(messages.SubscriptionRequest.FromString(request).groups))) or (numbers[0],)
+            groups = sorted(set(messages.SubscriptionRequest.FromString(request).groups)) or numbers[:1]
         except DecodeError:
             wrong = f"request: got {request!r:.80}, wanted a SubscriptionRequest"
         if not set(groups) <= set(numbers):
-            wrong = f"groups: got {list(groups)!r:.80}, wanted some of {numbers}"
+            wrong = f"groups: got {groups!r:.80}, wanted some of {numbers}"
         if len(request) > _REQUEST_BYTES:
             wrong = f"request: got {len(request):,} bytes, wanted at most {_REQUEST_BYTES:,}"
         if wrong:
             with self._lock:
                 self._counts["requests_refused"] += 1
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
-        return groups
+        return tuple(groups)
 
     def _fill(self, groups: tuple[int, ...], snapshot_end: bool = False) -> bytes:
         """A message without blocks, with how full the tiers are; needs the lock."""
-        return messages.KVCacheStateUpdate(
-            update_type=messages.UPDATE_TYPE_ADDED, memory_tier=messages.MEMORY_TIER_GPU, group=groups[0],
-            fill=[fill for number in groups for fill in self._fill_of(number)], snapshot_end=snapshot_end,
-        ).SerializeToString()  # fmt: skip
-
-    def _fill_of(self, number: int) -> Iterator[Any]:
-        """The fill of each tier of a group, if it has any blocks."""
-        nodes = self._sent
-        table, spec = nodes.groups[number].table, nodes.spec.groups[number]
-        cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(_TIERS)).tolist()
-        usage = self._usage.get(number)
-        total = (spec.num_blocks, spec.num_host_blocks) if usage is None else usage.total
-        for level, tier in enumerate(_TIERS):
-            used = {}
-            if usage is not None:
-                used = {"used_blocks": usage.used[level], "used_age_seconds": time.monotonic() - usage.timestamp}
-            if total[level]:
-                yield messages.Fill(
-                    group=number, memory_tier=tier, cached_blocks=cached[level], total_blocks=total[level], **used
-                )
+        kinds = {"update_type": messages.UPDATE_TYPE_ADDED, "memory_tier": messages.MEMORY_TIER_GPU}
+        update = messages.KVCacheStateUpdate(**kinds, group=groups[0], snapshot_end=snapshot_end)
+        for number in groups:
+            table, group = self._sent.groups[number].table, self._sent.spec.groups[number]
+            cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(_TIERS)).tolist()
+            for level, total in enumerate((group.num_blocks, group.num_host_blocks)):
+                used, total, then = self._usage.get((number, level), (None, total, 0.0))
+                if total:
+                    fill = update.fill.add(group=number, memory_tier=_TIERS[level], total_blocks=total)
+                    fill.cached_blocks = cached[level]
+                    if used is not None:
+                        fill.used_blocks, fill.used_age_seconds = used, time.monotonic() - then
+        return update.SerializeToString()

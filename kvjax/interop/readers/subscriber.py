@@ -31,7 +31,20 @@ class Subscriber:
     """Mirrors one publisher: the cached blocks and their media, found by tokens.
 
     It requests what it missed where the publisher answers. Messages that are truncated, too large, foreign or of
-    another kind are refused and counted, and leave the mirror as it is.
+    another kind are refused and counted, and leave the mirror as it is. An endpoint that cannot be bound is an OSError.
+
+    Args:
+      endpoint: where it publishes.
+      replay_endpoint: where it answers; None: messages that are missed stay missing.
+      bind: whether to bind the endpoint, for publishers that connect.
+      topic: messages of other topics are not taken.
+      salts: "digest" or "plain", as the publisher has it; other engines publish plain ones.
+      key: the publisher's secret.
+      replay_timeout: seconds within which something of a replay has to come; then it goes on without, and requests it
+        again after as long.
+      max_message: the most bytes of a frame.
+      max_blocks: the most blocks that are mirrored.
+      curve: keys, with the server's.
     """
 
     def __init__(
@@ -48,25 +61,6 @@ class Subscriber:
         max_blocks: int = 1 << 22,
         curve: Curve | None = None,
     ):
-        """Begins to listen.
-
-        Args:
-          endpoint: where it publishes.
-          replay_endpoint: where it answers; None: messages that are missed stay missing.
-          bind: whether to bind the endpoint, for publishers that connect.
-          topic: messages of other topics are not taken.
-          salts: "digest" or "plain", as the publisher has it; other engines publish plain ones.
-          key: the publisher's secret.
-          replay_timeout: seconds within which something of a replay has to come; then it goes on without, and
-            requests it again after as long.
-          max_message: the most bytes of a frame.
-          max_blocks: the most blocks that are mirrored.
-          curve: keys, with the server's.
-
-        Raises:
-          ValueError: naming the argument.
-          OSError: if the endpoint cannot be bound.
-        """
         if salts not in ("digest", "plain"):
             raise ValueError(f"salts: got {salts!r}, wanted 'digest' or 'plain'")
         salt_text("", salts, key)  # refuses what is no key
@@ -134,9 +128,8 @@ class Subscriber:
           extra_keys: for each block the keys that the publisher has for it, such as [name, offset].
 
         Returns:
-          The tokens of the longest prefix of whole blocks that are cached somewhere, and how many of these each medium
-          has: {"GPU": 32, "CPU": 16}. Groups of full attention alone are searched: a block that has left a window is
-          not missed.
+          The tokens of the longest prefix of whole blocks that are cached, and how many of these each medium has:
+          {"GPU": 32, "CPU": 16}. Groups of full attention alone are searched.
         """
         with self._changed:
             return self._follower.mirror.lookup(tokens, salt_text(salt, self._salts, self._key), lora, extra_keys)
@@ -170,12 +163,16 @@ class Subscriber:
         while not self._stop.is_set():
             zmq.select([socket for socket in (self._socket, self._dealer) if socket], [], [], _POLL / 1000)
             with self._changed:
-                received = self._receive(self._socket, 3, self._follower.receive)
+                is_changed = is_replayed = False
+                for frames in receive(self._socket, _AT_ONCE):
+                    self._follower.receive(frames)
+                    is_changed = True
                 if self._dealer is not None:
-                    replayed = self._receive(self._dealer, 4, self._follower.receive_replay)
-                    self._request(replayed > 0)
-                    received += replayed
-                if received:
+                    for frames in receive(self._dealer, _AT_ONCE):
+                        self._follower.receive_replay(frames)
+                        is_changed = is_replayed = True
+                    self._request(is_replayed)
+                if is_changed:
                     self._changed.notify_all()
 
     def _request(self, replayed: bool) -> None:
@@ -195,50 +192,27 @@ class Subscriber:
             with contextlib.suppress(zmq.Again):  # nobody is there: the replay will not come
                 self._dealer.send_multipart([b"", follower.replay_from.to_bytes(8, "big")], zmq.NOBLOCK)
 
-    @staticmethod
-    def _receive(socket: Any, max_frames: int, take: Callable[[list[bytes]], None]) -> int:
-        """Takes the messages that are there, and counts them."""
-        for number in range(_AT_ONCE):
-            frames = receive(socket, max_frames)
-            if frames is None:
-                return number
-            take(frames)
-        return _AT_ONCE
-
 
 class _Message(NamedTuple):
-    """A message: its number, its batch, and the bytes of its payload."""
+    """A message: its number, its batch, whether that clears the cache, and the bytes of its payload."""
 
     number: int
     batch: Batch
+    clears: bool
     size: int
-
-    @property
-    def clears(self) -> bool:
-        return any(isinstance(event, Cleared) for event in self.batch.events)
 
 
 class Follower:
-    """The state of a subscription: gaps, duplicates, restarts, replays.
-
-    Attributes:
-      mirror: the cache, by the messages so far.
-      last: number of the last message that counts, None before the first.
-      complete: whether nothing is missing, by all messages so far.
-      replay_from: number of the first message of the replay that was requested, None while none is under way.
-      num_requests: how many replays were requested.
-      counts: how often each thing happened.
-    """
+    """The state of a subscription by the messages so far; `replays`: whether the publisher answers requests."""
 
     def __init__(self, replays: bool, max_blocks: int):
-        """Begins with nothing; `replays`: whether the publisher answers requests for messages that were missed."""
         self._replays, self._max_blocks = replays, max_blocks
-        self.mirror, self.last, self.complete = Mirror(max_blocks), None, False
-        self.replay_from: int | None = None
-        self.num_requests = 0
-        self.counts: dict[str, int] = dict.fromkeys(
-            ("messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"), 0
-        )
+        self.mirror, self.complete = Mirror(max_blocks), False  # complete: nothing is missing
+        self.last: int | None = None  # number of the last message that counts
+        self.replay_from: int | None = None  # number of the first message of the replay that is under way
+        self.num_requests = 0  # of replays
+        counted = "messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"
+        self.counts: dict[str, int] = dict.fromkeys(counted, 0)
         self._waiting: list[_Message] = []  # for the end of a replay
         self._waiting_bytes = 0
         self._num_unproven = 0  # the first of `_waiting`, which were there when the replay was requested
@@ -380,4 +354,6 @@ def _read(frames: Sequence[bytes], lengths: Sequence[int]) -> _Message:
     """The message of the last two frames, of as many as one of `lengths`."""
     if len(frames) not in lengths or len(frames[-2]) != 8:
         raise ValueError("message: got other frames, wanted a number of 8 bytes and a payload")
-    return _Message(int.from_bytes(frames[-2], "big"), decode(frames[-1]), len(frames[-1]))
+    batch = decode(frames[-1])
+    clears = any(isinstance(event, Cleared) for event in batch.events)
+    return _Message(int.from_bytes(frames[-2], "big"), batch, clears, len(frames[-1]))

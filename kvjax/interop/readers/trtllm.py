@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple
 
 from kvjax.interop._wires import msgspec
-from kvjax.interop.readers.tree import Group, Hash, Node, Root, Tree
+from kvjax.interop.readers.tree import Hash, Node, Root, paths
 
 Struct, Meta, field = msgspec.Struct, msgspec.Meta, msgspec.field
 _LONGEST_LINE, _LONGEST_TEXT = 64 << 20, 4096  # characters
@@ -100,13 +100,10 @@ _decode = msgspec.json.Decoder(Event, dec_hook=_tokens).decode
 
 
 def parse(lines: str | bytes | Iterable[str | bytes | dict[str, Any]]) -> list[Event]:
-    """Reads events.
+    """Reads events; a ValueError for a line that is none has its number and the path of the field.
 
     Args:
       lines: a text of lines, such as a file's; or lines, or dicts.
-
-    Raises:
-      ValueError: if one of them is no event, with its number and the path of the field.
     """
     if isinstance(lines, str | bytes):
         lines = [line for line in lines.splitlines() if line.strip()]
@@ -149,51 +146,39 @@ def _check_hashes(name: str, hashes: Iterable[Hash]) -> None:
 
 
 class Prefix(NamedTuple):
-    """A cached prefix.
-
-    Attributes:
-      window, group: of the layers, as on the line; the group is None where lines have none.
-      lora, salt: likewise.
-      tokens: all tokens (token id, extra id), or those behind `after`.
-      after: the hash of the prefix before, where no line has stored it; else None.
-    """
+    """A cached prefix; group, adapter and salt as on the line, None where it has none."""
 
     window: int
     group: int | None
     lora: str | None
     salt: str | None
-    tokens: tuple[tuple[int, int], ...]
-    after: Hash | None = None
+    tokens: tuple[tuple[int, int], ...]  # (token id, extra id) of all, or of those behind `after`
+    after: Hash | None = None  # the hash of the prefix before, where no line has stored it
 
 
-class _Group(Group):
-    """The blocks of a group; whether it was followed from its beginning, with no event missing since."""
-
-    def __init__(self, complete: bool = False):
-        super().__init__()
-        self.complete = complete
-
-
-class Mirror(Tree[tuple[int, int | None], _Group]):
+class Mirror:
     """The cached blocks by the lines so far.
 
-    Attributes:
+    Args:
       max_blocks: the most blocks that it takes.
-      last: event_id of the last event that counts, None before the first.
-      counts: events followed; lines refused and duplicates, which change nothing; gaps in the numbers; events of other
-        ranks.
+      rank: the one to follow where a stream has events of several; None: all.
     """
 
     def __init__(self, max_blocks: int = 1 << 22, rank: int | None = None):
-        """Begins with nothing; `rank`: the one to follow where a stream has events of several, None: all."""
-        super().__init__(max_blocks)
-        self.rank, self.last = rank, None
+        self.max_blocks, self.rank = max_blocks, rank
+        self.last: int | None = None  # event_id of the last event that counts
+        # Lines that are refused, duplicates, and events of other ranks change nothing.
         self.counts = dict.fromkeys(("events", "refused", "gaps", "duplicates", "others"), 0)
+        self._groups: dict[tuple[int, int | None], dict[Hash, Node]] = {}
+        self._complete = set[tuple[int, int | None]]()  # groups of which no event is missing since they were created
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups.values()))
 
     @property
     def complete(self) -> bool:
         """Whether each group has been followed from its beginning (created), with no event missing since."""
-        return bool(self._groups) and all(group.complete for group in self._groups.values())
+        return bool(self._groups) and self._complete == self._groups.keys()
 
     def follow(self, lines: Iterable[str | bytes | dict[str, Any]]) -> None:
         """Follows lines or dicts; what is refused is counted and changes nothing."""
@@ -202,28 +187,33 @@ class Mirror(Tree[tuple[int, int | None], _Group]):
                 self.apply(_parse_line(line))
             except ValueError:
                 self.counts["refused"] += 1
-                self._miss()
+                self._complete.clear()
 
     def apply(self, event: Event) -> None:
-        """Follows an event.
-
-        Raises:
-          ValueError: if there would be too many blocks or groups; then nothing has changed.
-        """
+        """Follows an event; a ValueError for one too many blocks or groups leaves the mirror as it was."""
         if self.rank is not None and event.rank != self.rank:
             self.counts["others"] += 1
             return
         if event.number == self.last:
             self.counts["duplicates"] += 1
             return
-        self._check(event)
-        self._count(event.number)
+        num_blocks = len(self) + (len(event.data.blocks) if isinstance(event.data, Stored) else 0)
+        if num_blocks > self.max_blocks or len(self._groups) > _GROUPS:
+            raise ValueError(f"lines: got {num_blocks} blocks, wanted at most {self.max_blocks}")
+        self.counts["events"] += 1
+        if self.last is not None and event.number < self.last:  # of another process
+            self._groups.clear()
+            self._complete.clear()
+        elif event.number != (0 if self.last is None else self.last + 1):
+            self.counts["gaps"] += 1
+            self._complete.clear()
+        self.last = event.number
         key = event.window, event.group
-        if isinstance(event.data, Created):
-            self._groups[key] = _Group(complete=True)
-            return
-        nodes = self._groups.setdefault(key, _Group()).nodes
+        nodes = self._groups.setdefault(key, {})
         match event.data:
+            case Created():
+                nodes.clear()
+                self._complete.add(key)
             case Stored(parent, blocks, salt, lora):
                 parent = Root(lora, salt) if parent is None else parent
                 for block in blocks:
@@ -235,36 +225,14 @@ class Mirror(Tree[tuple[int, int | None], _Group]):
                     nodes.pop(block_hash, None)
             case Updated(block_hash, level, priority) if block_hash in nodes:
                 node = nodes[block_hash]
-                level, priority = (
-                    was if diff is None else diff.new for was, diff in zip(node.where, (level, priority), strict=True)
-                )
-                node.where = level, priority
+                pairs = zip(node.where, (level, priority), strict=True)
+                node.where = tuple(was if diff is None else diff.new for was, diff in pairs)
 
     @property
     def index(self) -> dict[Prefix, tuple[int, int]]:
         """{prefix: (level, priority)} of everything that is cached; for looking at and for tests."""
         found = {}
-        for key, path, after in self._paths():
+        for key, path, after in paths(self._groups):
             tokens = tuple(token for node in path for token in node.tokens)
             found[Prefix(*key, path[-1].lora, path[-1].salt, tokens, after)] = path[-1].where
         return found
-
-    def _check(self, event: Event) -> None:
-        num_blocks = len(self) + (len(event.data.blocks) if isinstance(event.data, Stored) else 0)
-        if num_blocks > self.max_blocks or len(self._groups) > _GROUPS:
-            raise ValueError(f"lines: got {num_blocks} blocks, wanted at most {self.max_blocks}")
-
-    def _count(self, number: int) -> None:
-        """Notes the number of an event; one that is lower than the last is another process's."""
-        self.counts["events"] += 1
-        if self.last is not None and number < self.last:
-            self._groups.clear()
-        elif number != (0 if self.last is None else self.last + 1):
-            self.counts["gaps"] += 1
-            self._miss()
-        self.last = number
-
-    def _miss(self) -> None:
-        """Notes that an event is missing."""
-        for group in self._groups.values():
-            group.complete = False

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from kvjax.interop._wires import msgspec
-from kvjax.interop.readers.tree import Group, Hash, Node, Root, Tree
+from kvjax.interop.readers.tree import Hash, Node, Root, paths
 
 Key = str | int | float | bytes | tuple  # an extra key; (name, offset) of an image
 MEDIA = ("GPU", "CPU")  # by level
@@ -21,29 +21,18 @@ _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full
 
 
 class Stored(NamedTuple):
-    """Blocks that follow each other are cached.
-
-    Attributes:
-      hashes, parent: of the blocks, and of the prefix before them, None at a root.
-      tokens: i64[n * size] as bytes.
-      size: tokens of a block.
-      lora, salt: of the prompts; an event without a salt has that of its parent.
-      keys: for each block its extra keys; empty if no block has any.
-      medium: where they are.
-      group, kind, window: the group's number, its kind ("full_attention", "sliding_window", None if there is none),
-        and its window.
-    """
+    """Blocks that follow each other are cached."""
 
     hashes: Sequence[Hash]
-    parent: Hash | None
-    tokens: bytes
-    size: int
+    parent: Hash | None  # the prefix before them, None at a root
+    tokens: bytes  # i64[n * size]
+    size: int  # tokens of a block
     lora: str | None
-    salt: str | None
-    keys: Sequence[tuple[Key, ...]]
+    salt: str | None  # an event without a salt has that of its parent
+    keys: Sequence[tuple[Key, ...]]  # for each block its extra keys; empty if no block has any
     medium: str
     group: int
-    kind: str | None
+    kind: str | None  # of the group: "full_attention", "sliding_window", ..., None if the event has none
     window: int | None
 
 
@@ -72,12 +61,13 @@ _Hash = Annotated[bytes, msgspec.Meta(max_length=_LONGEST)] | int
 _Keys = Annotated[list[Any], msgspec.Meta(max_length=_LONGEST)]  # text or bytes, so that `_keys` checks them
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=_GROUPS)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_BLOCK)]
+_Token = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None
-    token_ids: list[int]
+    token_ids: list[_Token]
     block_size: _Size
     lora_id: int | None = None
     medium: _Name | None = None
@@ -121,11 +111,7 @@ _DECODERS = [msgspec.msgpack.Decoder(form).decode for form in (_Batch[_Maps], _B
 
 
 def decode(payload: bytes) -> Batch:
-    """Reads a payload of any of the forms, with hashes that are ints or bytes.
-
-    Raises:
-      ValueError: for anything else.
-    """
+    """Reads a payload of any of the forms, with hashes that are ints or bytes; a ValueError for anything else."""
     errors = []
     for decoder in _DECODERS:
         try:
@@ -147,15 +133,12 @@ def _checked(event: Any) -> Stored | Removed | Cleared:
     group, medium = event.group_idx or 0, event.medium or MEDIA[0]
     if isinstance(event, _Removed):
         return Removed(hashes, medium, group)
-    size, lora, salt, keys, parent = event.block_size, event.lora_name, event.cache_salt, [], event.parent_block_hash
+    size, lora, salt, parent = event.block_size, event.lora_name, event.cache_salt, event.parent_block_hash
     if len(event.token_ids) != len(hashes) * size:
         raise ValueError(f"token_ids: got {len(event.token_ids)}, wanted {size} for each of {len(hashes)} blocks")
     if lora is None and event.lora_id is not None:
         lora = str(event.lora_id)
-    try:
-        tokens = array.array("q", event.token_ids).tobytes()
-    except OverflowError as error:
-        raise ValueError("token_ids: got one of more than 63 bits, wanted smaller ones") from error
+    tokens, keys = array.array("q", event.token_ids).tobytes(), []
     if event.extra_keys is not None:
         if len(event.extra_keys) != len(hashes):
             raise ValueError(f"extra_keys: got those of {len(event.extra_keys)} blocks, wanted {len(hashes)}")
@@ -165,9 +148,7 @@ def _checked(event: Any) -> Stored | Removed | Cleared:
     return Stored(hashes, parent, tokens, size, lora, salt, keys, medium, group, kind, window)
 
 
-def _keys(
-    extra_keys: Sequence[Sequence[Any] | None], lora: str | None, at_root: bool
-) -> tuple[list[tuple[Key, ...]], str | None]:
+def _keys(extra_keys: Sequence[Any], lora: str | None, at_root: bool) -> tuple[list[tuple[Key, ...]], str | None]:
     """The extra keys of each block without the adapter's name, and the salt.
 
     vLLM's keys have no names. A text in the first block that is not the adapter's is taken for the salt: then a block
@@ -190,28 +171,18 @@ def _keys(
 
 
 def _is_plain(part: Any) -> bool:
-    if isinstance(part, str | bytes):
-        return len(part) <= _LONGEST
-    return isinstance(part, int | float)
+    return len(part) <= _LONGEST if isinstance(part, str | bytes) else isinstance(part, int | float)
 
 
 class Prefix(NamedTuple):
-    """A cached prefix.
-
-    Attributes:
-      group: number of the group.
-      lora, salt: as on the wire.
-      tokens: all tokens, or those behind `after`.
-      extra: (position, name) of the extra keys that have an offset, and (position of their block, key) of others.
-      after: the hash of the prefix before, where no event has stored it; else None.
-    """
+    """A cached prefix; adapter and salt as on the wire."""
 
     group: int
     lora: str | None
     salt: str | None
-    tokens: tuple[int, ...]
-    extra: tuple[tuple[int, Any], ...] = ()
-    after: Hash | None = None
+    tokens: tuple[int, ...]  # all, or those behind `after`
+    extra: tuple[tuple[int, Any], ...] = ()  # (position, name) of a key with an offset, else (block position, key)
+    after: Hash | None = None  # the hash of the prefix before, where no event has stored it
 
 
 class Found(NamedTuple):
@@ -221,38 +192,35 @@ class Found(NamedTuple):
     media: dict[str, int]
 
 
-class _Group(Group):
+class _Group:
     """The blocks of a group by their hashes, and the hashes by content: prefixes are found by their tokens."""
 
     def __init__(self, size: int, kind: str | None):
-        super().__init__()
         self.size, self.kind = size, kind
+        self.nodes: dict[Hash, Node] = {}
         self.hashes: dict[tuple[Any, ...], Hash] = {}
 
     def remove(self, block_hash: Hash) -> None:
         """Removes a block that is there."""
-        content = self.nodes.pop(block_hash).content
+        node = self.nodes.pop(block_hash)
+        content = node.parent, node.tokens, node.keys
         if self.hashes.get(content) == block_hash:
             del self.hashes[content]
 
 
-class Mirror(Tree[int, _Group]):
-    """The cached blocks by the events so far.
-
-    Attributes:
-      max_blocks: the most blocks that it takes.
-    """
+class Mirror:
+    """The cached blocks by the events so far, at most `max_blocks`."""
 
     def __init__(self, max_blocks: int = 1 << 22):
-        super().__init__(max_blocks)
+        self.max_blocks = max_blocks
+        self._groups: dict[int, _Group] = {}
         self._media: dict[str, int] = {}
 
-    def apply(self, batch: Batch) -> None:
-        """Follows a batch.
+    def __len__(self) -> int:
+        return sum(len(group.nodes) for group in self._groups.values())
 
-        Raises:
-          ValueError: if it cannot belong to what is mirrored; then nothing has changed.
-        """
+    def apply(self, batch: Batch) -> None:
+        """Follows a batch; a ValueError for one that cannot belong to the cache leaves the mirror as it was."""
         self._check(batch)
         for event in batch.events:
             if isinstance(event, Stored):
@@ -277,9 +245,7 @@ class Mirror(Tree[int, _Group]):
             raise ValueError(f"events: got {num_blocks} blocks on {len(media)} media, wanted at most {self.max_blocks}")
 
     def _store(self, event: Stored) -> None:
-        group = self._groups.get(event.group)
-        if group is None:
-            group = self._groups[event.group] = _Group(event.size, event.kind)
+        group = self._groups.setdefault(event.group, _Group(event.size, event.kind))
         nodes, hashes, width = group.nodes, group.hashes, _TOKEN_BYTES * event.size
         bit = self._media.setdefault(event.medium, 1 << len(self._media))
         parent = Root(event.lora, event.salt) if event.parent is None else event.parent
@@ -287,9 +253,10 @@ class Mirror(Tree[int, _Group]):
         for at, block_hash in enumerate(event.hashes):
             content = parent, event.tokens[start : start + width], event.keys[at] if event.keys else ()
             node = nodes.get(block_hash)
-            if node is None or node.content != content:
-                if node is not None:
-                    group.remove(block_hash)
+            if node is not None and (node.parent, node.tokens, node.keys) != content:
+                group.remove(block_hash)
+                node = None
+            if node is None:
                 nodes[block_hash] = node = Node(*content, event.lora, event.salt, 0)
             node.where |= bit
             hashes[content] = block_hash
@@ -332,18 +299,15 @@ class Mirror(Tree[int, _Group]):
     @property
     def index(self) -> dict[Prefix, tuple[str, ...]]:
         """{prefix: media}; whole paths, so for tests and small caches."""
-        return {
-            _prefix(number, path, after): tuple(name for name, bit in self._media.items() if path[-1].where & bit)
-            for number, path, after in self._paths()
-        }
-
-
-def _prefix(group: int, path: Sequence[Node], after: Hash | None) -> Prefix:
-    root, tokens, extra = path[0].parent, array.array("q"), []
-    for node in path:
-        for key in node.keys:
-            named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int)
-            extra.append((len(tokens) + (key[1] if named else 0), key[0] if named else key))
-        tokens.frombytes(node.tokens)
-    salt = root.salt if isinstance(root, Root) else None
-    return Prefix(group, path[-1].lora, salt, tuple(tokens), tuple(extra), after)
+        found = {}
+        for number, path, after in paths({number: group.nodes for number, group in self._groups.items()}):
+            root, tokens, extra = path[0].parent, array.array("q"), []
+            for node in path:
+                for key in node.keys:
+                    named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int)
+                    extra.append((len(tokens) + (key[1] if named else 0), key[0] if named else key))
+                tokens.frombytes(node.tokens)
+            salt = root.salt if isinstance(root, Root) else None
+            prefix = Prefix(number, path[-1].lora, salt, tuple(tokens), tuple(extra), after)
+            found[prefix] = tuple(name for name, bit in self._media.items() if path[-1].where & bit)
+        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import array
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvjax.interop._wires import zmq
@@ -39,16 +39,13 @@ def lines(frames: Sequence[bytes]) -> Iterator[str]:
 def _text(event: Stored | Removed | Cleared) -> str:
     if isinstance(event, Cleared):
         return "cleared"
-    hashes = _some(map(_hex, event.hashes))
+    hashes = _some([_hex(block_hash) for block_hash in event.hashes])
     if isinstance(event, Removed):
         return f"removed {event.medium} group {event.group}: {hashes}"
     after = "" if event.parent is None else f" after {_hex(event.parent)}"
-    tenant = "".join(
-        f" {name} {value!r}"
-        for name, value in (("lora", event.lora), ("salt", event.salt), ("keys", event.keys or None))
-        if value is not None
-    )
-    tokens = _some(map(str, array.array("q", event.tokens)))
+    named = {"lora": event.lora, "salt": event.salt, "keys": event.keys or None}
+    tenant = "".join(f" {name} {value!r}" for name, value in named.items() if value is not None)
+    tokens = _some([str(token) for token in array.array("q", event.tokens)])
     return f"stored {event.medium} group {event.group}: {hashes}{after} of {event.size} tokens{tenant}: {tokens}"
 
 
@@ -56,10 +53,9 @@ def _hex(block_hash: Any) -> str:
     return block_hash.hex() if isinstance(block_hash, bytes) else f"{block_hash:016x}"
 
 
-def _some(parts: Iterable[str]) -> str:
-    shown = list(parts)
-    more = len(shown) - _SHOWN
-    return " ".join(shown[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _some(parts: Sequence[str]) -> str:
+    more = len(parts) - _SHOWN
+    return " ".join(parts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             attach_socket(socket, "ENDPOINT", args.endpoint, bind=args.bind)
             while True:
                 socket.poll()
-                for line in lines(receive(socket, 3) or []):
-                    print(line, flush=True)
+                for frames in receive(socket, 1):
+                    print(*lines(frames), sep="\n", flush=True)
         except (KeyboardInterrupt, BrokenPipeError):
             sys.exit(130)
         except (ValueError, OSError) as error:

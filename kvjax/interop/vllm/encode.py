@@ -23,7 +23,6 @@ Source: vLLM's `distributed/kv_events.py`.
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,6 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.checks import static_int
 from kvjax.interop import columns as col
 from kvjax.interop._wires import msgspec
-from kvjax.interop.columns import chains_of, hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing, salt_text
@@ -47,17 +45,26 @@ FORMS = ("map", "array", "array-0.11")
 _HASH, _TOKEN, _FRAME = 9, 5, 512  # bytes of a hash, the most of a token, and usually of what is around them
 _ALWAYS = frozenset({"lora_id", "lora_name"})  # nil if there is none; other fields are left out
 _NIL = b"\xc0"
-_SHORT = [bytes([0x90 | length]) for length in range(16)]
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class Encoder(EventEncoder[bytes]):
     """Makes payloads of events, for whoever has a transport of their own; `Publisher` has one.
 
-    Attributes:
-      nodes: what is cached by the events so far.
-      left_out: how many whole blocks were not published, by reason, each with those below it.
-      max_message: the most bytes of a payload.
+    A spec whose layers all have windows publishes its windows alone; NVIDIA Dynamo's indexer takes nothing of these.
+
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      names, lora_names, model, key: as for `hashing.Hashing`.
+      salts: "digest" publishes a hash of each salt (without `key` short ones can be guessed from it), "plain" the salt,
+        and "omit" no blocks of prompts with a salt.
+      extra_name: the name of an extra id, the same on all replicas. None: blocks with extra ids other than 0, and what
+        is below them, are not published.
+      form: "map", "array" or "array-0.11". The default is refused by vLLM 0.11's decoder, AIBrix and kthena. The last
+        has no field for adapters' names, salts, extra ids and windows: such blocks are not published.
+      rank: data-parallel rank.
+      max_message: the most bytes of a payload; larger batches are several. One block with very long names may have
+        more.
     """
 
     def __init__(
@@ -74,31 +81,6 @@ class Encoder(EventEncoder[bytes]):
         rank: int = 0,
         max_message: int = 1 << 20,
     ):
-        """Begins with an empty cache.
-
-        A spec whose layers all have windows publishes its windows alone; NVIDIA Dynamo's indexer takes nothing of
-        these. Blocks of a namespace that `names` never gave out are not published.
-
-        Args:
-          spec: of the cache.
-          names: the `Namespaces` of the cache; None: all prompts have namespace 0.
-          lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all hashes, as for `hashing.root_hash`.
-          key: a secret of at most 64 bytes, the same on all replicas, without which hashes can neither be made nor
-            probed.
-          salts: "digest" publishes a hash of each salt (without `key` short ones can be guessed from it), "plain" the
-            salt, and "omit" no blocks of prompts with a salt.
-          extra_name: the name of an extra id, the same on all replicas. None: blocks with extra ids other than 0, and
-            what is below them, are not published.
-          form: "map", "array" or "array-0.11". The default is refused by vLLM 0.11's decoder, AIBrix and kthena. The
-            last has no field for adapters' names, salts, extra ids and windows: such blocks are not published.
-          rank: data-parallel rank.
-          max_message: the most bytes of a payload; larger batches are several. One block with very long names may have
-            more.
-
-        Raises:
-          ValueError: naming the argument.
-        """
         if form not in FORMS:
             raise ValueError(f"form: got {form!r}, wanted {' or '.join(map(repr, FORMS))}")
         self._form, self._has_groups = form, form != "array-0.11"
@@ -108,7 +90,7 @@ class Encoder(EventEncoder[bytes]):
         groups = range(int(spec.bare), len(spec.groups) if self._has_groups else 1)
         super().__init__(spec, Hashing(names, lora_names, model, key), groups, unpublished)
         self._salt, self._extra_name = functools.partial(salt_text, salts=salts, key=key), extra_name
-        self._extra_names: dict[int, str] = {}
+        self._name_of = functools.cache(self._make_name)
         self.max_message = static_int("max_message", max_message, 4 * (_FRAME + _HASH + _TOKEN * spec.block_size))
         self.rank = static_int("rank", rank, 0)
         self._most_blocks = max_message // 2 // (_HASH + _TOKEN * spec.block_size)
@@ -123,11 +105,8 @@ class Encoder(EventEncoder[bytes]):
         """The payloads of events; none if nothing of them is published.
 
         Args:
-          events: `Events`, an `EventLog`, or decoded events.
+          events: `Events`, an `EventLog`, or decoded events, which must be possible after those so far.
           now: seconds since 1970; None: by the clock.
-
-        Raises:
-          ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
         """
         return self.payloads(self.messages(self.follow(events)), now)
 
@@ -160,7 +139,7 @@ class Encoder(EventEncoder[bytes]):
 
     def _removed(self, number: int, rows: np.ndarray) -> list[bytes]:
         """Consecutive removals from one level are one event."""
-        hashes, levels, found = _packed(hashes_of(rows)), rows[:, col.LEVEL], []
+        hashes, levels, found = _packed(col.hashes_of(rows)), rows[:, col.LEVEL], []
         for start, stop in pieces(runs(levels), self._most_hashes):
             head, tail = self._ends_of_removed(number, int(levels[start]))
             found.append(b"".join((head, _array_header(stop - start), hashes[start * _HASH : stop * _HASH], tail)))
@@ -171,10 +150,10 @@ class Encoder(EventEncoder[bytes]):
 
     def _stored(self, number: int, rows: np.ndarray) -> list[bytes]:
         """Consecutive blocks that chain are one event."""
-        cuts, size = chains_of(rows, col.LEVEL, col.NAMESPACE), self.nodes.spec.block_size
+        size = self.nodes.spec.block_size
         tokens, extra_ids = np.split(rows[:, col.TEXT :], [size], axis=1)
         tokens, extra_keys = tokens.reshape(-1).tolist(), self._extra_keys(extra_ids)
-        hashes, parents = _packed(hashes_of(rows)), _packed(parents_of(rows))
+        hashes, parents = _packed(col.hashes_of(rows)), _packed(col.hashes_of(rows, col.ABOVE))
         columns = rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist()
 
         def chain(start: int, stop: int) -> bytes:
@@ -193,7 +172,7 @@ class Encoder(EventEncoder[bytes]):
             ))  # fmt: skip
 
         found = []
-        for start, stop in pieces(itertools.pairwise(cuts), self._most_blocks):
+        for start, stop in pieces(col.chains_of(rows, col.LEVEL, col.NAMESPACE), self._most_blocks):
             event = chain(start, stop)
             if len(event) + _FRAME <= self.max_message:
                 found.append(event)
@@ -202,27 +181,22 @@ class Encoder(EventEncoder[bytes]):
         return found
 
     def _extra_keys(self, ids: np.ndarray) -> list[list[Any] | None]:
-        """For each row the extra keys of its extra ids i32[n, P or 0]; an empty list if none has any."""
-        return [self._extra_keys_of(row) if any(row) else None for row in ids.tolist()] if ids.any() else []
+        """[name, offset] of each run of equal extra ids i32[n, P or 0] but 0, for each row; [] if no row has any."""
+        if not ids.any():
+            return []
+        begins = ids != 0
+        begins[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        found: list[list[Any]] = [[] for _ in ids]
+        for row, offset in np.argwhere(begins).tolist():
+            found[row].append([self._name_of(int(ids[row, offset])), offset])
+        return [keys or None for keys in found]
 
-    def _extra_keys_of(self, ids: list[int]) -> list[list[Any]]:
-        """[name, offset] for each run of equal extra ids other than 0.
-
-        Raises:
-          ValueError: if `extra_name` gives no text.
-        """
-        keys, before = [], 0
-        for offset, extra in enumerate(ids):
-            if extra not in (0, before):
-                if extra not in self._extra_names:
-                    assert self._extra_name is not None, "blocks with extra ids are left out without `extra_name`"
-                    name = self._extra_name(extra)
-                    if not isinstance(name, str):
-                        raise ValueError(f"extra_name: got {name!r} for extra id {extra}, wanted text")
-                    self._extra_names[extra] = name
-                keys.append([self._extra_names[extra], offset])
-            before = extra
-        return keys
+    def _make_name(self, extra_id: int) -> str:
+        assert self._extra_name is not None, "blocks with extra ids are left out without `extra_name`"
+        name = self._extra_name(extra_id)
+        if not isinstance(name, str):
+            raise ValueError(f"extra_name: got {name!r} for extra id {extra_id}, wanted text")
+        return name
 
     def _make_ends(
         self, number: int, level: int, namespace: int, roots: int, extra_keys: Sequence[Any] = ()
@@ -283,5 +257,5 @@ def _packed(hashes: np.ndarray) -> bytes:
 def _array_header(length: int) -> bytes:
     """The first bytes of an array."""
     if length < 16:
-        return _SHORT[length]
+        return bytes([0x90 | length])
     return struct.pack(">BH", 0xDC, length) if length < 1 << 16 else struct.pack(">BI", 0xDD, length)

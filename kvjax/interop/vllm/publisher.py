@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes a cache's events over ZMQ as vLLM does, and answers readers who missed messages.
 
-    caller      publish: what events change in the index is queued (`interop/hub.py`)
-    publisher   payloads, history, PUB; an empty batch when idle
+    publisher   payloads of what `publish` queues (`interop/hub.py`), history, PUB; an empty batch when idle
     replayer    ROUTER: what was missed, by the history
 
 The history has the last messages and the index before them, so that a replay has no holes:
@@ -25,7 +24,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.checks import static_int
@@ -40,7 +39,7 @@ IN_FLIGHT, WAITING, WAITING_OF_PEER, INTERVAL = 4, 64, 8, 1.0
 _QUEUED = 1000  # messages queued for a subscriber that reads slowly; it asks for what is dropped beyond
 _SUBSCRIPTION_BYTES, _REQUEST_BYTES = 1024, 64  # the most of a subscription's and of a request's frame
 _OVERHEAD = 512  # bytes of a batch beside its payloads and arrays, about
-_AT_ONCE = 64  # messages to a peer before others have their turn
+_AT_ONCE = 64  # messages to a peer, and requests, before others have their turn
 _BLOCKED, _IDLE = 5, 100  # milliseconds until the replayer looks again
 
 
@@ -48,13 +47,30 @@ class Publisher(PublisherThread[Encoder]):
     """Publishes the events of a cache; readers are vLLM's, NVIDIA Dynamo, llm-d, AIBrix and `Subscriber`.
 
     The first message is a resync: AllBlocksCleared and the index, if any, so that what readers know of a process that
-    died goes. The stream holds prompts in clear. `close`, or the end of a `with`, sends what is queued.
+    died goes. The stream holds prompts in clear. `close`, or the end of a `with`, sends what is queued. An
+    endpoint that cannot be bound is an OSError.
+
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      bind: where readers connect to; None: tcp://127.0.0.1:5557. Other machines see `tcp://*:5557`.
+      connect: where a reader binds (llm-d's central mode), in place of `bind`.
+      replay: where to answer readers who missed messages; None: nowhere.
+      topic: of the messages; None: `kv@<host>:<port>@<model>`.
+      model: as for `Encoder`.
+      replay_form: "0.11" leaves the topic out of answers, as vLLM 0.11 does.
+      first_seq: number of the first message; None: the clock in microseconds, so that a process that takes the place of
+        another begins with a higher one. A resync needs some numbers below.
+      queue_bytes: the most events that wait for the publisher's thread.
+      buffer_batches, buffer_bytes: the most batches, and bytes, that are buffered for replays.
+      heartbeat: after so many idle seconds an empty batch is sent, since a lost last message shows no gap; None: never.
+      replay_timeout: seconds after which a peer that does not read its replay is given up.
+      curve: keys; None: in clear.
+      options: as for `Encoder`: names, lora_names, key, salts, extra_name, form, rank, max_message.
 
     Attributes:
       endpoint: where it publishes, with the port that was chosen.
       replay_endpoint: where it answers, or None.
       topic: of its messages.
-      nodes: what is cached by the events so far.
     """
 
     def __init__(
@@ -76,45 +92,18 @@ class Publisher(PublisherThread[Encoder]):
         curve: Curve | None = None,
         **options: Any,
     ):
-        """Begins with an empty cache; see `attach` for others.
-
-        Args:
-          spec: of the cache.
-          bind: where readers connect to; None: tcp://127.0.0.1:5557. Other machines see `tcp://*:5557`.
-          connect: where a reader binds (llm-d's central mode), in place of `bind`.
-          replay: where to answer readers who missed messages; None: nowhere.
-          topic: of the messages; None: `kv@<host>:<port>@<model>`.
-          model: as for `Encoder`.
-          replay_form: "0.11" leaves the topic out of answers, as vLLM 0.11 does.
-          first_seq: number of the first message; None: the clock in microseconds, so that a process that takes the
-            place of another begins with a higher one. A resync needs some numbers below.
-          queue_bytes: the most events that wait for the publisher's thread.
-          buffer_batches: the most batches that are kept for replays.
-          buffer_bytes: the most bytes.
-          heartbeat: after so many idle seconds an empty batch is sent, since a lost last message shows no gap; None:
-            never.
-          replay_timeout: seconds after which a peer that does not read its replay is given up.
-          curve: keys; None: in clear.
-          options: as for `Encoder`: names, lora_names, key, salts, extra_name, form, rank, max_message.
-
-        Raises:
-          ValueError: naming the argument.
-          OSError: if an endpoint cannot be bound.
-        """
         if not replay_timeout > 0:
             raise ValueError(f"replay_timeout: got {replay_timeout!r}, wanted more than 0")
         if bind is not None and connect is not None:
             raise ValueError(f"connect: got {connect!r} beside bind={bind!r}, wanted one of them")
         if replay_form not in ("", "0.11"):
             raise ValueError(f"replay_form: got {replay_form!r}, wanted '' or '0.11'")
-        limits = {"first_seq": first_seq, "buffer_batches": buffer_batches, "buffer_bytes": buffer_bytes}
-        for name, value in limits.items():
-            if value is not None:
-                static_int(name, value, 0)
+        first = time.time_ns() // 1000 if first_seq is None else static_int("first_seq", first_seq, 0)
+        static_int("buffer_batches", buffer_batches, 0)
+        static_int("buffer_bytes", buffer_bytes, 0)
         super().__init__(Encoder(spec, model=model, **options), queue_bytes=queue_bytes, heartbeat=heartbeat)
         self._counts |= {"messages": 0, "resyncs": 0}
-        self._next = time.time_ns() // 1000 if first_seq is None else int(first_seq)
-        self._history = History(NodeMap(spec), self._encoder.snapshot_of, buffer_batches, buffer_bytes)
+        self._history, self._next = History(spec, self._encoder.snapshot_of, buffer_batches, buffer_bytes), first
         self._context, self._replayer, self.replay_endpoint = zmq.Context(), None, None
         try:
             self._socket = open_socket(self._context, zmq.PUB, curve, _SUBSCRIPTION_BYTES, _QUEUED)
@@ -147,7 +136,7 @@ class Publisher(PublisherThread[Encoder]):
     def _send(self, changes: list[Change]) -> None:
         payloads = self._encoder.payloads(self._encoder.messages(changes))
         if payloads:
-            self._history.append(Sent(self._next, payloads, changes))  # a reader who has seen a message can ask for it
+            self._history.append(self._next, payloads, changes)  # a reader who has seen a message can ask for it
             self._put(payloads)
 
     def _resync(self, nodes: NodeMap) -> None:
@@ -157,9 +146,9 @@ class Publisher(PublisherThread[Encoder]):
         self._counts["resyncs"] += 1
 
     def _idle(self) -> None:
-        payload = self._encoder.idle()
-        self._history.append(Sent(self._next, [payload], []))
-        self._put([payload])
+        payloads = [self._encoder.idle()]
+        self._history.append(self._next, payloads, [])
+        self._put(payloads)
 
     def _end(self, seconds: float) -> None:
         if self._replayer is not None:
@@ -174,40 +163,37 @@ class Publisher(PublisherThread[Encoder]):
         self._counts["messages"] += len(payloads)
 
 
-class Sent(NamedTuple):
-    """A batch that was sent."""
+class _Sent(NamedTuple):
+    """A batch that was sent: the number of its first message, what it changed, and the bytes that it holds."""
 
     first: int
     payloads: Sequence[bytes]
     changes: Sequence[Change]
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes it holds."""
-        return _OVERHEAD + sum(map(len, self.payloads)) + sum(change.nbytes for change in self.changes)
+    nbytes: int
 
 
 class History:
     """The last messages, and the index before them. One thread appends; any may ask."""
 
-    def __init__(self, nodes: NodeMap, snapshot: Callable[[NodeMap], list[bytes]], most_batches: int, most_bytes: int):
+    def __init__(self, spec: CacheSpec, snapshot: Callable[[NodeMap], list[bytes]], most_batches: int, most_bytes: int):
         self._lock, self._snapshot = threading.Lock(), snapshot
         self._most_batches, self._most_bytes = most_batches, most_bytes
-        self.restart(nodes, 0)
+        self.restart(NodeMap(spec), 0)
 
     def restart(self, nodes: NodeMap, following: int) -> None:
         """Begins with an index, which becomes the history's own, after which the message `following` comes."""
         with self._lock:
             self._base = nodes
-            self._batches: collections.deque[Sent] = collections.deque()
+            self._batches: collections.deque[_Sent] = collections.deque()
             self._bytes, self._next = 0, following
 
-    def append(self, sent: Sent) -> None:
+    def append(self, first: int, payloads: Sequence[bytes], changes: Sequence[Change]) -> None:
         """Adds a batch, before it is sent: what a reader has seen can be asked for."""
+        num_bytes = _OVERHEAD + sum(map(len, payloads)) + sum(change.nbytes for change in changes)
         with self._lock:
-            self._batches.append(sent)
-            self._bytes += sent.nbytes
-            self._next = sent.first + len(sent.payloads)
+            self._batches.append(_Sent(first, payloads, changes, num_bytes))
+            self._bytes += num_bytes
+            self._next = first + len(payloads)
             while self._batches and (len(self._batches) > self._most_batches or self._bytes > self._most_bytes):
                 oldest = self._batches.popleft()
                 self._bytes -= oldest.nbytes
@@ -232,27 +218,22 @@ class History:
 
 @dataclasses.dataclass
 class _Answer:
-    """A replay in flight: the frames that are still to be sent, the next one taken out, and until when it may rest."""
+    """A replay in flight: the messages that are still to be sent, and until when the next one may wait for its peer."""
 
-    frames: Iterator[list[bytes]]
-    waiting: list[bytes] | None
+    messages: collections.deque[list[bytes]]
     deadline: float
 
 
 class Replayer:
-    """Answers requests for missed messages, on a thread of its own.
+    """Answers requests for missed messages, which come to a bound ROUTER, on a thread of its own.
 
     At most `IN_FLIGHT` replays run at a time, and one a second for a peer. A request that comes too early or is one too
     many waits its turn; beyond a bounded queue it gets the end alone. A plain ROUTER drops answers in silence where a
     peer reads slowly. So the socket says where it would block (ROUTER_MANDATORY), and that peer's answers wait; others
-    go on. A peer that does not read for `timeout` seconds is given up.
-
-    Attributes:
-      counts: replays ended, replays given up, requests that got the end alone, and what was no request.
+    go on. A peer that does not read for `timeout` seconds is given up. `topic` is the frame with the topic, if any.
     """
 
     def __init__(self, socket: Any, history: History, topic: list[bytes], timeout: float):
-        """Takes a ROUTER that is bound; `topic` is the frame of answers that has it, if any."""
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket, self._history, self._topic, self._timeout = socket, history, topic, timeout
         self._active: list[_Answer] = []
@@ -274,13 +255,13 @@ class Replayer:
         while not self._stop.is_set():
             blocked = self._active or self._ends or self._waiting
             soon = 0 if busy else _BLOCKED if blocked else _IDLE  # POLLOUT would be true for any one peer
-            if self._socket.poll(soon, zmq.POLLIN):
-                for frames in iter(lambda: receive(self._socket, 3), None):
-                    self._take(frames)
+            self._socket.poll(soon, zmq.POLLIN)
+            for frames in receive(self._socket, _AT_ONCE):
+                self._take(frames)
             now = time.monotonic()
             self._start(now)
             busy = sum(self._go_on(answer, now) for answer in self._active)  # each has its turn
-            self._active = [answer for answer in self._active if answer.waiting is not None]
+            self._active = [answer for answer in self._active if answer.messages]
             for _ in range(len(self._ends)):
                 peer, deadline = self._ends.popleft()
                 if self._send(self._frames(peer, END, b"")) is False and now < deadline:
@@ -310,28 +291,26 @@ class Replayer:
                 continue
             self._last[peer] = now
             messages = [(number.to_bytes(8, "big"), payload) for number, payload in self._history.since(start)]
-            frames = iter([self._frames(peer, *message) for message in [*messages, (END, b"")]])
-            self._active.append(_Answer(frames, next(frames), now + self._timeout))
+            frames = collections.deque(self._frames(peer, *message) for message in [*messages, (END, b"")])
+            self._active.append(_Answer(frames, now + self._timeout))
 
     def _frames(self, peer: bytes, number: bytes, payload: bytes) -> list[bytes]:
         return [peer, b"", *self._topic, number, payload]
 
     def _go_on(self, answer: _Answer, now: float) -> bool:
         """Sends some of a replay; whether there is more to send at once."""
-        for _ in range(_AT_ONCE):
-            if answer.waiting is None:
-                return False
-            sent = self._send(answer.waiting)
+        for _ in range(min(_AT_ONCE, len(answer.messages))):
+            sent = self._send(answer.messages[0])
             if sent is False and now < answer.deadline:
                 return False
             if not sent:
                 self.counts["replays_given_up"] += 1
-                answer.waiting = None
+                answer.messages.clear()
                 return False
             answer.deadline = now + self._timeout
-            answer.waiting = next(answer.frames, None)
-            self.counts["replays"] += answer.waiting is None
-        return True
+            answer.messages.popleft()
+        self.counts["replays"] += not answer.messages
+        return bool(answer.messages)
 
     def _send(self, frames: list[bytes]) -> bool | None:
         """Sends a message; False if its peer does not read, None if it is gone."""
