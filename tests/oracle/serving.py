@@ -25,14 +25,26 @@ from kvjax.serving.requests import Stage, init_serving, results
 from kvjax.serving.serve import serve_step
 from kvjax.serving.submit import cancel, drain, submit
 from tests import drive
-from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, Config, Faults, Life, Row, name_of
+from tests.oracle.bytes_machine import (
+    LATENT,
+    RECURRENT,
+    SIZE,
+    TWO,
+    VOCAB,
+    Chain,
+    Config,
+    Faults,
+    Life,
+    Row,
+    name_of,
+)  # fmt: skip
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask, Finish, Request
 from tests.oracle.requests import Options as OracleOptions
 from tests.oracle.scheduler import Scheduler
 
 ROWS, COLUMNS, SLOTS, BLOCKS, LINE, AT_ONCE = 4, 5, 7, 24, 64, 3
-LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1))}
+LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1)), "recurrent": (LATENT, RECURRENT)}
 TENANTS = np.array([0, 1, 0], np.int32)  # the namespace of a prompt by its first token, for the model
 LOG = 4_000
 MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), TWO)
@@ -94,11 +106,16 @@ class Both:
     def __init__(self, options: Options, layers: str, num_blocks: int, seed: int):
         self.options, self.layers, self.life = options, layers, Life(config(layers), Faults())
         self.spec, self.rng = self.life.spec, np.random.default_rng(seed)
+        self.model = MODEL.replace(layers=LAYERS[layers])
         self.life.cache = Cache.create(self.spec, num_blocks=np.int32(num_blocks))
         serving = init_serving(self.life.cache, [COLUMNS * SIZE + 1] * SLOTS)
         self.serving = jax.device_put(serving, jax.devices()[0])  # as later, or it is another program
-        windows = [(group.window, group.sink_tokens, num_blocks) for group in self.spec.groups[1:]]
-        oracle = Oracle(num_blocks, SIZE, ROWS, COLUMNS, windows=windows)
+        others = [group for group in self.spec.groups[1:] if not group.recurrent]
+        windows = [(group.window, group.sink_tokens, num_blocks) for group in others]
+        oracle = Oracle(
+            num_blocks, SIZE, ROWS, COLUMNS, self.spec.partial_reuse, windows=windows,
+            recurrent=num_blocks * self.spec.has_recurrent,
+        )  # fmt: skip
         self.oracle = Scheduler(oracle, oracle_options(options), choose, [COLUMNS * SIZE + 1] * SLOTS)
         self.documents = self.rng.integers(0, VOCAB, (3, COLUMNS * SIZE)).tolist()
         self.tally: collections.Counter[str] = collections.Counter()
@@ -188,7 +205,7 @@ class Both:
 
     def step(self) -> None:
         log = init_log(LOG, SIZE)
-        self.serving, log, served = program(self.options, self.layers)(MODEL, self.serving, log)
+        self.serving, log, served = program(self.options, self.layers)(self.model, self.serving, log)
         wanted, served = self.oracle.step(LOG - worst_step(self.spec, self.options)), jax.device_get(served)
         slots = served.admitted.slots
         admitted = np.stack([slots, served.admitted.rows, served.admitted.cached], axis=1)[slots >= 0].tolist()
