@@ -152,11 +152,12 @@ def mark_passed(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now
         return group
     ids, is_passed = group.in_this_group(ids), tree.num_children(ids) == 1
     where = where & (ids >= 0) & (pick(passed, ids) != is_passed)
+    holders = pick(group.blocks.refcount, ids)
+    group, ids, is_passed, where, holders = fence(group, ids, is_passed, where, holders)
     refcount, changed = last_of_each(group.blocks.refcount, ids, where)
-    refcount = put(refcount, ids, pick(group.blocks.refcount, ids), changed)
-    passed = put(passed, ids, is_passed, changed)
+    refcount, passed = put(refcount, ids, holders, changed), put(group.blocks.passed, ids, is_passed, changed)
     group = group.replace(blocks=group.blocks.replace(refcount=refcount, passed=passed))
-    idle, on_device = changed & (pick(refcount, ids) == 0), group.on_device(ids)
+    idle, on_device = changed & (holders == 0), group.on_device(ids)
     group = touch_host(group, SNAPSHOTS, ids, idle & ~on_device, now)
     ids = jnp.where(idle & on_device, ids, NO_BLOCK)
     return group.replace(policy=SNAPSHOTS.touched(group.policy, group.blocks, ids, now))
