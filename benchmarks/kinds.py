@@ -89,7 +89,7 @@ def main() -> None:
         measure_latents(Latents(2, 64, 4, 40, 24) if args.quick else Latents(), rounds),
         snapshots.measure_recur(small if args.quick else snapshots.Line(), rounds),
         snapshots.measure_row(),
-        snapshots.measure_found(*((6, 500) if args.quick else (2000, 1000))),
+        snapshots.measure_found(*((60, 100) if args.quick else (2000, 1000))),
     ):
         metrics |= measured[0]
         details |= measured[1]
