@@ -492,7 +492,7 @@ def test_a_chunk_without_blocks_stalls_and_then_others_are_preempted():
 # Recurrent layers.
 
 
-def test_a_prompt_goes_on_at_the_end_of_a_block_whose_snapshot_is_there():
+def test_a_prompt_goes_on_at_the_end_of_a_block_with_a_snapshot():
     """Of the first text's three snapshots two are of blocks that it has gone past. Another text takes the first."""
     first, other = text(14), text(6, 50)
     watched = watch(recurrent=4, partial_reuse=False, options=Options(k=4, chunk=4))
