@@ -119,7 +119,7 @@ def make_cache(host, numbers=(BLOCKS, BLOCKS)):
 
 
 def make_prompts():
-    """Prompts that begin like one of two documents, and one again with more; several go on inside a block."""
+    """Prompts that begin like one of two documents; most part from it inside a block."""
     rng = np.random.default_rng(1)
     documents = rng.integers(0, VOCAB, (2, 24))
     cuts = (17, 21, 3, 24, 16, 24)
