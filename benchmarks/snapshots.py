@@ -15,6 +15,7 @@ import kvjax
 from benchmarks import attention, common
 from benchmarks.trace import TRACE, read_trace
 from models.recurrence import DeltaCell, DeltaConfig, DeltaInputs
+from tests.oracle.cache import Oracle
 
 
 class Line(NamedTuple):
@@ -125,7 +126,56 @@ def measure_recur(line: Line, rounds: int) -> tuple[dict[str, float], dict[str, 
     return metrics, {f"{name}_ms": 1e3 * seconds for name, seconds in least.items()}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0})
+def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tuple[Any, ...]:
+    """A row of `length` tokens in chunks, and then of so many more, one by one.
+
+    Returns whether all was done; the cache; and the blocks that the row holds in each group, before and after each
+    commit: i32[length / chunk, 2, G] of chunks, i32[steps, 2, G] of single tokens.
+    """
+    tokens = (jnp.arange(length + steps, dtype=jnp.int32) * 7919 + 1) % 50_021
+    state, admitted = kvjax.admit(kvjax.init(spec), 0, tokens[:length], length, reserve_tokens=chunk)
+
+    def held(state: kvjax.CacheState) -> jax.Array:
+        blocks = [(group.table[0], group.blocks.refcount) for group in state.groups]
+        return jnp.stack([
+            jnp.sum((table >= 0) & (refcount[jnp.maximum(table, 0)] > 0), dtype=jnp.int32) for table, refcount in blocks
+        ])  # fmt: skip
+
+    def growing(count: int) -> Any:
+        def grow(state, _):
+            start = state.seqs.committed
+            more = count - (state.seqs.length - start)
+            state, extended = kvjax.extend(state, np.array([True]), more, max_tokens=count)
+            before, new = held(state), jax.lax.dynamic_slice(tokens, start, (count,))[None]
+            state, committed = kvjax.commit(state, new, np.array([count]))
+            return state, (extended.ok & committed.ok, jnp.stack([before, held(state)]))
+
+        return grow
+
+    state, (chunks_ok, chunks) = jax.lax.scan(growing(chunk), state, length=length // chunk)
+    state, (steps_ok, single) = jax.lax.scan(growing(1), state, length=steps)
+    return admitted.ok & jnp.all(chunks_ok) & jnp.all(steps_ok), state, chunks, single
+
+
+ROW_BARS = {"row_snapshots_in_chunks": 5, "row_snapshots_decoding": 2}
+
+
+def measure_row(length: int = 4096, chunk: int = 256, size: int = 64) -> tuple[dict[str, float], dict[str, float]]:
+    """The most snapshots that a row holds while it is computed in chunks, and while it decodes; and the bars."""
+    layers = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec.recurrent({"state": (1,)})]
+    total = -(-(length + chunk) // size)
+    spec = kvjax.make_spec(layers, num_blocks=total, max_seqs=1, max_length=length + chunk, block_size=size)
+    ok, _, *held = long_row(spec, length, chunk, chunk)
+    common.require(bool(ok), "a long row was refused")
+    found = {name: int(np.max(numbers[..., 1])) for name, numbers in zip(ROW_BARS, held, strict=True)}
+    for name, bar in ROW_BARS.items():
+        common.require(found[name] <= bar, f"{name}: {found[name]}, wanted at most {bar}")
+    return found, {f"{name}_bar": bar for name, bar in ROW_BARS.items()}
+
+
 CHUNK, SIZE = 512, 16
+CHECKED = 200  # the first requests, which plain Python serves too
 
 
 def spec_of(prompts: Sequence[np.ndarray], num_snapshots: int, window: bool = False) -> kvjax.CacheSpec:
@@ -176,6 +226,22 @@ def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
     return found
 
 
+def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> list[int]:
+    """The same by the cache in plain Python."""
+    full, recurrent = (group.num_blocks for group in spec.groups)
+    cache, found = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent), []
+    for prompt in prompts:
+        tokens = prompt.tolist()
+        admitted = cache.admit(0, tokens, reserve_tokens=CHUNK)
+        ok, row = admitted.ok, cache.rows[0]
+        while ok and len(row.tokens) < len(tokens):
+            new = tokens[len(row.tokens) :][:CHUNK]
+            ok = cache.extend([True], len(row.tokens) + len(new) - row.length).ok and cache.commit([new], [len(new)]).ok
+        common.require(ok and cache.release(0).ok, f"request {len(found)}: refused in plain Python")
+        found += admitted.cached
+    return found
+
+
 def trace_prompts(number: int) -> list[np.ndarray]:
     """The prompts of a trace: their whole blocks, and a token of their own."""
     found = []
@@ -189,9 +255,13 @@ def measure_found(number: int, num_snapshots: int) -> tuple[dict[str, float], di
     """Tokens of a trace that are found with so many snapshots, to those found where they leave by age alone."""
     prompts = trace_prompts(number)
     found = {
-        name: sum(snapshots_found(prompts, spec_of(prompts, blocks, window)))
+        name: snapshots_found(prompts, spec_of(prompts, blocks, window))
         for name, blocks, window in (
             ("found", num_snapshots, False), ("found_by_age", num_snapshots, True), ("findable", 100_000, False)
         )
     }  # fmt: skip
-    return {"snapshots_found": found["found"] / max(found["found_by_age"], 1)}, found
+    checked = prompts[:CHECKED]  # with blocks for these alone plain Python takes half the time
+    theirs = found_by_oracle(checked, spec_of(checked, num_snapshots))
+    common.require(found["found"][:CHECKED] == theirs, f"plain Python found {theirs}, not {found['found'][:CHECKED]}")
+    totals = {name: sum(each) for name, each in found.items()}
+    return {"snapshots_found": totals["found"] / max(totals["found_by_age"], 1)}, totals

@@ -135,6 +135,24 @@ def ctrl_c_acts():
     signal.signal(signal.SIGINT, before)
 
 
+def count_swaps(monkeypatch):
+    """For "swap_out" and "swap_in" a list that grows with each call, by whether it was done."""
+    moved = {"swap_out": [], "swap_in": []}
+
+    def counting(method, calls):
+        def counted(cache, row, **options):
+            cache, events = method(cache, row, **options)
+            calls.append(bool(events.ok))
+            return cache, events
+
+        return counted
+
+    for name, calls in moved.items():
+        method = getattr(kvjax.tiers.TieredCache, name)
+        monkeypatch.setattr(kvjax.tiers.TieredCache, name, counting(method, calls))
+    return moved
+
+
 class Calls:
     """The jitted calls of generations. Something may happen before or after one of them."""
 

@@ -157,6 +157,7 @@ class Decision(Pytree):
     need: jax.Array  # i32[]; new blocks in each group, 0 unless the status is OK
     missing: jax.Array  # i32[]; blocks missing in the group that misses most
     found: list[Found]  # what each group has of the prompt
+    unusable: jax.Array | None  # i32[]; as in `Match`
 
 
 def find(state: CacheState, prompt: Prompt, tiers: tuple[str, ...]) -> Match:
@@ -207,7 +208,7 @@ def admit_row(
     removed = [new.removed for new in reversed(taken)]
     after, removed, updated, moved = all_or_nothing(state, after, ok, removed, updated, moved)
     missing = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
-    unusable = 0 if match.unusable_tokens is None else jnp.where(ok, match.unusable_tokens, 0)
+    unusable = 0 if plan.unusable is None else jnp.where(ok, plan.unusable, 0)
     events = assemble(
         after, status, removed=removed, updated=updated, copied=copied, queried=jnp.where(ok, prompt.length, 0),
         cached=cached, unusable=unusable, shortfall=missing, moves=moved,
@@ -252,7 +253,7 @@ def _decide(
         ((need > min_free) | fixed, Status.NO_BLOCKS),
     )
     refcounts = [group.blocks.refcount for group in state.groups]
-    decision = Decision(status, whole, shared, target, need, need - min_free, found)
+    decision = Decision(status, whole, shared, target, need, need - min_free, found, match.unusable_tokens)
     refcounts, decision = fence(refcounts, decision)
     groups = [
         group.replace(blocks=group.blocks.replace(refcount=refcount))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import os
 from typing import Any
@@ -21,6 +20,7 @@ from kvjax.serving.capacity import num_steps
 from tests import cases, drive
 from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Priority, Retention, lru
+from tests.oracle.events import named, plain, without_copied_paths
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
 # Options of caches: `layers` are (window, sink tokens). Leaving out an option saves a dozen programs.
@@ -168,33 +168,15 @@ class CacheMachine(RuleBasedStateMachine):
             self.moves.append((events.transfer, wanted.moves))
         records = kvjax.to_list(events)
         self.mirror = kvjax.fold(records, mirror)
-        assert self.named(records, mirror) == collections.Counter(
-            (e.kind, (len(e.path) - 1) % SIZE + 1, e.group) if e.kind == "copied" else tuple(e) for e in wanted.events
-        )
+        assert named(records, mirror, self.paired) == without_copied_paths(wanted.events, SIZE)
         if len(wanted.status) == 1:
             kinds = ["removed", "updated", "stored", "copied", "cleared"]
             dropped = {e["block"] for e in records if e["kind"] == "removed"}  # to the host, and out of it at once
             order = [e["kind"] for e in records if e["kind"] != "updated" or e["block"] not in dropped]
             assert order == sorted(order, key=kinds.index)
 
-    def named(self, records, mirror):
-        """The library's events in the oracle's terms."""
-        nodes = {**mirror.nodes, **self.mirror.nodes}
-        for event in records:  # nodes that were stored and removed within one transition
-            assert event["kind"] != "removed" or (event["group"], event["block"], event["generation"]) in nodes
-        terms = []
-        for event in records:
-            if event["kind"] == "copied":
-                terms.append(("copied", event["num_tokens"], event["group"]))
-            elif event["kind"] == "cleared":
-                terms.append(("cleared", 0, (), event["group"]))
-            else:
-                namespace, path, *_ = nodes[event["group"], event["block"], event["generation"]]
-                terms.append((event["kind"], namespace, self.paired(path), event["group"]))
-        return collections.Counter(terms)
-
     def paired(self, path):
-        return tuple(path) if self.extra else tuple((t, 0) for t in path)
+        return tuple(path) if self.extra else plain(path)
 
     def ids(self, tokens):
         """Extra ids of tokens, for the oracle, and padded for the library."""

@@ -10,10 +10,10 @@ import jax
 import pytest
 
 from tests.oracle.bytes_machine import SIZE
-from tests.oracle.serving import COUNTS, OPTIONS, Both, program
+from tests.oracle.serving import COUNTS, LAYERS, OPTIONS, Both, program
 
-LONG = [("max_tokens", 3, "windows")]
-ALL = itertools.product(OPTIONS, (1, 3, SIZE), ("full", "windows"))
+LONG = [("max_tokens", 3, "windows"), ("num_tokens", SIZE, "recurrent")]
+ALL = itertools.product(OPTIONS, (1, 3, SIZE), LAYERS)
 BY_NIGHT = [case for case in ALL if case not in LONG]
 NIGHTLY = 10_000  # steps of the machine, of all cases together
 LENGTH = 60  # steps of a history, without those that finish its requests

@@ -15,20 +15,11 @@ from tests.oracle.machine import CONFIGS, CacheMachine, joined
 
 pytestmark = pytest.mark.slow  # tests/unit/verbs/test_vmap.py runs by day
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-NAMES = [name for name in CONFIGS if "host" not in name] if NIGHTLY else ["windows, retention"]
+NAMES = [name for name in CONFIGS if "host" not in name] if NIGHTLY else ["windows, retention", "recurrent"]
 SHARED = (
-    "admit",
-    "admit_batch",
-    "extend",
-    "commit",
-    "fork",
-    "beam_step",
-    "truncate",
-    "trim",
-    "release",
-    "forget_namespaces",
+    "admit", "admit_batch", "extend", "commit", "fork", "beam_step", "truncate", "trim", "release", "forget_namespaces",
     "reset",
-)
+)  # fmt: skip
 
 
 def batched(name):

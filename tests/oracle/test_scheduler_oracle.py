@@ -2,6 +2,7 @@
 """The scheduler in plain Python by itself: rules with numbers, then random histories."""
 
 import collections
+import itertools
 import random
 
 import pytest
@@ -488,6 +489,29 @@ def test_a_chunk_without_blocks_stalls_and_then_others_are_preempted():
     watched.run()
 
 
+# Recurrent layers.
+
+
+def test_a_prompt_goes_on_at_the_end_of_a_block_with_a_snapshot():
+    """Of the first text's three snapshots two are of blocks that it has gone past. Another text takes the first."""
+    first, other = text(14), text(6, 50)
+    watched = watch(recurrent=4, partial_reuse=False, options=Options(k=4, chunk=4))
+    for tokens, cached in ((first, 0), (other, 0), ([*first[:7], 90], 0), ([*first, 91], 12)):
+        watched.submit(Ask(tokens, len(tokens) + 1))
+        assert watched.step().admitted[0][2] == cached
+        watched.run()
+
+
+def test_a_row_needs_the_snapshots_of_a_chunk_and_that_before_it():
+    """A chunk of 8 tokens is in up to 3 blocks of 4. After each step the row holds one, or two while it decodes."""
+    for snapshots, status in ((2, Status.NO_BLOCKS), (3, Status.OK)):
+        watched = watch(recurrent=snapshots, partial_reuse=False, options=Options(k=4, chunk=8))
+        assert [status] == [status for status, *_ in watched.scheduler.submit([Ask(text(13), 24)])]
+    while not watched.idle:
+        watched.step()
+        assert watched.cache.counts(1)["active"] <= 2
+
+
 # Samples.
 
 
@@ -596,8 +620,8 @@ def test_the_cached_tokens_of_prompts_that_arrive_at_once():
 # At random.
 
 
-def draw(rng, reserve, waits, tight):
-    """A scheduler with random options. The cache has blocks for one row, some more, or plenty."""
+def draw(rng, reserve, waits, tight, recurrent=False):
+    """A scheduler with random options. The cache has blocks for one row, some more, or plenty; so of snapshots."""
     size, rows, most = rng.choice((2, 4, 5)), rng.choice((2, 3, 4)), rng.choice((4, 6))
     chunk, k = (rng.choice((1, 2)), 1) if tight else (rng.choice((1, 3, 8)), rng.choice((1, min(4, size), size)))
     options = Options(
@@ -612,10 +636,12 @@ def draw(rng, reserve, waits, tight):
         windows = [(window, sinks, min(most, seen) + rng.choice((0, 1, 2, 3, 5, 20)))]
     blocks = most + (40 if tight else rng.choice((0, 0, 1, 2, 5, 40)))
     cache = Refusing if reserve == "num_tokens" and rng.random() < 0.2 else Oracle
-    partial = rng.random() < 0.8
-    watched = watch(
-        blocks, size, rows, most, rng.choice((5, 9)), options, cache, windows=windows, partial_reuse=partial
-    )
+    kinds = {"windows": windows, "partial_reuse": rng.random() < 0.8}
+    slots = rng.choice((5, 9))
+    if recurrent:
+        seen = -(-max(chunk, k) // size) + 1
+        kinds |= {"partial_reuse": False, "recurrent": min(most, seen) + rng.choice((0, 1, 2, 3, 5, 20))}
+    watched = watch(blocks, size, rows, most, slots, options, cache, **kinds)
     if cache is Refusing:
         watched.cache.rng, watched.cache.often = rng, 0.1
     elif rng.random() < 0.1:  # somebody else uses a row
@@ -647,10 +673,10 @@ def batch(rng, watched, documents, tight):
         )
 
 
-def history(seed, reserve, waits, tight=False):
+def history(seed, reserve, waits, tight=False, recurrent=False):
     """Runs a random history: requests come, some are cancelled, and pins hold blocks."""
     rng = random.Random(f"{seed} {reserve} {waits}")
-    watched = draw(rng, reserve, waits, tight)
+    watched = draw(rng, reserve, waits, tight, recurrent)
     longest = watched.cache.max_blocks_per_seq * watched.cache.block_size
     documents = [[rng.randrange(VOCAB) for _ in range(longest - 2)] for _ in range(2)]
     pins = rng.random() < 0.3 and not tight
@@ -681,6 +707,18 @@ def test_histories(seeds, reserve, waits):
     assert expected | ({"preempted", "out_of_blocks", "refused"} if reserve == "num_tokens" else set()) <= set(
         +happened
     )
+
+
+@pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.slow)], ids=["", "more"])
+def test_histories_with_recurrent_layers(seeds, reserve):
+    """With and without windows beside them, few blocks and few snapshots."""
+    both = itertools.product(seeds, (False, True))
+    happened = sum(
+        (history(seed, reserve, seed % 2 == 0, *tight, True) for seed, *tight in both), collections.Counter()
+    )
+    expected = {"mixed", "block of steps", "forked", "STOP", "LENGTH"}
+    assert expected | ({"preempted", "out_of_blocks"} if reserve == "num_tokens" else set()) <= set(+happened)
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.slow)], ids=["", "more"])

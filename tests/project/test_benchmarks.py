@@ -121,6 +121,7 @@ def test_kinds_of_layers_agree_with_what_they_are_compared_with(tmp_path, monkey
     kinds.main()
     metrics = json.loads(file.read_text())["metrics"]
     assert {"latent_over_contiguous", "latent_over_doubled", "latent_bytes"} <= set(metrics)
+    assert (metrics["row_snapshots_in_chunks"], metrics["row_snapshots_decoding"]) == (5, 2)
     assert metrics["latent_bytes"] == 0.5 and all(value > 0 for value in metrics.values())
 
 

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Window groups: the blocks of a growing row, of a prefix that is found again, and of a row that is cut."""
 
-import functools
-
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import kvjax
-from benchmarks import bookkeeping
+from benchmarks import bookkeeping, snapshots
 from tests.drive import Driver
 
 P, S, T, WINDOW = 4, 3, 24, 6  # the next token sees 5 before it
@@ -55,45 +51,16 @@ class Story(Driver):
         return list(self.held(group, row))
 
 
-@functools.partial(jax.jit, static_argnames="spec", compiler_options={"xla_backend_optimization_level": 0})
-def long_row(spec):
-    """A row of 4,096 tokens, the first 2,048 in chunks of 64; blocks held in each group, before and after commits."""
-    chunk, length = 64, 2048
-    tokens = (jnp.arange(2 * length, dtype=jnp.int32) * 7919 + 1) % 50_021
-    state, admitted = kvjax.admit(kvjax.init(spec), 0, tokens[:length], length, reserve_tokens=chunk)
-
-    def held(state):
-        return jnp.stack([jnp.sum(group.table >= 0, dtype=jnp.int32) for group in state.groups])
-
-    def growing(count):
-        def grow(state, _):
-            start = state.seqs.committed
-            state, extended = kvjax.extend(
-                state, np.array([True]), count - (state.seqs.length - start), max_tokens=count
-            )
-            before, new = held(state), lax.dynamic_slice(tokens, start, (count,))[None]
-            state, committed = kvjax.commit(state, new, np.array([count]))
-            return state, (extended.ok & committed.ok, before, held(state))
-
-        return grow
-
-    state, chunks = lax.scan(growing(chunk), state, length=length // chunk)
-    state, steps = lax.scan(growing(1), state, length=length)
-    return admitted.ok, state, chunks, steps
-
-
 @pytest.mark.long
 def test_a_row_holds_what_its_window_needs_and_no_more():
     """A window of 32 in blocks of 16 needs 3 blocks, and in prefill those of a chunk. The group has no more."""
     most, chunk = -(-32 // 16) + 1, 64 // 16
     layers, blocks = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, 32)], {None: 256, 32: most + chunk}
-    ok, state, chunks, steps = long_row(
-        kvjax.make_spec(layers, num_blocks=blocks, max_seqs=1, max_length=4096, block_size=16)
-    )
-    assert ok and np.all(chunks[0]) and np.all(steps[0])
-    assert np.max(chunks[1][:, 1]) <= most + chunk and np.max(chunks[2][:, 1]) <= most
-    assert np.max(steps[1][:, 1]) == np.max(steps[2][:, 1]) == most
-    assert steps[2][-1].tolist() == [256, 2] and state.seqs.committed.tolist() == [4096]
+    spec = kvjax.make_spec(layers, num_blocks=blocks, max_seqs=1, max_length=4096, block_size=16)
+    ok, state, chunks, steps = snapshots.long_row(spec, 2048, 64, 2048)
+    assert ok and np.max(chunks[:, 0, 1]) <= most + chunk and np.max(chunks[:, 1, 1]) <= most
+    assert np.max(steps[:, 0, 1]) == np.max(steps[:, 1, 1]) == most
+    assert steps[-1, 1].tolist() == [256, 2] and state.seqs.committed.tolist() == [4096]
     kvjax.check(jax.device_get(state))
 
 

@@ -20,7 +20,7 @@ from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, runner
 from kvjax.serving.preempt import swaps
 from kvjax.serving.requests import Stage, init_serving
 from tests.oracle.bytes_machine import SIZE, VOCAB
-from tests.serving_kit import HOST, MODEL, assert_chained, make_cache, state_of
+from tests.serving_kit import HOST, MODEL, assert_chained, count_swaps, make_cache, state_of
 
 pytestmark = pytest.mark.long
 OPTIONS = Scheduler(reserve="num_tokens", chunk=8, chunk_rows=2)
@@ -133,19 +133,7 @@ def test_no_prompt_no_program():
 @pytest.mark.parametrize("host", [HOST, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_are_swapped_out_instead_of_being_preempted(host, monkeypatch):
     """The host's 12 blocks hold each row that is swapped out. With 2 some rows are preempted after all."""
-    moved = {"swap_out": [], "swap_in": []}
-
-    def counting(method, calls):
-        def counted(cache, row, **options):
-            cache, events = method(cache, row, **options)
-            calls.append(bool(events.ok))
-            return cache, events
-
-        return counted
-
-    for name, calls in moved.items():
-        method = getattr(kvjax.tiers.TieredCache, name)
-        monkeypatch.setattr(kvjax.tiers.TieredCache, name, counting(method, calls))
+    moved = count_swaps(monkeypatch)
     prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed=4))]
     outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=SWAP)
     assert {output.finish for output in outputs} == {"length"}

@@ -14,7 +14,11 @@ from kvjax._arrays import loop
 
 N, S, P = 4099, 4, 4  # N: a number that no other array has in its shape
 BATCHES = {"one cache": (), "4 caches": (4,), "2 x 4 caches": (2, 4)}
-LAYERS = {"full": [kvjax.LayerSpec(1, 4)], "windows": [kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, window=8)]}
+LAYERS = {
+    "full": [kvjax.LayerSpec(1, 4)],
+    "windows": [kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, window=8)],
+    "recurrent": [kvjax.LayerSpec(1, 4), kvjax.LayerSpec.recurrent({"state": (2,)})],
+}
 VERBS = {
     "admit": lambda state: kvjax.admit(state, 0, jnp.arange(32, dtype=jnp.int32), 30),
     "admit rows": lambda state: kvjax.admit(
@@ -54,10 +58,10 @@ def test_no_select_and_no_copy_of_all_blocks():
     assert_small("commit", "windows", "2 x 4 caches")
 
 
-# Two batch axes cover one, and windows come with full attention. A night runs the rest.
-MOST = ("windows", "2 x 4 caches")
+# Two batch axes cover one, and windows and recurrent layers come with full attention. A night runs the rest.
+MOST = ("windows", "recurrent", "2 x 4 caches")
 ALL = [
-    pytest.param(layers, batch, marks=pytest.mark.long if (layers, batch) == MOST else pytest.mark.slow)
+    pytest.param(layers, batch, marks=pytest.mark.long if {layers, batch} <= {*MOST} else pytest.mark.slow)
     for layers in LAYERS
     for batch in BATCHES
 ]
