@@ -77,6 +77,8 @@ class EventEncoder[W](abc.ABC):
     def _published(self, change: Change) -> Change:
         """A change without the blocks that are left out."""
         of = change.rows[:, col.FLAGS] & self._mask == 0
+        if of.all():
+            return change
         before = None if change.before is None else change.before[of]
         return change._replace(blocks=change.blocks[of], rows=change.rows[of], before=before)
 

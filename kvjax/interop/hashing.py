@@ -194,25 +194,35 @@ class Hashing:
           size: P.
           hashes: of the group's blocks.
         """
-        flags, digests, above = self._flags(rows, size), [], []
+        flags, digests, above, start = self._flags(rows, size), [], [], 0
         data, width = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), _WORD * (rows.shape[1] - col.ABOVE)
         for at, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
-            start = width * at + _BYTES
-            before, content, digest = data[width * at : start], data[start : width * (at + 1)], _NONE
-            if parent >= 0:
-                before = digests[parent]
-                flags[at] |= flags[parent]
-            if not flags[at] & col.UNKNOWN:
-                digest = _chain(self._hasher, before, content if fill == size else _cut(content, fill, size))
-            if not flags[at] & (col.UNKNOWN | col.COLLISION):  # of blocks with equal 64 bits the first one has them
-                first = first_64_bits(digest)
-                flags[at] |= col.COLLISION * (first in hashes)
-                hashes.add(first)
-            digests.append(digest)
+            before = data[start : start + _BYTES] if parent < 0 else digests[parent]
+            flags[at] |= flags[parent] if parent >= 0 else 0
+            if flags[at] & col.UNKNOWN:
+                digests.append(_NONE)
+            else:
+                content = data[start + _BYTES : start + width]
+                digests.append(_chain(self._hasher, before, content if fill == size else _cut(content, fill, size)))
             above.append(before)
+            start += width
         rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(digests), np.int32).reshape(-1, 4)
         rows[:, col.ABOVE : col.SIZE] = np.frombuffer(b"".join(above), np.int32).reshape(-1, 4)
         rows[:, col.FLAGS] = flags
+        self._find_collisions(rows, among, hashes)
+
+    def _find_collisions(self, rows: np.ndarray, among: list[int], hashes: set[int]) -> None:
+        """Flags rows whose 64 bits another block has, and those below them; the first of such blocks keeps them."""
+        firsts, flags = col.hashes_of(rows).tolist(), rows[:, col.FLAGS]
+        new = set(firsts)
+        if len(new) < len(firsts) or not hashes.isdisjoint(new) or np.any(flags & (col.UNKNOWN | col.COLLISION)):
+            for at, (first, parent) in enumerate(zip(firsts, among, strict=True)):
+                flags[at] |= flags[parent] & col.COLLISION if parent >= 0 else 0
+                if not flags[at] & (col.UNKNOWN | col.COLLISION):
+                    flags[at] |= col.COLLISION * (first in hashes)
+                    hashes.add(first)
+        else:
+            hashes |= new
 
     def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
         """Takes the hashes of rows that are removed from the group's."""

@@ -318,7 +318,7 @@ def parents_first(rows: np.ndarray) -> np.ndarray:
     order, waiting = [], roots[::-1]
     while waiting:
         order.append(waiting.pop())
-        waiting += children[hashes[order[-1]]][::-1]
+        waiting += children.get(hashes[order[-1]], [])[::-1]
     return np.array(order, np.int64)
 
 

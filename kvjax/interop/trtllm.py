@@ -33,18 +33,9 @@ from kvjax.spec import CacheSpec, Kind
 from kvjax.state import CacheState
 
 if TYPE_CHECKING:
-    from kvjax.interop.readers.trtllm import (
-        Block,
-        Created,
-        Diff,
-        Event,
-        Mirror,
-        Prefix,
-        Removed,
-        Stored,
-        Updated,
-        parse,
-    )
+    from kvjax.interop.readers.trtllm import (  # noqa: I001
+        Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, parse,
+    )  # fmt: skip
 
 __all__ = ["Block", "Created", "Diff", "Event", "Mirror", "Prefix", "Removed", "Stored", "Updated", "Writer", "parse"]
 
@@ -199,10 +190,7 @@ class Writer(EventEncoder[str]):
 
 
 def window_size(spec: CacheSpec, number: int) -> int:
-    """The window of a group in its events; -1, as in TensorRT-LLM, of recurrent layers.
-
-    Full attention has the largest one: NVIDIA Dynamo drops the events of all others.
-    """
+    """The window of a group in its events: -1 of recurrent layers, the largest (Dynamo reads that) of full attention."""
     group = spec.groups[number]
     if group.window is None:
         return spec.max_length
