@@ -190,7 +190,7 @@ class Writer(EventEncoder[str]):
 
 
 def window_size(spec: CacheSpec, number: int) -> int:
-    """The window of a group in its events: -1 of recurrent layers, the largest (Dynamo reads that) of full attention."""
+    """The window of a group in its events: -1 of recurrent layers; of full attention the largest, which Dynamo reads."""
     group = spec.groups[number]
     if group.window is None:
         return spec.max_length
