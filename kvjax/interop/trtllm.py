@@ -190,7 +190,7 @@ class Writer(EventEncoder[str]):
 
 
 def window_size(spec: CacheSpec, number: int) -> int:
-    """The window of a group in its events: -1 of recurrent layers; of full attention the largest, which Dynamo reads."""
+    """The window of a group in its events; -1 of recurrent layers; the largest, for Dynamo, of full attention."""
     group = spec.groups[number]
     if group.window is None:
         return spec.max_length
