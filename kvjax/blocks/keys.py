@@ -81,30 +81,56 @@ def _last_axes(x: np.ndarray, ndim: int) -> np.ndarray:
 
 
 _VERSION = 1  # of what `Namespaces.to_dict` gives
+_WEIGHTS = "kvjax-weights:"  # the beginning of a salt that has a version of the weights in it
 
 
 class Namespaces:
     """Interns (salt, LoRA) pairs as small numbers, on the host; equal pairs get equal numbers, others never do.
 
-    The numbers keep tenants apart, and a cache knows nothing but the numbers. Whoever saves a cache saves `to_dict()`
-    with it: in the restored cache a number from a fresh `Namespaces` may be another tenant's.
+    The numbers keep tenants apart, and versions of a model's weights: K/V of one are never found under another. A cache
+    knows nothing but the numbers, so a new version compiles nothing; `forget_namespaces` empties what old ones have
+    cached. A version becomes part of the salt (`salted`), and so of hashes and of published events. Whoever saves a
+    cache saves `to_dict()` with it: in the restored cache a number from a fresh `Namespaces` may be another tenant's.
 
     >>> namespaces = Namespaces()
     >>> namespaces(), namespaces(salt="tenant a"), namespaces(salt="tenant b", lora=3), namespaces(salt="tenant a")
     (0, 1, 2, 1)
+    >>> namespaces(weights=7), namespaces(weights=8), namespaces(salt="tenant a", weights=7), namespaces(weights="7")
+    (3, 4, 5, 3)
     """
 
     def __init__(self) -> None:
         self._pairs: list[tuple[str | None, int | None]] = [(None, None)]
         self._numbers: dict[tuple[str | None, int | None], int] = {(None, None): 0}
 
-    def __call__(self, salt: str | None = None, lora: int | None = None) -> int:
-        """The number of this pair, to pass as `namespace`. None means none; adapter 0 is an adapter.
+    def __call__(self, salt: str | None = None, lora: int | None = None, *, weights: str | int | None = None) -> int:
+        """The number of this salt, adapter and version of the weights, to pass as `namespace`.
+
+        None means none; adapter 0 is an adapter. A version is any text or number; 7 and "7" are the same.
 
         Raises:
-          ValueError: if the salt is no str, or the LoRA no int.
+          ValueError: naming the argument; also for a salt that looks as if it had a version in it.
         """
-        pair = _pair(salt, lora)
+        return self._intern(*_pair(self.salted(salt, weights), lora))
+
+    @staticmethod
+    def salted(salt: str | None = None, weights: str | int | None = None) -> str | None:
+        """The salt with the version of the weights, as it is hashed and published; another one for each pair.
+
+        Raises:
+          ValueError: naming the argument.
+        """
+        if not isinstance(salt, str | None):
+            raise ValueError(f"salt: got {salt!r}, wanted a str or None")
+        if salt is not None and salt.startswith(_WEIGHTS):  # else a tenant could name another one's
+            raise ValueError(f"salt: got {reprlib.repr(salt)}, wanted one that does not begin with {_WEIGHTS!r}")
+        if weights is None:
+            return salt
+        if isinstance(weights, bool) or not isinstance(weights, str | int | np.integer):
+            raise ValueError(f"weights: got {weights!r:.80}, wanted a str, an int or None")
+        return f"{_WEIGHTS}{len(str(weights))}:{weights}{'' if salt is None else f':{salt}'}"
+
+    def _intern(self, *pair: Any) -> int:
         if pair not in self._numbers:
             self._numbers[pair] = len(self._pairs)
             self._pairs.append(pair)
@@ -118,7 +144,7 @@ class Namespaces:
         return isinstance(namespace, int | np.integer) and 0 <= int(namespace) < len(self)
 
     def describe(self, namespace: int) -> tuple[str | None, int | None]:
-        """The (salt, LoRA) pair behind a number; KeyError for a number that was never given out."""
+        """The (salt, LoRA) pair behind a number, the salt as `salted` makes it; KeyError for one never given out."""
         if namespace not in self:
             raise KeyError(namespace)
         return self._pairs[namespace]
@@ -141,7 +167,7 @@ class Namespaces:
         namespaces = cls()
         for wanted, entry in enumerate(_entries(saved["namespaces"])):
             number, salt, lora = entry
-            if type(number) is not int or number != wanted or namespaces(salt, lora) != wanted:
+            if type(number) is not int or number != wanted or namespaces._intern(*_pair(salt, lora)) != wanted:
                 raise ValueError(
                     f"saved: got {reprlib.repr(entry)}, wanted number {wanted} with a pair that no other number has"
                     + ", (None, None)" * (wanted == 0)

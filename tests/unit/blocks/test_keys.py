@@ -23,7 +23,7 @@ SIZE = 4
 
 
 def test_the_example_in_the_docstring():
-    assert doctest.testmod(keys).attempted == 2
+    assert doctest.testmod(keys).attempted == 3
     assert doctest.testmod(keys).failed == 0
 
 
@@ -50,6 +50,23 @@ def test_a_pair_is_text_and_an_integer():
         with pytest.raises(ValueError, match=r"^lora: got .*, wanted an int or None"):
             namespaces(lora=lora)
     assert len(namespaces) == 1
+
+
+def test_versions_of_weights_are_namespaces_that_no_salt_can_name():
+    names = Namespaces()
+    salts, versions = (None, "", "a", "7", ":a"), (None, 0, 1, 17, "", "7:a", "a")
+    numbers = [names(salt, lora, weights=weights) for salt in salts for lora in (None, 0) for weights in versions]
+    assert numbers == list(range(len(numbers)))
+    assert names(weights=np.int32(17)) == names(weights="17") == names(weights=17)
+    salt, _ = names.describe(names("a", weights=1))
+    assert salt == Namespaces.salted("a", 1) and "a" in salt
+    with pytest.raises(ValueError, match=r"salt: got .*, wanted one that does not begin with 'kvjax-weights:'"):
+        names(salt)
+    for weights in (1.5, True, b"a"):
+        with pytest.raises(ValueError, match=r"^weights: got .*, wanted a str, an int or None"):
+            names(weights=weights)
+    again = Namespaces.from_dict(json.loads(json.dumps(names.to_dict())))
+    assert again("a", weights=1) == names("a", weights=1) and len(again) == len(names)
 
 
 def saved_namespaces():
