@@ -109,6 +109,8 @@ def test_events_are_those_of_the_cache_and_a_full_log_ends_the_rollout():
 @pytest.mark.long
 def test_under_vmap_and_in_replicas():
     """A cache for each of two replicas, with `check_vma`; they choose as caches under `vmap` do."""
+    if jax.version.__version_info__ < (0, 12):
+        pytest.skip("XLA of jaxlib 0.11 crashes while it compiles a rollout inside shard_map")
     caches = jax.vmap(lambda n: kvjax.Cache.create(make_spec(), num_blocks=n))(np.array([16, 12], np.int32))
     prompts = np.stack([PROMPTS, PROMPTS[::-1]])
     lengths = np.stack([LENGTHS, LENGTHS[::-1]])
