@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from kvjax.gpu import choice
 from kvjax.policies import lfu
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler
+from kvjax.serving import Scheduler, rollout_log
 from kvjax.state import NO_BLOCK, EvictionPolicy
 from kvjax.tiers import FailedTransfer, TieredCache
 from pallas_kernels.loops import scan, varying
@@ -285,6 +285,14 @@ def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _rollout(*args: Any, **options: Any) -> Any:
+    """Two completions of each prompt."""
+    scheduler = Scheduler(chunk=8, k=SIZE)
+    return kvjax.rollout(
+        *args, max_new_tokens=SIZE, samples=2, sampling=kvjax.Sampling(), scheduler=scheduler, **options
+    )  # fmt: skip
+
+
 @functools.cache
 def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
     """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit"; all donate the cache."""
@@ -297,7 +305,7 @@ def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
     found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
     return found | {
         "apply": jit(kvjax.apply), "compute": jit(compute), "decode": jit(block_of_steps),
-        "view": jax.jit(kvjax.view, static_argnums=1),
+        "view": jax.jit(kvjax.view, static_argnums=1), "rollout": jax.jit(_rollout, donate_argnums=1),
     }  # fmt: skip
 
 
@@ -861,16 +869,39 @@ class Life:
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
         self.follow(events)
         for prompt, space, most, output in zip(prompts, spaces, request["most"], outputs, strict=True):
-            path = tuple(prompt)
             if not self.rows and not self.pins:
                 assert (output.finish, len(output.tokens)) == ("length", most), f"generate: {prompt} has {output}"
-            for number, token in enumerate(output.tokens):
-                wanted = name_of(space, path) % VOCAB
-                assert token == wanted, f"generate: token {number} after {prompt} is {token}, wanted {wanted}"
-                path += (token,)
-            self.tally["generated"] += len(output.tokens)
+            self._check_chosen(prompt, space, output.tokens)
             self.tally["preempted"] += output.preemptions
             self.tally["generate hit"] += output.cached_tokens > 0
+
+    def _check_chosen(self, prompt: Sequence[int], space: int, tokens: Sequence[int]) -> None:
+        """Each token is the model's choice after the prompt of a tenant, so that no byte that it read was wrong."""
+        path = tuple(prompt)
+        for number, token in enumerate(tokens):
+            wanted = name_of(space, path) % VOCAB
+            assert token == wanted, f"token {number} after {prompt} is {token}, wanted {wanted}"
+            path += (token,)
+        self.tally["generated"] += len(tokens)
+
+    def _rollout(self, request: Request) -> None:
+        """Samples two completions of each prompt inside one program; see `_generate`."""
+        prompts, space_of = request["prompts"], request["space_of"]
+        spaces = [space_of[prompt[0]] for prompt in prompts]
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        tokens = np.stack([np.pad(prompt, (0, WIDTH - SIZE - len(prompt))) for prompt in prompts]).astype(np.int32)
+        log = rollout_log(self.spec, tokens.shape, SIZE, 2)
+        self.tally["beside other rows"] += len(self.rows) > 0
+        roots = np.array([name_of(space, ()) for space in space_of], np.int32)
+        found, self.cache, log = self.programs["rollout"](
+            Chain(roots, self.config.layers), self.cache, tokens, lengths, namespace=np.array(spaces, np.int32), log=log
+        )
+        self.follow(log)
+        found = jax.device_get(found)
+        for prompt, space, chosen, mask in zip(prompts, spaces, found.tokens, found.mask, strict=True):
+            for sample in range(2):
+                self._check_chosen(prompt, space, chosen[sample][mask[sample]].tolist())
+        self.tally["rollout hit"] += int(np.sum(found.cached[:, 0] > 0))
 
 
 _NAMES: dict[tuple[int, Path], int] = {}  # the names of all texts in requests, for complaints
@@ -905,6 +936,7 @@ _WEIGHTS = {
     "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "decode": 24, "trim": 3, "forget_namespaces": 1,
     "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
+    "rollout": 4,
 }  # fmt: skip
 
 
@@ -978,6 +1010,7 @@ class Requests:
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
             "shift": between and life.mirror.nodes, "watermark": between and life.mirror.nodes,
             "swap": between and life.rows, "complete": life.flying, "generate": self.config.generate and free,
+            "rollout": self.config.generate and free and not life.has_host and not self.config.kernels,
         }  # fmt: skip
         allowed = self.config.verbs
         if allowed is not None and not between and life.has_host and "loop admit" not in allowed:
@@ -1031,6 +1064,9 @@ class Requests:
                 request |= {"empty": self.number(1, EMPTIED + 1), "group": self.number(2)}
             case "swap":
                 request["seq"] = self.few(asleep if asleep and self.chance(0.7) else used or asleep, 1)[0]
+            case "rollout":
+                request["prompts"] = [self.text(self.number(1, WIDTH - SIZE + 1)) for _ in range(3)]
+                request["space_of"] = self.rng.integers(0, TENANTS, VOCAB).tolist()
             case "generate":
                 count = self.number(2, 5)
                 request["prompts"] = [self.text(self.number(1, 13)) for _ in range(count)]
