@@ -13,7 +13,8 @@ BUDGETS = {
 }  # fmt: skip
 
 
-SERVE_OPS = 11_150  # of `serve`, which takes long to compile
+# Of `serve`, which takes long to compile; the oldest jax lowers the same program to some more.
+SERVE_OPS = 11_150 if jax.version.__version_info__ >= (0, 12) else 11_520
 
 
 @pytest.mark.parametrize(
