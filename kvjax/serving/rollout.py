@@ -137,28 +137,33 @@ def rollout(
     def each(values: Any) -> Any:
         return jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0), values)
 
-    # The samples of a prompt run together. Where others have rows, they are several such groups.
-    free = jnp.maximum(jnp.sum(cache.state.seqs.length == 0, dtype=jnp.int32), 1)
-    behind = jnp.tile(np.arange(groups, dtype=np.int32) % free, number)
-    entry = np.arange(outputs, dtype=np.int32)
+    entry, leader = np.arange(outputs, dtype=np.int32), _leaders(cache, number, groups)
     stop = integers("stop_tokens", stop_tokens if np.size(stop_tokens) else np.zeros(0, np.int32), ("K",))
     sampling = (Sampling(temperature=1.0) if sampling is None else sampling).each_row(number)
-    serving = init_serving(
-        cache, [width + most] * outputs, num_stop_tokens=max(stop.shape[0], 1), logprobs=logprobs,
-        logits_state=each(logits_state),
-    )  # fmt: skip
+    slots = {"num_stop_tokens": max(stop.shape[0], 1), "logprobs": logprobs, "logits_state": each(logits_state)}
+    serving = init_serving(cache, [width + most] * outputs, **slots)
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
     serving = serving.replace(requests=requests, held=jnp.full((outputs,), -1, jnp.int32) if hold else None)
     serving, status, _, generations = submit(
         serving, _flat(prompts, each(start), each(lengths), groups), each(lengths), jnp.full((outputs,), most),
         scheduler=scheduler, slots=entry, namespace=each(each_row("namespace", namespace, (number,))),
         seed=_seeds(seed, seeds, number, groups), sampling=each(sampling), stop_tokens=stop,
-        sample_of=jnp.where(behind > 0, entry - behind, -1), logits_state=each(logits_state),
+        sample_of=jnp.where(leader < entry, leader, -1), logits_state=each(logits_state),
     )  # fmt: skip
     serving, log = _run(model, serving, log, scheduler, logits_fn, generations, integers("now", now, ()))
-    status = pick(status, entry - behind)  # a sample is refused with the first of its prompt
+    status = pick(status, leader)  # a sample is refused with the first of its prompt
     found = _completions(serving, status, each(lengths), most)
     return jax.tree.map(lambda x: x.reshape(number, groups, *x.shape[1:]), found), serving.cache, log
+
+
+def _leaders(cache: Cache, number: int, groups: int) -> jax.Array:
+    """i32[B * G]; for each completion the first one that it runs together with.
+
+    That is the first of its prompt. Where others have rows, a prompt has several such groups, one after the other.
+    """
+    free = jnp.maximum(jnp.sum(cache.state.seqs.length == 0, dtype=jnp.int32), 1)
+    behind = jnp.tile(np.arange(groups, dtype=np.int32) % free, number)
+    return jnp.arange(number * groups, dtype=jnp.int32) - behind
 
 
 def _run(
