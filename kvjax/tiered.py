@@ -155,7 +155,7 @@ class TieredCache:
         """The device's K/V."""
         return self.cache.pools
 
-    admit = _moving_method(admit, "reserve_tokens", "tiers", tiers=("device", "host"))
+    admit = _moving_method(admit, "reserve_tokens", "alignment_tokens", "tiers", tiers=("device", "host"))
     extend = _moving_method(extend, "max_tokens", "tiers", tiers=("device", "host"))
     commit = _method(commit)
     fork = _method(fork)
@@ -173,7 +173,7 @@ class TieredCache:
     watermark = _moving_method(watermark, "most", "group")
     swap_out = _moving_method(swap_out)
     swap_in = _moving_method(swap_in)
-    lookup = reader(lookup, OutermostJit(lookup, static_argnames="tiers"))
+    lookup = reader(lookup, OutermostJit(lookup, static_argnames=("alignment_tokens", "tiers")))
     view = reader(view)
     ragged = reader(ragged)
     mixed = reader(mixed)

@@ -24,11 +24,13 @@ def longest_match(
     length: jax.Array,
     namespace: jax.Array,
     tiers: tuple[str, ...],
+    alignment_tokens: int | None = None,
 ) -> Match:
     """Finds the longest cached prefix of a prompt in blocks i32[F, P]: whole blocks, then tokens of their best child.
 
     With windows, every group must also have all that the next token can see. Each copied token may move a window on,
-    so a prefix may be valid only together with a copy. `tiers`, static, says where to look.
+    so a prefix may be valid only together with a copy. `tiers`, static, says where to look. With `alignment_tokens`,
+    static, nothing is copied, and the prefix ends at a multiple of them.
 
     Source: TensorRT-LLM's reuse tree, which compares tokens; here the tree is flat arrays and the walk one gather.
     """
@@ -56,12 +58,16 @@ def longest_match(
         )  # fmt: skip
 
     uncopied, source, shared = whole, jnp.int32(NO_BLOCK), jnp.int32(0)
-    if windows:
+    copies = state.spec.partial_reuse and alignment_tokens is None
+    if windows or alignment_tokens is not None:
         ends, to_copy = np.arange(num + 1, dtype=np.int32), jnp.zeros((num + 1,), jnp.int32)
         for window, spec in zip(windows, state.spec.window_groups, strict=True):
             to_copy = jnp.maximum(to_copy, _tokens_to_copy(window, spec, ids, size, tiers))
-        uncopied = jnp.max(jnp.where((to_copy == 0) & (ends <= whole), ends, 0))
-        if state.spec.partial_reuse:
+        whole_ends = ends <= whole
+        if alignment_tokens is not None:
+            whole_ends = whole_ends & (ends * size % alignment_tokens == 0)
+        uncopied = jnp.max(jnp.where((to_copy == 0) & whole_ends, ends, 0))
+        if copies:
             # The longest end whose copy is long enough. The empty prefix needs no copy, so there is one.
             fits = (to_copy < size) & (ends <= whole)
             whole = jnp.max(jnp.where(fits, ends, 0))
@@ -72,7 +78,7 @@ def longest_match(
             )
         else:
             whole = uncopied
-    elif state.spec.partial_reuse:
+    elif copies:
         source, shared = child(whole)
     found = jnp.where(np.arange(num, dtype=np.int32) < whole, ids, NO_BLOCK)
     on_host = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])

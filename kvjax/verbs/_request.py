@@ -13,7 +13,7 @@ from kvjax._arrays import either, pick
 from kvjax.blocks.publish import forget_all
 from kvjax.blocks.rows import Prompt
 from kvjax.blocks.victims import Taken
-from kvjax.checks import integers
+from kvjax.checks import integers, static_int
 from kvjax.events.records import Events, Records, Status, joined, no_records
 from kvjax.events.transfer import Transfer
 from kvjax.policies.ring import lru
@@ -42,6 +42,16 @@ def checked_tiers(tiers: Any) -> tuple[str, ...]:
     if tiers not in TIERS:
         raise ValueError(f"tiers: got {tiers!r}, wanted one of {TIERS}")
     return tiers
+
+
+def checked_alignment(alignment_tokens: Any, block_size: int) -> int | None:
+    """`alignment_tokens` as an int, a multiple of the block size; or None."""
+    if alignment_tokens is None:
+        return None
+    tokens = static_int("alignment_tokens", alignment_tokens, 1)
+    if tokens % block_size:
+        raise ValueError(f"alignment_tokens: got {tokens}, wanted a multiple of the block size, {block_size}")
+    return tokens
 
 
 def checked_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:

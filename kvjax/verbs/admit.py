@@ -32,6 +32,7 @@ from kvjax.state import COPYING, NO_BLOCK, CacheState, Group, Match
 from kvjax.verbs._request import (
     all_or_nothing,
     assemble,
+    checked_alignment,
     checked_prompt,
     checked_text,
     checked_tiers,
@@ -53,6 +54,7 @@ def admit(
     retention: Retention | None = None,
     now: ArrayLike = 0,
     reserve_tokens: int | None = None,
+    alignment_tokens: int | None = None,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
     """Gives a free row a prompt: finds its longest cached prefix, holds it, and reserves blocks for the rest.
@@ -74,6 +76,8 @@ def admit(
       now: i32[] ms.
       reserve_tokens: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill); None:
         for all.
+      alignment_tokens: static, a multiple of P; the reused prefix ends at a multiple of it, without a copy, so that
+        chunks of so many tokens begin where they would without the cache. None: it ends anywhere.
       tiers: static; ("device", "host") between loops: then blocks on the host are found too and brought back, and
         blocks that have to leave the device are offloaded, as `events.transfer` says.
 
@@ -89,11 +93,12 @@ def admit(
     tiers = checked_tiers(tiers)
     if reserve_tokens is not None:
         reserve_tokens = static_int("reserve_tokens", reserve_tokens, 1)
+    alignment_tokens = checked_alignment(alignment_tokens, state.spec.block_size)
 
     def one(state, request):
         seq, text, length, namespace, retention = request
         prompt = checked_prompt(text, length, namespace, state.spec.block_size)
-        match = find(state, prompt, tiers)
+        match = find(state, prompt, tiers, alignment_tokens)
         state, events, sources = admit_row(state, seq, prompt, match, retention, now, reserve_tokens, tiers)
         return state, (events, sources)
 
@@ -115,6 +120,7 @@ def lookup(
     *,
     namespace: ArrayLike = 0,
     extra_ids: ArrayLike | None = None,
+    alignment_tokens: int | None = None,
     tiers: tuple[str, ...] = ("device", "host"),
 ) -> Match:
     """Finds what `admit` would reuse of a prompt, without changing anything; `vmap` it for many.
@@ -125,6 +131,7 @@ def lookup(
       length: i32[]; its tokens, 1..T; otherwise nothing matches.
       namespace: i32[].
       extra_ids: i32[T], where the spec asks for them.
+      alignment_tokens: static; as in `admit`.
       tiers: static; as in `admit`.
 
     Returns:
@@ -132,7 +139,7 @@ def lookup(
     """
     tokens = integers("tokens", tokens, ("T",))
     prompt = checked_prompt(checked_text(state.spec, tokens, extra_ids), length, namespace, state.spec.block_size)
-    return find(state, prompt, checked_tiers(tiers))
+    return find(state, prompt, checked_tiers(tiers), checked_alignment(alignment_tokens, state.spec.block_size))
 
 
 class Found(Pytree):
@@ -160,9 +167,10 @@ class Decision(Pytree):
     unusable: jax.Array | None  # i32[]; as in `Match`
 
 
-def find(state: CacheState, prompt: Prompt, tiers: tuple[str, ...]) -> Match:
+def find(state: CacheState, prompt: Prompt, tiers: tuple[str, ...], alignment_tokens: int | None = None) -> Match:
     """The longest cached prefix of a prompt; nothing of one that is not valid."""
-    return longest_match(state, prompt.text, jnp.where(prompt.valid, prompt.length, 1), prompt.namespace, tiers)
+    length = jnp.where(prompt.valid, prompt.length, 1)
+    return longest_match(state, prompt.text, length, prompt.namespace, tiers, alignment_tokens)
 
 
 def admit_row(

@@ -120,15 +120,17 @@ class Oracle(Tiers):
     # The verbs.
 
     def admit(
-        self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, retention=RETENTION, tiers=False
-    ) -> Result:
+        self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, alignment_tokens=None,
+        retention=RETENTION, tiers=False,
+    ) -> Result:  # fmt: skip
         """Starts free row `seq` with the cached part of a prompt, and blocks for the rest or for so many of its tokens.
 
-        With `tiers` it finds blocks on the host too, and blocks that have to leave the device go there.
+        With `alignment_tokens` the cached part is whole blocks, up to a multiple of them. With `tiers` it finds blocks
+        on the host too, and blocks that have to leave the device go there.
         """
         return self.admit_batch(
             [{"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": extra_ids, "retention": retention}],
-            reserve_tokens=reserve_tokens, tiers=tiers,
+            reserve_tokens=reserve_tokens, alignment_tokens=alignment_tokens, tiers=tiers,
         )[0]  # fmt: skip
 
     def admit_batch(self, requests: Sequence[dict[str, Any]], **options) -> list[Result]:
@@ -140,15 +142,16 @@ class Oracle(Tiers):
         return results
 
     def _admit(
-        self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, retention=RETENTION, tiers=False
-    ):
+        self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, alignment_tokens=None,
+        retention=RETENTION, tiers=False,
+    ):  # fmt: skip
         if not 0 <= seq < len(self.rows) or not tokens or min(tokens) < 0 or namespace < 0 or (reserve_tokens or 1) < 1:
             return Result([Status.BAD_REQUEST])
         if self.rows[seq].length:
             return Result([Status.HELD])
         prompt = self._pair(tokens, extra_ids)
         for copied in (True, False):
-            whole, source, cached = self._match(namespace, prompt, tiers, copied)
+            whole, source, cached = self._match(namespace, prompt, tiers, copied, alignment_tokens)
             if copied and source is None:
                 continue
             found = [[self._in_group(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
@@ -432,18 +435,20 @@ class Oracle(Tiers):
             self.rows[seq] = row
         return Result([Status.OK] * len(seqs))
 
-    def lookup(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
+    def lookup(self, tokens, *, namespace=0, extra_ids=None, alignment_tokens=None, tiers=True) -> int:
         """The number of tokens of a prompt that `admit` would find; changes nothing."""
-        return self._match(namespace, self._pair(tokens, extra_ids), tiers)[2]
+        return self._match(namespace, self._pair(tokens, extra_ids), tiers, alignment_tokens=alignment_tokens)[2]
 
-    def unusable(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
+    def unusable(self, tokens, *, namespace=0, extra_ids=None, alignment_tokens=None, tiers=True) -> int:
         """The number of tokens beyond these that the first group has."""
         prompt = tuple(self._pair(tokens, extra_ids)[:-1])
         ends = range(self.block_size, len(prompt) + 1, self.block_size)
         whole = list(
             itertools.takewhile(lambda end: self._reachable(self.groups[0], (namespace, prompt[:end]), tiers), ends)
         )
-        usable = self.lookup(tokens, namespace=namespace, extra_ids=extra_ids, tiers=tiers)
+        usable = self.lookup(
+            tokens, namespace=namespace, extra_ids=extra_ids, alignment_tokens=alignment_tokens, tiers=tiers
+        )
         return len(whole) * self.block_size - usable
 
     def found(self, tokens, *, namespace=0) -> tuple[int, list[list[int]]]:
@@ -566,11 +571,12 @@ class Oracle(Tiers):
     # The index.
 
     def _match(
-        self, namespace: int, prompt: list, tiers: bool, copied: bool = True
+        self, namespace: int, prompt: list, tiers: bool, copied: bool = True, alignment_tokens: int | None = None
     ) -> tuple[list[Node], Node | None, int]:
         """Cached blocks of a prompt, a block to copy the next tokens from, and the number of tokens found in all.
 
-        With windows it is the longest prefix after which every group has the blocks that the next token sees.
+        With `alignment_tokens` there is no such block, and that number is a multiple of them. With windows it is the
+        longest prefix after which every group has the blocks that the next token sees.
         """
         findable, whole = tuple(prompt[:-1]), []  # the last token must be computed for its logits
         end = self.block_size
@@ -579,7 +585,10 @@ class Oracle(Tiers):
             end += self.block_size
         while True:
             source, cached = None, len(whole) * self.block_size
-            if self.partial_reuse and copied:
+            if alignment_tokens is not None and cached % alignment_tokens:
+                whole.pop()
+                continue
+            if self.partial_reuse and copied and alignment_tokens is None:
                 source, cached = self._longest_child(namespace, findable, cached, tiers)
             if all(
                 self._reachable(group, node, tiers) or not group.sees(i, cached, self.block_size)

@@ -51,6 +51,8 @@ POLICIES = {
     "priority": (kvjax.policies.priority(), None),
     "lfu": (kvjax.policies.lfu(), lambda block: (block.hits, block.queued)),
 }  # fmt: skip
+# Of `admit` and `lookup`: how much is reserved, and where the reused prefix may end.
+SIZES = ({}, {}, {"reserve_tokens": 5}, {"alignment_tokens": 2 * SIZE})
 NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 
 
@@ -209,19 +211,17 @@ class CacheMachine(RuleBasedStateMachine):
         return {"tiers": wide and self.host}, {"tiers": BOTH} if wide and self.host else {}
 
     @rule(
-        seq=rows, prompt=pairs, reserve_tokens=st.sampled_from((None, None, 5)), retention=retentions,
+        seq=rows, prompt=pairs, sizes=st.sampled_from(SIZES), retention=retentions,
         wide=st.sampled_from((True, True, False)),
     )  # fmt: skip
-    def admit(self, seq, prompt, reserve_tokens, retention, wide):
+    def admit(self, seq, prompt, sizes, retention, wide):
         namespace, tokens = prompt
         own, tiers = self.tiers(wide)
         (ids, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
-        wanted = self.oracle.admit(
-            seq, tokens, namespace=namespace, extra_ids=ids, reserve_tokens=reserve_tokens, retention=theirs, **own
-        )
+        wanted = self.oracle.admit(seq, tokens, namespace=namespace, extra_ids=ids, retention=theirs, **sizes, **own)
         self.both(
             "admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library,
-            reserve_tokens=reserve_tokens, retention=ours, **tiers,
+            retention=ours, **sizes, **tiers,
         )  # fmt: skip
 
     @rule(
@@ -236,7 +236,7 @@ class CacheMachine(RuleBasedStateMachine):
             if not free:
                 break
             seq, (_, tokens) = free[0], prompt
-            self.admit(seq, prompt, None, retention, wide)
+            self.admit(seq, prompt, {}, retention, wide)
             start = len(self.oracle.rows[seq].tokens)
             if not self.oracle.rows[seq].length:
                 continue
@@ -388,18 +388,18 @@ class CacheMachine(RuleBasedStateMachine):
     def release_batch(self, seqs):
         self.both("release", self.oracle.release(seqs), np.asarray(seqs, np.int32))
 
-    @rule(prompt=pairs, wide=st.booleans())
-    def lookup(self, prompt, wide):
+    @rule(prompt=pairs, wide=st.booleans(), aligned=st.sampled_from((None, None, 2 * SIZE)))
+    def lookup(self, prompt, wide, aligned):
         namespace, tokens = prompt
         ids, library = self.ids(tokens)
         match = VERBS["lookup"](
             self.state, padded(tokens), len(tokens), namespace=namespace, extra_ids=library,
-            tiers=BOTH if wide else BOTH[:1],
+            alignment_tokens=aligned, tiers=BOTH if wide else BOTH[:1],
         )  # fmt: skip
-        assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=ids, tiers=wide)
+        options = {"namespace": namespace, "extra_ids": ids, "alignment_tokens": aligned, "tiers": wide}
+        assert int(match.cached_tokens) == self.oracle.lookup(tokens, **options)
         if match.unusable_tokens is not None:
-            unusable = self.oracle.unusable(tokens, namespace=namespace, extra_ids=ids, tiers=wide)
-            assert int(match.unusable_tokens) == unusable
+            assert int(match.unusable_tokens) == self.oracle.unusable(tokens, **options)
 
     @precondition(lambda self: self.used)
     @rule(

@@ -56,6 +56,7 @@ BAD = {
         "seq": (1.5, True, ints(2, 2)),
         "tokens": (floats(8), ints(2, 8), ints(0), np.int32(3), np.ones(8, bool), "hi", ["hi"], [[1], [2, 3]]),
         "length": SCALAR, "namespace": (*SCALAR, "tenant", None), "now": SCALAR, "reserve_tokens": (0, -1, 2.5),
+        "alignment_tokens": (0, -4, 6, 4.0, True),
         "extra_ids": (ints(8),),
     },
     "admit batch": {

@@ -29,6 +29,7 @@ OPTIONS = {
     "max_removed": ("int | None", None),
     "now": ("ArrayLike", 0),
     "reserve_tokens": ("int | None", None),
+    "alignment_tokens": ("int | None", None),
     "group": ("int", 0),
     "tiers": ("tuple[str, ...]", ("device",)),
 }
