@@ -23,13 +23,15 @@ _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - in
 
 def decode_attention(
     q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, values=None,
-    return_lse=False, interpret=False,
+    return_lse=False, fixed_split=False, interpret=False,
 ):  # fmt: skip
     """As `xla.decode_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
     rows, heads, width = q.shape
     kv_heads = pool.shape[3]
     group = heads // kv_heads
     _refuse(q, pool, scale, scales, values, group, interpret)
+    if fixed_split:
+        raise NotImplementedError("mosaic: no fixed split, since the parts of all rows are merged by one sum")
     tiles = tuning.mosaic_decode(width)
     work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
     parts = work.row.shape[0]

@@ -44,13 +44,38 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
     Returns:
       The work, and i32[R + 1], where each row's parts begin. A row of length 0 has one empty part.
     """
-    rows = lengths.shape[0]
-    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile * tile
+    rows, first = lengths.shape[0], _first(lengths, tile, window)
     if target <= rows:
-        part, size = jnp.full((), 2**30, jnp.int32), rows
-    else:
-        mean = -(-jnp.sum(lengths - first, dtype=jnp.int32) // target)
-        part, size = jnp.maximum(-(-mean // tile) * tile, tile), target + rows
+        return _parts(lengths, first, jnp.full((), 2**30, jnp.int32), rows)
+    mean = -(-jnp.sum(lengths - first, dtype=jnp.int32) // target)
+    return _parts(lengths, first, jnp.maximum(-(-mean // tile) * tile, tile), target + rows)
+
+
+def fixed_parts(
+    lengths: jax.Array, tile: int, part: int, most: int, window: int | None = None
+) -> tuple[Work, jax.Array]:
+    """Decode: cuts every row's K/V into parts of `part` slots, whatever the other rows are; see `split_lengths`.
+
+    Args:
+      lengths: i32[R].
+      tile: parts are multiples of this many slots.
+      part: slots of a part, rounded up to such a multiple.
+      most: the most slots of a row.
+      window: only the last `window` slots of a row count. None: all.
+    """
+    part = -(-part // tile) * tile
+    most = most if window is None else min(most, window + tile)
+    return _parts(lengths, _first(lengths, tile, window), jnp.int32(part), lengths.shape[0] * -(-most // part))
+
+
+def _first(lengths: jax.Array, tile: int, window: int | None) -> jax.Array:
+    """i32[R]; the first slot of each row that counts, or one before it where a tile begins."""
+    return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile * tile
+
+
+def _parts(lengths: jax.Array, first: jax.Array, part: jax.Array, size: int) -> tuple[Work, jax.Array]:
+    """A list of `size` parts of `part` i32[] slots, of each row from its first slot i32[R] on."""
+    rows = lengths.shape[0]
     parts = jnp.maximum(-(-(lengths - first) // part), 1)
     ends = jnp.cumsum(parts, dtype=jnp.int32)
     item = jnp.arange(size, dtype=jnp.int32)

@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import tuning
 from pallas_kernels.quantise import largest
-from pallas_kernels.schedule import Work, query_tiles, split_lengths
+from pallas_kernels.schedule import Work, fixed_parts, query_tiles, split_lengths
 from pallas_kernels.triton_merge import merge
 from pallas_kernels.tuning import Programs
 
@@ -101,14 +101,18 @@ class _Rows(NamedTuple):
 
 def decode_attention(
     q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, values=None,
-    return_lse=False, interpret=False,
+    return_lse=False, fixed_split=False, interpret=False,
 ):  # fmt: skip
     """As `xla.decode_attention`; `interpret` runs the kernel's Python on any platform."""
     rows, heads, width = q.shape
     tiles = tuning.triton_decode(width, q.dtype.itemsize, pool.dtype.itemsize)
     tiles = tiles if values is None else tuning.TRITON_LATENTS
     programs = heads // _group(heads, pool, tiles, values)
-    work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // programs, window)
+    if fixed_split:
+        most = tables.shape[1] * pool.shape[4]
+        work, starts = fixed_parts(lengths, tiles.slots, tuning.FIXED_SPLIT, most, window)
+    else:
+        work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // programs, window)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "values": values, "interpret": interpret}
     parts = work.row.shape[0]
     dtype = q.dtype if parts == rows else jnp.float32

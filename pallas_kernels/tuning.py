@@ -41,6 +41,9 @@ def decode_programs() -> int:
     return 4 * _multiprocessors()
 
 
+# Slots of a part where a row's parts may not depend on the other rows: rows of a few thousand tokens still fill a chip.
+FIXED_SPLIT = 512
+
 # Bytes of a block that a program moves at a time: 16 for each of 128 threads, eight times.
 CHUNK_BYTES = 16_384
 

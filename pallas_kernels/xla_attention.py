@@ -39,6 +39,7 @@ def decode_attention(
     scales: jax.Array | None = None,
     values: int | None = None,
     return_lse: bool = False,
+    fixed_split: bool = False,
     attend: Callable[..., Any] | None = None,
 ):
     """Attention of one query token per row, the row's last, over the row's paged K/V.
@@ -56,12 +57,15 @@ def decode_attention(
       scales: f32[N + 1, L, 2, K, P] of a quantised pool; None: the pool holds the K/V themselves.
       values: of a pool of latents, V is the first `values` columns of K. None: K and V are apart.
       return_lse: whether to return the logarithm of the softmax's denominator too.
+      fixed_split: whether a row's result must be the same bits whatever the other rows are. Here it always is: a row
+        is never cut into parts.
       attend: computes the tiles; None: the loops below.
 
     Returns:
       [R, Q, D] like q, or [R, Q, values]; with `return_lse` also f32[R, Q], -inf where there is nothing in the
       denominator.
     """
+    del fixed_split
     out, lse = (attend or _attend)(
         q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32),
         scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, values=values,

@@ -77,7 +77,10 @@ def attend(
         q, parts, options = q.reshape(-1, *q.shape[2:]), [], {"scales": scales, "sinks": sinks}
         if decodes:
             first = slice(0, decodes)
-            parts.append(call("decode_attention", q[first], pool, index, table[first], lengths[first], **options))
+            rows = table[first], lengths[first]
+            parts.append(
+                call("decode_attention", q[first], pool, index, *rows, fixed_split=view.fixed_split, **options)
+            )
         if num_tokens is not None:
             rest = slice(decodes, None)
             starts = jnp.arange(shape[0], dtype=jnp.int32) * shape[1] if starts is None else starts

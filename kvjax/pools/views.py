@@ -27,7 +27,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 
-class View(Pytree, static=("decodes", "spec")):
+class View(Pytree, static=("decodes", "fixed_split", "spec")):
     """The positions and slots of the tokens of one model step.
 
     A mixed view is a ragged one of S + R rows, of which the first S have one position each: what does not heed
@@ -44,6 +44,8 @@ class View(Pytree, static=("decodes", "spec")):
       num_tokens: i32[R]; tokens of each row in this view.
       starts: i32[R]; if ragged, where each row's tokens start; None if padded.
       decodes: static; S if mixed, else 0. Row i of the first S has position i of the flat batch.
+      fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. It is not
+        cut into parts by their lengths then, which fills a GPU less evenly.
       spec: static; of the cache. `write` and `attend` refuse the pools of another spec. None, as in a view made by
         hand: they compare nothing.
     """
@@ -55,6 +57,7 @@ class View(Pytree, static=("decodes", "spec")):
     num_tokens: jax.Array
     starts: jax.Array | None = None
     decodes: int = 0
+    fixed_split: bool = False
     spec: CacheSpec | None = None
 
 
@@ -199,4 +202,4 @@ def _view(state, tables, start, count, owner, offset, starts, decodes=0) -> View
         pool_row = pick(table, (owner, positions // size))
         slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)
     lengths = jnp.where(count > 0, start + count, 0)
-    return View(tables, positions, lengths, tuple(slots), count, starts, decodes, state.spec)
+    return View(tables, positions, lengths, tuple(slots), count, starts, decodes, spec=state.spec)

@@ -82,13 +82,14 @@ def _admit_one(
     state, request = serving.cache.state, serving.requests[slot]
     text = checked_text(state.spec, tokens, None)
     text = checked_prompt(text, request.num_tokens, request.namespace, state.spec.block_size)
-    match = find(state, text, TIERS[0])
+    match = find(state, text, TIERS[0], scheduler.alignment_tokens)
     samples = serving.requests.samples_of(slot)
     fits, evicts = _fits(serving, scheduler, slot, match, samples)
     good = fits & (count(serving.free) > count(samples))
     good = good & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
     if state.spec.has_host:  # inside a loop, what is evicted does not go there
-        enough = find(state, text, TIERS[1]).host_tokens >= scheduler.min_onboard * state.spec.block_size
+        both = find(state, text, TIERS[1], scheduler.alignment_tokens)
+        enough = both.host_tokens >= scheduler.min_onboard * state.spec.block_size
         brings = good & (enough | evicts) & request.onboard
         serving, good = serving.replace(onboard_slot=jnp.where(brings, slot, serving.onboard_slot)), good & ~brings
     row = jnp.argmax(serving.free).astype(jnp.int32)
@@ -139,11 +140,12 @@ def _fits(
 def _waits_for_prefix(
     serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array, match: Match
 ) -> jax.Array:
-    """bool[]; whether a row is about to compute the next whole block of a request's prefix."""
+    """bool[]; whether a row is about to compute the next part of a request's prefix that can be reused."""
     if not scheduler.wait_for_prefix:
         return jnp.bool_(False)
     requests, seqs, size = serving.requests, serving.cache.state.seqs, serving.cache.state.spec.block_size
-    request, others, column = requests[slot], serving.by_row, match.num_blocks
+    part = (scheduler.alignment_tokens or size) // size
+    request, others, column = requests[slot], serving.by_row, match.num_blocks + part - 1  # its last block
     end = (column + 1) * size
     usable = (end <= request.num_tokens - 1) & (end <= request.prompt)
 

@@ -151,5 +151,5 @@ def admission_events(spec: CacheSpec, width: int) -> int:
 def worst_step(spec: CacheSpec, scheduler: Scheduler) -> int:
     """The most events of a step of the scheduler, without admissions: each of them checks the log for itself."""
     rows, groups = spec.max_seqs, len(spec.groups)
-    chunk = min(scheduler.chunk_rows, rows) * (-(-scheduler.chunk // spec.block_size) + 1)
+    chunk = scheduler.most_chunks(spec) * (-(-scheduler.chunk // spec.block_size) + 1)
     return 2 * worst_events(spec, rows) + worst_events(spec, chunk) + rows * groups

@@ -244,13 +244,14 @@ def grow(
 
 
 def compute(
-    model: Model, cache: Cache, rows: Rows, new: jax.Array, steps: jax.Array, choose: Chooser, k: int, fixed_steps: bool
-) -> tuple[Pools, Rows, Written]:
+    model: Model, cache: Cache, rows: Rows, new: jax.Array, steps: jax.Array, choose: Chooser, k: int,
+    fixed_steps: bool, *, fixed_split: bool = False,
+) -> tuple[Pools, Rows, Written]:  # fmt: skip
     """Up to `steps` i32[] steps of the model, at most k, for all active rows; the metadata stay as they are.
 
     An active row has all but `rows.token` committed, and blocks for min(new, steps) tokens, new i32[S]. The loop ends
-    once no row is active; with `fixed_steps` it always turns k times. Returns the pools, whose new K/V are to be
-    committed; the rows; and what was written.
+    once no row is active; with `fixed_steps` it always turns k times. For `fixed_split` see `View`. Returns the pools,
+    whose new K/V are to be committed; the rows; and what was written.
     """
     committed, max_length = cache.state.seqs.committed, cache.state.spec.max_length
 
@@ -259,7 +260,7 @@ def compute(
     def one(carry):
         number, _, pools, rows, written, chosen = carry
         active = rows.active & (number < jnp.minimum(new, steps))
-        view = cache.view(active.astype(jnp.int32), 1, written=written)
+        view = cache.view(active.astype(jnp.int32), 1, written=written).replace(fixed_split=fixed_split)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
         choice, state = choose(logits, rows, committed + written)

@@ -55,6 +55,10 @@ class Scheduler:
       min_onboard: blocks that a request has to have on the host, so that they are brought back. That is done between
         loops: a loop ends for it.
       coalesce: a step is mixed once so many rows have chunks pending, or after so many blocks of steps.
+      canonical: whether a request's tokens and log-probabilities are the same bits whatever was cached and whoever runs
+        beside it, if nothing was ever computed otherwise over this cache. Then a chunk is of one row, begins at a
+        multiple of `chunk` and is computed apart from decode steps; reuse ends at these multiples, and generated tokens
+        are not found in the cache. Needs `reserve` "max_tokens" or "batch", and a `chunk` of whole blocks.
       order: (requests, state) -> [W]; requests with the smallest value come first, then the earliest. They are admitted
         and get chunks in this order; the last one is preempted.
 
@@ -77,6 +81,7 @@ class Scheduler:
     wait_for_prefix: bool = True
     min_onboard: int = 1
     coalesce: int = 1
+    canonical: bool = False
     order: Order = by_priority
 
     def __post_init__(self):
@@ -93,8 +98,13 @@ class Scheduler:
         for name, values in kinds.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {values}")
-        if not isinstance(self.wait_for_prefix, bool | np.bool_):
-            raise ValueError(f"wait_for_prefix: got {self.wait_for_prefix!r}, wanted a bool")
+        for name in ("wait_for_prefix", "canonical"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted a bool")
+        if self.canonical and self.reserve == "num_tokens":
+            raise ValueError("reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'")
+        if self.canonical and self.budget is not None:
+            raise ValueError(f"budget: got {self.budget} with canonical=True, wanted None")
         if not callable(self.order):
             raise ValueError(f"order: got {self.order!r}, wanted a function of the requests and the state")
 
@@ -102,6 +112,8 @@ class Scheduler:
         """Raises a ValueError if an option does not fit a spec."""
         self.most_steps(spec)
         self.chunk_tokens(spec)
+        if self.canonical and self.chunk % spec.block_size:
+            raise ValueError(f"chunk: got {self.chunk}, wanted a multiple of the block size, {spec.block_size}")
         if self.preempt == "swap" and not spec.has_host:
             raise ValueError("preempt: got 'swap', wanted 'recompute' (the cache has no host tier)")
 
@@ -119,6 +131,15 @@ class Scheduler:
         if self.budget <= spec.max_seqs:
             raise ValueError(f"budget: got {self.budget}, wanted more than the {spec.max_seqs} rows")
         return self.budget - spec.max_seqs
+
+    def most_chunks(self, spec: CacheSpec) -> int:
+        """R: the most rows with chunks in a mixed step."""
+        return 1 if self.canonical else min(self.chunk_rows, spec.max_seqs)
+
+    @property
+    def alignment_tokens(self) -> int | None:
+        """The tokens at whose multiples the reused part of a prompt may end; None: anywhere."""
+        return self.chunk if self.canonical else None
 
     def chunk_width(self, spec: CacheSpec) -> int:
         """The most tokens of one chunk."""

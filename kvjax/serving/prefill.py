@@ -25,7 +25,7 @@ from kvjax.serving.options import Scheduler, late_first, sort_keys_by_row
 from kvjax.serving.requests import Serving
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, checked_text
-from kvjax.verbs.commit import pass_width, publish_spans, store, write, write_fused
+from kvjax.verbs.commit import pass_width, publish_spans, slide, store, write, write_fused
 from pallas_kernels.loops import while_loop
 
 
@@ -58,7 +58,8 @@ def mixed_step(
         serving, chunks = plan(serving, scheduler, size)
         serving, log, chunks = extend_for_chunks(serving, log, scheduler, chunks, now)
         pools, logits, chunk = compute_flat(model, serving, chunks, decode, size, scheduler.chunk_width(spec))
-        state, log = _store_chunks(serving.cache.state, log, chunk, k, now)
+        with_kernel = serves(serving.cache.state, rows, k) and not scheduler.canonical
+        state, log = _store_chunks(serving.cache.state, log, chunk, with_kernel, now)
         serving = serving.replace(cache=Cache(state, pools))
         prefilled = (chunks.count > 0) & (pick(serving.num_pending, chunks.rows) == 0)
         ready = put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, prefilled)
@@ -72,15 +73,17 @@ def mixed_step(
         requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
         return serving.replace(requests=requests), log, chunks, nothing.put(chosen, jnp.int32(0))
 
-    none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
+    none = jnp.full((scheduler.most_chunks(spec),), -1, jnp.int32)
     return once(where, step, (serving, log, Chunks(none, jnp.zeros_like(none)), nothing))
 
 
 def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Chunks]:
     """Assigns `size` positions to the first rows in order that prefill; those that got none too often come first."""
-    pending, prefill = serving.num_pending, serving.prefilling
+    pending, prefill, spec = serving.num_pending, serving.prefilling, serving.cache.state.spec
     keys = late_first(serving.skipped_steps >= scheduler.patience, *sort_keys_by_row(serving, scheduler))
-    rows = jnp.lexsort((*reversed(keys), ~prefill)).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
+    rows = jnp.lexsort((*reversed(keys), ~prefill)).astype(jnp.int32)[
+        : scheduler.most_chunks(spec)
+    ]  # the last key decides
     real = pick(prefill, rows)
     most = jnp.where(real, jnp.minimum(pick(pending, rows), scheduler.chunk), 0)
     if scheduler.chunks == "equal":
@@ -142,8 +145,10 @@ def compute_flat(
     return pools, logits, Chunk(rows, first, first + chunks.count, chunks.count > 0, text)
 
 
-def _store_chunks(state: CacheState, log: Log, chunk: Chunk, k: int, now: jax.Array) -> tuple[CacheState, Log]:
-    """Stores chunks for `commit_step` to publish, or publishes them, where that is one kernel for k tokens of a row."""
+def _store_chunks(
+    state: CacheState, log: Log, chunk: Chunk, with_kernel: bool, now: jax.Array
+) -> tuple[CacheState, Log]:
+    """Stores chunks for `commit_step` to publish, or publishes them, where that has a kernel for decoded tokens."""
 
     def commit(state, log, chunk, now, *, interpret=False):
         del interpret  # plain jax: the kernel of `commit_step` takes at most a block of each row
@@ -155,13 +160,19 @@ def _store_chunks(state: CacheState, log: Log, chunk: Chunk, k: int, now: jax.Ar
         return store(state, chunk), log
 
     args = state, log, chunk, now
-    return fused(commit, keep, *args) if serves(state, state.spec.max_seqs, k) else keep(*args)
+    return fused(commit, keep, *args) if with_kernel else keep(*args)
 
 
 def commit_step(
-    state: CacheState, chunks: Chunks, width: int, count: jax.Array, tokens: jax.Array, now: jax.Array
+    state: CacheState,
+    chunks: Chunks,
+    scheduler: Scheduler,
+    count: jax.Array,
+    tokens: jax.Array,
+    now: jax.Array,
 ) -> tuple[CacheState, Events]:
-    """`commit`, unchecked, of stored chunks of up to `width` tokens, then of count i32[S] decoded tokens i32[S, k]."""
+    """`commit`, unchecked, of stored chunks, then of count i32[S] decoded tokens i32[S, k]."""
+    width = scheduler.chunk_width(state.spec)
     size, (rows, k), start = state.spec.block_size, tokens.shape, state.seqs.committed
     every = jnp.arange(rows, dtype=jnp.int32)
     decoded = Chunk(every, start, start + count, count > 0, checked_text(state.spec, tokens, None))
@@ -172,12 +183,21 @@ def commit_step(
         spans = [Span(of_rows, start, end, width), decoded.span]
         return publish_spans(store(state, decoded), spans, pass_width(rows, k, size), now)
 
+    def apart(state, decoded, of_rows, start, end, now):
+        """Without publishing what was decoded: another program computed it than would a prompt's chunk."""
+        span = Span(of_rows, start, end, width)
+        state, stored, updated = publish_spans(state, [span], pass_width(*of_rows.shape, width, size), now)
+        return slide(store(state, decoded), decoded.span, now), stored, updated
+
     def kernel(state, decoded, of_rows, start, end, now, *, interpret=False):
         del of_rows, start, end  # `_store_chunks` has published them
         return write_fused(state, decoded, now, spare=span.most_filled(size), interpret=interpret)
 
     args = state, decoded, *span[:3], now
-    state, stored, updated = fused(kernel, plain, *args) if serves(state, rows, k) else plain(*args)
+    if scheduler.canonical:
+        state, stored, updated = apart(*args)
+    else:
+        state, stored, updated = fused(kernel, plain, *args) if serves(state, rows, k) else plain(*args)
     return state, _committed(state, stored, updated)
 
 

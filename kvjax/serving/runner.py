@@ -37,7 +37,7 @@ from kvjax.tiered import FailedTransfer, TieredCache
 def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
     """The logits f32[S, V] of a mixed step, with its shapes: `serve` finds the model traced."""
     spec, size = cache.state.spec, scheduler.chunk_tokens(cache.state.spec)
-    none = jnp.full((min(scheduler.chunk_rows, spec.max_seqs),), -1, jnp.int32)
+    none = jnp.full((scheduler.most_chunks(spec),), -1, jnp.int32)
     view = mixed(cache.state, jnp.zeros((spec.max_seqs,), jnp.bool_), none, jnp.zeros_like(none), size)
     tokens, last = jnp.zeros((1, spec.max_seqs + size), jnp.int32), jnp.zeros((spec.max_seqs,), jnp.int32)
     return forward(model, tokens, cache.pools, view, last)[0]
@@ -236,6 +236,7 @@ class HostTier[C: (Cache, TieredCache)]:
             "namespace": requests.namespace[slot][None],
             "retention": jax.tree.map(lambda x: x[slot][None], requests.retention),
             "reserve_tokens": self.scheduler.chunk if len(self.spec.groups) > 1 else None,
+            "alignment_tokens": self.scheduler.alignment_tokens,
         }
         lost = [row]
         while row in lost:  # once in any case; a move that fails takes its blocks out of the index

@@ -80,26 +80,29 @@ def serve_step(
 
     seqs, mixed = serving.cache.state.seqs, _has_chunks(serving, scheduler)
     decode = serving.decoding & (seqs.length > seqs.committed)
+    # Whether rows that decode are computed together with the chunks; else behind them, by the program of a block.
+    joint, with_chunks = (jnp.bool_(False), jnp.zeros_like(decode)) if scheduler.canonical else (mixed, decode)
     serving, log, chunks, chosen = mixed_step(
-        model, serving, log, scheduler, mixed, decode, k, logits_fn=logits_fn, now=now
+        model, serving, log, scheduler, mixed, with_chunks, k, logits_fn=logits_fn, now=now
     )
-    steps = jnp.where(mixed, 0, jnp.maximum(n, 1))
+    steps = jnp.where(joint, 0, jnp.maximum(n, 1))
     new = jnp.where(decode, jnp.maximum(new, 1), 0)  # a row that was just admitted has a slot for one token
     requests, rows = fence(serving.requests, rows_of(serving, decode))  # it has read the text that is written below
     serving, cache = serving.replace(requests=requests), serving.cache
 
     def block(carry: tuple[Pools, Written]) -> tuple[Pools, Written]:
         at, choose = cache.replace(pools=carry[0]), Chooser.of(serving, logits_fn)
-        pools, _, written = compute(model, at, rows, new, steps, choose, k, fixed_steps)
+        pools, _, written = compute(
+            model, at, rows, new, steps, choose, k, fixed_steps, fixed_split=scheduler.canonical
+        )
         return pools, written
 
     start = cache.pools, Written(jnp.zeros_like(new), Chosen.none(new.shape[0], k, requests.num_top), rows.state)
-    pools, written = once(jnp.any(decode & ~mixed), block, start) if fixed_steps else block(start)
+    pools, written = once(jnp.any(decode & ~joint), block, start) if fixed_steps else block(start)
     serving = serving.with_logits_state(written.state)
-    wrote = jnp.where(mixed, decode.astype(jnp.int32), written.count)
-    chosen = Chosen(jnp.where(mixed, chosen.bits, written.chosen.bits))
-    tokens, width = written.text(rows.token), scheduler.chunk_width(spec)
-    state, committed = commit_step(cache.state, chunks, width, wrote, tokens, now)
+    wrote = jnp.where(joint, decode.astype(jnp.int32), written.count)
+    chosen = Chosen(jnp.where(~decode[:, None] if scheduler.canonical else mixed, chosen.bits, written.chosen.bits))
+    state, committed = commit_step(cache.state, chunks, scheduler, wrote, written.text(rows.token), now)
     cache = Cache(state, pools)
     if k > 1:
         cache, _ = cache.trim(decode, max_tokens=k)

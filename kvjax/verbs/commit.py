@@ -111,13 +111,19 @@ def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax
     ]
     together = jax.tree.map(lambda *parts: jnp.concatenate(parts), *filled)
     state, stored, updated = publish_filled(state, together, width, now, several=max(columns) > 1)
-    first, *others = state.groups
     for span in spans:
-        others = [
-            windows.slide(group, spec, *span, size, now)
-            for group, spec in zip(others, state.spec.window_groups, strict=True)
-        ]
-    return state.replace(groups=(first, *others)), stored, updated
+        state = slide(state, span, now)
+    return state, stored, updated
+
+
+def slide(state: CacheState, span: Span, now: jax.Array) -> CacheState:
+    """Moves the windows of rows on, over a stored span."""
+    first, *others = state.groups
+    others = [
+        windows.slide(group, spec, *span, state.spec.block_size, now)
+        for group, spec in zip(others, state.spec.window_groups, strict=True)
+    ]
+    return state.replace(groups=(first, *others))
 
 
 _BATCH = 32  # blocks: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256

@@ -121,7 +121,10 @@ def options_for(case, name):
     return options
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "scale", "window", "soft_cap", "values"))
+_STATIC = "implementation", "scale", "window", "soft_cap", "values", "fixed_split"
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, scales=None, **options):
     return pallas_kernels.call(
         "decode_attention", q, pool, layer, tables, lengths,
@@ -140,12 +143,12 @@ def prefill(
     )  # fmt: skip
 
 
-def check_decode(case, implementation, **options):
+def check_decode(case, implementation, *, fixed_split=False, **options):
     q = case.queries(len(case.lengths))
     options.setdefault("scale", case.width**-0.5)
     out, lse = decode(
         q, case.pool, case.layer, case.tables_for(options.get("window")), jnp.asarray(case.lengths, jnp.int32),
-        implementation, scales=case.scales, values=case.values, **options,
+        implementation, scales=case.scales, values=case.values, fixed_split=fixed_split, **options,
     )  # fmt: skip
     assert out.dtype == q.dtype and out.shape == (*q.shape[:-1], case.values or case.width)
     for row, length in enumerate(case.lengths):

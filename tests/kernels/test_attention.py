@@ -11,6 +11,7 @@ import pytest
 
 import pallas_kernels
 from kvjax.pools.attention import IMPLEMENTATIONS
+from pallas_kernels import tuning
 from tests.kernels.attention import OPTIONS, Case, check_decode, check_prefill, how, options_for, prefill
 
 # (kv heads, queries per kv head, head width, block size)
@@ -145,6 +146,27 @@ def test_gaps_between_rows_are_padding(implementation):
 def test_one_row_and_one_block(implementation):
     check_decode(Case([1], kv_heads=1, group=1), implementation)
     check_prefill(Case([4], kv_heads=1, group=1), implementation, [4])
+
+
+@pytest.mark.parametrize("kernel", ["triton", "xla"])
+@pytest.mark.parametrize("window", [None, 90])
+def test_with_a_fixed_split_the_other_rows_change_no_bit_of_a_row(kernel, window, monkeypatch):
+    monkeypatch.setattr(tuning, "decode_programs", lambda: 16)
+    monkeypatch.setattr(tuning, "FIXED_SPLIT", 40)
+    case = Case([200, 0, 900, 30])
+    q, lengths = case.queries(4), np.array(case.lengths, np.int32)
+    check_decode(case, kernel, fixed_split=True, window=window)
+
+    def first_row(others, fixed):
+        run = functools.partial(
+            pallas_kernels.call, "decode_attention", scale=0.25, window=window, fixed_split=fixed, **how(kernel)
+        )
+        of = np.where(others, lengths, [*lengths[:1], 0, 0, 0]).astype(np.int32)
+        return np.asarray(jax.jit(run)(q, case.pool, case.layer, jnp.asarray(case.tables), jnp.asarray(of)))[0]
+
+    np.testing.assert_array_equal(first_row(True, True), first_row(False, True))
+    differs = np.any(first_row(True, False) != first_row(False, False))
+    assert differs == (kernel == "triton" and window is None)  # else the parts are as short as can be
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import mosaic, triton, xla
 from pallas_kernels.quantise import largest, quantise
-from pallas_kernels.schedule import query_tiles, split_lengths
+from pallas_kernels.schedule import fixed_parts, query_tiles, split_lengths
 from pallas_kernels.triton_attention import _by_bits
 
 
@@ -216,6 +216,21 @@ def test_parts_cover_each_row_once(target, window):
     lengths = np.array([0, 1, 64, 65, 1000, 17, 300], np.int32)
     work, starts = jax.tree.map(np.asarray, split_lengths(jnp.asarray(lengths), 16, target, window))
     assert len(work.row) <= target + len(lengths)
+    _check_parts(lengths, work, starts, window)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("part", [16, 60])
+def test_fixed_parts_cover_each_row_once_and_do_not_depend_on_the_others(part, window):
+    lengths = np.array([0, 1, 64, 65, 1000, 17, 300], np.int32)
+    work, starts = jax.tree.map(np.asarray, fixed_parts(jnp.asarray(lengths), 16, part, 1024, window))
+    _check_parts(lengths, work, starts, window)
+    alone, _ = jax.tree.map(np.asarray, fixed_parts(jnp.asarray(lengths[4:5]), 16, part, 1024, window))
+    own = slice(starts[4], starts[5])
+    assert work.end[own].tolist() == alone.end[: starts[5] - starts[4]].tolist()
+
+
+def _check_parts(lengths, work, starts, window):
     for row, length in enumerate(lengths):
         parts = np.arange(starts[row], starts[row + 1])
         assert np.all(work.row[parts] == row) and np.all(work.count[parts] == 1)

@@ -260,11 +260,12 @@ class Oracle(Tiers):
                 copies.append(seq)
         return copies
 
-    def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None) -> Result:
+    def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None, unpublished=()) -> Result:
         """Records that the K/V of each row's next `num_tokens[seq]` tokens are written; full blocks become findable.
 
         A block whose content is already cached is swapped for the cached one. Rows follow the order of `seqs` (None:
-        all rows, by number), so of several that fill equal blocks the first one's stays.
+        all rows, by number), so of several that fill equal blocks the first one's stays. What the rows `unpublished`
+        fill does not become findable.
         """
         status, events, slid, filled, published = [Status.OK] * len(self.rows), [], [], [], []
         for seq in range(len(self.rows)) if seqs is None else seqs:
@@ -278,7 +279,7 @@ class Oracle(Tiers):
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
             for i in range(before // self.block_size, len(row.tokens) // self.block_size):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
-                if not self._intact(node) or self.blocks[row.tables[0][i]].move:
+                if seq in unpublished or not self._intact(node) or self.blocks[row.tables[0][i]].move:
                     break  # a move has failed
                 filled.append(node)
                 for group in self.groups:
@@ -451,12 +452,12 @@ class Oracle(Tiers):
         )
         return len(whole) * self.block_size - usable
 
-    def found(self, tokens, *, namespace=0) -> tuple[int, list[list[int]]]:
+    def found(self, tokens, *, namespace=0, alignment_tokens=None) -> tuple[int, list[list[int]]]:
         """The number of tokens that `admit` would find on the device, and each group's whole blocks of them.
 
         A block that the next token does not see through its group's window is NO_BLOCK.
         """
-        whole, _, cached = self._match(namespace, self._pair(tokens, None), False)
+        whole, _, cached = self._match(namespace, self._pair(tokens, None), False, alignment_tokens=alignment_tokens)
         return cached, [
             [self._in_group(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups
         ]

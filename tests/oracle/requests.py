@@ -122,6 +122,8 @@ class Options:
       max_skips: the most requests that one step passes over because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       coalesce: the number of rows that want chunks, or of blocks of steps that they waited, before a step is mixed.
+      canonical: whether a step has chunks of one row, which begin at multiples of `chunk`; then what was decoded is not
+        found in the cache.
       order: a key; the smallest is first, then the earliest. The last one is preempted.
     """
 
@@ -137,7 +139,13 @@ class Options:
     max_skips: int = 4
     wait_for_prefix: bool = True
     coalesce: int = 1
+    canonical: bool = False
     order: Callable[[Request, Any], Any] = by_priority
+
+    @property
+    def alignment_tokens(self) -> int | None:
+        """The tokens at whose multiples the reused part of a prompt may end; None: anywhere."""
+        return self.chunk if self.canonical else None
 
 
 @dataclasses.dataclass

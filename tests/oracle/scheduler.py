@@ -268,6 +268,7 @@ class Scheduler:
         result = self.cache.admit(
             row, request.tokens, namespace=request.namespace, retention=_stated(request),
             reserve_tokens=self.options.chunk if len(self.cache.groups) > 1 else None,
+            alignment_tokens=self.options.alignment_tokens,
         )  # fmt: skip
         if not self._record(result).ok:
             return False
@@ -281,10 +282,9 @@ class Scheduler:
         return True
 
     def _waits_for_prefix(self, request: Request) -> bool:
-        """Whether a row is about to compute the next whole block of a request's prefix."""
-        size = self.cache.block_size
-        whole = self.cache.found(request.tokens, namespace=request.namespace)[0] // size
-        end = (whole + 1) * size
+        """Whether a row is about to compute the next part of a request's prefix that can be reused."""
+        part = self.options.alignment_tokens or self.cache.block_size
+        end = (self._found(request)[0] // part + 1) * part
         if not self.options.wait_for_prefix or end > request.num_tokens - 1 or end > request.prompt:
             return False
         return any(
@@ -301,11 +301,17 @@ class Scheduler:
         if len(self._free_rows()) <= len(samples):
             return False
         count = self._fits_num_tokens if self.options.reserve == "num_tokens" else self._fits_max_tokens
-        cached, found = self.cache.found(request.tokens, namespace=request.namespace)
+        cached, found = self._found(request)
         limits = [sample.max_tokens for sample in samples]
         return all(
             count(group, request, cached, found[group.number], self._for_samples(group, request.prompt, limits))
             for group in self.cache.groups
+        )
+
+    def _found(self, request: Request) -> tuple[int, list[list[int]]]:
+        """What `admit` would find of a request's tokens; see `Oracle.found`."""
+        return self.cache.found(
+            request.tokens, namespace=request.namespace, alignment_tokens=self.options.alignment_tokens
         )
 
     def _fits_num_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
@@ -347,7 +353,7 @@ class Scheduler:
             chunks,
             sorted(self.out_of_blocks),
         )
-        self._commit({**chunks, **dict.fromkeys(decode, 1)})
+        self._commit(chunks, dict.fromkeys(decode, 1))
         computed = [row for row in chunks if not self.want(row)]
         forked = self._fork(computed)
         self.steps, self.chunks_deferred, self.changed = self.steps + 1, 0, True
@@ -364,7 +370,7 @@ class Scheduler:
         late = [row for row in prefilling if self.passed[row] >= options.patience]
         rows = sorted(late, key=lambda row: self._request(row).arrival)
         rows += sorted((row for row in prefilling if row not in late), key=self._rank_of_row)
-        rows = rows[: options.chunk_rows]
+        rows = rows[: 1 if options.canonical else options.chunk_rows]
         ask = {row: min(self.want(row), options.chunk) for row in rows}
         if options.chunks == "equal":
             levels = range(1, options.chunk + 1)
@@ -416,7 +422,7 @@ class Scheduler:
                 if not self._request(row).over and written[row] < self._reserved(row):
                     written[row] += 1
                     self._choose(row, self.steps + number, report)
-        self._commit(written)
+        self._commit({}, written)
         assert self._record(self.cache.trim([row in written for row in range(len(self.rows))])).ok
         self.steps += max(written.values(), default=0)
         self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
@@ -434,13 +440,14 @@ class Scheduler:
         elif request.num_tokens == request.max_tokens:
             request.end(Finish.LENGTH, step)
 
-    def _commit(self, counts: Mapping[int, int]) -> None:
+    def _commit(self, chunks: Mapping[int, int], decoded: Mapping[int, int]) -> None:
         """Commits the next tokens of rows, in this order of the rows."""
-        texts: list[list[int]] = [[] for _ in self.rows]
+        counts, texts = {**chunks, **decoded}, [[] for _ in self.rows]
         for row, count in counts.items():
             texts[row] = self._request(row).tokens[self._committed(row) :][:count]
         numbers = [counts.get(row, 0) for row in range(len(self.rows))]
-        assert self._record(self.cache.commit(texts, numbers, seqs=list(counts))).ok
+        unpublished = list(decoded) if self.options.canonical else []
+        assert self._record(self.cache.commit(texts, numbers, seqs=list(counts), unpublished=unpublished)).ok
 
     def _record(self, result: Result) -> Result:
         self.events += result.events
