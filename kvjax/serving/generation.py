@@ -18,7 +18,7 @@ from kvjax.policies.retention import Retention
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.inputs import Inputs, Listener, RunOptions
 from kvjax.serving.interrupt import GenerationState
-from kvjax.serving.options import Scheduler
+from kvjax.serving.options import Scheduler, with_canonical
 from kvjax.serving.requests import Output
 from kvjax.serving.runner import GenerationRunner
 from kvjax.serving.sampling import Sampling
@@ -75,6 +75,7 @@ def generate[C: (Cache, TieredCache)](
     clock: Callable[[], int] | None = None,
     logprobs: Literal["raw", "sampling"] = "raw",
     logits_fn: LogitsFn | None = None,
+    canonical: bool = False,
     chunk: int = 128,
     steps: int = 32,
     k: int | None = None,
@@ -113,6 +114,8 @@ def generate[C: (Cache, TieredCache)](
       logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
         token was drawn from, after temperature, top-k and top-p; 0 where the choice is greedy.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      canonical: whether the log-probabilities of a prompt's tokens, and so the tokens, are the same bits whatever the
+        cache has and whoever runs beside it; see `Scheduler`. Reuse ends at multiples of `chunk` then.
       chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
       steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
@@ -139,8 +142,8 @@ def generate[C: (Cache, TieredCache)](
     return run_batch(
         model, cache, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
         stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention, logprobs=logprobs,
-        scheduler=Scheduler(chunk=chunk, k=k), clock=clock, logits_fn=logits_fn, steps=steps, fixed_steps=fixed_steps,
-        log_events=log_events, listener=listener,
+        scheduler=Scheduler(chunk=chunk, k=k, canonical=canonical), clock=clock, logits_fn=logits_fn, steps=steps,
+        fixed_steps=fixed_steps, log_events=log_events, listener=listener,
     )  # fmt: skip
 
 
@@ -160,6 +163,7 @@ def stream[C: (Cache, TieredCache)](
     clock: Callable[[], int] | None = None,
     logprobs: Literal["raw", "sampling"] = "raw",
     logits_fn: LogitsFn | None = None,
+    canonical: bool = False,
     chunk: int = 128,
     steps: int = 8,
     k: int | None = None,
@@ -182,8 +186,8 @@ def stream[C: (Cache, TieredCache)](
       A `Progress`; the last one has every output finished and every row released.
     """
     options = RunOptions(
-        Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock, logits_fn=logits_fn,
-        log_events=log_events, listener=listener, logprobs=logprobs,
+        Scheduler(chunk=chunk, k=k, canonical=canonical), steps=steps, fixed_steps=fixed_steps, clock=clock,
+        logits_fn=logits_fn, log_events=log_events, listener=listener, logprobs=logprobs,
     )  # fmt: skip
     inputs = Inputs(
         model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
@@ -226,6 +230,7 @@ def run_batch[C: (Cache, TieredCache)](
     samples: int | Sequence[int] = 1,
     logprobs: Literal["raw", "sampling"] = "raw",
     top_logprobs: int = 0,
+    canonical: bool = False,
     scheduler: Scheduler | None = None,
     clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
@@ -258,6 +263,7 @@ def run_batch[C: (Cache, TieredCache)](
         the prompt. One without blocks for all of them ends with "no_blocks".
       logprobs: static; what log-probabilities are of; see `generate`.
       top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
+      canonical: see `generate`; sets the scheduler's option.
       scheduler: the options; None: `Scheduler()`, which preempts nobody.
       clock: () -> ms; see `generate`.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
@@ -279,9 +285,8 @@ def run_batch[C: (Cache, TieredCache)](
     """
     check_functions(progress=progress)
     options = RunOptions(
-        Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs, logprobs=logprobs,
-        loop=loop,
+        with_canonical(scheduler, canonical), steps=steps, fixed_steps=fixed_steps, clock=clock, logits_fn=logits_fn,
+        log_events=log_events, listener=listener, top_logprobs=top_logprobs, logprobs=logprobs, loop=loop,
     )  # fmt: skip
     inputs = Inputs(
         model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,

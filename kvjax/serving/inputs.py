@@ -47,8 +47,6 @@ class RunOptions:
         self.steps = static_int("steps", self.steps, 1)
         self.top_logprobs = static_int("top_logprobs", self.top_logprobs, 0)
         check_logprobs(self.logprobs)
-        if not isinstance(self.scheduler, Scheduler):
-            raise ValueError(f"scheduler: got {self.scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
         if self.clock is not None:
             read_clock(self.clock)

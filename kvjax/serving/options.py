@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +144,14 @@ class Scheduler:
     def chunk_width(self, spec: CacheSpec) -> int:
         """The most tokens of one chunk."""
         return min(self.chunk, self.chunk_tokens(spec))
+
+
+def with_canonical(scheduler: Any, canonical: bool) -> Scheduler:
+    """The scheduler, `Scheduler()` for None; with its option `canonical` if that is asked for."""
+    scheduler = Scheduler() if scheduler is None else scheduler
+    if not isinstance(scheduler, Scheduler):
+        raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
+    return scheduler if canonical is False else dataclasses.replace(scheduler, canonical=canonical)
 
 
 def sort_keys(serving: Serving, scheduler: Scheduler) -> SortKeys:

@@ -185,8 +185,8 @@ def commit_step(
 
     def apart(state, decoded, of_rows, start, end, now):
         """Without publishing what was decoded: another program computed it than would a prompt's chunk."""
-        span = Span(of_rows, start, end, width)
-        state, stored, updated = publish_spans(state, [span], pass_width(*of_rows.shape, width, size), now)
+        spans = [Span(of_rows, start, end, width)]
+        state, stored, updated = publish_spans(state, spans, pass_width(of_rows.size, width, size), now)
         return slide(store(state, decoded), decoded.span, now), stored, updated
 
     def kernel(state, decoded, of_rows, start, end, now, *, interpret=False):

@@ -19,7 +19,7 @@ from kvjax.events.records import Status
 from kvjax.model import Model, check_model
 from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.decode import LogitsFn, note
-from kvjax.serving.options import Scheduler
+from kvjax.serving.options import Scheduler, with_canonical
 from kvjax.serving.preempt import retire
 from kvjax.serving.requests import Finish, Serving, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
@@ -72,6 +72,7 @@ def rollout(
     logprobs: Literal["sampling", "raw"] = "sampling",
     logits_fn: LogitsFn | None = None,
     logits_state: Any = None,
+    canonical: bool = False,
     scheduler: Scheduler | None = None,
     log: Log = None,
     now: Any = 0,
@@ -105,6 +106,8 @@ def rollout(
         Called once for each token, with the token before it.
       logits_state: a tree of arrays [B, ...], such as the state of a grammar. Each completion begins with its
         prompt's, and `logits_fn` gets those of the rows [S, ...] as a fourth argument and returns (logits, new ones).
+      canonical: static; whether a completion is the same bits whatever the cache has and whoever runs beside it; sets
+        the scheduler's option.
       scheduler: static; None: `Scheduler()`.
       log: of `rollout_log`, takes the events; if it has no space for the next step's, the rollout ends. None: nobody
         wants them.
@@ -119,9 +122,10 @@ def rollout(
 
     Source: TensorRT-LLM's and vLLM's parallel sampling, which share a prompt's blocks among its samples.
     """
-    scheduler, spec = Scheduler() if scheduler is None else scheduler, cache.state.spec
     check_model(model)
-    _check(cache, scheduler, logprobs)
+    check_on_device(cache)
+    scheduler, spec = with_canonical(scheduler, canonical), cache.state.spec
+    _check(spec, scheduler, logprobs)
     prompts = integers("prompts", prompts, ("B", "P"))
     number, width = prompts.shape
     groups, most = static_int("samples", samples, 1), static_int("max_new_tokens", max_new_tokens, 1)
@@ -219,11 +223,8 @@ def check_on_device(cache: Any) -> None:
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a kvjax.Cache (a program moves nothing)")
 
 
-def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
-    check_on_device(cache)
-    if not isinstance(scheduler, Scheduler):
-        raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
-    scheduler.check(cache.state.spec)
+def _check(spec: CacheSpec, scheduler: Scheduler, logprobs: Any) -> None:
+    scheduler.check(spec)
     if scheduler.preempt == "swap":
         raise ValueError("scheduler: got preempt='swap', wanted 'recompute' (a program moves nothing)")
     check_logprobs(logprobs)
