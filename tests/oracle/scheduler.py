@@ -309,7 +309,7 @@ class Scheduler:
         )
 
     def _found(self, request: Request) -> tuple[int, list[list[int]]]:
-        """What `admit` would find of a request's tokens; see `Oracle.found`."""
+        """The part of a request's tokens that `admit` would find; see `Oracle.found`."""
         return self.cache.found(
             request.tokens, namespace=request.namespace, alignment_tokens=self.options.alignment_tokens
         )

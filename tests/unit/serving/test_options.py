@@ -41,6 +41,7 @@ def refused(use, message, **options):
         ({"clock": lambda: True}, "clock: got True, wanted an int of milliseconds"),
         ({"logits_fn": np.ones(VOCAB)}, "logits_fn: got array"),
         ({"steps": "9"}, "steps: got '9', wanted an int of at least 1"),
+        ({"canonical": 1}, "canonical: got 1, wanted a bool"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -58,6 +59,12 @@ def test_an_option_that_does_not_fit_is_named_before_anything_is_donated(use, op
         ({"scheduler": ""}, "scheduler: got '', wanted a kvjax.serving.Scheduler or None"),
         ({"scheduler": Scheduler(budget=2)}, "budget: got 2, wanted more than the 2 rows"),
         ({"progress": 1}, "progress: got 1, wanted a function or None"),
+        ({"scheduler": Scheduler(chunk=6), "canonical": True}, "chunk: got 6, wanted a multiple of the block size, 4"),
+        ({"scheduler": Scheduler(budget=9), "canonical": True}, "budget: got 9 with canonical=True, wanted None"),
+        (
+            {"scheduler": Scheduler(reserve="num_tokens"), "canonical": True},
+            "reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'",
+        ),
     ],
 )
 def test_so_is_one_that_only_run_batch_takes(options, message):
@@ -67,7 +74,9 @@ def test_so_is_one_that_only_run_batch_takes(options, message):
 INTS = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce", "watermark")
 
 
-@pytest.mark.parametrize("name", [*INTS, "budget", "k", "reserve", "chunks", "preempt", "wait_for_prefix", "order"])
+@pytest.mark.parametrize(
+    "name", [*INTS, "budget", "k", "reserve", "chunks", "preempt", "wait_for_prefix", "canonical", "order"]
+)
 @pytest.mark.parametrize("value", ["9", 1.5, -1, ["fcfs"], {}])
 def test_an_option_of_another_type_makes_no_scheduler(name, value):
     with pytest.raises(ValueError, match=rf"^{name}: got .*wanted "):
