@@ -81,10 +81,11 @@ def kernel(name, **options):
     return functools.partial(pallas_kernels.call, name, **options)
 
 
-def decode(size=16, width=WIDTH, implementation=None):
+def decode(size=16, width=WIDTH, implementation=None, fixed_split=False):
     table = i32(ROWS, LENGTH // size)
     args = bf16(ROWS, HEADS, width), pool_of(size, width), i32(), table, i32(ROWS)
-    return kernel("decode_attention", scale=width**-0.5, implementation=implementation), args, ()
+    options = {"scale": width**-0.5, "implementation": implementation, "fixed_split": fixed_split}
+    return kernel("decode_attention", **options), args, ()
 
 
 def float32(case):
@@ -184,6 +185,7 @@ def bookkeeping(num_tokens):
 
 CASES = {
     "decode_16": decode,
+    "decode_fixed_split": functools.partial(decode, fixed_split=True),
     "decode_64": functools.partial(decode, 64),
     "decode_width_80": functools.partial(decode, 16, 80),
     "decode_int8": functools.partial(attention_quantised, "decode_16", jnp.int8),
