@@ -19,10 +19,12 @@ from kvjax.events.records import Events
 from kvjax.ledger import human, pool_bytes
 from kvjax.model import Model, call
 from kvjax.pools.device import Pools, apply, init_pools
+from kvjax.pools.stage import Staged, check_staged, scatter
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
+from kvjax.verbs.adopt import adopt, land
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
@@ -111,6 +113,62 @@ class Cache(Pytree):
     view = reader(view)
     ragged = reader(ragged)
     mixed = reader(mixed)
+
+    def adopt(
+        self,
+        tokens: ArrayLike,
+        length: ArrayLike,
+        kv: Staged,
+        have: ArrayLike,
+        *,
+        namespace: ArrayLike = 0,
+        extra_ids: ArrayLike | None = None,
+        stated: ArrayLike | None = None,
+        hits: ArrayLike | None = None,
+        now: ArrayLike = 0,
+    ) -> tuple[Cache, Events]:
+        """Takes K/V from outside for the part of a prefix that the cache lacks; see `kvjax.stores.adopt`.
+
+        Args:
+          tokens: as the following but `kv`, those of `kvjax.stores.adopt`.
+          length: likewise.
+          kv: F blocks of each group, in the prefix' order; those that are not in `have` may hold anything.
+          have: likewise.
+          namespace: likewise.
+          extra_ids: likewise.
+          stated: likewise.
+          hits: likewise.
+          now: likewise.
+
+        Returns:
+          The cache; and events: removed, stored. Status BAD_REQUEST or NO_BLOCKS.
+        """
+        check_alive(self)
+        options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
+        state, events = adopt(self.state, tokens, length, have, **options)
+        return self.replace(state=state).land(events, kv, have, now=now)
+
+    def land(self, events: Events, kv: Staged, arrived: ArrayLike, *, now: ArrayLike = 0) -> tuple[Cache, Events]:
+        """Writes the bytes of blocks that `kvjax.stores.adopt` has reserved, and makes them findable.
+
+        Args:
+          events: of `adopt`.
+          kv: F blocks of each group; those that have not arrived may hold anything.
+          arrived: bool[G, F].
+          now: i32[] ms.
+
+        Returns:
+          The cache; and both events as one, without what `adopt` has reserved.
+        """
+        adopted = events.adopted
+        if adopted is None:
+            raise ValueError("events: got those of another verb, wanted those of kvjax.stores.adopt")
+        check_staged(kv, self.state.spec, columns := adopted.fill.shape[0])
+        column = jnp.arange(1, columns + 1, dtype=jnp.int32)
+        counts = jnp.max(jnp.where(adopted.blocks >= 0, column[None], 0), axis=1)
+        pools = scatter(self.pools, kv, adopted.pool_rows, counts)
+        state, landed = land(self.state, adopted, arrived, now=now)
+        return Cache(state, pools), events.followed_by(landed)
 
     def __repr__(self) -> str:
         return one_line(self, self.state, f"{human(pool_bytes(self.state.spec)[0])} of K/V")

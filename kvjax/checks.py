@@ -116,12 +116,18 @@ def check_functions(**functions: Any) -> None:
             raise ValueError(f"{name}: got {value!r:.80}, wanted a function or None")
 
 
+def flags(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """`value` as bool of the wanted shape."""
+    wanted = f"bool[{', '.join(map(str, shape))}]"
+    array = _array(name, value, wanted)
+    if array.dtype != jnp.bool_ or array.shape != shape:
+        raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted {wanted}")
+    return array
+
+
 def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     """`value` as bool[rows]."""
-    array = _array(name, value, f"bool[{rows}]")
-    if array.dtype != jnp.bool_ or array.shape != (rows,):
-        raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
-    return array
+    return flags(name, value, (rows,))
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **options: Any) -> Any:

@@ -23,11 +23,13 @@ from kvjax.ledger import human, pool_bytes
 from kvjax.model import Model, check_model
 from kvjax.pools.device import Pools, apply
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
+from kvjax.pools.stage import Staged, check_staged
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.processes import failed_anywhere
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
+from kvjax.verbs.adopt import adopt
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
@@ -39,6 +41,7 @@ from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
 _release = OutermostJit(release, donate_argnums=0)
+_land = OutermostJit(Cache.land, donate_argnums=0)
 _step = OutermostJit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
@@ -177,6 +180,34 @@ class TieredCache:
     view = reader(view)
     ragged = reader(ragged)
     mixed = reader(mixed)
+
+    _adopt = _moving_method(adopt, "tiers", tiers=("device", "host"))
+
+    def adopt(
+        self,
+        tokens: ArrayLike,
+        length: ArrayLike,
+        kv: Staged,
+        have: ArrayLike,
+        *,
+        namespace: ArrayLike = 0,
+        extra_ids: ArrayLike | None = None,
+        stated: ArrayLike | None = None,
+        hits: ArrayLike | None = None,
+        now: ArrayLike = 0,
+    ) -> tuple[TieredCache, Events]:
+        """See `Cache.adopt`; what has to leave the device for it goes to the host."""
+        check_staged(kv, self.state.spec, -(-np.size(tokens) // self.state.spec.block_size))
+        options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
+        try:
+            tiered, events = self._adopt(tokens, length, have, **options)
+        except FailedTransfer as failure:
+            tiered, events = failure.tiered, failure.events
+            cache, _ = _land(tiered.cache, events, kv, np.zeros_like(have, np.bool_), now=now)
+            tiered = tiered.replace(cache)
+            raise FailedTransfer(str(failure), tiered, failure.lost, events, failure.removed) from failure
+        cache, events = _land(tiered.cache, events, kv, have, now=now)
+        return tiered.replace(cache), events
 
     def __repr__(self) -> str:
         on_device, on_host = map(human, pool_bytes(self.state.spec))

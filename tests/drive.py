@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 import kvjax
+import kvjax.stores
 from kvjax import Events, LayerSpec, Status
 from kvjax.testing import SMALL
 from kvjax.testing.trial import static_options
@@ -36,7 +37,7 @@ TIERS = kvjax.make_spec(
 BOTH = ("device", "host")
 MOST = 6  # tokens that `Driver.grow` asks for, per row
 
-HOMES = (kvjax, kvjax.tiers, kvjax.pools, kvjax.debug, kvjax.events)
+HOMES = (kvjax, kvjax.tiers, kvjax.stores, kvjax.pools, kvjax.debug, kvjax.events)
 
 
 def verb(name: str) -> Callable[..., Any]:

@@ -23,10 +23,11 @@ def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
 
 
 def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | None = None) -> jax.Array:
-    """bool[...]; whether ids are findable blocks that hold exactly this text i32[..., P], or its first `fill`."""
+    """bool[...]; whether ids are findable blocks of exactly this text i32[..., P], or of its first fill i32[...]."""
     size, same = text.tokens.shape[-1], pick(blocks.text, ids).equals(text)
     if fill is not None:
-        same = same | (np.arange(size, dtype=np.int32) >= fill)
+        column = np.arange(size, dtype=np.int32).reshape((1,) * fill.ndim + (size,))
+        same = same | (column >= fill[..., None])
     return (ids >= 0) & (pick(blocks.fill, ids) == (size if fill is None else fill)) & jnp.all(same, axis=-1)
 
 

@@ -37,12 +37,16 @@ def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
     return group.replace(blocks=blocks, num_cached=group.num_cached + idle)
 
 
-def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
-    """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K], a hit; by=-1 undoes it."""
+def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1, hit: bool = True) -> Group:
+    """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K]; by=-1 undoes it.
+
+    That counts as a hit, or not (`hit`).
+    """
     idle = 0 if by > 0 else 1
     changed = count(where & (pick(group.blocks.refcount, ids) == idle) & group.on_device(ids))
     refcount, changed = fence(group.blocks.refcount, changed)
-    blocks = group.blocks.replace(refcount=add(refcount, ids, by, where), hits=add(group.blocks.hits, ids, by, where))
+    hits = add(group.blocks.hits, ids, by, where) if hit else group.blocks.hits
+    blocks = group.blocks.replace(refcount=add(refcount, ids, by, where), hits=hits)
     return group.replace(blocks=blocks, num_cached=group.num_cached - by * changed)
 
 

@@ -147,11 +147,17 @@ def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Grou
     With its first child a snapshot is among those that leave first, and with its second one, where prompts part, among
     the others. `tree` is the first group, and `dedup` [K] what it did with the filled blocks.
     """
+    if group.blocks.passed is None:
+        return group
+    ids = jnp.concatenate([dedup.target, dedup.parent[:, 0]])
+    return mark(group, tree, ids, jnp.concatenate([dedup.publish | dedup.merge, dedup.publish]), now)
+
+
+def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
+    """`mark_passed` for blocks ids i32[K] of the first group, where bool[K]; one may occur several times."""
     passed = group.blocks.passed
     if passed is None:
         return group
-    ids = jnp.concatenate([dedup.target, dedup.parent[:, 0]])
-    where = jnp.concatenate([dedup.publish | dedup.merge, dedup.publish])
     ids, is_passed = group.in_this_group(ids), tree.num_children(ids) == 1
     where = where & (ids >= 0) & (pick(passed, ids) != is_passed)
     holders = pick(group.blocks.refcount, ids)

@@ -88,6 +88,30 @@ class Records(Pytree):
         return self.replace(records=jnp.where(where, self.records, 0))
 
 
+class Adopted(Pytree):
+    """The blocks that `adopt` has reserved for a prefix, for the bytes' writer and for `land`.
+
+    Attributes:
+      text: i32[F, P]; of the prefix, and beyond.
+      fill: i32[F]; tokens of each of its blocks, 0 behind them.
+      namespace: i32[].
+      held: i32[F]; the first group's blocks that were found, and are held.
+      blocks: i32[G, F]; each group's reserved blocks, NO_BLOCK for none.
+      pool_rows: i32[G, F]; where their bytes go; the scratch row for none.
+      hits: i32[F]; what the blocks get.
+      stamps: i32[G]; tell these reservations from later ones of the same blocks.
+    """
+
+    text: Text
+    fill: jax.Array
+    namespace: jax.Array
+    held: jax.Array
+    blocks: jax.Array
+    pool_rows: jax.Array
+    hits: jax.Array
+    stamps: jax.Array
+
+
 class Events(Records):
     """The events of one transition, in the order removed, updated, stored, copied.
 
@@ -100,6 +124,7 @@ class Events(Records):
         such layers.
       shortfall: i32[]; blocks that were missing.
       transfer: moves between tiers to execute before anything else; None where there can be none.
+      adopted: of `adopt`; None in all other verbs.
     """
 
     text: Text
@@ -109,6 +134,7 @@ class Events(Records):
     shortfall: jax.Array
     transfer: Transfer | None = None
     unusable: jax.Array | None = None
+    adopted: Adopted | None = None
 
     @property
     def ok(self) -> jax.Array:
@@ -122,6 +148,13 @@ class Events(Records):
 
     tokens = property(lambda self: self.text.tokens)
     extra_ids = property(lambda self: self.text.extra_ids)
+
+    def followed_by(self, later: Events) -> Events:
+        """These and those of a later transition that copies nothing, as of one request, whose status is this one."""
+        records, text = jax.tree.map(
+            lambda *parts: jnp.concatenate(parts), (self.records, self.text), (later.records, later.text)
+        )
+        return self.replace(records=records, text=text, adopted=None)
 
     def __repr__(self) -> str:
         def rows(host: Events) -> str:

@@ -54,6 +54,15 @@ class Result(NamedTuple):
         return all(status == Status.OK for status in self.status)
 
 
+class Adopted(NamedTuple):
+    """A prefix whose blocks are reserved: its nodes, the blocks found, and each group's reserved block of a column."""
+
+    nodes: Sequence[Node] = ()
+    held: Sequence[int] = ()
+    reserved: Sequence[dict[int, int]] = ()
+    hits: Sequence[int] = ()
+
+
 class Priority(NamedTuple):
     """The priority of a block, by default 35, and its time to live in ms after a release, None for ever."""
 

@@ -28,6 +28,7 @@ from tests.oracle.blocks import (
     DEFAULT,
     NO_BLOCK,
     RETENTION,
+    Adopted,
     Block,
     Event,
     Group,
@@ -524,6 +525,79 @@ class Oracle(Tiers):
         doomed = [block for block in forgotten.values() if not self.blocks[block].refcount]
         events = [event for block in reversed(doomed) for event in self._remove(block)]
         self._find_unevictable(self.groups[0])
+        return Result([Status.OK], events)
+
+    def adopt(
+        self, tokens, have, *, namespace=0, extra_ids=None, stated=None, hits=None, tiers=False
+    ) -> tuple[Result, Adopted]:
+        """Holds the cached part of a text and reserves blocks for the rest, as far as `have[group][i]` holds.
+
+        Also returns what `land` needs.
+        """
+        if not tokens or min(tokens) < 0 or namespace < 0:
+            return Result([Status.BAD_REQUEST]), Adopted()
+        text, size = tuple(self._pair(tokens, extra_ids)), self.block_size
+        nodes = [(namespace, text[: end + size]) for end in range(0, len(text), size)]
+        found = list(itertools.takewhile(lambda node: self._reachable(self.groups[0], node, tiers), nodes))
+        new = list(itertools.takewhile(
+            lambda i: have[0][i] and nodes[i] not in self.index, range(len(found), len(nodes))
+        ))  # fmt: skip
+        prefix = nodes[: len(found) + len(new)]
+        columns = [new] + [
+            [i for i, node in enumerate(prefix) if have[group.number][i] and node not in group.index]
+            for group in self.groups[1:]
+        ]
+        if not any(columns):
+            return Result([Status.OK]), Adopted()
+        held = [self.index[node] for node in found]
+        spared, back = [set() for _ in self.groups], [set() for _ in self.groups]
+        spared[0], back[0] = set(held), {block for block in held if self.blocks[block].host}
+        missing = max(
+            self._missing(group, len(own) + len(back[group.number]), spared[group.number])
+            for group, own in zip(self.groups, columns, strict=True)
+        )
+        if missing:
+            return Result([Status.NO_BLOCKS], shortfall=missing), Adopted()
+        taken = self._take([len(own) for own in columns], tiers, spared, back)
+        if taken is None:
+            return Result([Status.NO_BLOCKS], shortfall=1), Adopted()
+        new_blocks, events, moves = taken
+        for block in held:
+            self.blocks[block].refcount += 1
+        reserved = [dict(zip(own, blocks, strict=True)) for own, blocks in zip(columns, new_blocks, strict=True)]
+        for i, block in reserved[0].items():
+            self.blocks[block].stated = (stated and stated[i]) or DEFAULT
+        return Result([Status.OK], events, moves=moves), Adopted(prefix, held, reserved, hits or [0] * len(prefix))
+
+    def land(self, adopted: Adopted, arrived) -> Result:
+        """Makes the reserved blocks findable that have arrived, behind what is on the device; releases the others."""
+        path, published, events = [], [], []
+        if not adopted.nodes:
+            return Result([Status.OK])
+        for i, node in enumerate(adopted.nodes):
+            cached, own = self.index.get(node), adopted.reserved[0].get(i)
+            if cached is not None:
+                if self.blocks[cached].move or self.blocks[cached].host:
+                    break
+                self.blocks[cached].refcount += cached not in adopted.held[i : i + 1]
+                path.append(cached)
+            elif own is not None and arrived[0][i]:
+                events.append(self._publish(self.groups[0], own, node))
+                self.blocks[own].hits = adopted.hits[i]
+                published.append(node)
+                path.append(own)
+            else:
+                break
+        for group, reserved in zip(self.groups[1:], adopted.reserved[1:], strict=True):
+            for i, own in reserved.items():
+                if i < len(path) and arrived[group.number][i] and adopted.nodes[i] not in group.index:
+                    events.append(self._publish(group, own, adopted.nodes[i]))
+        self._mark_passed([*published, *(self._parent(node) for node in published)])
+        for group, reserved in zip(self.groups[1:], adopted.reserved[1:], strict=True):
+            for own in reversed(reserved.values()):
+                self._drop(group, own)
+        for block in [*reversed(path), *(b for b in [*adopted.reserved[0].values(), *adopted.held] if b not in path)]:
+            self._drop(self.groups[0], block)
         return Result([Status.OK], events)
 
     def reset(self) -> Result:

@@ -19,7 +19,7 @@ from kvjax.policies.ring import Ring
 from kvjax.serving.capacity import num_steps
 from tests import cases, drive
 from tests.drive import BOTH, VERBS
-from tests.oracle.cache import NO_BLOCK, Block, Oracle, Priority, Retention, lru
+from tests.oracle.cache import NO_BLOCK, Block, Oracle, Priority, Result, Retention, Status, lru
 from tests.oracle.events import named, plain, without_copied_paths
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
@@ -87,6 +87,10 @@ per_row = functools.partial(lists, min_size=ROWS, max_size=ROWS)
 lines_of_steps = st.one_of(
     per_row(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)), st.just([[0] * SIZE] * ROWS)
 )
+present = lists(
+    lists(st.sampled_from((True, True, True, False)), min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
+    min_size=3, max_size=3,
+)  # fmt: skip
 blocks_of_steps = lists(st.fixed_dictionaries({
     "k": st.sampled_from((1, 3, SIZE, SIZE)), "idle": st.integers(0, 2 * ROWS), "left": per_row(st.integers(1, 9)),
     "stops": per_row(st.sampled_from((9, 9, 1, 2, 3))), "tokens": lines_of_steps,
@@ -131,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.oracle.score = self.oracle.priority
         self.oracle.now = 2**31 - 20  # the library's time wraps soon
         self.state = nearly_wrapped(self.state)
-        self.mirror, self.pins, self.moves = kvjax.events.Mirror(), [], []
+        self.mirror, self.pins, self.moves, self.adoptions = kvjax.events.Mirror(), [], [], []
 
     @property
     def used(self):
@@ -148,6 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = self.state
         self.state, events = VERBS[verb](before, *args, **self.timely(verb, kwargs))
         self.compare(verb, wanted, before, events)
+        return events
 
     def timely(self, verb, kwargs):
         """The options of a call, with the time if the verb takes it."""
@@ -422,7 +427,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seq=st.integers(0, ROWS - 1))
     def unpin_what_a_row_holds(self, seq):
         theirs = self.oracle.tables()[seq]
-        if theirs and not self.pins:
+        if theirs and not self.pins and not self.adoptions:
             self.both("unpin", self.oracle.unpin(theirs), np.asarray(self.state.groups[0].table[seq]))
 
     @precondition(lambda self: self.oracle.index)
@@ -461,6 +466,37 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(keep=st.lists(st.integers(0, 2), min_size=2, max_size=2))
     def forget_namespaces(self, keep):
         self.both("forget_namespaces", self.oracle.forget_namespaces(keep), np.asarray(keep, np.int32))
+
+    @rule(
+        prompt=pairs, have=present, wide=st.sampled_from((True, True, False)),
+        hits=lists(st.integers(0, 3), min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
+        stated=lists(st.none() | priorities, min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
+    )  # fmt: skip
+    def adopt(self, prompt, have, wide, hits, stated):
+        namespace, tokens = prompt
+        own, tiers = self.tiers(wide)
+        ids, library = self.ids(tokens)
+        have, theirs, ours = have[: len(self.state.groups)], None, None
+        if self.timed:
+            theirs = [one and Priority(*one) for one in stated]
+            ours = np.array([(-1, -1) if one is None else (one[0], -1 if one[1] is None else one[1]) for one in stated])
+        wanted, adopted = self.oracle.adopt(
+            tokens, have, namespace=namespace, extra_ids=ids, stated=theirs, hits=hits, **own
+        )
+        events = self.both(
+            "adopt", wanted, padded(tokens), len(tokens), np.array(have), namespace=namespace, extra_ids=library,
+            stated=ours, hits=np.array(hits), **tiers,
+        )  # fmt: skip
+        self.adoptions.append((events.adopted, adopted))
+
+    @precondition(lambda self: self.adoptions)
+    @rule(data=st.data(), arrived=present, again=st.sampled_from((False, False, True)))
+    def land(self, data, arrived, again):
+        ours, theirs = self.adoptions.pop(data.draw(st.integers(0, len(self.adoptions) - 1)))
+        arrived = arrived[: len(self.state.groups)]
+        self.both("land", self.oracle.land(theirs, arrived), ours, np.array(arrived))
+        if again and theirs.nodes:
+            self.both("land", Result([Status.BAD_REQUEST]), ours, np.array(arrived))
 
     @rule(chance=st.integers(0, 15))
     def reset(self, chance):
