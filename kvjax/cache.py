@@ -123,8 +123,8 @@ class Cache(Pytree):
         *,
         namespace: ArrayLike = 0,
         extra_ids: ArrayLike | None = None,
-        stated: ArrayLike | None = None,
-        hits: ArrayLike | None = None,
+        stated: ArrayLike = -1,
+        hits: ArrayLike = 0,
         now: ArrayLike = 0,
     ) -> tuple[Cache, Events]:
         """Takes K/V from outside for the part of a prefix that the cache lacks; see `kvjax.stores.adopt`.
@@ -146,9 +146,9 @@ class Cache(Pytree):
         check_alive(self)
         options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
         state, events = adopt(self.state, tokens, length, have, **options)
-        return self.replace(state=state).land(events, kv, have, now=now)
+        return self.replace(state=state)._land(events, kv, have, now=now)
 
-    def land(self, events: Events, kv: Staged, arrived: ArrayLike, *, now: ArrayLike = 0) -> tuple[Cache, Events]:
+    def _land(self, events: Events, kv: Staged, arrived: ArrayLike, *, now: ArrayLike = 0) -> tuple[Cache, Events]:
         """Writes the bytes of blocks that `kvjax.stores.adopt` has reserved, and makes them findable.
 
         Args:

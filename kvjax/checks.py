@@ -117,17 +117,20 @@ def check_functions(**functions: Any) -> None:
 
 
 def flags(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """`value` as bool of the wanted shape."""
+    """`value` as bool of the wanted shape; one without its first axis stands for all along it."""
     wanted = f"bool[{', '.join(map(str, shape))}]"
     array = _array(name, value, wanted)
-    if array.dtype != jnp.bool_ or array.shape != shape:
+    if array.dtype != jnp.bool_ or array.shape not in (shape, shape[1:]):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted {wanted}")
-    return array
+    return jnp.broadcast_to(array, shape)
 
 
 def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     """`value` as bool[rows]."""
-    return flags(name, value, (rows,))
+    array = _array(name, value, f"bool[{rows}]")
+    if array.dtype != jnp.bool_ or array.shape != (rows,):
+        raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
+    return array
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **options: Any) -> Any:

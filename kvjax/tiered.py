@@ -41,7 +41,7 @@ from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
 _release = OutermostJit(release, donate_argnums=0)
-_land = OutermostJit(Cache.land, donate_argnums=0)
+_land = OutermostJit(Cache._land, donate_argnums=0)
 _step = OutermostJit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
@@ -192,8 +192,8 @@ class TieredCache:
         *,
         namespace: ArrayLike = 0,
         extra_ids: ArrayLike | None = None,
-        stated: ArrayLike | None = None,
-        hits: ArrayLike | None = None,
+        stated: ArrayLike = -1,
+        hits: ArrayLike = 0,
         now: ArrayLike = 0,
     ) -> tuple[TieredCache, Events]:
         """See `Cache.adopt`; what has to leave the device for it goes to the host."""

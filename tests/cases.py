@@ -75,13 +75,19 @@ class Verb:
 
 IDS, ACTIVE = np.arange(2), np.ones(ROWS, bool)
 TEXT, TEXTS = np.ones(WIDTH, np.int64), np.ones((2, WIDTH), np.int64)
-TIERS = {"tiers": BOTH}
+TIERS, HAVE = {"tiers": BOTH}, np.ones(WIDTH // 4, bool)
 VERBS = {
     "admit": Verb(
         "seq tokens length",
         {"": ((0, TEXT, 9), {"now": 5}), "several": ((IDS, TEXTS, IDS), {"reserve_tokens": 4})},
         {"on both tiers": ((0, TEXT, 9), TIERS)},
     ),
+    "adopt": Verb(
+        "tokens length have",
+        {"": ((TEXT, 9, HAVE), {"now": 5}), "with its hits": ((TEXT, 9, HAVE), {"hits": np.arange(HAVE.size)})},
+        {"on both tiers": ((TEXT, 9, HAVE), TIERS)},
+    ),
+    "land": Verb("adopted arrived"),  # each of these calls is landed
     "lookup": Verb("tokens length", {"": ((TEXT, 9), {})}),
     "extend": Verb(
         "active num_tokens",

@@ -83,6 +83,12 @@ def link_blocks(
     return group, stored
 
 
+def note(group: Group, own: jax.Array, target: jax.Array) -> Group:
+    """Notes the first group's blocks target i32[K] of blocks own i32[K], NO_BLOCK for none, which are not findable."""
+    group0_block, window_block = fence(*_group0_and_window_blocks(group))  # `clear_window_blocks` has read the former
+    return group.replace(group0_block=put(group0_block, own, target, own >= 0), window_block=window_block)
+
+
 def follow(
     group: Group, number: int, tree: Blocks, dedup: Dedup, filled: Filled, now: jax.Array
 ) -> tuple[Group, Records, Records]:

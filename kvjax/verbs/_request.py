@@ -54,6 +54,12 @@ def checked_alignment(alignment_tokens: Any, block_size: int) -> int | None:
     return tokens
 
 
+def check_retention(spec: CacheSpec, **given: Any) -> None:
+    """Raises a ValueError if one of these is given (not None) for a spec without retention."""
+    for name in [name for name, value in given.items() if value is not None and not spec.retention]:
+        raise ValueError(f"{name}: got one, wanted None (the spec was made with retention=False)")
+
+
 def checked_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
     """The tokens, with extra ids exactly where the spec asks for them: those given, or zeros."""
     if not spec.extra_ids and extra_ids is not None:

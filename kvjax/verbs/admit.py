@@ -32,6 +32,7 @@ from kvjax.state import COPYING, NO_BLOCK, CacheState, Group, Match
 from kvjax.verbs._request import (
     all_or_nothing,
     assemble,
+    check_retention,
     checked_alignment,
     checked_prompt,
     checked_text,
@@ -104,8 +105,7 @@ def admit(
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
     length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
-    if retention is not None and not state.spec.retention:
-        raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
+    check_retention(state.spec, retention=retention)
     integers("tokens", tokens, (*rows, "T"))
     requests = (seq, text, length, namespace, retention)
     state, (events, sources) = scan(one, state, requests) if rows else one(state, requests)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, fence, leading, pick, put
@@ -28,13 +29,14 @@ from kvjax.blocks.rows import Prompt
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
 from kvjax.blocks.victims import Taken
-from kvjax.checks import flags, integers, on_state
+from kvjax.checks import each_row, flags, integers, on_state
 from kvjax.events.records import Adopted, Events, Records, Status, joined
 from kvjax.policies.retention import UNSTATED, apply_retention
 from kvjax.state import LOST, NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import (
     all_or_nothing,
     assemble,
+    check_retention,
     checked_prompt,
     checked_text,
     checked_tiers,
@@ -61,8 +63,8 @@ def adopt(
     *,
     namespace: ArrayLike = 0,
     extra_ids: ArrayLike | None = None,
-    stated: ArrayLike | None = None,
-    hits: ArrayLike | None = None,
+    stated: ArrayLike = UNSTATED,
+    hits: ArrayLike = 0,
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
@@ -77,12 +79,12 @@ def adopt(
       state: the cache.
       tokens: i32[T]; a text, padded with anything.
       length: i32[]; its tokens, 1..T; the last block may be partly filled.
-      have: bool[G, F]; whether the K/V of each block of each group are at hand, F = ceil(T / P).
+      have: bool[G, F], or bool[F] for all groups; whether the K/V of each block are at hand, F = ceil(T / P).
       namespace: i32[].
       extra_ids: i32[T], where the spec asks for them.
       stated: i32[F, 2]; the priority and time to live (ms, -1 for ever) of each block, where the spec has retention; a
-        priority of -1 is the default.
-      hits: i32[F]; how often each block was reused; None: never.
+        priority of -1 is the default. -1 for all: so.
+      hits: i32[F], or i32[] for all; how often each block was reused.
       now: i32[] ms.
       tiers: static; as in `admit`.
 
@@ -96,10 +98,8 @@ def adopt(
     prompt = checked_prompt(checked_text(spec, tokens, extra_ids), length, namespace, spec.block_size)
     tiers, columns = checked_tiers(tiers), prompt.text.tokens.shape[0]
     have = flags("have", have, (len(state.groups), columns))
-    hits = jnp.zeros((columns,), jnp.int32) if hits is None else integers("hits", hits, (columns,))
-    if stated is not None and not spec.retention:
-        raise ValueError("stated: got an array, wanted None (the spec was made with retention=False)")
-    stated = jnp.full((columns, 2), UNSTATED, jnp.int32) if stated is None else integers("stated", stated, (columns, 2))
+    check_retention(spec, stated=stated if np.ndim(stated) else None)
+    hits, stated = each_row("hits", hits, (columns,)), each_row("stated", stated, (columns, 2))
     state, plan = _plan(state, prompt, have, tiers)
     need = jnp.sum(plan.is_new, axis=1, dtype=jnp.int32)
     missing = jnp.max(need - plan.free)
@@ -116,7 +116,7 @@ def adopt(
     stamps = [group.blocks.clock for group in groups]
     groups = [_reserve(group, own) for group, own in zip(groups, ids, strict=True)]
     groups[0] = _write(groups[0], ids[0], node, prompt, stated)
-    groups[1:] = [_beside(group, own, node) for group, own in zip(groups[1:], ids[1:], strict=True)]
+    groups[1:] = [windows.note(group, own, node) for group, own in zip(groups[1:], ids[1:], strict=True)]
     pool_rows = [
         jnp.where(own >= 0, group.pool_row(own), group_spec.num_blocks)
         for group, own, group_spec in zip(groups, ids, spec.groups, strict=True)
@@ -137,7 +137,7 @@ def _plan(state: CacheState, prompt: Prompt, have: jax.Array, tiers: tuple[str, 
     group, size, columns = state.groups[0], state.spec.block_size, prompt.text.tokens.shape[0]
     column = jnp.arange(columns, dtype=jnp.int32)
     fill = jnp.clip(jnp.where(prompt.valid, prompt.length, 0) - column * size, 0, size)
-    cached, matches = _known(group, prompt.text, fill, prompt.namespace)
+    cached, matches = _cached(group, prompt.text, fill, prompt.namespace)
     num_found = leading(matches & group.reachable(cached, tiers))
     end = leading((column < num_found) | (have[0] & (cached < 0) & (fill > 0)))
     held = jnp.where(column < num_found, cached, NO_BLOCK)
@@ -151,7 +151,7 @@ def _plan(state: CacheState, prompt: Prompt, have: jax.Array, tiers: tuple[str, 
     return replace_group(state, 0, group.replace(blocks=group.blocks.replace(refcount=refcount))), plan
 
 
-def _known(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cached(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The blocks i32[F] that have the keys of a text's blocks; and bool[F], which of them hold it.
 
     A block holds it only behind blocks that do.
@@ -174,24 +174,21 @@ def _take(
     state: CacheState, held: jax.Array, need: jax.Array, ok: jax.Array, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[list[Group], list[Taken], jax.Array]:
     """Holds what was found, and takes need i32[G] blocks; also returns what was taken of each group, and whether."""
-    groups, taken, block_priorities = [], [], priorities(state, now, tiers)
-    for number, group in enumerate(state.groups):
-        forgotten, onboarded, size = [], None, held.shape[0]
-        if number > 0:  # blocks that left the first group's index leave the others' too
-            group, gone = forget(group, number, taken[0].removed)
-            forgotten.append(gone)
-        else:
-            on_host = ok & (held >= 0) & ~group.on_device(held)
-            onboarded, _ = compact(jnp.where(on_host, held, NO_BLOCK))
-            group = hold(group, held, ok & (held >= 0), hit=False)
-        new = take(
+    block_priorities, is_held, size = priorities(state, now, tiers), ok & (held >= 0), held.shape[0]
+    onboarded, _ = compact(jnp.where(is_held & ~state.groups[0].on_device(held), held, NO_BLOCK))
+
+    def of_group(number: int, group: Group, ok: jax.Array, **options: Any) -> Taken:
+        return take(
             group, number, windows.policy_of(state, number), jnp.where(ok, need[number], 0), size, now,
-            priorities=block_priorities[number], min_priority=state.spec.offload_min_priority, onboarded=onboarded,
+            priorities=block_priorities[number], min_priority=state.spec.offload_min_priority, **options,
         )  # fmt: skip
-        group = new.group if number else hold(new.group, held, ok & (held >= 0) & ~new.ok, by=-1, hit=False)
-        groups.append(group)
-        taken.append(new.replace(removed=joined(*forgotten, new.removed)))
-        ok = ok & new.ok
+
+    first = of_group(0, hold(state.groups[0], held, is_held, hit=False), ok, onboarded=onboarded)
+    groups, taken, ok = [hold(first.group, held, is_held & ~first.ok, by=-1, hit=False)], [first], ok & first.ok
+    for number, group in enumerate(state.window_groups, 1):
+        group, gone = forget(group, number, first.removed)  # what left the first group's index leaves the others' too
+        new = of_group(number, group, ok)
+        groups, taken, ok = [*groups, new.group], [*taken, new.replace(removed=joined(gone, new.removed))], ok & new.ok
     return groups, taken, ok
 
 
@@ -208,15 +205,9 @@ def _write(group: Group, ids: jax.Array, node: jax.Array, prompt: Prompt, stated
     blocks, where = group.blocks, ids >= 0
     before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
     parent = jnp.stack([before, jnp.broadcast_to(prompt.namespace, before.shape)], axis=-1)
-    blocks = apply_retention(blocks, ids, stated if blocks.retention is not None else None, where)
+    blocks = apply_retention(blocks, ids, jax.tree.map(lambda _: stated, blocks.retention), where)
     text, parent = put(blocks.text, ids, prompt.text, where), put(blocks.parent, ids, parent, where)
     return group.replace(blocks=blocks.replace(text=text, parent=parent))
-
-
-def _beside(group: Group, ids: jax.Array, node: jax.Array) -> Group:
-    """Notes the first group's blocks node i32[F] of a window group's reserved blocks ids i32[F]."""
-    assert group.group0_block is not None
-    return group.replace(group0_block=put(group.group0_block, ids, node, ids >= 0))
 
 
 @on_state
@@ -229,7 +220,7 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
     Args:
       state: the cache.
       adopted: of the events of `adopt`; each can land once.
-      arrived: bool[G, F]; whether the K/V of each reserved block are in its pool row.
+      arrived: bool[G, F], or bool[F]; whether the K/V of each reserved block are in its pool row.
       now: i32[] ms.
 
     Returns:
@@ -243,15 +234,16 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
         [_are_reserved(*each) for each in zip(state.groups, adopted.blocks, adopted.stamps, strict=True)],
         jnp.all((adopted.held < 0) | (pick(state.groups[0].blocks.refcount, adopted.held) > 0)),
     )
-    status = first_failure((~ok, Status.BAD_REQUEST))
+    groups, ok = fence(state.groups, ok)
+    state, status = state.replace(groups=groups), first_failure((~ok, Status.BAD_REQUEST))
     ok = ok & jnp.any(adopted.blocks >= 0)  # nothing is held for a prefix of which nothing was reserved
     group, fill, own = state.groups[0], adopted.fill, adopted.blocks[0]
     column = jnp.arange(fill.shape[0], dtype=jnp.int32)
-    cached, matches = _known(group, adopted.text, fill, adopted.namespace)
-    num_known = leading(matches & group.reachable(cached, ("device",)))
-    end = leading((column < num_known) | ((own >= 0) & arrived[0] & (cached < 0)))
-    published, joins = ok & (column >= num_known) & (column < end), ok & (column < num_known)
-    node = jnp.where(column < end, jnp.where(column < num_known, cached, own), NO_BLOCK)
+    cached, matches = _cached(group, adopted.text, fill, adopted.namespace)
+    num_cached = leading(matches & group.reachable(cached, ("device",)))
+    end = leading((column < num_cached) | ((own >= 0) & arrived[0] & (cached < 0)))
+    published, joins = ok & (column >= num_cached) & (column < end), ok & (column < num_cached)
+    node = jnp.where(column < end, jnp.where(column < num_cached, cached, own), NO_BLOCK)
     refcount, node, published, joins = fence(group.blocks.refcount, node, published, joins & (node != adopted.held))
     group = group.replace(blocks=group.blocks.replace(refcount=refcount))
     before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
@@ -267,6 +259,7 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
         other, stored = _link(other, number, group, of_group, node, ok & arrived[number], fill)
         changed = jnp.concatenate([published, published])
         other = windows.mark(other, group, jnp.concatenate([node, before]), changed, now)
+        (other,) = fence(other)  # the policy has read the refcounts that are written below
         groups, records = [*groups, _release(state, other, number, of_group[::-1], ok, now)], [*records, stored]
     # Children before their parents; then what was reserved in vain, and what was lost meanwhile.
     rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (own, adopted.held)]
@@ -291,9 +284,8 @@ def _link(
     Also returns F records, stored.
     """
     where = (own >= 0) & arrived & (node >= 0) & (group.in_this_group(node) < 0)
-    hits = put(group.blocks.hits, own, 0, own >= 0)
-    (group0_block, hits), where = fence((group.group0_block, hits), where)
-    group = group.replace(group0_block=group0_block, blocks=group.blocks.replace(hits=hits))
+    group, where = fence(group, where)
+    group = group.replace(blocks=group.blocks.replace(hits=put(group.blocks.hits, own, 0, own >= 0)))  # not LOST
     return windows.link_blocks(group, number, tree.blocks, own, node, where, fill)
 
 

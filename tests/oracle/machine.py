@@ -476,7 +476,7 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, tokens = prompt
         own, tiers = self.tiers(wide)
         ids, library = self.ids(tokens)
-        have, theirs, ours = have[: len(self.state.groups)], None, None
+        have, theirs, ours = have[: len(self.state.groups)], None, -1
         if self.timed:
             theirs = [one and Priority(*one) for one in stated]
             ours = np.array([(-1, -1) if one is None else (one[0], -1 if one[1] is None else one[1]) for one in stated])

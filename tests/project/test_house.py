@@ -10,13 +10,14 @@ import types
 import pytest
 
 import kvjax
+import kvjax.stores
 
 HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
     "_arrays", "_compile", "_pictures", "layers", "spec", "state", "checks", "events", "policies", "blocks", "gpu",
     "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "serving",
-    "testing", "tiers", "interop", "research", "__init__",
+    "testing", "tiers", "stores", "interop", "research", "__init__",
 )  # fmt: skip
 
 
@@ -151,7 +152,9 @@ def test_few_lines_ask_for_optional_features():
 def test_a_verbs_file_has_its_name():
     for path in (HOUSE / "verbs").glob("[a-z]*.py"):
         name = path.stem
-        assert name in ("control", "swap") or callable(getattr(kvjax, name, None) or getattr(kvjax.tiers, name))
+        assert name in ("control", "swap") or any(
+            callable(getattr(home, name, None)) for home in (kvjax, kvjax.tiers, kvjax.stores)
+        )
 
 
 def test_tests_are_nobodys_library():

@@ -9,11 +9,12 @@ import jax
 import pytest
 
 import kvjax
+import kvjax.stores
 from tests import cases
 
 VERBS = {
     name: getattr(home, name)
-    for home in (kvjax, kvjax.tiers)
+    for home in (kvjax, kvjax.tiers, kvjax.stores)
     for name in home.__all__
     if getattr(home, name).__module__.startswith("kvjax.verbs.") and name != "init"
 }
@@ -23,6 +24,8 @@ OPTIONS = {
     "namespace": ("ArrayLike", 0),
     "extra_ids": ("ArrayLike | None", None),
     "retention": ("Retention | None", None),
+    "stated": ("ArrayLike", -1),
+    "hits": ("ArrayLike", 0),
     "seqs": ("ArrayLike | None", None),
     "most": ("int", inspect.Parameter.empty),
     "max_tokens": ("int | None", None),
@@ -34,6 +37,7 @@ OPTIONS = {
     "tiers": ("tuple[str, ...]", ("device",)),
 }
 # `lookup` orders no moves, so it looks on both tiers by default.
+OTHER_TYPES = {"transfer": "Transfer | None", "adopted": "Adopted"}
 OTHER_DEFAULTS = {("lookup", "tiers"): ("device", "host")}
 
 every_verb = pytest.mark.parametrize("name", VERBS)
@@ -66,7 +70,7 @@ def test_what_a_verb_needs_is_positional(name):
     positional = [p for p in parameters(name) if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [p.name for p in positional] == cases.VERBS[name].arguments.split()
     for p in positional:
-        assert p.annotation == ("Transfer | None" if p.name == "transfer" else "ArrayLike")
+        assert p.annotation == OTHER_TYPES.get(p.name, "ArrayLike")
         assert p.default == (1 if (name, p.name) == ("extend", "num_tokens") else p.empty)
 
 
@@ -100,7 +104,10 @@ def test_the_docstring_tells_of_every_parameter_and_of_what_is_returned(name):
 
 def test_the_calls_are_of_all_verbs():
     called = {call.split()[0] for call in cases.CALLS | cases.HOST_CALLS}
-    assert called == VERBS.keys() - {"complete"}  # each call that orders moves is completed
+    assert called == VERBS.keys() - {
+        "complete",
+        "land",
+    }  # each call that orders moves is completed, each adoption lands
 
 
 CALLS = {call: arguments for call, arguments in cases.CALLS.items() if call != "lookup"}
