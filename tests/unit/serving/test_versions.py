@@ -102,11 +102,11 @@ class Held:
 
 
 class Life:
-    """A cache, and the newest version of the weights; `number_of` gives a version's namespace."""
+    """A cache, and the newest version of the weights; `number_of` gives a version's namespace, 0 of the first one."""
 
     def __init__(self, windows=(None,), number_of=None):
         names = kvjax.Namespaces()
-        self.number_of = number_of or (lambda version: names(weights=version))
+        self.number_of = number_of or (lambda version: names(weights=version or None))
         self.cache = self.create(windows)
         self.newest, self.held, self.pins, self.tally = 0, [], [], collections.Counter()
 
