@@ -131,8 +131,7 @@ class Decoder:
         if last is not None:
             module.final_norm = _Last(module.final_norm, last)
         if self.has_positions:
-            positions = jnp.broadcast_to(jnp.asarray(cache.positions), tokens.shape)
-            logits, _ = module(tokens, positions, cache, None)
+            logits, _ = module(tokens, cache.positions, cache, None)
         else:
             logits = module(tokens, cache=cache, segment_ids=jnp.ones_like(tokens))
         return logits if last is None else logits[:, 0]
@@ -141,7 +140,7 @@ class Decoder:
 class _Cache:
     """The argument `cache` of a decoder; its layers' caches name it and their number, as `layer_3` or 3."""
 
-    positions: Any = 0  # i32[R, C]
+    positions: Any  # i32[R, C]
 
     def __getitem__(self, layer: str | int) -> _LayerCache:
         return _LayerCache(self, int(str(layer).removeprefix("layer_")))
@@ -171,6 +170,7 @@ class _Shapes(_Cache):
     """Notes the shapes of the layers' K/V, and computes nothing."""
 
     def __init__(self) -> None:
+        self.positions = jnp.zeros((1, 1), jnp.int32)
         self.layers: list[LayerSpec] = []
         self.dtype: Any = None
 
@@ -205,7 +205,7 @@ class _AttentionOfBonsai(_Attention):
     """The same in bonsai, where the cache knows the positions."""
 
     def __call__(self, x: jax.Array, cache: _LayerCache, *_: Any, **__: Any) -> Any:
-        return super().__call__(x, jnp.asarray(cache.cache.positions), cache)[1]
+        return super().__call__(x, cache.cache.positions, cache)[1]
 
 
 class _Last:

@@ -133,7 +133,7 @@ class Sampler:
             scheduler=self.scheduler or Scheduler(chunk=min(width, _CHUNK)),
         )  # fmt: skip
         self.cache = cache
-        return _on_host(found)
+        return _on_host(found, self._spec)
 
     def score(
         self, model: Model, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], width: int, most: int
@@ -164,7 +164,7 @@ class Sampler:
         )  # fmt: skip
         found = np.asarray(logprobs).reshape(len(prompts), most)
         if np.isnan(found).any():
-            raise RuntimeError(f"num_blocks: {self._spec.groups[0].num_blocks} are too few for {samples} completions")
+            raise _too_few(self._spec, f"{np.isnan(found).any(axis=1).sum()} of {len(found)} were not computed")
         return found
 
     @property
@@ -207,7 +207,7 @@ class Sampler:
         self._dirty = False
         return cache
 
-    def _made(self, rows: int, weight: jax.Array) -> Cache:
+    def _made(self, rows: int, weight: Any) -> Cache:
         """An empty cache, as committed to devices as the weights are: the first call is compiled for all later ones."""
         blocks = self.num_blocks or rows * -(-self.max_length // self.block_size)
         spec = make_spec(
@@ -216,11 +216,11 @@ class Sampler:
         )  # fmt: skip
         if self.heads is not None:
             return Cache.create(spec, mesh=self.mesh, heads=self.heads)
-        cache, sharding = Cache.create(spec), weight.sharding
+        cache, sharding = Cache.create(spec), getattr(weight, "sharding", None)
         mesh = self.mesh or getattr(sharding, "mesh", None)
         if mesh is not None:
             return jax.device_put(cache, NamedSharding(mesh, PartitionSpec()))
-        return jax.device_put(cache, sharding) if weight.committed else cache
+        return jax.device_put(cache, sharding) if getattr(weight, "committed", False) else cache
 
 
 class _Programs:
@@ -282,14 +282,19 @@ def _scaled(logits: jax.Array, _: jax.Array, __: jax.Array, temperature: jax.Arr
     return logits / temperature[:, None], temperature
 
 
-def _on_host(found: Rollout) -> Samples:
+def _too_few(spec: CacheSpec, what: str) -> RuntimeError:
+    return RuntimeError(f"num_blocks: got {spec.groups[0].num_blocks}, wanted more: {what}")
+
+
+def _on_host(found: Rollout, spec: CacheSpec) -> Samples:
     """The completions one after the other."""
-    found = jax.device_get(found)
-    served = np.isin(found.finish, (Finish.STOP, Finish.LENGTH))
+    tokens, logprobs, lengths, finish, cached = (
+        np.asarray(x) for x in (found.tokens, found.logprobs, found.lengths, found.finish, found.cached)
+    )
+    served = np.isin(finish, (Finish.STOP, Finish.LENGTH))
     if not served.all():
-        reasons = sorted({Finish(one).name for one in found.finish[~served].tolist()})
-        raise RuntimeError(f"num_blocks: {', '.join(reasons)} for {np.sum(~served)} of {served.size} completions")
-    lengths, count = found.lengths.reshape(-1), found.lengths.size
-    flat = found.tokens.reshape(count, -1), found.logprobs.reshape(count, -1)
-    tokens, logprobs = ([row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in flat)
-    return Samples(tokens, logprobs, found.cached[:, 0])
+        reasons = sorted({Finish(one).name for one in finish[~served].tolist()})
+        raise _too_few(spec, f"{np.sum(~served)} of {served.size} completions ended with {', '.join(reasons)}")
+    flat = (x.reshape(lengths.size, -1) for x in (tokens, logprobs))
+    tokens, logprobs = ([row[:length] for row, length in zip(rows, lengths.flat, strict=True)] for rows in flat)
+    return Samples(tokens, logprobs, cached[:, 0])

@@ -10,7 +10,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -77,23 +77,22 @@ class KvjaxRollout(base_rollout.BaseRollout):
         module = rollout_actor if mesh is None else reshard.reshard_model_to_mesh(rollout_actor, mesh)
         self._module, self._is_shared = module, module is rollout_actor
         self._take_dtype(getattr(rollout_config, "data_type", None))
-        self._model = paged(module)
-        self._seen = _references(self._model.arrays)
+        model = paged(module)
+        self._decoder, self._arrays = model.replace(arrays=[]), [_Placed.of(array) for array in model.arrays]
         divides = mesh is not None and mesh.shape.get(heads, 1) > 1
         self.sampler = Sampler(
-            self._model.layer_specs(), rollout_config.kv_cache_size if max_length is None else max_length,
-            block_size=block_size, num_blocks=num_blocks, max_seqs=max_seqs, dtype=dtype or self._model.dtype,
+            model.layer_specs(), getattr(rollout_config, "kv_cache_size", 0) if max_length is None else max_length,
+            block_size=block_size, num_blocks=num_blocks, max_seqs=max_seqs, dtype=dtype or model.dtype,
             mesh=mesh, heads=heads if divides else None, forget=forget, scheduler=scheduler,
         )  # fmt: skip
         self.cached = np.zeros(0, np.int32)
 
-    def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> base_rollout.RolloutOutput:
+    def generate(self, prompts: Sequence[str], rollout_config: Any) -> base_rollout.RolloutOutput:
         """One completion of each prompt; prompts that are repeated `num_generations` times are computed once.
 
         Args:
           prompts: texts.
           rollout_config: a `RolloutConfig`. `top_p=None` and `temperature=0` choose the likeliest tokens.
-          **kwargs: there are none.
 
         Returns:
           What the vanilla engine returns: completions without their eos tokens, no logits, and log-probabilities of
@@ -103,8 +102,6 @@ class KvjaxRollout(base_rollout.BaseRollout):
           ValueError: naming the argument, or the field of the configuration.
           RuntimeError: if the cache has too few blocks.
         """
-        if kwargs:
-            raise ValueError(f"{sorted(kwargs)[0]}: got {kwargs[sorted(kwargs)[0]]!r:.80}, wanted no such argument")
         _check_fields(rollout_config)
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         eos = list(rollout_config.eos_tokens or [self.eos_id()])
@@ -142,8 +139,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
         with self._lock:
             found = self.sampler.score(self._current(), rows, given, prompts.shape[1], completions.shape[1])
         logprobs = np.zeros(completions.shape, np.float32)
-        for row, where, one, tokens in zip(logprobs, is_token, found, given, strict=True):
-            row[where] = one[: tokens.size]
+        for number, (where, one) in enumerate(zip(is_token, found, strict=True)):
+            logprobs[number, where] = one[: given[number].size]
         return jax.numpy.asarray(logprobs)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
@@ -164,17 +161,16 @@ class KvjaxRollout(base_rollout.BaseRollout):
                     wanted = f"shape {list(old[path].shape)}" if path in old else "the model's weights"
                     raise ValueError(f"params: got {'.'.join(path)} of shape {list(leaf.shape)}, wanted {wanted}")
             if any(old[path] is not leaf for path, leaf in new.items()):
+                leaves = [new.get(path, leaf).astype(leaf.dtype) for path, leaf in old.items()]
                 if filter_types is not None:
-                    new = {path: _moved(leaf, old[path]) for path, leaf in new.items()}
+                    leaves = [one.moved(leaf) for one, leaf in zip(self._arrays, leaves, strict=True)]
                 if self._is_shared:  # the trainer's weights stay the trainer's
                     graph, shared = nnx.split(self._module)
                     self._module = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, shared))
                     self._is_shared = False
-                leaves = [new.get(path, leaf).astype(leaf.dtype) for path, leaf in old.items()]
                 nnx.update(self._module, jax.tree.unflatten(jax.tree.structure(state), leaves))
+            self._note(jax.tree.leaves(nnx.state(self._module)))
             self.sampler.renew()
-            self._model = self._model.with_weights(self._module)
-            self._seen = _references(self._model.arrays)
 
     def pad_id(self) -> int:
         """The tokenizer's."""
@@ -190,12 +186,16 @@ class KvjaxRollout(base_rollout.BaseRollout):
 
     def _current(self) -> PagedModel:
         """The model with its present weights; a new version, if a trainer that shares them has put in others."""
-        model = self._model.with_weights(self._module)
-        if any(seen() is not leaf for seen, leaf in zip(self._seen, model.arrays, strict=True)):
+        model = self._decoder.with_weights(self._module)
+        if self._note(model.arrays):
             self.sampler.renew()
-            self._seen = _references(model.arrays)
-        self._model = model
-        return model
+        return model.replace(arrays=[one.moved(leaf) for one, leaf in zip(self._arrays, model.arrays, strict=True)])
+
+    def _note(self, arrays: Sequence[jax.Array]) -> bool:
+        """Remembers the arrays of the weights; whether they are others than before."""
+        changed = any(one.last() is not leaf for one, leaf in zip(self._arrays, arrays, strict=True))
+        self._arrays = [one._replace(last=weakref.ref(leaf)) for one, leaf in zip(self._arrays, arrays, strict=True)]
+        return changed
 
     def _take_dtype(self, dtype: Any) -> None:
         """Casts copied weights."""
@@ -215,16 +215,22 @@ class KvjaxRollout(base_rollout.BaseRollout):
         return np.array(self._tokenizer.dedup_bos_ids(tokens), np.int32)
 
 
-def _references(arrays: Sequence[jax.Array]) -> list[Callable[[], Any]]:
-    """Weak ones: a trainer's old weights are not held."""
-    return [weakref.ref(array) for array in arrays]
+class _Placed(NamedTuple):
+    """A weight's devices, and a weak reference to its last array: a trainer's old weights are not held."""
 
+    sharding: Any
+    committed: bool
+    last: Callable[[], Any]
 
-def _moved(array: jax.Array, old: jax.Array) -> jax.Array:
-    """The array where the old one is. If it is there it stays as it is: to commit it would be to compile anew."""
-    if array.sharding == old.sharding and array.committed == old.committed:
-        return array
-    return jax.device_put(array, old.sharding)
+    @classmethod
+    def of(cls, array: jax.Array) -> _Placed:
+        return cls(array.sharding, array.committed, weakref.ref(array))
+
+    def moved(self, array: jax.Array) -> jax.Array:
+        """The array on these devices. If it is there it stays as it is: to commit it would be to compile anew."""
+        if array.sharding == self.sharding and array.committed == self.committed:
+            return array
+        return jax.device_put(array, self.sharding)
 
 
 def _by_path(tree: Any) -> dict[tuple[str, ...], Any]:
