@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of a training step, to a sampler that keeps dense K/V for each sample, as training loops have them.
 
-The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group.
+The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group. Where
+google-tunix is installed, `group_x` and `decode_x` are to its own `vanilla` engine, with a Qwen3 of Tunix in both; else
+to a sampler here, which `group_dense_x` and `decode_dense_x` always are to.
 `group_x`: a group of 8 samples of a prompt of 512 tokens, 64 new ones; `decode_x`: of 64 tokens, 192 new ones;
 `score_x`: log-probabilities of 8 completions of 64 tokens after a prompt of 1,024, to one dense pass over 8 whole rows.
 All are greedy and must choose the same tokens. They take turns; what counts is the CPU time, the median of several
@@ -21,7 +23,7 @@ from flax import nnx
 from jax import lax
 
 import kvjax
-from benchmarks import common
+from benchmarks import common, tunix_engines
 from benchmarks.contiguous import contiguous_step
 from kvjax.serving import Scheduler
 from models.config import LayerConfig, ModelConfig
@@ -141,6 +143,15 @@ def compare_samplers(case: Case, size: Size) -> tuple[float, dict[str, float]]:
     return took["dense"].cpu / took["paged"].cpu, seconds
 
 
+def compare_engines(case: Case, size: Size) -> tuple[float, dict[str, float]]:
+    """How many times longer Tunix' vanilla engine takes than `KvjaxRollout`, all that they do included; and seconds."""
+    prompt = make_prompt(case, size)[0]
+    programs = tunix_engines.engines(case.config, prompt, size.samples, size.new, size.block_size)
+    took, results = common.in_turns(programs, case.rounds)
+    common.require(np.array_equal(*results.values()), "the engines chose other tokens")
+    return took["vanilla"].cpu / took["engine"].cpu, {f"{name}_{size.prompt}_s": one.cpu for name, one in took.items()}
+
+
 def compare_slots(case: Case, size: Size) -> float:
     """Slots that samples at temperature 1 fill, which differ, in terms of the dense buffers' slots."""
     model = make_model(case)
@@ -213,11 +224,19 @@ def main() -> None:
     group_x, details = compare_samplers(case, case.group)
     decode_x, more = compare_samplers(case, case.decode)
     score_x, of_scores = compare_scores(case)
+    details |= {"group_dense_x": group_x, "decode_dense_x": decode_x} | more | of_scores
+    version, baseline = tunix_engines.version(), "the dense sampler of this benchmark"
+    if version is not None:
+        baseline = f"the vanilla engine of google-tunix {version}"
+        group_x, seconds = compare_engines(case, case.group)
+        decode_x, more = compare_engines(case, case.decode)
+        details |= seconds | more
+    print(f"  group_x and decode_x are to {baseline}")
     metrics = {
         "group_x": group_x, "decode_x": decode_x, "score_x": score_x,
         "slots_of_dense": compare_slots(case, case.group), "recompiles": count_recompiles(case),
     }  # fmt: skip
-    common.report("rollout", metrics, args.json, details | more | of_scores)
+    common.report("rollout", metrics, args.json, details, {"baseline": baseline})
 
 
 if __name__ == "__main__":
