@@ -81,8 +81,8 @@ class PagedModel(Pytree, static=("decoder",)):
         return self.replace(arrays=arrays)
 
     def _shapes(self) -> tuple[list[LayerSpec], Any]:
-        cache = _Shapes()
-        jax.eval_shape(lambda arrays: self.decoder.logits(arrays, jnp.zeros((1, 1), jnp.int32), cache), self.arrays)
+        cache, shapes = _Shapes(), [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in self.arrays]
+        jax.eval_shape(lambda arrays: self.decoder.logits(arrays, jnp.zeros((1, 1), jnp.int32), cache), shapes)
         return cache.layers, cache.dtype
 
 

@@ -224,7 +224,10 @@ class _Placed(NamedTuple):
 
     @classmethod
     def of(cls, array: jax.Array) -> _Placed:
-        return cls(array.sharding, array.committed, weakref.ref(array))
+        """Of a weight that Tunix may have moved to the host meanwhile."""
+        kind, sharding = next(iter(array.devices())).default_memory().kind, array.sharding
+        sharding = sharding if sharding.memory_kind == kind else sharding.with_memory_kind(kind)
+        return cls(sharding, array.committed, weakref.ref(array))
 
     def moved(self, array: jax.Array) -> jax.Array:
         """The array on these devices. If it is there it stays as it is: to commit it would be to compile anew."""

@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("tunix", reason="needs google-tunix: make test-tunix")
     import optax
+    import qwix
     from flax import nnx
     from tunix.models.gemma3 import model as gemma3
     from tunix.models.llama3 import model as llama3
@@ -209,6 +210,50 @@ def test_weights_that_a_trainer_shares_are_a_new_version_once_they_change():
     assert found.text == engine(other).generate(PROMPTS, GREEDY).text
 
 
+class Apart(Letters):
+    """The same with padding that no model chooses."""
+
+    def pad_id(self):
+        return -1
+
+
+def test_adapters():
+    """LoRA by qwix, of which only the adapters are updated."""
+    module = make()
+    kinds = qwix.LoraProvider(module_path=".*(q_proj|v_proj|o_proj|gate_proj)", rank=4, alpha=8.0)
+    module = qwix.apply_lora_to_model(module, kinds, **module.get_model_input())
+    rollout = KvjaxRollout(module, Apart(), rollout_config=GREEDY, block_size=4)
+    own = VanillaRollout(module, Apart(), CacheConfig(SIZE, 2, 2, 8))
+    leaves, tree = jax.tree.flatten(nnx.state(module, nnx.LoRAParam))
+    texts, rng = [], np.random.default_rng(0)
+    for version in range(2):
+        found = rollout.generate(PROMPTS, GREEDY)
+        assert found.text == own.generate(PROMPTS, GREEDY).text and rollout.sampler.version == version
+        texts.append(found.text)
+        adapters = jax.tree.unflatten(tree, [leaf + 0.3 * rng.normal(size=leaf.shape).astype("f") for leaf in leaves])
+        rollout.update_params(adapters, (nnx.LoRAParam,))
+        own.update_params(adapters)
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_two_devices(shape):
+    """Kv heads are divided over `tp`; along `fsdp` both devices have the whole cache."""
+    module, other = make(0), make(1)
+    wanted = [engine(one).generate(PROMPTS, GREEDY).text for one in (module, other)]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(shape), ("fsdp", "tp"))
+    rollout = KvjaxRollout(module, Letters(), mesh, GREEDY, block_size=4)
+    assert rollout.model() is not module
+    with mesh:
+        found = [rollout.generate(PROMPTS, GREEDY).text]
+        programs = rollout.sampler.programs.sample._cache_size()
+        rollout.update_params(nnx.state(other, (nnx.Param,)), (nnx.Param,))
+        found.append(rollout.generate(PROMPTS, GREEDY).text)
+    assert found == wanted and rollout.sampler.programs.sample._cache_size() == programs
+    array = rollout.sampler.cache.pools.arrays[0][0]
+    assert array.addressable_shards[0].data.shape[3] == 2 // shape[1]
+
+
 def mesh_of(*names):
     """A mesh of one device."""
     return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape([1] * len(names)), names)
@@ -228,25 +273,29 @@ class Watched(KvjaxRollout):
 STEPS, GROUP = 20, 4
 
 
-def train(rollout_engine, axes=("fsdp", "tp")):
-    """GRPO of a tiny Qwen3; returns the learner, the greedy tokens before, and the mean reward of each step."""
-    rewards, rng = [], np.random.default_rng(0)
-
-    def reward(prompts, completions, **_):
-        rewards.append(np.mean([text.count("a") / MOST for text in completions]))
-        return [text.count("a") / MOST for text in completions]
-
+def make_cluster(rollout_engine, axes=("fsdp", "tp"), **options):
+    """A cluster with a tiny Qwen3, and rollouts on a mesh with these axes."""
     mesh, role = mesh_of("fsdp", "tp"), rl_cluster.Role
     config = rl_cluster.ClusterConfig(
         role_to_mesh={role.ACTOR: mesh, role.REFERENCE: mesh, role.ROLLOUT: mesh_of(*axes)},
-        rollout_engine=rollout_engine,
+        rollout_engine=rollout_engine, **options,
         training_config=rl_cluster.RLTrainingConfig(
             actor_optimizer=optax.adam(1e-2), eval_every_n_steps=1000, max_steps=STEPS, mini_batch_size=2,
             train_micro_batch_size=2,
         ),
         rollout_config=RolloutConfig(MOST, temperature=1.0, max_prompt_length=WIDTH, kv_cache_size=SIZE),
     )  # fmt: skip
-    cluster = rl_cluster.RLCluster(actor=make(), tokenizer=Letters(), cluster_config=config)
+    return rl_cluster.RLCluster(actor=make(), tokenizer=Letters(), cluster_config=config)
+
+
+def train(cluster):
+    """GRPO; returns greedy tokens before it and their log-probabilities, and the mean reward of each step."""
+    rewards, rng = [], np.random.default_rng(0)
+
+    def reward(prompts, completions, **_):
+        rewards.append(np.mean([text.count("a") / MOST for text in completions]))
+        return [text.count("a") / MOST for text in completions]
+
     before = cluster.rollout.generate(PROMPTS, GREEDY)
     logps = cluster.rollout.get_per_token_logps(*arrays_of(before))
     options = GRPOConfig(num_generations=GROUP, num_iterations=1, beta=0.0)
@@ -254,17 +303,18 @@ def train(rollout_engine, axes=("fsdp", "tp")):
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     texts = [["".join(rng.choice(letters, 6)) for _ in range(2)] for _ in range(STEPS)]
     learner.train([{"prompts": np.array(pair)} for pair in texts])
-    return cluster, (before, logps), rewards
+    return before, logps, rewards
 
 
 def test_grpo_learns_as_with_vanilla():
     """Once with weights that trainer and engine share, and once with copies that `update_params` brings."""
-    _, (wanted, wanted_logps), rewards = train("vanilla")
+    wanted, wanted_logps, rewards = train(make_cluster("vanilla"))
     assert np.mean(rewards[-5:]) > np.mean(rewards[:3]) + 0.5
     for axes in (("fsdp", "tp"), ("fsdp", "tp", "other")):
         notes = []
         watched = type("Watched", (Watched,), {"notes": notes})
-        cluster, (found, logps), rewards = train(functools.partial(watched, block_size=4, max_seqs=8), axes)
+        cluster = make_cluster(functools.partial(watched, block_size=4, max_seqs=8), axes)
+        found, logps, rewards = train(cluster)
         assert found.text == wanted.text
         mask = np.asarray(arrays_of(found)[1]) != 0
         np.testing.assert_allclose(np.where(mask, logps, 0), np.where(mask, wanted_logps, 0), atol=1e-4)
@@ -275,6 +325,16 @@ def test_grpo_learns_as_with_vanilla():
         assert all(cached[0] == 0 for _, cached, _ in notes[1:])
         assert {programs - before[2] for _, _, programs in notes} == {1}
         kvjax.check(cluster.rollout.sampler.cache.state)
+        after = engine(cluster.actor_trainer.model).generate(PROMPTS, GREEDY)
+        assert cluster.rollout.generate(PROMPTS, GREEDY).text == after.text != found.text
+
+
+def test_weights_on_the_host_between_calls():
+    """Tunix' `offload_to_cpu` brings them back for each call."""
+    cluster = make_cluster(functools.partial(KvjaxRollout, block_size=4), offload_to_cpu=True)
+    texts = [cluster.generate(PROMPTS).text for _ in range(2)]
+    assert texts[0] == texts[1] == make_cluster(KvjaxRollout).generate(PROMPTS).text
+    assert cluster.rollout.cached[0] == 0 and cluster.rollout.sampler.programs.sample._cache_size() == 1
 
 
 @pytest.mark.parametrize(
