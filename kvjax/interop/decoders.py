@@ -219,22 +219,28 @@ class _Last:
 
 
 class _Form(NamedTuple):
-    """One kind of attention: the weights that it has, and may have, and its way from x to heads and back."""
+    """One kind of attention: its weights, its other attributes, and its way from x to heads and back."""
 
-    parts: frozenset[str]
-    optional: frozenset[str]
+    weights: frozenset[str]
+    others: frozenset[str]  # weights too, which it may lack
     heads: Callable[[Any, jax.Array, jax.Array], Heads]
     output: Callable[[Any, jax.Array], jax.Array]
 
 
+_OF_LIBRARIES = ("_pytree_", "_object_", "qwix_", "disable_quant_")  # attributes that NNX and qwix add
+
+
 def _form_of(attention: Any, name: str) -> _Form:
-    """The form of an attention, whose weights are all part of it: none is left out unnoticed."""
-    weights = {key for key, part in vars(attention).items() if isinstance(part, nnx.Module | nnx.Variable)}
-    for form in _FORMS:
-        if form.parts <= weights <= form.parts | form.optional:
-            return form
-    wanted = " or ".join(str(sorted(form.parts)) for form in _FORMS)
-    raise ValueError(f"{name}: got a {type(attention).__name__} with weights {sorted(weights)}, wanted {wanted}")
+    """The form of an attention that has its attributes alone: no other one, such as a soft cap, goes unheeded."""
+    names = {key for key, value in vars(attention).items() if value is not None and not key.startswith(_OF_LIBRARIES)}
+    forms = [form for form in _FORMS if form.weights <= names]
+    unheeded = min((sorted(names - form.weights - form.others) for form in forms), key=len, default=None)
+    if unheeded is None:
+        wanted = " or ".join(str(sorted(form.weights)) for form in _FORMS)
+        raise ValueError(f"{name}: got a {type(attention).__name__} with {sorted(names)}, wanted {wanted}")
+    if unheeded:
+        raise ValueError(f"{name}: got a {type(attention).__name__} with {unheeded}, wanted one without them")
+    return forms[0]
 
 
 def _function(attention: Any, name: str) -> Callable[..., Any] | None:
@@ -283,13 +289,18 @@ def _sharding(attention: Any, name: str) -> dict[str, Any]:
 
 _FORMS = (
     _Form(
-        frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}), frozenset({"q_norm", "k_norm"}), _projected,
-        lambda attention, y: attention.o_proj(y, **_sharding(attention, "act_btd")),
+        frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "scale"}),
+        frozenset({"q_norm", "k_norm", "n_rep", "config", "shd_config", "shd_cfg"}),
+        _projected, lambda attention, y: attention.o_proj(y, **_sharding(attention, "act_btd")),
     ),
     *(
         _Form(
-            frozenset({*projections, "_query_norm", "_key_norm", "attn_vec_einsum"}), frozenset(), _by_einsum,
-            lambda attention, y: attention.attn_vec_einsum(y),
+            frozenset({*projections, "_query_norm", "_key_norm", "attn_vec_einsum", "query_pre_attn_norm"}),
+            frozenset({
+                "attn_type", "sliding_window_size", "rope_base_frequency", "rope_scale_factor", "shd_config",
+                "remat_config",
+            }),
+            _by_einsum, lambda attention, y: attention.attn_vec_einsum(y),
         )
         for projections in (("q_einsum", "kv_einsum"), ("qkv_einsum",))
     ),

@@ -113,8 +113,14 @@ class Bare(bonsai.Decoder):
         (lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "module: got a Linear, wanted a decoder with `layers`"),
         (lambda: changed(final_norm=None), "module: got a Decoder, wanted a decoder with `layers` and `final_norm`"),
         (Bare, r"module: got a Bare that is called with \['tokens'\], wanted"),
-        (lambda: changed(q_proj=None), r"module.layers\[0\].attn: got a Attention with weights \['k_norm'"),
-        (lambda: changed(q_bias=nnx.Param(jnp.zeros(3))), r"module.layers\[0\].attn: got .*'q_bias'.*, wanted"),
+        (
+            lambda: changed(q_proj=None),
+            r"module.layers\[0\].attn: got a Attention with \['k_norm', .*, wanted \['k_proj'",
+        ),
+        (
+            lambda: changed(q_bias=nnx.Param(jnp.zeros(3)), soft_cap=5.0),
+            r"module.layers\[0\].attn: got a Attention with \['q_bias', 'soft_cap'\], wanted one without them",
+        ),
         (lambda: changed(layers=nnx.List([nnx.List([])])), r"module.layers\[0\]: got a List, wanted one with `attn`"),
     ],
 )

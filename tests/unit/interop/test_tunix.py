@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     import qwix
     from flax import nnx
     from tunix.models.gemma3 import model as gemma3
+    from tunix.models.gemma4 import model as gemma4
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
@@ -26,6 +27,8 @@ with warnings.catch_warnings():
     from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
     from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
+    from benchmarks import rollout as rollout_benchmark
+    from benchmarks import tunix_engines
     from kvjax.interop.decoders import paged
     from kvjax.interop.tunix import KvjaxRollout
 
@@ -379,5 +382,17 @@ def test_bad_arguments():
 
 
 def test_other_families_are_refused():
-    with pytest.raises(ValueError, match=r"module.layers\[0\].attn: got a Attention with weights .*'q_bias'.*wanted"):
+    with pytest.raises(
+        ValueError, match=r"layers\[0\].attn: got a Attention with \['k_bias', 'q_bias', 'v_bias'\], wanted"
+    ):
         paged(make(family=qwen2))
+    sizes = {**SHAPE, "num_embed": VOCAB, "num_kv_heads": 2, "sliding_window_size": 5}
+    with pytest.raises(ValueError, match=r"layers\[0\].attn: got a Attention with .*'rope_proportion'"):
+        paged(gemma4.Gemma4(gemma4.ModelConfig(**sizes), rngs=nnx.Rngs(0)))
+
+
+def test_the_benchmark_of_rollouts():
+    """Both engines choose the same tokens, in tiny shapes."""
+    faster, seconds = rollout_benchmark.compare_engines(rollout_benchmark.QUICK, rollout_benchmark.QUICK.group)
+    assert faster > 0 and list(seconds) == ["vanilla_16_s", "engine_16_s"]
+    assert tunix_engines.version()
