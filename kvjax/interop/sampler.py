@@ -75,7 +75,7 @@ class Sampler:
       max_length: tokens of a prompt and its completion together.
       block_size: P.
       num_blocks: N; None: enough for max_seqs rows of max_length tokens.
-      max_seqs: S; None: as many as the first call has completions.
+      max_seqs: S; None: as many as a call has completions; one that has more begins with an empty cache.
       dtype: of the K/V.
       mesh: the devices; None: the default one.
       heads: the axis of the mesh that divides kv heads; None: each device has all of the cache.
@@ -192,13 +192,14 @@ class Sampler:
     def _size(self, prompts: Sequence[np.ndarray]) -> int:
         """The size of the groups of equal prompts; that of an earlier batch if it serves, since that is compiled."""
         most = len(prompts) if self.max_seqs is None else self.max_seqs
-        most = most if self.cache is None else self._spec.max_seqs
         self._groups[len(prompts)] = size = group_size(prompts, most, self._groups.get(len(prompts)))
         return size
 
     def _ready(self, model: Model, completions: int) -> Cache:
-        """The cache without old weights' blocks; it is made for so many rows if there is none."""
+        """The cache without old weights' blocks; made anew if there is none, or if it has too few rows."""
         cache, self.cache = self.cache, None
+        if cache is not None and self.max_seqs is None and cache.state.spec.max_seqs < completions:
+            cache = None
         if cache is None:
             cache = self._made(self.max_seqs or completions, jax.tree.leaves(model)[0])
             self._programs = _Programs(cache)

@@ -71,6 +71,18 @@ def test_samples_of_groups_and_of_new_weights():
 
 
 @pytest.mark.long
+def test_a_larger_batch_gets_rows_unless_their_number_is_fixed():
+    greedy = Options(MOST, temperature=0)
+    for most, rows in ((None, [1, 2, 2]), (1, [1, 1, 1])):
+        sampler, found = make_sampler(max_seqs=most), []
+        for batch in ([A], [B, B], [A]):
+            tokens = sampler.sample(MODEL, batch, WIDTH, greedy).tokens
+            assert [one.tolist() for one in tokens] == [chosen(prompt) for prompt in batch]
+            found.append(sampler.cache.state.spec.max_seqs)
+        assert found == rows
+
+
+@pytest.mark.long
 def test_log_probabilities_are_of_the_whole_distribution():
     """Whatever top-k and top-p leave of it; scores are those of the temperature 1."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
