@@ -152,6 +152,8 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_vanilla():
     assert logps.shape == wanted.shape and logps.dtype == wanted.dtype
     mask = np.asarray(completions) != 0
     np.testing.assert_allclose(np.where(mask, logps, 0), np.where(mask, wanted, 0), atol=1e-4)
+    empty = rollout.get_per_token_logps(prompts, completions.at[0].set(0))
+    np.testing.assert_allclose(empty, np.where(np.arange(len(mask))[:, None] > 0, logps, 0), atol=1e-5)
     assert rollout.pad_id() == own.pad_id() and rollout.eos_id() == own.eos_id()
     assert rollout.generate("hello", GREEDY).text == found.text[:1]
 
