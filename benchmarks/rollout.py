@@ -72,9 +72,9 @@ def make_prompt(case: Case, size: Size) -> np.ndarray:
 
 def make_cache(model: Decoder, size: Size) -> kvjax.Cache:
     """A cache with a row for each sample, 8 at most, and blocks for all."""
-    blocks = -(-(size.prompt + size.new) // size.block_size)
+    blocks, completions = -(-(size.prompt + size.new) // size.block_size), size.samples * size.prompts
     spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=(size.samples * size.prompts + 1) * blocks, max_seqs=min(size.samples * size.prompts, 8),
+        model.layer_specs(), num_blocks=(completions + 1) * blocks, max_seqs=min(completions, 8),
         max_length=size.prompt + size.new, block_size=size.block_size, dtype="float32",
     )  # fmt: skip
     return kvjax.Cache.create(spec)
