@@ -13,6 +13,7 @@ BASE ?= HEAD~1
 # and keeps what a run compiles for the next one. A process that dies ends the run: pytest-xdist would wait for its files.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=25
 OLDEST := .venv-jax0112
+TUNIX := .venv-tunix
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
@@ -24,7 +25,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo router rollout test test-long test-all test-oldest test-oldest-gpu fingerprint bench \
+.PHONY: help demo router rollout test test-long test-all test-oldest test-oldest-gpu test-tunix fingerprint bench \
 	$(BENCHMARKS:%=bench-%) gpu gpu-counts lint format wheel
 
 help: ## this list
@@ -58,7 +59,7 @@ test-all: ## what a night adds: the same at length, with other seeds, specs, sha
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
-	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu wheel)
+	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix wheel)
 
 test-oldest: ## the default tests on the oldest jax that CI covers; a part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
@@ -68,6 +69,11 @@ test-oldest-gpu: ## what the oldest jax compiles for GPUs; a part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
 	@scripts/gpu_toolchain.sh $(OLDEST)/bin/python
 	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu" tests/kernels/test_gpu_*.py $(ARGS)
+
+test-tunix: ## rollouts of Tunix' trainers, with Tunix in an environment of its own; a part of test-all
+	@scripts/setup.sh $(TUNIX) test,tunix
+	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/unit/interop/test_tunix.py \
+	  tests/project/test_pages.py $(ARGS)
 
 fingerprint: ## which programs of the verbs differ from those of another commit, and how (BASE=HEAD~1)
 	@$(SETUP)

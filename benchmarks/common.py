@@ -81,9 +81,10 @@ def report(
     metrics: dict[str, float],
     file: pathlib.Path | None = None,
     details: dict[str, float] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints the metrics, and writes them with where they were measured; details are figures beside them."""
-    result = {"benchmark": benchmark, **where()}
+    """Prints the metrics, and writes them with where they were measured; details are figures more, notes text."""
+    result = {"benchmark": benchmark, **where(), **(notes or {})}
     for kind, values in (("metrics", metrics), ("details", details or {})):
         if values:
             result[kind] = {name: rounded(value) for name, value in values.items()}

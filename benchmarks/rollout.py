@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of a training step, to a sampler that keeps dense K/V for each sample, as training loops have them.
 
-The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group.
+The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group. Where
+google-tunix is installed, `group_x` and `decode_x` are to its own `vanilla` engine, with a Qwen3 of Tunix in both; else
+to a sampler here, which `group_dense_x` and `decode_dense_x` always are to.
 `group_x`: a group of 8 samples of a prompt of 512 tokens, 64 new ones; `decode_x`: of 64 tokens, 192 new ones;
 `score_x`: log-probabilities of 8 completions of 64 tokens after a prompt of 1,024, to one dense pass over 8 whole rows.
 All are greedy and must choose the same tokens. They take turns; what counts is the CPU time, the median of several
 rounds. `slots_of_dense`: K/V token slots that the cache has filled by then, to those of the dense buffers.
+`canonical_x`: the first group with `canonical=True`, to without; `canonical_short_x`: 16 prompts of up to 64 tokens.
 `recompiles`: programs that training steps (rollout, score, update) compile after the first one.
 """
 
@@ -21,7 +24,7 @@ from flax import nnx
 from jax import lax
 
 import kvjax
-from benchmarks import common
+from benchmarks import common, tunix_engines
 from benchmarks.contiguous import contiguous_step
 from kvjax.serving import Scheduler
 from models.config import LayerConfig, ModelConfig
@@ -29,12 +32,13 @@ from models.decoder import Decoder
 
 
 class Size(NamedTuple):
-    """G samples of a prompt of so many tokens, `new` tokens each."""
+    """G samples of prompts of up to so many tokens, `new` tokens each."""
 
     samples: int = 8
     prompt: int = 512
     new: int = 64
     block_size: int = 16
+    prompts: int = 1
 
     @property
     def slots(self) -> int:
@@ -46,12 +50,13 @@ class Case(NamedTuple):
     group: Size = Size()
     decode: Size = Size(prompt=64, new=192)
     score: Size = Size(prompt=1024)
+    short: Size = Size(1, 64, prompts=16)
     config: ModelConfig = ModelConfig("llama", 2048, 256, 768, 8, (LayerConfig(4, 32),) * 4)
     rounds: int = 10
 
 
 QUICK = Case(
-    Size(2, 16, 4, 4), Size(2, 4, 8, 4), Size(2, 16, 4, 4),
+    Size(2, 16, 4, 4), Size(2, 4, 8, 4), Size(2, 16, 4, 4), Size(1, 8, 4, 4, prompts=3),
     ModelConfig("llama", 64, 16, 32, 2, (LayerConfig(1, 8),) * 2), rounds=1,
 )  # fmt: skip
 
@@ -66,10 +71,10 @@ def make_prompt(case: Case, size: Size) -> np.ndarray:
 
 
 def make_cache(model: Decoder, size: Size) -> kvjax.Cache:
-    """A cache with a row for each sample."""
-    blocks = -(-(size.prompt + size.new) // size.block_size)
+    """A cache with a row for each sample, 8 at most, and blocks for all."""
+    blocks, completions = -(-(size.prompt + size.new) // size.block_size), size.samples * size.prompts
     spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=(size.samples + 1) * blocks, max_seqs=size.samples,
+        model.layer_specs(), num_blocks=(completions + 1) * blocks, max_seqs=min(completions, 8),
         max_length=size.prompt + size.new, block_size=size.block_size, dtype="float32",
     )  # fmt: skip
     return kvjax.Cache.create(spec)
@@ -141,6 +146,15 @@ def compare_samplers(case: Case, size: Size) -> tuple[float, dict[str, float]]:
     return took["dense"].cpu / took["paged"].cpu, seconds
 
 
+def compare_engines(case: Case, size: Size) -> tuple[float, dict[str, float]]:
+    """How many times longer Tunix' vanilla engine takes than `KvjaxRollout`, all that they do included; and seconds."""
+    prompt = make_prompt(case, size)[0]
+    programs = tunix_engines.engines(case.config, prompt, size.samples, size.new, size.block_size)
+    took, results = common.in_turns(programs, case.rounds)
+    common.require(np.array_equal(*results.values()), "the engines chose other tokens")
+    return took["vanilla"].cpu / took["engine"].cpu, {f"{name}_{size.prompt}_s": one.cpu for name, one in took.items()}
+
+
 def compare_slots(case: Case, size: Size) -> float:
     """Slots that samples at temperature 1 fill, which differ, in terms of the dense buffers' slots."""
     model = make_model(case)
@@ -174,6 +188,29 @@ def compare_scores(case: Case) -> tuple[float, dict[str, float]]:
     same = np.allclose(results["score"][0][0], results["dense_score"], atol=1e-4)
     common.require(same, "the log-probabilities differ")
     return took["dense_score"].cpu / took["score"].cpu, {f"{name}_s": one.cpu for name, one in took.items()}
+
+
+def compare_canonical(case: Case, size: Size) -> float:
+    """How many times longer rollouts take with `canonical=True`."""
+    model, rng = make_model(case), np.random.default_rng(size.prompts)
+    prompts = rng.integers(0, case.config.vocab_size, (size.prompts, size.prompt)).astype(np.int32)
+    shortest = size.prompt if size.prompts == 1 else -(-size.prompt // 4)
+    lengths = rng.integers(shortest, size.prompt + 1, size.prompts).astype(np.int32)
+
+    def program(canonical: bool):
+        def sample(model: Decoder, cache: kvjax.Cache) -> jax.Array:
+            found, _, _ = kvjax.rollout(
+                model, cache, prompts, lengths, samples=size.samples, max_new_tokens=size.new,
+                sampling=kvjax.Sampling(), scheduler=Scheduler(chunk=min(size.prompt, 128)), canonical=canonical,
+            )  # fmt: skip
+            return found.tokens
+
+        jitted = jax.jit(sample)
+        return lambda: make_cache(model, size), lambda cache: jitted(model, cache)
+
+    took, results = common.in_turns({"plain": program(False), "canonical": program(True)}, case.rounds)
+    common.require(np.array_equal(*results.values()), "canonical=True chose other tokens")
+    return took["canonical"].cpu / took["plain"].cpu
 
 
 def count_recompiles(case: Case) -> int:
@@ -213,11 +250,20 @@ def main() -> None:
     group_x, details = compare_samplers(case, case.group)
     decode_x, more = compare_samplers(case, case.decode)
     score_x, of_scores = compare_scores(case)
+    details |= {"group_dense_x": group_x, "decode_dense_x": decode_x} | more | of_scores
+    version, baseline = tunix_engines.version(), "the dense sampler of this benchmark"
+    if version is not None:
+        baseline = f"the vanilla engine of google-tunix {version}"
+        group_x, seconds = compare_engines(case, case.group)
+        decode_x, more = compare_engines(case, case.decode)
+        details |= seconds | more
+    print(f"  group_x and decode_x are to {baseline}")
     metrics = {
         "group_x": group_x, "decode_x": decode_x, "score_x": score_x,
+        "canonical_x": compare_canonical(case, case.group), "canonical_short_x": compare_canonical(case, case.short),
         "slots_of_dense": compare_slots(case, case.group), "recompiles": count_recompiles(case),
     }  # fmt: skip
-    common.report("rollout", metrics, args.json, details | more | of_scores)
+    common.report("rollout", metrics, args.json, details, {"baseline": baseline})
 
 
 if __name__ == "__main__":

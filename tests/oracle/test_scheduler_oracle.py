@@ -742,7 +742,7 @@ class Single(Scheduler):
         self.steps += bool(report.decoded)
         for row in report.decoded:
             self._choose(row, self.steps, report)
-        self._commit(dict.fromkeys(report.decoded, 1))
+        self._commit({}, dict.fromkeys(report.decoded, 1))
         self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
 
 

@@ -186,7 +186,9 @@ def test_rollouts_choose_what_a_dense_sampler_chooses(tmp_path, monkeypatch):
     rollout.main()
     result = json.loads(file.read_text())
     assert result["benchmark"] == "rollout"
-    assert [*result["metrics"]] == ["group_x", "decode_x", "score_x", "slots_of_dense", "recompiles"]
+    assert [*result["metrics"]] == [
+        "group_x", "decode_x", "score_x", "canonical_x", "canonical_short_x", "slots_of_dense", "recompiles",
+    ]  # fmt: skip
     assert result["metrics"].pop("recompiles") == 0
     assert all(value > 0 for value in {**result["metrics"], **result["details"]}.values())
 

@@ -37,7 +37,9 @@ def test_the_core_needs_jax_and_numpy_alone():
 
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
-    assert {"cuda12", "cuda13", "learn", "models", "plot", "wires", "agent", "metrics", "test", "dev"} <= set(extras)
+    assert {"cuda12", "cuda13", "learn", "models", "plot", "wires", "agent", "metrics", "tunix", "test", "dev"} <= set(
+        extras
+    )
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
 
@@ -62,10 +64,11 @@ MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
     "kvjax": {
         "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
-        "google", "optax", "prometheus_client",
+        "google", "optax", "prometheus_client", "flax", "tunix",
     },
 }  # fmt: skip
-WIRES = {"msgspec", "zmq", "grpc", "grpc_tools", "google", "prometheus_client"}  # without one, an error names the extra
+# Without one, an error names the extra.
+WIRES = {"msgspec", "zmq", "grpc", "grpc_tools", "google", "prometheus_client", "flax", "tunix"}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -87,7 +90,6 @@ def test_importing_the_library_imports_no_extra():
         "hypothesis",
         "matplotlib",
         *WIRES,
-        "flax",
         "optax",
         "safetensors",
         "tokenizers",
@@ -110,6 +112,8 @@ def test_nothing_else_imports_the_wires():
 
 WIRES_NEED = 'kvjax.interop: needs msgspec and pyzmq for vllm, and to read trtllm (pip install "kvjax[wires]")'
 METRICS_NEED = 'kvjax.interop.metrics: needs prometheus-client (pip install "kvjax[metrics]")'
+DECODERS_NEED = 'kvjax.interop.decoders: needs flax (pip install "kvjax[tunix]", or "kvjax[models]")'
+TUNIX_NEEDS = 'kvjax.interop.tunix: needs google-tunix (pip install "kvjax[tunix]")'
 AGENT_NEEDS = 'kvjax.interop.agent: needs grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'
 
 
@@ -124,6 +128,8 @@ AGENT_NEEDS = 'kvjax.interop.agent: needs grpcio, grpcio-tools and protobuf (pip
         ("agent", "grpc_tools", AGENT_NEEDS),
         ("agent", "google.protobuf", AGENT_NEEDS),
         ("metrics", "prometheus_client", METRICS_NEED),
+        ("decoders", "flax", DECODERS_NEED),
+        ("tunix", "tunix", TUNIX_NEEDS),
     ],
 )
 def test_wires_without_their_packages_name_the_extra(module, absent, needs):

@@ -72,9 +72,9 @@ def make_prompts(kind, rng):
     return [first, [*first, *tokens, *prompts[0][:30]], *prompts]
 
 
-@each_kind
-def test_cold_warm_and_among_others_a_prompt_gives_the_same_bits(kind):
-    rng, found = np.random.default_rng(1), 0
+def check(kind, seed):
+    """Runs random prompts alone and cold, then in random batches over one cache."""
+    rng, found = np.random.default_rng(seed), 0
     prompts = make_prompts(kind, rng)
     cold = [run(kind, make_cache(kind), [prompt], [number])[0][0] for number, prompt in enumerate(prompts)]
     cache = make_cache(kind)
@@ -86,6 +86,18 @@ def test_cold_warm_and_among_others_a_prompt_gives_the_same_bits(kind):
         assert all(tokens % CHUNK == 0 for tokens in cached)
     assert found > 0
     kvjax.check(state_of(cache), rows=())
+
+
+@each_kind
+def test_cold_warm_and_among_others_a_prompt_gives_the_same_bits(kind):
+    check(kind, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_do_many_random_prompts(kind):
+    for seed in range(2, 22):
+        check(kind, seed)
 
 
 def test_a_rollout_is_the_same_bits_warm_and_cold_and_in_other_rows():

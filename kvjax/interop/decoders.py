@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flax NNX decoders of Tunix and of jax-ml/bonsai as models: their own modules, with K/V in the pools.
+
+A decoder hands the cache that its caller passes to the attention of each layer. `paged` makes a model of one, which
+merges a module of its own for each call, and in that one
+
+    module.layers[i].attn   projects and rotates by the layer's own weights, then writes and attends through the cache
+    module.final_norm       takes the positions in `last` alone, so that the vocabulary is computed for no others
+
+The class and the caller's module stay as they are: a trainer that traces the same class at the same time sees nothing
+of it. These have such an attention:
+
+    Qwen3, Llama 3 of Tunix    block(x, segment_pos, cache, attn_mask): q_proj, k_proj, v_proj, o_proj, q_norm, k_norm
+    Gemma 3 of Tunix           likewise: q_einsum and kv_einsum, or qkv_einsum; attn_vec_einsum; sliding windows
+    Qwen3 of bonsai            __call__(x, cache, segment_ids): q_proj, k_proj, v_proj, o_proj, q_norm, k_norm
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._arrays import Pytree
+from kvjax.layers import LayerSpec
+from kvjax.pools.attention import attend
+from kvjax.pools.device import Pools, write
+from kvjax.pools.views import View
+
+try:
+    from flax import nnx
+except ImportError as error:
+    wanted = 'needs flax (pip install "kvjax[tunix]", or "kvjax[models]")'
+    raise ImportError(f"kvjax.interop.decoders: {wanted}") from error
+
+__all__ = ["PagedModel", "paged"]
+
+
+class PagedModel(Pytree, static=("decoder",)):
+    """A decoder's weights, and the way in which they are called: a `kvjax.serving.Model`.
+
+    Attributes:
+      arrays: the leaves of the module's state; `with_weights` has others in their order.
+      decoder: static; the same for all weights of one `paged`, so that new ones compile nothing.
+    """
+
+    arrays: list[jax.Array]
+    decoder: Decoder
+
+    def __call__(
+        self, tokens: jax.Array, pools: Pools, view: View, *, last: jax.Array | None = None
+    ) -> tuple[jax.Array, Pools]:
+        """See `kvjax.serving.Model`."""
+        cache = _Paged(pools, view)
+        logits = self.decoder.logits(self.arrays, tokens, cache, last)
+        return logits.astype(jnp.float32), cache.pools
+
+    def layer_specs(self) -> list[LayerSpec]:
+        """The layers, for `kvjax.make_spec` and `kvjax.plan`."""
+        return self._shapes()[0]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of keys."""
+        return self._shapes()[1]
+
+    def with_weights(self, module: nnx.Module) -> PagedModel:
+        """The same decoder with the weights of a module of equal structure.
+
+        Raises:
+          ValueError: if the structure differs.
+        """
+        arrays, tree = jax.tree.flatten(nnx.state(module))
+        if tree != self.decoder.tree:
+            raise ValueError(f"module: got a {type(module).__name__} of another structure, wanted that of `paged`")
+        return self.replace(arrays=arrays)
+
+    def _shapes(self) -> tuple[list[LayerSpec], Any]:
+        cache, shapes = _Shapes(), [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in self.arrays]
+        jax.eval_shape(lambda arrays: self.decoder.logits(arrays, jnp.zeros((1, 1), jnp.int32), cache), shapes)
+        return cache.layers, cache.dtype
+
+
+def paged(module: nnx.Module) -> PagedModel:
+    """A model of a decoder and its present weights, which are shared, not copied.
+
+    Args:
+      module: Qwen3, Llama 3 or Gemma 3 of Tunix, Qwen3 of bonsai, or one of that form.
+
+    Raises:
+      ValueError: naming what the module lacks, or what its attention has that would not be computed.
+    """
+    layers, named = getattr(module, "layers", None), type(module).__name__
+    if layers is None or not callable(getattr(module, "final_norm", None)):
+        raise ValueError(f"module: got a {named}, wanted a decoder with `layers` and `final_norm`")
+    parameters = inspect.signature(type(module).__call__).parameters
+    if "cache" not in parameters or not {"positions", "segment_ids"} & set(parameters):
+        raise ValueError(
+            f"module: got a {named} that is called with {list(parameters)[1:]}, wanted (tokens, positions, cache, "
+            "attention_mask) or (tokens, *, cache, segment_ids)"
+        )
+    for number, layer in enumerate(layers):
+        attention = getattr(layer, "attn", None)
+        if attention is None:
+            raise ValueError(f"module.layers[{number}]: got a {type(layer).__name__}, wanted one with `attn`")
+        _form_of(attention, f"module.layers[{number}].attn")
+    graph, state = nnx.split(module)
+    arrays, tree = jax.tree.flatten(state)
+    return PagedModel(arrays, Decoder(graph, tree, "positions" in parameters))
+
+
+class Decoder:
+    """A module without its arrays; equal to itself alone, since what NNX keeps of one may have no hash."""
+
+    def __init__(self, graph: Any, tree: Any, has_positions: bool):
+        self.graph, self.tree, self.has_positions = graph, tree, has_positions
+
+    def logits(self, arrays: list[Any], tokens: jax.Array, cache: _Cache, last: jax.Array | None = None) -> jax.Array:
+        """The logits of the positions `last`, or of all; the cache has all tokens' K/V behind it."""
+        module: Any = nnx.merge(self.graph, jax.tree.unflatten(self.tree, arrays))
+        for layer in module.layers:
+            layer.attn = (_Attention if self.has_positions else _AttentionOfBonsai)(layer.attn)
+            # Rematerialisation would trace the layer apart from the cache; it is for gradients, which nobody takes.
+            if hasattr(getattr(layer, "config", None), "remat_config"):
+                layer.config = dataclasses.replace(layer.config, remat_config=None)
+        if last is not None:
+            module.final_norm = _Last(module.final_norm, last)
+        if self.has_positions:
+            logits, _ = module(tokens, cache.positions, cache, None)
+        else:
+            logits = module(tokens, cache=cache, segment_ids=jnp.ones_like(tokens))
+        return logits if last is None else logits[:, 0]
+
+
+class _Cache:
+    """The argument `cache` of a decoder; its layers' caches name it and their number, as `layer_3` or 3."""
+
+    positions: Any  # i32[R, C]
+
+    def __getitem__(self, layer: str | int) -> _LayerCache:
+        return _LayerCache(self, int(str(layer).removeprefix("layer_")))
+
+    def mix(self, number: int, heads: Heads) -> jax.Array:
+        """The mixed values [R, C, Q, D] of a layer."""
+        raise NotImplementedError
+
+
+class _LayerCache(NamedTuple):
+    cache: _Cache
+    number: int
+
+
+class _Paged(_Cache):
+    """The pools, which each layer replaces while a step is traced."""
+
+    def __init__(self, pools: Pools, view: View):
+        self.pools, self.view, self.positions = pools, view, view.positions
+
+    def mix(self, number: int, heads: Heads) -> jax.Array:
+        self.pools = write(self.pools, number, heads.k, heads.v, self.view)
+        return attend(heads.q, self.pools, number, self.view, scale=heads.scale, window=heads.window)
+
+
+class _Shapes(_Cache):
+    """Notes the shapes of the layers' K/V, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.positions = jnp.zeros((1, 1), jnp.int32)
+        self.layers: list[LayerSpec] = []
+        self.dtype: Any = None
+
+    def mix(self, number: int, heads: Heads) -> jax.Array:
+        self.layers.append(LayerSpec(heads.k.shape[2], heads.k.shape[3], heads.window))
+        self.dtype = heads.k.dtype
+        return jnp.zeros_like(heads.q)
+
+
+class Heads(NamedTuple):
+    """The queries [R, C, Q, D], keys and values [R, C, K, D] of some tokens, rotated; and how they are compared."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    scale: float
+    window: int | None = None
+
+
+class _Attention:
+    """In the place of a layer's attention in Tunix: the same weights, and K/V in the cache."""
+
+    def __init__(self, attention: Any):
+        self.attention, self.form = attention, _form_of(attention, "attn")
+
+    def __call__(self, x: jax.Array, positions: jax.Array, cache: _LayerCache, *_: Any, **__: Any) -> Any:
+        heads = self.form.heads(self.attention, x, positions)
+        return cache, self.form.output(self.attention, cache.cache.mix(cache.number, heads))
+
+
+class _AttentionOfBonsai(_Attention):
+    """The same in bonsai, where the cache knows the positions."""
+
+    def __call__(self, x: jax.Array, cache: _LayerCache, *_: Any, **__: Any) -> Any:
+        return super().__call__(x, cache.cache.positions, cache)[1]
+
+
+class _Last:
+    """The norm before the logits, of one position i32[n] of each row; of a flat batch, of any n positions of it."""
+
+    def __init__(self, norm: Any, last: jax.Array):
+        self.norm, self.last = norm, last
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x[jnp.arange(x.shape[0]), self.last][:, None])
+
+
+class _Form(NamedTuple):
+    """One kind of attention: its weights, its other attributes, and its way from x to heads and back."""
+
+    weights: frozenset[str]
+    others: frozenset[str]  # weights too, which it may lack
+    heads: Callable[[Any, jax.Array, jax.Array], Heads]
+    output: Callable[[Any, jax.Array], jax.Array]
+
+
+_OF_LIBRARIES = ("_pytree_", "_object_", "qwix_", "disable_quant_")  # attributes that NNX and qwix add
+
+
+def _form_of(attention: Any, name: str) -> _Form:
+    """The form of an attention that has its attributes alone: no other one, such as a soft cap, goes unheeded."""
+    names = {key for key, value in vars(attention).items() if value is not None and not key.startswith(_OF_LIBRARIES)}
+    forms = [form for form in _FORMS if form.weights <= names]
+    unheeded = min((sorted(names - form.weights - form.others) for form in forms), key=len, default=None)
+    if unheeded is None:
+        wanted = " or ".join(str(sorted(form.weights)) for form in _FORMS)
+        raise ValueError(f"{name}: got a {type(attention).__name__} with {sorted(names)}, wanted {wanted}")
+    if unheeded:
+        raise ValueError(f"{name}: got a {type(attention).__name__} with {unheeded}, wanted one without them")
+    return forms[0]
+
+
+def _function(attention: Any, name: str) -> Callable[..., Any] | None:
+    """A function of the file that has the class of an attention."""
+    modules = (sys.modules.get(one.__module__) for one in type(attention).__mro__)
+    return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+
+
+def _rotation(attention: Any, positions: jax.Array, width: int, **options: Any) -> Callable[[jax.Array], jax.Array]:
+    """The rotary embedding of an attention's own file, at positions i32[R, C]."""
+    rotate, angles = _function(attention, "apply_rope"), _function(attention, "_generate_pos_embeddings")
+    if rotate is None:
+        raise ValueError(f"attn: got a {type(attention).__name__}, wanted one with `apply_rope` in its file")
+    if angles is None:
+        return lambda x: rotate(x, positions, head_dim=width, **options)
+    sin, cos = angles(positions, width)
+    return lambda x: rotate(x, sin, cos)
+
+
+def _projected(attention: Any, x: jax.Array, positions: jax.Array) -> Heads:
+    options = _sharding(attention, "act_btnh")
+    q, k, v = (getattr(attention, f"{name}_proj")(x, **options) for name in "qkv")
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    rotate = _rotation(attention, positions, q.shape[-1])
+    return Heads(rotate(q), rotate(k), v, attention.scale)
+
+
+def _by_einsum(attention: Any, x: jax.Array, positions: jax.Array) -> Heads:
+    if hasattr(attention, "qkv_einsum"):
+        q, k, v = attention.qkv_einsum(x)
+    else:
+        q, (k, v) = attention.q_einsum(x), attention.kv_einsum(x)
+    base, factor = attention.rope_base_frequency, attention.rope_scale_factor
+    rotate = _rotation(attention, positions, q.shape[-1], base_frequency=base, scale_factor=factor)
+    window = attention.sliding_window_size if attention.attn_type.name == "LOCAL_SLIDING" else None
+    q, k = rotate(attention._query_norm(q)), rotate(attention._key_norm(k))
+    return Heads(q, k, v, attention.query_pre_attn_scalar, window)
+
+
+def _sharding(attention: Any, name: str) -> dict[str, Any]:
+    """The argument that divides a projection's result, where bonsai names one."""
+    sharding = getattr(getattr(attention, "shd_cfg", None), name, None)
+    return {} if sharding is None else {"out_sharding": sharding}
+
+
+_FORMS = (
+    _Form(
+        frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "scale"}),
+        frozenset({"q_norm", "k_norm", "n_rep", "config", "shd_config", "shd_cfg"}),
+        _projected, lambda attention, y: attention.o_proj(y, **_sharding(attention, "act_btd")),
+    ),
+    *(
+        _Form(
+            frozenset({*projections, "_query_norm", "_key_norm", "attn_vec_einsum", "query_pre_attn_norm"}),
+            frozenset({
+                "attn_type", "sliding_window_size", "rope_base_frequency", "rope_scale_factor", "shd_config",
+                "remat_config",
+            }),
+            _by_einsum, lambda attention, y: attention.attn_vec_einsum(y),
+        )
+        for projections in (("q_einsum", "kv_einsum"), ("qkv_einsum",))
+    ),
+)  # fmt: skip
