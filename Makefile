@@ -24,7 +24,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo router test test-long test-all test-oldest test-oldest-gpu fingerprint bench \
+.PHONY: help demo router rollout test test-long test-all test-oldest test-oldest-gpu fingerprint bench \
 	$(BENCHMARKS:%=bench-%) gpu gpu-counts lint format wheel
 
 help: ## this list
@@ -38,6 +38,10 @@ demo: ## generate with the bundled model: reuse, forks, eviction, events
 router: ## two caches that publish their events, and a router that knows what each of them holds
 	@$(SETUP)
 	@$(PYTHON) -m models.router $(ARGS)
+
+rollout: ## a GRPO loop with the bundled model, each step in one program (ARGS="--plot reward.png")
+	@$(SETUP)
+	@$(PYTHON) -m models.grpo $(ARGS)
 
 # Only tests that ARGS may ask for compile for GPUs.
 test: ## the default tests

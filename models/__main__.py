@@ -8,6 +8,7 @@ COMMANDS = {
     "demo": "what the cache does, with the bundled model",
     "router": "two caches that publish their events, and a router that knows what each holds",
     "verify": "logits and tokens of a checkpoint against a golden folder",
+    "grpo": "a training loop around `rollout`, which teaches the bundled model to end its answers",
     "train": "the training of the bundled model",
 }
 

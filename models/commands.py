@@ -108,9 +108,15 @@ def save(parser: Parser, args: argparse.Namespace, entries: Iterable[dict[str, A
 
 def draw(parser: Parser, args: argparse.Namespace, cache: Any) -> None:
     """Draws the cache if it is not None."""
+    if cache is not None:
+        save_picture(parser, args, lambda path: kvjax.debug.plot_blocks(cache.state, path))
+
+
+def save_picture(parser: Parser, args: argparse.Namespace, plot: Callable[[pathlib.Path], Any]) -> None:
+    """Calls `plot` with the file, if one is asked for."""
     try:
-        if args.plot is not None and cache is not None:
-            kvjax.debug.plot_blocks(cache.state, args.plot)
+        if args.plot is not None:
+            plot(args.plot)
     except (OSError, ValueError) as error:
         parser.error(f"--plot: {reason(error, args.plot)}")
 

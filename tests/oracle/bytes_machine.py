@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache whose K/V identify their tokens: random histories, in which every byte that may be read is compared.
 
-The K/V of a token are a hash of (namespace, all tokens up to it, layer, K or V). After every step
+The K/V of a token are a hash of (namespace, all tokens up to it, layer, K or V). A namespace is a tenant's under one
+version of the weights: rows in flight go on under theirs when there are new ones. After every step
 
 - each slot of a row's written tokens, where the row's view or its blocks on the host have it, holds the row's own;
 - each findable block of every group, on both tiers, holds the K/V of its path;
@@ -43,6 +44,7 @@ from tests import drive
 from tests.drive import BOTH
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
+VERSIONS = 50  # of the weights, at most
 TWO = ((None, 0), (None, 0))  # layers of full attention
 RECURRENT, LATENT, WIDEST = "recurrent", "latent", 3  # layers of a configuration; tokens of tiles, fewer than a block's
 AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of admit, tokens of extend, blocks of offload, watermark
@@ -137,7 +139,7 @@ class Chain(Pytree, static=("layers",)):
         if padded:
             name = start
             names = jnp.stack([name := advance(name, tokens[:, i]) for i in range(tokens.shape[1])], axis=1)
-            chosen = jnp.take_along_axis(names, last[:, None], axis=1)[:, 0]
+            chosen = names if last is None else jnp.take_along_axis(names, last[:, None], axis=1)[:, 0]
             begins = jnp.full(names.shape, -1, jnp.int32).at[:, 0].set(start)
         else:
             position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -285,6 +287,11 @@ def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def score_of(path: Path, namespace: int, token: int) -> float:
+    """The log-probability of a token after a path, by `Chain`."""
+    return (name_of(namespace, path) % VOCAB == token) - float(np.log(np.e + VOCAB - 1))
+
+
 def _rollout(*args: Any, **options: Any) -> Any:
     """Two completions of each prompt."""
     scheduler = Scheduler(chunk=8, k=SIZE)
@@ -306,6 +313,7 @@ def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
     return found | {
         "apply": jit(kvjax.apply), "compute": jit(compute), "decode": jit(block_of_steps),
         "view": jax.jit(kvjax.view, static_argnums=1), "rollout": jax.jit(_rollout, donate_argnums=1),
+        "score": jax.jit(functools.partial(kvjax.score, chunk=8), donate_argnums=1),
     }  # fmt: skip
 
 
@@ -386,6 +394,7 @@ class Life:
       host: the host's pools, or None.
       rows: the right contents of each row in use.
       mirror: the index by the events alone.
+      version: the newest of the weights.
       tally: a count of each kind of happening.
     """
 
@@ -400,6 +409,7 @@ class Life:
         self.rows: dict[int, Row] = {}
         self.pins: list[tuple[np.ndarray, int]] = []
         self.flying: list[kvjax.tiers.Transfer] = []
+        self.version = 0
         self.mirror = kvjax.events.Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
         self.programs = programs(config.kernels)
@@ -620,7 +630,17 @@ class Life:
         for row in lost:
             self.rows.pop(row, None)
 
+    def newest(self, namespace: int) -> int:
+        """The namespace of the same tenant under the newest weights."""
+        return self.version * TENANTS + namespace % TENANTS
+
     # From requests to verbs.
+
+    def _update(self, request: Request) -> None:
+        """New weights; whatever is in flight goes on under its own."""
+        del request
+        self.version += 1
+        self.tally["rows of old weights"] += len(self.rows)
 
     def _admit(self, request: Request) -> None:
         prompts, spaces = request["prompts"], request["namespaces"]
@@ -644,7 +664,13 @@ class Life:
                 self.rows[seq] = Row(space, items, items[:found])
                 self.tally["hit"] += found > 0
                 self.tally["partial hit"] += found % SIZE > 0
+                self.tally["cached by other weights"] += self.is_cached_elsewhere(space, items)
         self.lose(lost)
+
+    def is_cached_elsewhere(self, namespace: int, items: Path) -> bool:
+        """Whether the tenant's index has the beginning of a prompt under other weights alone."""
+        spaces = {space for _, space, path in self.mirror.index if path[:SIZE] == items[:SIZE]}
+        return namespace not in spaces and any((namespace - space) % TENANTS == 0 for space in spaces)
 
     def items(self, tokens: Any) -> Path:
         return tuple(zip(tokens, extras(tokens), strict=True)) if self.extra else tuple(tokens)
@@ -793,7 +819,14 @@ class Life:
             self.on_cache("evict", np.array([cached[request["which"] % len(cached)]], np.int32))
 
     def _forget_namespaces(self, request: Request) -> None:
-        self.on_cache("forget_namespaces", np.array(request["keep"], np.int32))
+        keep = request["keep"]
+        if bool(self.on_cache("forget_namespaces", np.array(keep, np.int32)).ok) and not self.spec.bare:
+            self.inspect()
+            refcount = self.state.groups[0].blocks.refcount
+            nodes = self.mirror.nodes.items()
+            held = {entry[:2] for (group, block, _), entry in nodes if group == 0 and refcount[block]}
+            old = {entry[:2] for _, entry in nodes if entry[0] not in keep}
+            assert old <= held, f"kept of other namespaces than {keep}: {old - held}"
 
     def _reset(self, request: Request) -> None:
         del request
@@ -903,6 +936,29 @@ class Life:
                 self._check_chosen(prompt, space, chosen[sample][mask[sample]].tolist())
         self.tally["rollout hit"] += int(np.sum(found.cached[:, 0] > 0))
 
+    def _score(self, request: Request) -> None:
+        """Scores completions, whose log-probabilities tell that each token before them was read as it is."""
+        prompts, texts, ends = request["prompts"], request["completions"], request["ends"]
+        spaces = [request["space_of"][prompt[0]] for prompt in prompts]
+        tokens = np.stack([np.pad(prompt, (0, WIDTH - SIZE - len(prompt))) for prompt in prompts]).astype(np.int32)
+        log = rollout_log(self.spec, tokens.shape, SIZE, 2)
+        roots = np.array([name_of(space, ()) for space in request["space_of"]], np.int32)
+        found, self.cache, log = self.programs["score"](
+            Chain(roots, self.config.layers), self.cache, tokens, np.array(texts, np.int32),
+            np.array([len(prompt) for prompt in prompts], np.int32), completion_lengths=np.array(ends, np.int32),
+            namespace=np.array(spaces, np.int32), log=log,
+        )  # fmt: skip
+        self.follow(log)
+        for prompt, space, *group in zip(prompts, spaces, texts, ends, np.asarray(found), strict=True):
+            if (self.rows or self.pins) and np.isnan(group[-1]).any():  # too few rows or blocks
+                self.tally["not scored"] += 1
+                continue
+            for text, end, got in zip(*group, strict=True):
+                wanted = [score_of((*prompt, *text[:at]), space, text[at]) for at in range(end)]
+                same = np.allclose(got, padded_floats(wanted), atol=1e-5)
+                assert same, f"scores of {text[:end]} after {prompt} are {got}, wanted {wanted}"
+                self.tally["scored"] += 1
+
 
 _NAMES: dict[tuple[int, Path], int] = {}  # the names of all texts in requests, for complaints
 
@@ -920,6 +976,11 @@ def extras(tokens: Any) -> list[int]:
     return [int(i % 3 == 2 and t > 0) for i, t in enumerate(tokens)]
 
 
+def padded_floats(values: list[float]) -> np.ndarray:
+    """f32[P]: the values, then 0."""
+    return np.array([*values, *[0] * (SIZE - len(values))], np.float32)
+
+
 def padded(values: Any) -> np.ndarray:
     return drive.padded(values, WIDTH)
 
@@ -934,9 +995,9 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 
 _WEIGHTS = {
     "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
-    "decode": 24, "trim": 3, "forget_namespaces": 1,
+    "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
     "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
-    "rollout": 4,
+    "rollout": 4, "score": 4,
 }  # fmt: skip
 
 
@@ -968,11 +1029,12 @@ class Requests:
         return [*(rest[0] if rest else []), *self.text(WIDTH)][:WIDTH]
 
     def prompt(self, life: Life) -> tuple[list[int], int]:
-        """Tokens and a tenant. Often they are cached, or begin like a cached text, on either tier."""
+        """Tokens and a namespace. Often they are cached, or begin like a cached text, on either tier."""
         nodes = list(life.mirror.nodes.values())
         if not nodes or self.chance(0.5):
-            return self.text(self.length()), int(self.chance(0.3))
+            return self.text(self.length()), life.newest(int(self.chance(0.3)))
         namespace, path, *_ = nodes[self.number(len(nodes))]
+        namespace = life.newest(namespace) if self.chance(0.7) else namespace
         prefix = [x[0] if isinstance(x, tuple) else x for x in path]
         prefix = prefix[: self.number(1, len(prefix) + 1)] if self.chance(0.5) else prefix
         more = self.number(0, 2 * SIZE)
@@ -981,6 +1043,11 @@ class Requests:
     def length(self) -> int:
         """The length of a prompt, often of whole blocks, of which the last one is computed again."""
         return SIZE * self.number(1, WIDTH // SIZE + 1) if self.chance(0.4) else self.number(1, WIDTH + 1)
+
+    def spaces(self, life: Life) -> list[int]:
+        """A namespace for each first token of a prompt: a tenant's, mostly under the newest weights."""
+        versions = [life.version if self.chance(0.8) else self.number(life.version + 1) for _ in range(VOCAB)]
+        return [version * TENANTS + self.number(TENANTS) for version in versions]
 
     def number_of_steps(self) -> int:
         """The k of a block of steps."""
@@ -1006,12 +1073,14 @@ class Requests:
             "admit": free, "compute": [seq for seq in used if reserved[seq]], "extend": used, "release": life.rows,
             "decode": [seq for seq in used if not reserved[seq]], "trim": used,
             "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
-            "forget_namespaces": life.mirror.nodes,
+            "forget_namespaces": life.mirror.nodes, "update": life.version < VERSIONS - 1,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
             "shift": between and life.mirror.nodes, "watermark": between and life.mirror.nodes,
             "swap": between and life.rows, "complete": life.flying, "generate": self.config.generate and free,
-            "rollout": self.config.generate and free and not life.has_host and not self.config.kernels,
         }  # fmt: skip
+        candidates |= dict.fromkeys(
+            ("rollout", "score"), self.config.generate and free and not life.has_host and not self.config.kernels
+        )
         allowed = self.config.verbs
         if allowed is not None and not between and life.has_host and "loop admit" not in allowed:
             candidates["admit"] = False
@@ -1054,7 +1123,10 @@ class Requests:
             case "pin":
                 request |= {"seq": self.few(used, 1)[0], "number": self.number(1, 3)}
             case "forget_namespaces":
-                request["keep"] = [self.number(TENANTS)]
+                tenants, version = range(TENANTS), life.version
+                if self.chance(0.3):  # one tenant, or old weights
+                    tenants, version = [self.number(TENANTS)] * TENANTS, self.number(life.version + 1)
+                request["keep"] = [version * TENANTS + tenant for tenant in tenants]
             case "unpin" | "evict":
                 request["which"] = self.number(100)
             case "shift":
@@ -1066,13 +1138,18 @@ class Requests:
                 request["seq"] = self.few(asleep if asleep and self.chance(0.7) else used or asleep, 1)[0]
             case "rollout":
                 request["prompts"] = [self.text(self.number(1, WIDTH - SIZE + 1)) for _ in range(3)]
-                request["space_of"] = self.rng.integers(0, TENANTS, VOCAB).tolist()
+                request["space_of"] = self.spaces(life)
+            case "score":
+                request["prompts"] = [self.text(self.number(1, WIDTH - SIZE + 1)) for _ in range(3)]
+                request["completions"] = self.rng.integers(0, VOCAB, (3, 2, SIZE)).tolist()
+                request["ends"] = self.rng.integers(0, SIZE + 1, (3, 2)).tolist()
+                request["space_of"] = self.spaces(life)
             case "generate":
                 count = self.number(2, 5)
                 request["prompts"] = [self.text(self.number(1, 13)) for _ in range(count)]
                 request["most"] = [1 if self.chance(0.3) else self.number(1, 5) for _ in range(count)]
                 request["priorities"] = self.rng.integers(-3, 6, count).tolist()
-                request["space_of"] = self.rng.integers(0, TENANTS, VOCAB).tolist()
+                request["space_of"] = self.spaces(life)
                 request["k"] = SIZE if allowed else self.number_of_steps()
         request["poison"] = self.chance(0.7)
         if life.has_host:
@@ -1140,14 +1217,19 @@ def shrink(config: Config, requests: list[Request]) -> list[Request]:
 
 
 FULL = (None, 0)
-FAST = ("admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "decode", "trim", "complete")
+FAST = (
+    "admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "decode", "trim", "complete", "update",
+)  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, generate=False, verbs=FAST),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
     "extra ids": Config(options={"extra_ids": True}),
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
     "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
-    "batches": Config(host=8, verbs=("admit", "compute", "release", "swap", "pin", "unpin", "generate")),
+    "rollouts": Config(
+        verbs=("admit", "compute", "release", "update", "forget_namespaces", "pin", "unpin", "rollout", "score")
+    ),
+    "batches": Config(host=8, verbs=("admit", "compute", "release", "swap", "pin", "unpin", "update", "generate")),
     "host": Config(host=5),
     "host, int8, methods": Config(host=5, dtype="int8", methods=True),
     "by class, host": Config(host=5, policy=lfu()),

@@ -20,6 +20,7 @@ HAPPENS = (
     "hit", "partial hit", "copied on write", "fork", "truncate", "merged", "stored", "removed", "NO_BLOCKS",
     "decode", "trim", "block given back",
 )  # fmt: skip
+OF_VERSIONS = "rows of old weights", "cached by other weights"
 ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "failed", "lost")
 
 
@@ -38,8 +39,8 @@ def assert_happened(tally, *things):
 
 
 def test_bytes_over_two_tiers():
-    life = live(CONFIGS["fast host"], seed=3, steps=500)
-    assert_happened(life.tally, *HAPPENS, *ON_HOSTS)
+    life = live(CONFIGS["fast host"], seed=4, steps=500)
+    assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS)
     demand, _ = life.demands()[0]
     for tier, rows in enumerate(np.split(demand, [life.spec.groups[0].num_blocks])):
         row, slot = np.argwhere(rows >= 0)[0]
@@ -195,7 +196,34 @@ def test_bytes_of_recurrent_layers():
 
 @pytest.mark.slow
 def test_bytes_on_a_mesh():
-    assert_happened(live(CONFIGS["fast mesh"], seed=3, steps=400).tally, *HAPPENS, *ON_HOSTS)
+    assert_happened(live(CONFIGS["fast mesh"], seed=1, steps=400).tally, *HAPPENS, *ON_HOSTS)
+
+
+@pytest.mark.long
+def test_bytes_of_rollouts_and_scores():
+    tally = live(CONFIGS["rollouts"], seed=1, steps=300).tally
+    things = "rollout hit", "generated", "scored", "not scored", "beside other rows", "forget_namespaces"
+    assert_happened(tally, *things, *OF_VERSIONS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("verb", ["rollout", "score"])
+def test_weights_without_a_namespace_of_their_own_are_noticed(verb, monkeypatch):
+    request = {
+        "prompts": [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 1], [1, 2]], "completions": [[[0, 1, 2, 0]] * 2] * 3,
+        "ends": [[4, 4]] * 3,
+    }  # fmt: skip
+    history = [call(verb, **request, space_of=[0, 1, 0]), call("update"), call(verb, **request, space_of=[2, 3, 2])]
+    carry_out(CONFIGS["rollouts"], lambda _: history)
+    programs = bytes_machine.programs(False)
+    program = programs[verb]
+
+    def wrong(*args, namespace, **options):
+        return program(*args, namespace=namespace % bytes_machine.TENANTS, **options)
+
+    monkeypatch.setitem(programs, verb, wrong)
+    with pytest.raises(AssertionError, match=r"^step 3, .* wanted"):
+        carry_out(CONFIGS["rollouts"], lambda _: history)
 
 
 @pytest.mark.long
@@ -211,7 +239,7 @@ def test_bytes_through_every_verb(name):
     jax.clear_caches()  # the programs of the configuration before: see `forget_programs`
     config = CONFIGS[name]
     tally = live(config, seed=1, steps=NIGHTLY // len(SLOW)).tally
-    things = [*HAPPENS, "rows by name", "generated", "generate hit", "beam_step", "pin", "evict", "reset"]
+    things = [*HAPPENS, "rows by name", "generated", "generate hit", "beam_step", "pin", "evict", "reset", *OF_VERSIONS]
     things += [*ON_HOSTS, "watermark", "swap_in", "swap_out", "offload", "onboard"] if config.host else []
     things += ["slid"] if config.spec().groups[1:] else []
     if not config.spec().partial_reuse:

@@ -31,6 +31,7 @@ from benchmarks import (
     offload,
     replay,
     research,
+    rollout,
     sampling,
     scan,
     serving,
@@ -176,6 +177,27 @@ def test_a_program_that_chooses_other_tokens_ends_the_benchmark_of_sampling():
     wrong = {"plain": sampling.plain, "other": sampling.static(static_sampling.Static(5.0))}
     with pytest.raises(SystemExit, match="programs chose different tokens"):
         sampling.compare(wrong, kvjax.Sampling(), sampling.QUICK, 1)
+
+
+@pytest.mark.slow
+def test_rollouts_choose_what_a_dense_sampler_chooses(tmp_path, monkeypatch):
+    file = tmp_path / "rollout.json"
+    monkeypatch.setattr(sys, "argv", ["rollout", "--quick", "--json", str(file)])
+    rollout.main()
+    result = json.loads(file.read_text())
+    assert result["benchmark"] == "rollout"
+    assert [*result["metrics"]] == ["group_x", "decode_x", "score_x", "slots_of_dense", "recompiles"]
+    assert result["metrics"].pop("recompiles") == 0
+    assert all(value > 0 for value in {**result["metrics"], **result["details"]}.values())
+
+
+def test_a_sampler_that_chooses_other_tokens_ends_the_benchmark_of_rollouts(monkeypatch):
+    size = rollout.QUICK.decode
+    other = lambda size: lambda model, prompt: np.full((size.samples, size.new), -1)  # noqa: E731
+    monkeypatch.setattr(rollout, "dense_sampler", other)
+    monkeypatch.setattr(rollout, "paged_sampler", lambda size: lambda *_: (np.zeros((size.samples, size.new)), None))
+    with pytest.raises(SystemExit, match="the samplers chose other tokens"):
+        rollout.compare_samplers(rollout.QUICK, size)
 
 
 @pytest.mark.slow

@@ -20,10 +20,12 @@ STEPS = {"fast host": 400, "fast windows": 400, "windows, host, int8": 300, "win
 SLOW = {False: (), True: pytest.mark.slow}
 
 
-def given_out(number):
+def given_out(tenants, versions=1):
+    """Names of the namespaces of tenants, of which the first has no salt, under each version of the weights."""
     names = kvjax.Namespaces()
-    for salt in range(1, number):
-        names(salt=f"tenant {salt}")
+    for version in range(versions):
+        for tenant in range(tenants):
+            names(f"tenant {tenant}" if tenant else None, weights=version or None)
     return names
 
 
@@ -34,7 +36,7 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
 
     An agent serves the same events to a reader of the first group, and to others that request all groups.
     """
-    names = given_out(bytes_machine.TENANTS)
+    names = given_out(bytes_machine.TENANTS, bytes_machine.VERSIONS)
     with contextlib.ExitStack() as stack:
         config = CONFIGS[name]
         extra = {"extra_name": "image {}".format} if config.spec().extra_ids else {}
