@@ -256,8 +256,8 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
     group = group.replace(blocks=group.blocks.replace(hits=hits))
     groups, records = [group], [stored]
     for number, other in enumerate(state.window_groups, 1):
-        of_group = adopted.blocks[number]
-        other, stored = _link(other, number, group, of_group, node, ok & arrived[number], fill)
+        of_group = jnp.where(ok, adopted.blocks[number], NO_BLOCK)
+        other, stored = _link(other, number, group, of_group, node, arrived[number], fill)
         changed = jnp.concatenate([published, published])
         other = windows.mark(other, group, jnp.concatenate([node, before]), changed, now)
         (other,) = fence(other)  # the policy has read the refcounts that are written below

@@ -248,6 +248,7 @@ def test_blocks_land_once():
     step = jax.jit(land)
     landed, done = step(state, events.adopted, HAVE)
     assert bool(done.ok) and len(kvjax.to_list(done)) == 2 * COLUMNS
+    landed, _ = jax.jit(kvjax.admit)(landed, np.int32(0), TEXT, np.int32(WIDTH))  # counts hits in every group
     again, refused = step(landed, events.adopted, HAVE)
     assert refused.status.tolist() == [Status.BAD_REQUEST] and kvjax.to_list(refused) == []
     chex.assert_trees_all_equal(again, landed)
