@@ -132,7 +132,7 @@ def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: n
             cache, missing = _adopt_chain(cache, saved, path, _have(path, wanted, contents, available), namespaces, now)
             if not missing:
                 break
-            path = path[:-missing]
+            path = path[: len(path) - missing]
     ids = blocks_with(contents, namespaces, jax.device_get(cache.state))
     order = [_by_release(*each) for each in zip(state.groups, ids, contents.order, strict=True)]
     return _with(cache, _release_again(cache.state, order, now), cache.pools), _counted(saved, ids)
@@ -193,7 +193,8 @@ def _adopt_chain(
         return cache, max(1, int(np.sum(np.asarray(events.shortfall))))
     adopted: Any = events.adopted
     own = np.asarray(adopted.blocks) >= 0
-    arrived, pools, ends = np.zeros_like(own), cache.pools, []
+    arrived, pools = np.zeros_like(own), cache.pools
+    ends: list[int] = []
     for number, of_group in enumerate(own):
         columns = np.flatnonzero(of_group[: min(ends[:1], default=len(path))]).tolist()
         found = {at: words for at in columns if (words := saved.read(number, path[at])) is not None}

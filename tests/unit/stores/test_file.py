@@ -4,6 +4,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +15,11 @@ from kvjax.stores.contents import contents_of
 from kvjax.stores.layout import leaves_of
 from kvjax.stores.transport import read
 from kvjax.tiers import TieredCache
+from models import load as load_model
+from models.golden import read_golden
 from tests.drive import METHODS, lines, padded
+from tests.mesh import mesh_of
+from tests.models.families import GOLDENS
 
 SIZE, ROWS, WIDTH = 4, 3, 16
 FULL, WINDOW = LayerSpec(2, 2), LayerSpec(2, 2, window=6, sink_tokens=2)
@@ -141,3 +146,208 @@ def test_a_restart_finds_the_same(kind, seed, tmp_path):
     assert counts == Loaded(total(cache), 0, 0)
     assert len(wanted) > 8 and findable(loaded) == wanted
     assert in_order(loaded) == in_order(cache)
+
+
+def closed(prefixes):
+    return all(len(prefix) == 2 or prefix[:-1] in prefixes for prefix in prefixes)
+
+
+@each_kind
+@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)]])
+def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path):
+    """With another policy, fewer rows, and rows that hold blocks while it was saved."""
+    cache = history(create(make_spec(kind)), seed, leave=False)
+    wanted, order = findable(cache), in_order(cache)[0]
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    host = {"num_host_blocks": 3} if make_spec(kind).has_host else {}
+    spec = make_spec(kind, num_blocks=6, max_seqs=1, **host)
+    loaded, counts = load(create(spec, policy=kvjax.policies.fifo()), tmp_path, names=Namespaces(), model=MODEL)
+    kvjax.check(loaded.state)
+    found = findable(loaded)
+    assert counts == Loaded(total(loaded), total(cache) - total(loaded), 0) and counts.left > 0
+    assert closed(found) and len(found) >= min(6, len(order))
+    for prefix, (arrays, *numbers) in found.items():
+        assert numbers == wanted[prefix][1:]
+        assert arrays.items() <= wanted[prefix][0].items()
+    if not host:
+        assert set(in_order(loaded)[0]) == set(order[-len(found) :])
+
+
+def test_blocks_leave_a_loaded_cache_as_they_would_have_left_the_saved_one(tmp_path):
+    saved = history(create(make_spec("plain")), 3)
+    save(saved, tmp_path, names=Namespaces(), model=MODEL)
+    loaded, _ = load(create(make_spec("plain")), tmp_path, names=Namespaces(), model=MODEL)
+    caches, foreign = [saved, loaded], 0
+    while any(key[0] == 0 for key in findable(caches[0])):
+        foreign += 1
+        for number, cache in enumerate(caches):
+            cache, events = run(cache, "admit", np.int32(0), padded([foreign] * 4, WIDTH), 4, namespace=1 + foreign)
+            assert bool(events.ok)
+            tokens, counts = lines({0: [foreign] * 4}, ROWS, WIDTH)
+            cache, _ = run(cache, "commit", tokens, counts)
+            caches[number], _ = run(cache, "release", np.int32(0))
+        assert findable(caches[0]).keys() == findable(caches[1]).keys()
+
+
+def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
+    spec = make_spec("plain", num_blocks=10)
+    saved = history(create(make_spec("plain")), 1)
+    save(saved, tmp_path, names=Namespaces(), model=MODEL)
+    text = [2] * 15
+    cache, _ = run(create(spec), "admit", np.int32(0), padded(text, WIDTH), np.int32(15))
+    tokens, counts = lines({0: text}, ROWS, WIDTH)
+    cache, _ = run(cache, "commit", tokens, counts)
+    cache = random_bytes(cache)
+    before = findable(cache)
+    cache, counts = load(cache, tmp_path, names=Namespaces(), model=MODEL)
+    kvjax.check(cache.state)
+    after = findable(cache)
+    assert counts.taken == 6 and counts.broken == 0 and before.items() <= after.items()
+    again, counts = load(cache, tmp_path, names=Namespaces(), model=MODEL)
+    assert counts.taken == 6 and findable(again) == after
+
+
+def test_namespaces_keep_apart_what_they_kept_apart(tmp_path):
+    """Two salts, versions and LoRAs with the same tokens, whose numbers are others after the restart."""
+    names, loras = Namespaces(), {0: "french", 5: "legal"}
+    pairs = [("a", None, None), ("b", None, None), ("a", None, 2), ("a", 0, None), ("a", 5, None), (None, 5, None)]
+    numbers = [names(salt, lora, weights=weights) for salt, lora, weights in pairs]
+    text, cache = [1, 2, 3, 4, 5], create(make_spec("plain"))
+    for number in numbers[::2]:
+        cache, _ = run(cache, "admit", np.int32(0), padded(text, WIDTH), np.int32(5), namespace=np.int32(number))
+        cache, _ = run(cache, "commit", *lines({0: text}, ROWS, WIDTH))
+        cache, _ = run(cache, "release", np.int32(0))
+    save(cache, tmp_path, names=names, model=MODEL, loras=loras)
+    assert not any(salt in path.name for path in tmp_path.iterdir() for salt in ("french", "legal"))
+    after, loras = Namespaces(), {7: "french", 1: "legal", 0: "another"}
+    after("b")
+    after("c")
+    loaded, counts = load(create(make_spec("plain")), tmp_path, names=after, model=MODEL, loras=loras)
+    assert counts == Loaded(6, 0, 0)
+    swap = {None: None, 0: 7, 5: 1}
+    for at, (salt, lora, weights) in enumerate(pairs):
+        number = after(salt, swap[lora], weights=weights)
+        assert int(loaded.lookup(padded(text, WIDTH), 5, namespace=number).cached_tokens) == (0 if at % 2 else 4)
+    for other in (after("a", 0), after("c"), after(), after("a", 5), after("a", weights=3)):
+        assert int(loaded.lookup(padded(text, WIDTH), 5, namespace=other).cached_tokens) == 0
+    _, counts = load(create(make_spec("plain")), tmp_path, names=Namespaces(), model=MODEL, loras={2: "french"})
+    assert counts == Loaded(4, 2, 0)
+    with pytest.raises(ValueError, match=r"loras: got .* wanted a name for LoRA 5"):
+        save(cache, tmp_path, names=names, model=MODEL, loras={0: "french"})
+
+
+def bytes_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
+    spec, names = make_spec("plain"), Namespaces()
+    cache, folder = history(create(spec), 1), tmp_path / "save"
+    save(cache, folder, names=names, model=MODEL)
+    before, wanted = bytes_of(folder), findable(cache)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text('{"name": "an app"}')
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "manifest.json").write_text('{"format": "kvjax cache", "version": 2}')
+    good = {"cache": cache, "folder": folder, "names": names, "model": MODEL}
+    tenant = run(create(spec), "admit", np.int32(0), padded([1] * 5, WIDTH), np.int32(5), namespace=np.int32(3))[0]
+    tenant = run(tenant, "commit", *lines({0: [1] * 5}, ROWS, WIDTH))[0]
+    both = [
+        ({"cache": cache.state}, "cache: got a CacheState, wanted a Cache"),
+        ({"cache": create(make_spec("tiers")).cache}, "cache: got a Cache whose spec has a host tier"),
+        ({"cache": jax.tree.map(lambda x: np.stack([x, x]), cache)}, "cache: got a batch"),
+        ({"names": None}, "names: got None, wanted the kvjax.Namespaces"),
+        ({"model": ""}, "model: got '', wanted the name"),
+        ({"model": 3}, "model: got 3, wanted the name"),
+        ({"loras": {"a": 1}}, "loras: got 'a': 1, wanted numbers with names"),
+        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a name of its own"),
+        ({"loras": 3}, "loras: got 3, wanted"),
+        ({"folder": None}, "folder: got None, wanted the path"),
+        ({"folder": tmp_path / "file"}, "folder: got .* which is a file"),
+        ({"folder": tmp_path / "other"}, "folder: got .*manifest.json' of something else"),
+        ({"folder": tmp_path / "newer"}, "folder: got .*manifest.json' of version 2, wanted 1"),
+    ]
+    for change, message in [*both, ({"cache": tenant}, "names: got 1 namespaces, wanted .* number 3")]:
+        with pytest.raises(ValueError, match=message):
+            save(**{**good, **change})
+    others = {"block_size": 8, "extra_ids": True, "dtype": "float32"}
+    layouts = [
+        ({"cache": create(make_spec("plain", **{name: value}))}, f"cache: got one with .*{name}.*, wanted that of")
+        for name, value in others.items()
+    ]
+    layouts += [
+        ({"cache": create(make_spec("windows"))}, "cache: got one with groups=.*, wanted that of the save"),
+        ({"model": "another"}, "model: got 'another', wanted that of the save, 'a model'"),
+        ({"folder": tmp_path / "nothing"}, "folder: got .*nothing' without manifest.json, wanted a saved cache"),
+        ({"now": 0.5}, "now: got dtype"),
+    ]
+    for change, message in both + layouts:
+        with pytest.raises(ValueError, match=message):
+            load(**{**good, **change})
+    assert bytes_of(folder) == before and not (tmp_path / "nothing").exists()
+    assert findable(cache) == wanted and len(list((tmp_path / "newer").iterdir())) == 1
+
+
+def test_a_tiered_cache_is_a_pytree_of_arrays():
+    tiered = history(create(make_spec("tiers")), 0)
+    leaves, structure = jax.tree.flatten(tiered)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    assert findable(jax.tree.unflatten(structure, leaves)) == findable(tiered)
+
+
+# From one device to several and back; and real models.
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("windows", marks=pytest.mark.slow)])
+@pytest.mark.long
+def test_from_one_device_to_a_mesh_of_two_and_back(kind, tmp_path):
+    spec, names = make_spec(kind), Namespaces()
+    cache = history(create(spec), 4)
+    wanted = findable(cache)
+    save(cache, tmp_path, names=names, model=MODEL)
+    with mesh_of(1, 2) as mesh:
+        divided, counts = load(create(spec, mesh=mesh, heads="heads"), tmp_path, names=names, model=MODEL)
+        assert counts == Loaded(total(cache), 0, 0) and findable(divided) == wanted
+        assert all(len(pool.sharding.device_set) == 2 for pool in jax.tree.leaves(divided.pools.arrays))
+        assert not divided.pools.arrays[0][0].is_fully_replicated
+        save(divided, tmp_path, names=names, model=MODEL)
+    whole, counts = load(create(spec), tmp_path, names=names, model=MODEL)
+    assert counts == Loaded(total(cache), 0, 0) and findable(whole) == wanted and in_order(whole) == in_order(cache)
+
+
+@pytest.mark.slow
+def test_tiers_on_a_mesh(tmp_path):
+    spec, names = make_spec("tiers"), Namespaces()
+    with mesh_of(1, 2) as mesh:
+        cache = history(create(spec, mesh=mesh, heads="heads"), 4)
+        save(cache, tmp_path, names=names, model=MODEL)
+        again, counts = load(create(spec, mesh=mesh, heads="heads"), tmp_path, names=names, model=MODEL)
+        assert counts == Loaded(total(cache), 0, 0) and findable(again) == findable(cache)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", *[pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "deepseek_v3")]]
+)
+@pytest.mark.long
+def test_golden_logits_after_a_restart(family, tmp_path):
+    model, _ = load_model(GOLDENS / family)
+    golden = read_golden(GOLDENS / family, 256)
+    steps, rows = 8, [row for row in range(len(golden.lengths)) if golden.lengths[row] > 40]
+    prompts = [golden.prompts[row, : golden.lengths[row]].tolist() for row in rows]
+    options = {"max_seqs": 2, "max_length": max(map(len, prompts)) + steps, "block_size": 4, "dtype": "float32"}
+    spec, names = kvjax.make_spec(model.layer_specs(), num_blocks=200, **options), Namespaces()
+    _, cache, _ = kvjax.generate(model, Cache.create(spec), prompts, max_new_tokens=steps)
+    save(cache, tmp_path, names=names, model=family)
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype.kind == "f" else x, Cache.create(spec).pools)
+    cache, counts = load(Cache.create(spec).replace(pools=nan), tmp_path, names=names, model=family)
+    assert counts.left == counts.broken == 0
+    outputs, _, _ = kvjax.generate(model, cache, prompts, max_new_tokens=steps)
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.cached_tokens >= golden.lengths[row] // 4 * 4 - 4
+        count = len(output.tokens)
+        logits = np.asarray(golden.greedy_logits[row, :count], np.float64)
+        wanted = logits - np.log(np.sum(np.exp(logits - logits.max(-1, keepdims=True)), -1, keepdims=True))
+        wanted = (wanted - logits.max(-1, keepdims=True))[np.arange(count), golden.greedy[row, :count]]
+        assert output.tokens == golden.greedy[row, :count].tolist()
+        np.testing.assert_allclose(output.logprobs, wanted, rtol=1e-3, atol=1e-3)
