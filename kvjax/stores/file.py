@@ -40,7 +40,7 @@ from kvjax.stores.manifest import (
     write_part,
     written_by_one,
 )
-from kvjax.stores.restore import Loaded, Saved, restore, tensor_name
+from kvjax.stores.restore import Loaded, Saved, open_part, restore, tensor_name
 from kvjax.stores.transport import checksum, read
 from kvjax.tiered import TieredCache
 
@@ -191,15 +191,34 @@ def load[C: (Cache, TieredCache)](
     pools_of(cache)
     path, loras = checked_folder(folder), checked_names(names, model, loras)
     time = np.asarray(integers("now", now, ()))
-    manifest = read_manifest(path)
-    if model != manifest["model"]:
-        raise ValueError(f"model: got {model!r:.200}, wanted that of the save, {manifest['model']!r:.200}")
-    check_layout(manifest["layout"], layout_of(cache.state.spec))
-    contents, crc = _read_index(path, manifest, cache.state.spec)
-    roots, namespaces = _translated(path, manifest, contents, names, loras)
+    spec = cache.state.spec
     with contextlib.ExitStack() as stack:
-        saved = Saved(path, manifest, cache.state.spec, contents, contents.starts(roots), crc, stack)
+        manifest, index, parts = _opened(path, spec, model, stack)
+        contents, crc = index
+        roots, namespaces = _translated(path, manifest, contents, names, loras)
+        saved = Saved(spec, contents, contents.starts(roots), crc, parts)
         return cast(Any, restore(cache, saved, namespaces, time))
+
+
+def _opened(
+    folder: pathlib.Path, spec: CacheSpec, model: str, stack: contextlib.ExitStack
+) -> tuple[dict[str, Any], tuple[Contents, np.ndarray], list[tuple[dict[str, Any], Any]]]:
+    """The manifest, the index and the open files of a save with this model and the spec's layout."""
+    while True:
+        manifest = read_manifest(folder)
+        if model != manifest["model"]:
+            raise ValueError(f"model: got {model!r:.200}, wanted that of the save, {manifest['model']!r:.200}")
+        check_layout(manifest["layout"], layout_of(spec))
+        parts = [(part, open_part(folder / part["file"], stack)) for part in manifest["parts"]]
+        try:
+            index = _read_index(folder, manifest, spec)
+        except ValueError:
+            if read_manifest(folder) == manifest:
+                raise
+            continue
+        if all(opened is not None for _, opened in parts) or read_manifest(folder) == manifest:
+            return manifest, index, parts
+        # Another save has come in between, and has deleted what is missing.
 
 
 def _read_index(folder: pathlib.Path, manifest: dict[str, Any], spec: CacheSpec) -> tuple[Contents, np.ndarray]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -58,23 +59,20 @@ class Saved:
 
     def __init__(
         self,
-        folder: pathlib.Path,
-        manifest: Mapping[str, Any],
         spec: CacheSpec,
         contents: Contents,
         starts: np.ndarray,
         crc: np.ndarray,
-        stack: contextlib.ExitStack,
+        parts: Sequence[tuple[Mapping[str, Any], Any]],
     ):
-        """Opens all files, so that a later save may delete them; `stack` closes them."""
+        """`parts` are those of the manifest, each with its open file, or None."""
         self.contents, self._starts, self._crc, self._spec = contents, starts, crc, spec
         self.broken = np.zeros(contents.order.shape, np.bool_)
         exists = contents.order >= 0
         self._position = np.cumsum(exists, axis=1) - exists
         self._parts: list[list[tuple[int, int, Any]]] = [[] for _ in spec.groups]
-        for part in manifest["parts"]:
-            if 0 <= part["group"] < len(spec.groups):
-                opened = _open(folder / part["file"], stack)
+        for part, opened in sorted(parts, key=lambda each: each[0]["first"]):
+            if opened is not None and 0 <= part["group"] < len(spec.groups):
                 self._parts[part["group"]].append((part["first"], part["count"], opened))
 
     def read(self, number: int, at: int) -> list[np.ndarray] | None:
@@ -89,18 +87,20 @@ class Saved:
         leaves = leaves_of(self._spec, number)
         if not leaves:
             return []
-        for first, count, opened in self._parts[number]:
-            if opened is not None and first <= position < first + count:
-                row = position - first
-                try:
-                    found = [opened.get_slice(tensor_name(at))[row : row + 1] for at in range(len(leaves))]
-                except Exception:  # whatever safetensors raises
-                    return None
-                fits = all(
-                    x.shape == (1, *leaf.shape) and x.dtype == leaf.word for x, leaf in zip(found, leaves, strict=True)
-                )
-                return [x[0] for x in found] if fits else None
-        return None
+        at = bisect.bisect_right(self._parts[number], position, key=lambda part: part[0]) - 1
+        if at < 0:
+            return None
+        first, count, opened = self._parts[number][at]
+        row = position - first
+        if row >= count:
+            return None
+        try:
+            found = [opened.get_slice(tensor_name(leaf))[row : row + 1] for leaf in range(len(leaves))]
+        except Exception:  # whatever safetensors raises
+            return None
+        pairs = zip(found, leaves, strict=True)
+        fits = all(x.shape == (1, *leaf.shape) and x.dtype == leaf.word for x, leaf in pairs)
+        return [x[0] for x in found] if fits else None
 
     def sound(self, path: list[int]) -> list[int]:
         """The path up to its first broken block."""
@@ -108,8 +108,8 @@ class Saved:
         return path[: ends[0]] if ends else path
 
 
-def _open(path: pathlib.Path, stack: contextlib.ExitStack) -> Any:
-    """An open file, or None."""
+def open_part(path: pathlib.Path, stack: contextlib.ExitStack) -> Any:
+    """An open file, which a later save may delete, until `stack` closes it; None if it cannot be opened."""
     from safetensors import safe_open
 
     try:
@@ -196,9 +196,9 @@ def _adopt_chain(
     arrived, pools = np.zeros_like(own), cache.pools
     ends: list[int] = []
     for number, of_group in enumerate(own):
-        columns = np.flatnonzero(of_group[: min(ends[:1], default=len(path))]).tolist()
-        found = {at: words for at in columns if (words := saved.read(number, path[at])) is not None}
-        ends.append(min(set(columns) - found.keys(), default=len(path)))  # behind the first group's nothing is read
+        reserved = np.flatnonzero(of_group[: min(ends[:1], default=len(path))]).tolist()
+        found = {at: words for at in reserved if (words := saved.read(number, path[at])) is not None}
+        ends.append(min(set(reserved) - found.keys(), default=len(path)))  # behind the first group's nothing is read
         arrived[number, list(found)] = True
         pools = write(pools, number, adopted.pool_rows[number], list(found), list(found.values()))
     state, _ = _land(cache.state, adopted, arrived, now=now)

@@ -139,6 +139,20 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path):
         save(FIRST, tmp_path / "save", names=Namespaces(), model=MODEL)
 
 
+def test_a_reader_gets_the_new_save_when_it_comes_in_between(tmp_path, monkeypatch, small_parts):
+    save(FIRST, tmp_path, names=Namespaces(), model=MODEL)
+    waiting, whole = [SECOND], file.open_part
+
+    def opened(*args):
+        if waiting:
+            save(waiting.pop(), tmp_path, names=Namespaces(), model=MODEL)
+        return whole(*args)
+
+    monkeypatch.setattr(file, "open_part", opened)
+    texts, counts = loaded_from(tmp_path)
+    assert texts == texts_of(SECOND) and counts.broken == 0
+
+
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_save_survives_kill_9(kills, tmp_path):
     wanted, rng = [texts_of(FIRST), texts_of(SECOND)], np.random.default_rng(kills)
