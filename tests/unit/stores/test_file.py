@@ -21,7 +21,7 @@ from kvjax.tiers import FailedTransfer, TieredCache
 from models import load as load_model
 from models.golden import read_golden
 from tests.drive import METHODS, lines, padded
-from tests.mesh import mesh_of
+from tests.mesh import AUTO, EXPLICIT, mesh_of
 from tests.models.families import GOLDENS
 
 SIZE, ROWS, WIDTH = 4, 3, 16
@@ -304,7 +304,21 @@ def test_a_tiered_cache_is_a_pytree_of_arrays():
     tiered = history(create(make_spec("tiers")), 0)
     leaves, structure = jax.tree.flatten(tiered)
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-    assert findable(jax.tree.unflatten(structure, leaves)) == findable(tiered)
+    empty = jax.tree.leaves(create(make_spec("tiers")))
+    arrays = [jax.device_put(np.array(leaf), like.sharding) for leaf, like in zip(leaves, empty, strict=True)]
+    again = jax.tree.unflatten(structure, arrays)
+    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(again.host)]
+    assert kinds == [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tiered.host)]
+    assert findable(again) == findable(tiered)
+    text = {
+        "extra_ids": np.zeros(WIDTH, np.int32),
+        "retention": kvjax.Retention.of([(0, 4, 1, 50)], decode_priority=20),
+    }
+    texts = [(np.int32(0), np.full(WIDTH, token, np.int32), np.int32(WIDTH)) for token in (0, 7)]
+    for args in texts:
+        (tiered, events), (again, same) = (run(one, "admit", *args, **text) for one in (tiered, again))
+        assert bool(events.ok) and int(events.cached[0]) == int(same.cached[0]) and findable(tiered) == findable(again)
+        (tiered, _), (again, _) = (run(one, "release", np.int32(0)) for one in (tiered, again))
 
 
 def test_a_move_that_fails_leaves_a_sound_cache(tmp_path, monkeypatch):
@@ -339,14 +353,14 @@ def test_without_safetensors_an_error_names_the_extra(name, tmp_path, monkeypatc
 # From one device to several and back; and real models.
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("windows", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "axes"), [("int8", AUTO), pytest.param("windows", EXPLICIT, marks=pytest.mark.slow)])
 @pytest.mark.long
-def test_from_one_device_to_a_mesh_of_two_and_back(kind, tmp_path):
+def test_from_one_device_to_a_mesh_of_two_and_back(kind, axes, tmp_path):
     spec, names = make_spec(kind), Namespaces()
     cache = history(create(spec), 4)
     wanted = findable(cache)
     save(cache, tmp_path, names=names, model=MODEL)
-    with mesh_of(1, 2) as mesh:
+    with mesh_of(1, 2, axes) as mesh:
         divided, counts = load(create(spec, mesh=mesh, heads="heads"), tmp_path, names=names, model=MODEL)
         assert counts == Loaded(total(cache), 0, 0) and findable(divided) == wanted
         assert all(len(pool.sharding.device_set) == 2 for pool in jax.tree.leaves(divided.pools.arrays))
