@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from kvjax._compile import OutermostJit
 from kvjax.cache import Cache, reader
-from kvjax.checks import check_alive, check_on_host, face
+from kvjax.checks import check_alive, check_on_host, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
@@ -42,6 +42,7 @@ from kvjax.verbs.truncate import truncate
 
 _release = OutermostJit(release, donate_argnums=0)
 _land = OutermostJit(Cache._land, donate_argnums=0)
+_lands: set[Any] = set()  # shapes for which it is compiled
 _step = OutermostJit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
@@ -198,8 +199,17 @@ class TieredCache:
         now: ArrayLike = 0,
     ) -> tuple[TieredCache, Events]:
         """See `Cache.adopt`; what has to leave the device for it goes to the host."""
-        check_staged(kv, self.state.spec, -(-np.size(tokens) // self.state.spec.block_size))
+        tokens = integers("tokens", tokens, ("T",))
+        check_staged(kv, self.state.spec, -(-tokens.size // self.state.spec.block_size))
         options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
+        arguments = self.cache, tokens, length, kv, have, options
+        shapes = jax.tree.structure(arguments), *map(np.shape, jax.tree.leaves(arguments))
+        if shapes not in _lands:
+            # Compiled before anything is donated, so that a compile error loses nothing.
+            reserve = functools.partial(adopt, tiers=("device", "host"))
+            events = jax.eval_shape(reserve, self.state, tokens, length, have, **options)[1]
+            _land.lower(self.cache, events, kv, have, now=now).compile()
+            _lands.add(shapes)
         try:
             tiered, events = self._adopt(tokens, length, have, **options)
         except FailedTransfer as failure:

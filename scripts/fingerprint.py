@@ -9,6 +9,7 @@ import argparse
 import collections
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -109,6 +110,7 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         "init": ((), {}),
         "admit": ((i32(), i32(WIDTH), i32()), one | stated),
         "admit several": ((rows, texts, rows), several),
+        "adopt": ((i32(WIDTH), i32(), jax.ShapeDtypeStruct((WIDTH // 4,), jnp.bool_)), one),
         "lookup": ((i32(WIDTH), i32()), one),
         "extend": ((flags,), {}),
         "extend by 6": ((flags, rows), {"max_tokens": 6}),
@@ -128,6 +130,7 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         requests |= {
             "admit over tiers": ((i32(), i32(WIDTH), i32()), one | both),
             "extend over tiers": ((flags,), both),
+            "adopt over tiers": ((i32(WIDTH), i32(), jax.ShapeDtypeStruct((WIDTH // 4,), jnp.bool_)), one | both),
             **{verb: ((rows,), {}) for verb in ("offload", "onboard")},
             "watermark": ((i32(),), {"most": 5}),
             **{verb: ((i32(),), {}) for verb in ("swap_out", "swap_in")},
@@ -141,6 +144,9 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
             continue
         arrays = {key: kwargs.pop(key) for key in ("extra_ids", "retention", "seqs") if key in kwargs}
         yield name, lambda arrays, *args, verb=verb, kw=kwargs: verb(*args, **arrays, **kw), (arrays, state, *args)
+        if name == "adopt":
+            _, events = jax.eval_shape(verb, state, *args, **arrays)
+            yield "land", _find("land"), (state, events.adopted, args[2])
         if name == "admit over tiers":
             _, events = jax.eval_shape(lambda arrays, *args, v=verb, kw=kwargs: v(*args, **arrays, **kw),
                                        arrays, state, *args)  # fmt: skip
@@ -149,10 +155,9 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
 
 def _find(name: str):
     """A verb, wherever a tree has it; None if it has none of this name."""
-    for path in ("kvjax", "kvjax.tiers"):
-        module = importlib.import_module(path)
-        if hasattr(module, name):
-            return getattr(module, name)
+    for path in ("kvjax", "kvjax.tiers", "kvjax.stores"):
+        if importlib.util.find_spec(path) and hasattr(importlib.import_module(path), name):
+            return getattr(importlib.import_module(path), name)
     return None
 
 

@@ -94,7 +94,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     key = prefix_keys(start, text, blocks.tokens.shape[1], column, so_far)
 
     found = index.find(blocks, group.links, key)
-    earliest = _earliest(key, where)
+    earliest = earliest_with_key(key, where)
     is_first = earliest == number
     target = jnp.where(found >= 0, found, pick(own, earliest))
     parent = jnp.where(head == number, before, jnp.roll(target, 1)) if several else before
@@ -117,7 +117,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     return Dedup(own, target, publish, merge, is_first, key, jnp.stack([parent, namespace], axis=-1))
 
 
-def _earliest(key: jax.Array, where: jax.Array) -> jax.Array:
+def earliest_with_key(key: jax.Array, where: jax.Array) -> jax.Array:
     """i32[K]; the first entry, where bool[K], with an equal digest of its key u32[K, 2]; each other entry itself."""
     at = jnp.arange(where.size, dtype=jnp.int32)
     digest = jnp.where(

@@ -96,11 +96,23 @@ def check_staged(staged: Any, spec: CacheSpec, columns: int) -> None:
     """Raises a ValueError unless these are `columns` blocks of each group of a cache with this layout."""
     if not isinstance(staged, Staged):
         raise ValueError(f"kv: got a {type(staged).__name__}, wanted Staged blocks, such as kvjax.stores.gather makes")
+    lengths = [len(group.pools) for group in spec.groups]
+    has_scales = any(pool.quantised for group in spec.groups for pool in group.pools)
+    for name, part, wanted in ("arrays", staged.arrays, lengths), ("scales", staged.scales, lengths * has_scales):
+        if (found := [len(of_group) for of_group in part or ()]) != wanted:
+            raise ValueError(f"kv.{name}: got pools of groups {found}, wanted {wanted}")
     for number, group in enumerate(spec.groups):
         for at, pool in enumerate(group.pools):
             rows = columns, len(pool.layers)
             blocks = jax.tree.leaves(pool.block_shape(spec.block_size))
-            wanted = [((*rows, *block.shape), block.dtype) for block in blocks]
-            found = [(one.shape, one.dtype) for one in jax.tree.leaves(staged.arrays[number][at])]
-            if found != wanted:
-                raise ValueError(f"kv.arrays[{number}][{at}]: got {found}, wanted {wanted}")
+            _check(f"kv.arrays[{number}][{at}]", staged.arrays[number][at], rows, blocks)
+            if staged.scales and pool.quantised:
+                scales = jax.ShapeDtypeStruct(blocks[0].shape[:-1], jnp.float32)
+                _check(f"kv.scales[{number}][{at}]", staged.scales[number][at], rows, [scales])
+
+
+def _check(name: str, tree: Any, rows: tuple[int, ...], blocks: Sequence[jax.ShapeDtypeStruct]) -> None:
+    wanted = [((*rows, *block.shape), block.dtype) for block in blocks]
+    found = [(one.shape, one.dtype) for one in jax.tree.leaves(tree)]
+    if found != wanted:
+        raise ValueError(f"{name}: got {found}, wanted {wanted}")

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, fence, leading, pick, put
 from kvjax.blocks import index, windows
-from kvjax.blocks.dedup import link, same_content
+from kvjax.blocks.dedup import earliest_with_key, link, same_content
 from kvjax.blocks.holders import give_back, hold
 from kvjax.blocks.keys import chain, prefix_keys, root_key
 from kvjax.blocks.publish import forget, publish
@@ -241,22 +241,23 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
     column = jnp.arange(fill.shape[0], dtype=jnp.int32)
     cached, matches = _cached(group, adopted.text, fill, adopted.namespace)
     num_cached = leading(matches & group.reachable(cached, ("device",)))
-    end = leading((column < num_cached) | ((own >= 0) & arrived[0] & (cached < 0)))
+    keys = keys_of(adopted.text, fill, adopted.namespace)
+    is_new = (own >= 0) & arrived[0] & (cached < 0)
+    end = leading((column < num_cached) | (is_new & (earliest_with_key(keys, is_new) == column)))
     published, joins = ok & (column >= num_cached) & (column < end), ok & (column < num_cached)
     node = jnp.where(column < end, jnp.where(column < num_cached, cached, own), NO_BLOCK)
     refcount, node, published, joins = fence(group.blocks.refcount, node, published, joins & (node != adopted.held))
     group = group.replace(blocks=group.blocks.replace(refcount=refcount))
     before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
     parent = jnp.stack([before, jnp.broadcast_to(adopted.namespace, before.shape)], axis=-1)
-    keys = keys_of(adopted.text, fill, adopted.namespace)
     group, stored = publish(group, own, published, keys, parent, column, fill)
     group = hold(group, node, joins, hit=False)
     hits = put(group.blocks.hits, own, jnp.where(published, adopted.hits, 0), ok & (own >= 0))  # no longer LOST
     group = group.replace(blocks=group.blocks.replace(hits=hits))
     groups, records = [group], [stored]
     for number, other in enumerate(state.window_groups, 1):
-        of_group = adopted.blocks[number]
-        other, stored = _link(other, number, group, of_group, node, ok & arrived[number], fill)
+        of_group = jnp.where(ok, adopted.blocks[number], NO_BLOCK)
+        other, stored = _link(other, number, group, of_group, node, arrived[number], fill)
         changed = jnp.concatenate([published, published])
         other = windows.mark(other, group, jnp.concatenate([node, before]), changed, now)
         (other,) = fence(other)  # the policy has read the refcounts that are written below

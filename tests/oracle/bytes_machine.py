@@ -7,6 +7,7 @@ version of the weights: rows in flight go on under theirs when there are new one
 - each slot of a row's written tokens, where the row's view or its blocks on the host have it, holds the row's own;
 - each findable block of every group, on both tiers, holds the K/V of its path;
 - of recurrent layers, each row's snapshot and each findable one is the name of its text;
+- a block that is reserved for K/V from outside is nobody else's, and holds those that were written;
 - `check` passes, and the events give the index;
 
 and everything else may be overwritten with NaN, for nobody may read it.
@@ -38,6 +39,7 @@ from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler, rollout_log
 from kvjax.state import NO_BLOCK, EvictionPolicy
+from kvjax.stores import Adopted, Staged, scatter
 from kvjax.tiers import FailedTransfer, TieredCache
 from pallas_kernels.loops import scan, varying
 from tests import drive
@@ -210,6 +212,42 @@ def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
     return pools
 
 
+def staged_blocks(config: Config, namespace: int, items: Path, have: np.ndarray) -> Staged:
+    """The bytes of a text's blocks where `have` bool[G, F], as the models above write them; NaN in all other slots."""
+    spec, names = config.spec(), np.zeros(WIDTH, np.int32)
+    names[: len(items)] = names_of(namespace, items)
+    is_token, last = np.arange(WIDTH) < len(items), np.minimum(np.arange(SIZE, WIDTH + 1, SIZE), len(items)) - 1
+    found = np.moveaxis(vectors(names, len(config.layers)).reshape(WIDTH // SIZE, SIZE, -1, 2, 2), 1, 3)
+    arrays, scales = [], []
+    for group, present in zip(spec.groups, have, strict=True):
+        free = ~(present[:, None] & is_token.reshape(-1, SIZE))
+        arrays.append([])
+        scales.append([None] * len(group.pools))
+        for number, pool in enumerate(group.pools):
+            signs = signs_of(config.heads)
+            if group.recurrent:
+                snapshots = np.where(present[:, None, None], names[last][:, None, None] + 1, np.nan) * signs[:, 0]
+                each = {"name": snapshots.astype(np.float32), "num_tokens": (last + 1).astype(np.int32)[:, None]}
+                arrays[-1].append({name: np.repeat(x, len(pool.layers), axis=1) for name, x in each.items()})
+                continue
+            values = found[:, list(pool.layers)]  # [F, L, 2, P, D]
+            if config.layers[pool.layers[0]] == LATENT:
+                values = np.moveaxis(values, 2, 3).reshape(*values.shape[:2], 1, 1, SIZE, 4)
+            else:
+                values = values[:, :, :, None] * signs[:, None]
+            spot = np.broadcast_to(free[:, None, None, None], values.shape[:-1])
+            if pool.quantised:
+                scale = np.abs(values).max(axis=-1) / np.float32(127)
+                values, scales[-1][number] = np.rint(values / scale[..., None]).astype(np.int8), scale
+                scale[spot] = np.nan
+            else:
+                values = np.array(values, np.float32)
+            values[spot] = -128 if pool.quantised else np.nan
+            arrays[-1].append(values)
+    quantised = any(one is not None for each in scales for one in each)
+    return Staged(tuple(map(tuple, arrays)), spec, tuple(map(tuple, scales)) if quantised else None)
+
+
 def signs_of(heads: int) -> np.ndarray:
     """f32[K, 1]: a factor for the values of each kv head, so that heads differ."""
     return np.where(np.arange(heads) % 2, -1, 1).astype(np.float32)[:, None]
@@ -274,7 +312,7 @@ _ON_CACHES = (
     "admit", "extend", "fork", "truncate", "trim", "release", "beam_step", "evict", "forget_namespaces", "pin", "unpin",
     "reset",
 )  # fmt: skip
-_ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", "swap_in")
+_ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", "swap_in", "adopt", "land")
 
 
 def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,7 +349,8 @@ def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
     found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
     found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
     return found | {
-        "apply": jit(kvjax.apply), "compute": jit(compute), "decode": jit(block_of_steps),
+        "Cache.adopt": jit(Cache.adopt), "scatter": jit(scatter), "apply": jit(kvjax.apply),
+        "compute": jit(compute), "decode": jit(block_of_steps),
         "view": jax.jit(kvjax.view, static_argnums=1), "rollout": jax.jit(_rollout, donate_argnums=1),
         "score": jax.jit(functools.partial(kvjax.score, chunk=8), donate_argnums=1),
     }  # fmt: skip
@@ -386,6 +425,25 @@ class Row:
     swapped: bool = False
 
 
+@dataclasses.dataclass
+class Adoption:
+    """Blocks that are reserved for a text whose K/V come from outside.
+
+    Attributes:
+      namespace: of the text.
+      items: the text.
+      adopted: of the events of `adopt`.
+      blocks: i32[G, F]; those that are reserved.
+      written: bool[G, F]; those whose pool rows hold their K/V.
+    """
+
+    namespace: int
+    items: Path
+    adopted: Adopted
+    blocks: np.ndarray
+    written: np.ndarray
+
+
 class Life:
     """A cache that carries out requests, with a comparison of all its bytes after each.
 
@@ -393,6 +451,7 @@ class Life:
       cache: state and pools.
       host: the host's pools, or None.
       rows: the right contents of each row in use.
+      adoptions: what is reserved and has not landed.
       mirror: the index by the events alone.
       version: the newest of the weights.
       tally: a count of each kind of happening.
@@ -407,6 +466,7 @@ class Life:
             tiered = TieredCache.create(self.spec, self.config.policy, **where)
             self.cache, self.host = tiered.cache, tiered.host
         self.rows: dict[int, Row] = {}
+        self.adoptions: list[Adoption] = []
         self.pins: list[tuple[np.ndarray, int]] = []
         self.flying: list[kvjax.tiers.Transfer] = []
         self.version = 0
@@ -519,6 +579,17 @@ class Life:
                     if spec.recurrent:
                         names, at = names[-1:], at[-1:]
                     want(f"block {block} {path}", np.full(len(names), slot[block]), at, names)
+            for adoption in self.adoptions:
+                reserved = adoption.blocks[number] >= 0
+                rows = slot[adoption.blocks[number][reserved]]
+                assert (demand[rows] < 0).all(), f"{adoption} shares pool rows {rows} with others; {owners}"
+                assert (rows == np.asarray(adoption.adopted.pool_rows)[number][reserved]).all(), f"{adoption} has moved"
+                where = np.arange(len(adoption.items))
+                where = where[adoption.written[number][where // SIZE]]
+                if spec.recurrent:
+                    where = where[(where % SIZE == SIZE - 1) | (where == len(adoption.items) - 1)]
+                names = names_of(adoption.namespace, adoption.items)[where]
+                want("an adoption", slot[adoption.blocks[number][where // SIZE]], where % SIZE, names)
             found.append((demand, owners))
         return found
 
@@ -580,18 +651,8 @@ class Life:
     def moving(self, verb: str, *args: Any, **kwargs: Any) -> tuple[kvjax.Events, list[int]]:
         """Runs a verb that may move blocks; also returns the rows that a failed move has cost."""
         if self.config.methods:
-            try:
-                tiered, events = getattr(TieredCache(self.cache, self.host), verb)(*args, **kwargs)
-                lost, gone = [], None
-            except FailedTransfer as failure:
-                tiered, events, lost, gone = failure.tiered, failure.events, failure.lost, failure.removed
-            self.cache, self.host = tiered.cache, tiered.host
-            self.note(verb, events)
-            if gone is not None:
-                self.tally["failed"] += 1
-                self.follow(gone)
-            return events, lost
-        tiers = {"tiers": BOTH} if verb in ("admit", "extend") else {}
+            return self.by_method("_adopt" if verb == "adopt" else verb, *args, **kwargs)
+        tiers = {"tiers": BOTH} if verb in ("admit", "extend", "adopt") else {}
         state, events = self.programs[verb](self.cache.state, *args, **tiers, **kwargs)
         self.note(verb, events)
         pools, host, ok = self.cache.pools, self.host, True
@@ -608,6 +669,20 @@ class Life:
             return events, []
         self.tally["failed"] += not ok
         return events, self.completed(transfer, ok)
+
+    def by_method(self, verb: str, *args: Any, **kwargs: Any) -> tuple[kvjax.Events, list[int]]:
+        """Calls a method of `TieredCache`; see `moving`."""
+        try:
+            tiered, events = getattr(TieredCache(self.cache, self.host), verb)(*args, **kwargs)
+            lost, gone = [], None
+        except FailedTransfer as failure:
+            tiered, events, lost, gone = failure.tiered, failure.events, failure.lost, failure.removed
+        self.cache, self.host = tiered.cache, tiered.host
+        self.note(verb, events)
+        if gone is not None:
+            self.tally["failed"] += 1
+            self.follow(gone)
+        return events, lost
 
     def completed(self, transfer: kvjax.tiers.Transfer, ok: bool) -> list[int]:
         state, done = self.programs["complete"](self.cache.state, transfer, np.bool_(ok))
@@ -635,6 +710,78 @@ class Life:
         return self.version * TENANTS + namespace % TENANTS
 
     # From requests to verbs.
+
+    def text_of(self, request: Request) -> tuple[Path, tuple[Any, ...], np.ndarray, dict[str, Any]]:
+        """A text from outside: its items; tokens and length; `have` bool[G, F]; options of `adopt`."""
+        tokens = request["tokens"]
+        options = {"namespace": np.int32(request["namespace"])}
+        if self.extra:
+            options["extra_ids"] = padded(extras(tokens))
+        have = np.array(request["have"])[: len(self.spec.groups)]
+        return self.items(tokens), (padded(tokens), np.int32(len(tokens))), have, options
+
+    def _adopt(self, request: Request) -> None:
+        """Takes K/V from outside, in one call."""
+        items, text, have, options = self.text_of(request)
+        kv, failures = staged_blocks(self.config, request["namespace"], items, have), self.tally["failed"]
+        if request["wide"]:
+            events, lost = self.by_method("adopt", *text, kv, have, **options)
+            self.lose(lost)
+        else:
+            events = self.on_cache("adopt", *text, kv, have, **options)
+        self.tally["adopted"] += sum(e["kind"] == "stored" for e in kvjax.to_list(events))
+        self.tally["adoption refused"] += not bool(events.ok)
+        self.tally["failed in adopt"] += self.tally["failed"] - failures
+
+    def _reserve(self, request: Request) -> None:
+        """Reserves blocks for K/V from outside."""
+        items, text, have, options = self.text_of(request)
+        if request["wide"]:
+            failures = self.tally["failed"]
+            events, lost = self.moving("adopt", *text, have, **options)
+            self.lose(lost)
+            self.tally["failed in reserve"] += self.tally["failed"] - failures
+        else:
+            state, events = self.programs["adopt"](self.cache.state, *text, have, **options)
+            self.cache = Cache(state, self.cache.pools)
+            self.note("adopt", events)
+        self.tally["adoption refused"] += not bool(events.ok)
+        blocks = np.array(events.adopted.blocks)
+        if (blocks >= 0).any():
+            written = np.zeros(blocks.shape, bool)
+            self.adoptions.append(Adoption(request["namespace"], items, events.adopted, blocks, written))
+
+    def _deliver(self, request: Request) -> None:
+        """Writes some K/V into the blocks that are reserved for them, and NaN into none."""
+        if not self.adoptions:
+            return
+        adoption = self.adoptions[request["which"] % len(self.adoptions)]
+        came = np.array(request["came"])[: len(adoption.blocks)] & (adoption.blocks >= 0)
+        kv = staged_blocks(self.config, adoption.namespace, adoption.items, came)
+        scratch = np.array([[group.num_blocks] for group in self.spec.groups], np.int32)
+        pool_rows = np.where(came, np.asarray(adoption.adopted.pool_rows), scratch)
+        counts = np.max(np.where(came, np.arange(1, came.shape[1] + 1, dtype=np.int32), 0), axis=1)
+        pools = self.programs["scatter"](self.cache.pools, kv, pool_rows, counts)
+        self.cache, adoption.written = self.cache.replace(pools=pools), adoption.written | came
+
+    def _land(self, request: Request) -> None:
+        """Lands what has been written, or a part of it."""
+        if not self.adoptions:
+            return
+        adoption, before = self.adoptions.pop(request["which"] % len(self.adoptions)), self.mirror.index
+        arrived = adoption.written & np.array(request["arrived"])[: len(adoption.blocks)]
+        for number in range(1 + request["again"]):
+            state, events = self.programs["land"](self.cache.state, adoption.adopted, arrived)
+            self.cache = Cache(state, self.cache.pools)
+            self.note("land", events)
+            assert bool(events.ok) == (number == 0), f"land: {np.asarray(events.status)} in call {number} of {adoption}"
+        found = {node[:2] for node in self.mirror.nodes}
+        for number, column in np.argwhere(adoption.blocks >= 0).tolist():
+            path = adoption.items[: (column + 1) * SIZE]
+            landed, theirs = (number, adoption.blocks[number, column]) in found, (number, adoption.namespace, path)
+            assert arrived[number, column] or not landed, f"{path} has landed without its bytes in group {number}"
+            self.tally["landed" if landed else "published meanwhile" if theirs in before else "dropped"] += 1
+            self.tally["landed beside the first group"] += landed and number > 0
 
     def _update(self, request: Request) -> None:
         """New weights; whatever is in flight goes on under its own."""
@@ -902,7 +1049,7 @@ class Life:
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
         self.follow(events)
         for prompt, space, most, output in zip(prompts, spaces, request["most"], outputs, strict=True):
-            if not self.rows and not self.pins:
+            if not self.rows and not self.pins and not self.adoptions:
                 assert (output.finish, len(output.tokens)) == ("length", most), f"generate: {prompt} has {output}"
             self._check_chosen(prompt, space, output.tokens)
             self.tally["preempted"] += output.preemptions
@@ -950,7 +1097,7 @@ class Life:
         )  # fmt: skip
         self.follow(log)
         for prompt, space, *group in zip(prompts, spaces, texts, ends, np.asarray(found), strict=True):
-            if (self.rows or self.pins) and np.isnan(group[-1]).any():  # too few rows or blocks
+            if (self.rows or self.pins or self.adoptions) and np.isnan(group[-1]).any():  # too few rows or blocks
                 self.tally["not scored"] += 1
                 continue
             for text, end, got in zip(*group, strict=True):
@@ -997,7 +1144,7 @@ _WEIGHTS = {
     "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
     "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
-    "rollout": 4, "score": 4,
+    "rollout": 4, "score": 4, "adopt": 5, "reserve": 5, "deliver": 8, "land": 6,
 }  # fmt: skip
 
 
@@ -1031,6 +1178,8 @@ class Requests:
     def prompt(self, life: Life) -> tuple[list[int], int]:
         """Tokens and a namespace. Often they are cached, or begin like a cached text, on either tier."""
         nodes = list(life.mirror.nodes.values())
+        if life.adoptions and self.chance(0.4):  # others want the same
+            nodes = [(one.namespace, one.items) for one in life.adoptions]
         if not nodes or self.chance(0.5):
             return self.text(self.length()), life.newest(int(self.chance(0.3)))
         namespace, path, *_ = nodes[self.number(len(nodes))]
@@ -1048,6 +1197,11 @@ class Requests:
         """A namespace for each first token of a prompt: a tenant's, mostly under the newest weights."""
         versions = [life.version if self.chance(0.8) else self.number(life.version + 1) for _ in range(VOCAB)]
         return [version * TENANTS + self.number(TENANTS) for version in versions]
+
+    def columns(self, chance: float) -> list[list[bool]]:
+        """Whether something holds of the blocks of a text, in each of up to three groups."""
+        chance = 1 if self.chance(0.4) else chance
+        return [[self.chance(chance) for _ in range(WIDTH // SIZE)] for _ in range(3)]
 
     def number_of_steps(self) -> int:
         """The k of a block of steps."""
@@ -1081,9 +1235,15 @@ class Requests:
         candidates |= dict.fromkeys(
             ("rollout", "score"), self.config.generate and free and not life.has_host and not self.config.kernels
         )
+        candidates |= {
+            "adopt": True,
+            "reserve": len(life.adoptions) < 2,
+            "deliver": life.adoptions,
+            "land": life.adoptions and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
+        }
         allowed = self.config.verbs
-        if allowed is not None and not between and life.has_host and "loop admit" not in allowed:
-            candidates["admit"] = False
+        if allowed is not None and not between and life.has_host:
+            candidates |= {verb: False for verb in ("admit", "adopt", "reserve") if f"loop {verb}" not in allowed}
         verbs = [v for v, on in candidates.items() if on and (allowed is None or v in allowed)]
         if not verbs:
             self.loop = not self.loop
@@ -1097,6 +1257,13 @@ class Requests:
                 prompts = [self.prompt(life) for _ in range(AT_ONCE)]
                 request |= {"prompts": [text for text, _ in prompts], "namespaces": [space for _, space in prompts]}
                 request["wide"] = between
+            case "adopt" | "reserve":
+                request["tokens"], request["namespace"] = self.prompt(life)
+                request |= {"have": self.columns(0.8), "wide": between}
+            case "deliver":
+                request |= {"which": self.number(100), "came": self.columns(0.5)}
+            case "land":
+                request |= {"which": self.number(100), "arrived": self.columns(0.8), "again": self.chance(0.2)}
             case "compute":
                 request["counts"] = [WIDTH if self.chance(0.75) else self.number(7) for _ in range(ROWS)]
                 request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
@@ -1154,6 +1321,7 @@ class Requests:
         request["poison"] = self.chance(0.7)
         if life.has_host:
             later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves blocks many times
+            often = 0.3 if request["verb"] in ("adopt", "reserve") else often
             request |= {"defer": self.chance(0.15), "fault": self.number(later) if self.chance(often) else None}
         return request
 
@@ -1219,6 +1387,7 @@ def shrink(config: Config, requests: list[Request]) -> list[Request]:
 FULL = (None, 0)
 FAST = (
     "admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "decode", "trim", "complete", "update",
+    "adopt", "reserve", "deliver", "land",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, generate=False, verbs=FAST),

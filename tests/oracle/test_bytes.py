@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.stores
 from kvjax import Cache
-from kvjax.pools import recurrent
+from kvjax.pools import recurrent, stage
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import CONFIGS, SIZE, carry_out, live
 
@@ -21,6 +22,7 @@ HAPPENS = (
     "decode", "trim", "block given back",
 )  # fmt: skip
 OF_VERSIONS = "rows of old weights", "cached by other weights"
+ADOPTED = "adopted", "landed", "dropped", "published meanwhile", "adoption refused"
 ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "failed", "lost")
 
 
@@ -39,8 +41,8 @@ def assert_happened(tally, *things):
 
 
 def test_bytes_over_two_tiers():
-    life = live(CONFIGS["fast host"], seed=4, steps=500)
-    assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS)
+    life = live(CONFIGS["fast host"], seed=9, steps=500)
+    assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS, *ADOPTED, "failed in adopt", "failed in reserve")
     demand, _ = life.demands()[0]
     for tier, rows in enumerate(np.split(demand, [life.spec.groups[0].num_blocks])):
         row, slot = np.argwhere(rows >= 0)[0]
@@ -124,6 +126,82 @@ def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch)
             carry_out(CONFIGS["fast host"], lambda _: history)
 
 
+TEXT, ALL = {"tokens": [0, 1, 2, 0, 1, 2, 2, 0, 1, 2], "namespace": 0}, [[True] * 4] * 3
+
+
+def displaced(monkeypatch):
+    """A `scatter` into the pool row of another column."""
+    scatter = stage.scatter
+
+    def wrong(pools, staged, rows, counts):
+        swapped = [jnp.asarray(of_group)[jnp.array([1, 0, 2, 3])] for of_group in rows]
+        return scatter(pools, staged, swapped, counts)
+
+    monkeypatch.setattr(kvjax.cache, "scatter", wrong)
+    monkeypatch.setattr(bytes_machine, "scatter", wrong)
+
+
+def hopeful(monkeypatch):
+    """An adoption of all blocks, also of those whose K/V are not at hand, or have not arrived."""
+    adopt, land = Cache.adopt, kvjax.stores.land
+    monkeypatch.setattr(Cache, "adopt", lambda cache, tokens, length, kv, have, **options: adopt(
+        cache, tokens, length, kv, have | True, **options))  # fmt: skip
+    monkeypatch.setattr(kvjax.stores, "land", lambda state, adopted, arrived: land(state, adopted, arrived | True))
+
+
+def unheld(monkeypatch):
+    """An `adopt` that holds nothing of what was found and nothing that it takes."""
+    adopt = kvjax.stores.adopt
+
+    def wrong(state, *args, **options):
+        after, events = adopt(state, *args, **options)
+        groups = [
+            group.replace(blocks=group.blocks.replace(refcount=old.blocks.refcount))
+            for group, old in zip(after.groups, state.groups, strict=True)
+        ]
+        return after.replace(groups=tuple(groups)), events
+
+    monkeypatch.setattr(kvjax.stores, "adopt", wrong)
+
+
+IN_PARTS = [
+    call("reserve", **TEXT, have=ALL, wide=False),
+    call("deliver", which=0, came=[[True, True, False, True]] * 3),
+    call("land", which=0, arrived=ALL, again=True),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("history", "mistake", "noticed"),
+    [
+        ([call("adopt", **TEXT, have=ALL, wide=False)], None, ""), (IN_PARTS, None, ""),
+        ([call("adopt", **TEXT, have=ALL, wide=False)], displaced, "step 1, .* is read by .*block"),
+        ([call("adopt", **TEXT, have=[[True, False] * 2] * 3, wide=False)], hopeful, "step 1, .* holds nan"),
+        (IN_PARTS, displaced, "step 2, .* is read by .*an adoption"),
+        (IN_PARTS, hopeful, "step 3, .* has landed without its bytes"),
+        (IN_PARTS, unheld, "step 1, .*broken"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_adoptions_are_noticed(history, mistake, noticed, monkeypatch):
+    config = CONFIGS["windows, int8"]
+    if mistake is None:
+        tally = carry_out(config, lambda _: history).tally
+        assert_happened(tally, *(("adopted",) if len(history) == 1 else ("landed", "dropped", "BAD_REQUEST")))
+        return
+    mistake(monkeypatch)
+    programs = bytes_machine.programs(False)
+    for name, function in {
+        "Cache.adopt": Cache.adopt, "adopt": kvjax.stores.adopt, "land": kvjax.stores.land,
+        "scatter": bytes_machine.scatter,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(
+            programs, name, jax.jit(lambda *args, function=function, **kwargs: function(*args, **kwargs))
+        )
+    with pytest.raises(AssertionError, match=f"^{noticed}"):
+        carry_out(config, lambda _: history)
+
+
 def no_ends(monkeypatch):
     """A `recur` that keeps no snapshot at the end of a block."""
     put = recurrent._Snapshots.put
@@ -178,25 +256,27 @@ def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch
 
 @pytest.mark.long
 def test_bytes_with_kernels():
-    life = live(CONFIGS["fast kernels"], seed=3, steps=500)
-    assert_happened(life.tally, *HAPPENS)
+    life = live(CONFIGS["fast kernels"], seed=0, steps=500)
+    assert_happened(life.tally, *HAPPENS, *ADOPTED)
     traced = life.programs["Cache.extend"].trace(life.cache, np.ones(3, bool), max_tokens=bytes_machine.MOST)
     assert "extend_rows" in str(traced.jaxpr)
 
 
 @pytest.mark.long
 def test_quantised_bytes_under_windows():
-    assert_happened(live(CONFIGS["fast windows"], seed=0, steps=400).tally, "hit", "partial hit", "merged", "slid")
+    tally = live(CONFIGS["fast windows"], seed=1, steps=400).tally
+    assert_happened(tally, "hit", "partial hit", "merged", "slid", *ADOPTED, "landed beside the first group")
 
 
 @pytest.mark.long
 def test_bytes_of_recurrent_layers():
-    assert_happened(live(CONFIGS["fast recurrent"], seed=3, steps=400).tally, "hit", "merged", "slid", "offloaded")
+    tally = live(CONFIGS["fast recurrent"], seed=3, steps=400).tally
+    assert_happened(tally, "hit", "merged", "slid", "offloaded", *ADOPTED, "landed beside the first group")
 
 
 @pytest.mark.slow
 def test_bytes_on_a_mesh():
-    assert_happened(live(CONFIGS["fast mesh"], seed=1, steps=400).tally, *HAPPENS, *ON_HOSTS)
+    assert_happened(live(CONFIGS["fast mesh"], seed=9, steps=500).tally, *HAPPENS, *ON_HOSTS, *ADOPTED)
 
 
 @pytest.mark.long
@@ -239,9 +319,11 @@ def test_bytes_through_every_verb(name):
     jax.clear_caches()  # the programs of the configuration before: see `forget_programs`
     config = CONFIGS[name]
     tally = live(config, seed=1, steps=NIGHTLY // len(SLOW)).tally
-    things = [*HAPPENS, "rows by name", "generated", "generate hit", "beam_step", "pin", "evict", "reset", *OF_VERSIONS]
+    things = [*HAPPENS, *ADOPTED, *OF_VERSIONS]
+    things += ["rows by name", "generated", "generate hit", "beam_step", "pin", "evict", "reset"]
     things += [*ON_HOSTS, "watermark", "swap_in", "swap_out", "offload", "onboard"] if config.host else []
-    things += ["slid"] if config.spec().groups[1:] else []
+    things += ["failed in adopt", "failed in reserve"] if config.host else []
+    things += ["slid", "landed beside the first group"] if config.spec().groups[1:] else []
     if not config.spec().partial_reuse:
         things = [thing for thing in things if thing not in ("partial hit", "copied from the host", "lost")]
     assert_happened(tally, *things)

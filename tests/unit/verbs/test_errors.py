@@ -29,6 +29,8 @@ def floats(*shape):
 GOOD = {
     "admit": {"seq": 0, "tokens": ints(8), "length": 4},
     "admit batch": {"seq": ints(2), "tokens": ints(2, 8), "length": ints(2)},
+    "adopt": {"tokens": ints(8), "length": 4, "have": np.ones(2, bool)},
+    "adopt in groups": {"tokens": ints(8), "length": 4, "have": np.ones((1, 2), bool), "hits": ints(2)},
     "lookup": {"tokens": ints(8), "length": 4},
     "extend": {"active": np.ones(4, bool), "num_tokens": 2},
     "extend rows": {"active": np.ones(4, bool), "num_tokens": ints(4), "max_tokens": 3},
@@ -62,6 +64,12 @@ BAD = {
     "admit batch": {
         "seq": (floats(2), ints(2, 1)), "tokens": (floats(2, 8), ints(8), ints(3, 8), ints(2, 0)),
         "length": BATCH, "namespace": BATCH, "now": SCALAR, "extra_ids": (ints(2, 8),),
+    },
+    "adopt": {
+        "tokens": (floats(8), ints(2, 8), ints(0), np.int32(3), np.ones(8, bool), "hi"), "length": SCALAR,
+        "have": (True, ints(2), np.ones(3, bool), np.ones((2, 2), bool), np.ones((1, 2, 1), bool), "all"),
+        "namespace": SCALAR, "hits": (1.5, True, floats(2), ints(3), ints(2, 1)), "now": SCALAR,
+        "stated": (ints(2, 2),), "tiers": ("host", ("host", "device"), ("disk",)), "extra_ids": (ints(8),),
     },
     "lookup": {
         "tokens": (floats(8), ints(2, 8), ints(0)), "length": SCALAR, "namespace": SCALAR, "extra_ids": (ints(8),)
@@ -132,13 +140,30 @@ def test_a_wrong_argument_is_named(call, argument, value):
         traced(call, **{argument: value})
 
 
-@pytest.mark.parametrize("call", ["admit", "admit batch", "lookup", "commit"])
+@pytest.mark.parametrize("call", ["admit", "admit batch", "adopt", "lookup", "commit"])
 def test_extra_ids_are_like_the_tokens(call):
     shape = GOOD[call]["tokens"].shape
     traced(call, spec=EXTRA, extra_ids=ints(*shape))
     for bad in (floats(*shape), ints(*shape, 1), ints(*shape[:-1], shape[-1] + 1)):
         with pytest.raises(ValueError, match=r"^extra_ids: got .*wanted "):
             traced(call, spec=EXTRA, extra_ids=bad)
+
+
+def test_wrong_arguments_of_a_landing_are_named():
+    adopted = traced("adopt")[1].adopted
+
+    def landed(**changed):
+        arguments = {"adopted": adopted, "arrived": np.ones(2, bool)} | changed
+        return jax.eval_shape(lambda state: drive.verb("land")(state, **arguments), state_of(PLAIN))
+
+    bad = {
+        "adopted": (None, 0, traced("release")[1]), "now": SCALAR,
+        "arrived": (True, ints(2), np.ones(3, bool), np.ones((2, 2), bool), "all"),
+    }  # fmt: skip
+    for argument, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"^{argument}: got .*wanted "):
+                landed(**{argument: value})
 
 
 @pytest.mark.parametrize("value", [2**31, 2**32 + 5, -(2**31) - 1])

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Cache.adopt` and `TieredCache.adopt`: K/V from another cache are found, and nothing is half done."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Cache, LayerSpec, Status
+from kvjax.blocks.keys import prefix_keys
+from kvjax.pools import host as host_pool
+from kvjax.stores import Staged, adopt, gather, land
+from kvjax.tiers import FailedTransfer, TieredCache
+from models import load
+from tests import serving_kit
+from tests.drive import Driver, Verbs, padded, verb
+
+ADOPT = jax.jit(Cache.adopt, donate_argnums=0)
+
+# Generated text. The golden model of each kind, and options of the cache.
+KINDS = {
+    "plain": ("qwen3", {}), "windows": ("gemma3", {}), "recurrent": ("qwen3_next", {}),
+    "latents": ("deepseek_v3", {}), "int8": ("llama", {"dtype": "int8"}),
+}  # fmt: skip
+
+
+def nan_pools(pools):
+    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan if x.dtype.kind == "f" else -128), pools)
+
+
+def carried(first, second, prompt):
+    """The second cache, which has nothing but NaN, with the first one's whole blocks of a prompt."""
+    spec, second = first.state.spec, second.replace(pools=nan_pools(second.pools))
+    text, length = padded(prompt, spec.max_length), np.int32(len(prompt))
+    state, _ = jax.jit(kvjax.admit)(first.state, np.int32(0), text, length)
+    is_whole = np.arange(spec.max_blocks_per_seq) < len(prompt) // spec.block_size
+    tables = [np.where(is_whole, np.asarray(group.table[0]), -1) for group in state.groups]
+    rows = [np.where(table >= 0, table, group.num_blocks) for table, group in zip(tables, spec.groups, strict=True)]
+    kv = jax.device_get(jax.jit(gather)(first.pools, rows))
+    second, events = ADOPT(second, text, length, kv, np.stack(tables) >= 0)
+    kvjax.check(second.state, rows=())
+    assert bool(events.ok) and np.any(events.kind)
+    return second
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("windows", marks=pytest.mark.long)])
+def test_a_generation_goes_on_in_another_cache(kind):
+    """The model writes wrong tokens if it sees a NaN."""
+    prompt = serving_kit.prompts_of(39)[0]
+    _, first, _ = serving_kit.together(serving_kit.make_cache(kind=kind), [prompt])
+    second = carried(first, serving_kit.make_cache(12, kind=kind), prompt)
+    outputs, _, _ = serving_kit.together(second, [prompt])
+    serving_kit.assert_chained([prompt], outputs)
+    assert outputs[0].cached_tokens == len(prompt) // SIZE * SIZE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_text_goes_on_in_a_cache_of_other_sizes(kind):
+    name, options = KINDS[kind]
+    model, _ = load(f"tests/data/goldens/{name}")
+
+    def create(num_blocks, max_seqs):
+        sizes = {"num_blocks": num_blocks, "max_seqs": max_seqs, "max_length": 64, "block_size": 8}
+        return Cache.create(kvjax.make_spec(model.layer_specs(), **sizes, **({"dtype": "float32"} | options)))
+
+    generate = functools.partial(kvjax.generate, model, max_new_tokens=4)
+    prompt = np.random.default_rng(0).integers(0, 40, 43).tolist()
+    wanted, first, _ = generate(create(30, 2), [prompt])
+    found, _, _ = generate(carried(first, create(20, 4), prompt), [prompt])
+    assert found[0].cached_tokens == 40
+    assert found[0].tokens == wanted[0].tokens
+    np.testing.assert_allclose(found[0].logprobs, wanted[0].logprobs, rtol=1e-5, atol=1e-5)
+
+
+# Bytes by hand: a token's K is its number, its V less than 0.
+
+SIZE, WIDTH, COLUMNS = 4, 16, 4
+LAYERS = [LayerSpec(1, 1), LayerSpec(1, 1, window=6)]
+OPTIONS = {"max_seqs": 2, "max_length": WIDTH, "block_size": SIZE, "dtype": "float32"}
+SPEC = kvjax.make_spec(LAYERS, num_blocks=8, **OPTIONS)
+TIERED = kvjax.make_spec(LAYERS, num_blocks=5, num_host_blocks=6, **OPTIONS)
+HAVE = np.ones(COLUMNS, bool)
+TEXT = np.arange(1, WIDTH + 1, dtype=np.int32)
+
+
+def staged(text, spec=SPEC):
+    kv = np.asarray(text, np.float32).reshape(COLUMNS, 1, 1, 1, SIZE, 1) * np.array([1, -1]).reshape(1, 1, 2, 1, 1, 1)
+    return Staged(((kv.astype(np.float32),),) * 2, spec)
+
+
+def assert_bytes(cache, host=None):
+    """Asserts that all findable blocks of both tiers hold the K/V of their tokens; returns how many they are."""
+    state = jax.device_get(cache.state)
+    kvjax.check(state)
+    count = 0
+    for number, group in enumerate(state.groups):
+        tiers = [np.asarray(cache.pools.arrays[number][0])[:-1]]
+        tiers += [] if host is None else [np.asarray(host.arrays[number][0])]
+        array = np.concatenate(tiers)
+        for block in np.flatnonzero(group.blocks.fill > 0).tolist():
+            tree = block if number == 0 else group.group0_block[block]
+            tokens = state.groups[0].blocks.tokens[tree, : group.blocks.fill[block]]
+            row = block if group.host is None else group.host.pool_row[block]
+            np.testing.assert_array_equal(array[row, 0, :, 0, : len(tokens), 0], [tokens, -tokens])
+            count += 1
+    return count
+
+
+def empty(spec=SPEC, num_blocks=None):
+    if spec.has_host:
+        tiered = TieredCache.create(spec, num_blocks=num_blocks)
+        return tiered.replace(tiered.cache.replace(pools=nan_pools(tiered.pools)))
+    cache = Cache.create(spec, num_blocks=num_blocks)
+    return cache.replace(pools=nan_pools(cache.pools))
+
+
+def test_a_prefix_is_found_with_its_bytes():
+    cache, events = ADOPT(empty(), TEXT, np.int32(WIDTH), staged(TEXT), HAVE)
+    assert assert_bytes(cache) == 2 * COLUMNS
+    assert kvjax.fold(kvjax.to_list(events)).index == kvjax.events.index_of(cache.state)
+    assert int(cache.lookup(TEXT, WIDTH).cached_tokens) == WIDTH - 1
+    assert events.adopted is None
+
+
+def test_what_leaves_the_device_for_it_goes_to_the_host():
+    tiered, mirror = empty(TIERED), kvjax.events.Mirror()
+    for start in (0, 100):
+        tiered, events = tiered.adopt(TEXT + start, np.int32(WIDTH), staged(TEXT + start, TIERED), HAVE)
+        assert bool(events.ok)
+        mirror = kvjax.fold(kvjax.to_list(events), mirror)
+    assert assert_bytes(tiered.cache, tiered.host) > 2 * 5
+    assert mirror.index == kvjax.events.index_of(tiered.state)
+    found = tiered.lookup(TEXT, WIDTH)
+    assert int(found.host_tokens) > 0
+    assert int(tiered.lookup(TEXT + 100, WIDTH).host_tokens) == 0
+
+
+def test_a_move_that_fails_leaves_a_sound_cache(monkeypatch):
+    tiered, events = empty(TIERED).adopt(TEXT, np.int32(WIDTH), staged(TEXT, TIERED), HAVE)
+    mirror = kvjax.fold(kvjax.to_list(events))
+
+    def failing(*args):
+        raise RuntimeError("a copy that fails on purpose")
+
+    text = (TEXT + 100, np.int32(WIDTH), staged(TEXT + 100, TIERED), HAVE)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_pool, "_copy", failing)
+        with pytest.raises(FailedTransfer, match="on purpose") as caught:
+            tiered.adopt(*text)
+    failure = caught.value
+    assert "donated" in repr(tiered) and failure.lost == []
+    tiered = failure.tiered
+    mirror = kvjax.fold(kvjax.to_list(failure.removed), kvjax.fold(kvjax.to_list(failure.events), mirror))
+    assert mirror.index == kvjax.events.index_of(tiered.state)
+    assert int(tiered.lookup(TEXT + 100, WIDTH).cached_tokens) == 0
+    assert_bytes(tiered.cache, tiered.host)
+    assert all(int(group.num_empty + group.num_cached) == 5 for group in tiered.state.groups)  # nothing is held
+    tiered, events = tiered.adopt(*text)
+    assert bool(events.ok)
+    assert int(tiered.lookup(TEXT + 100, WIDTH).cached_tokens) == WIDTH - 1
+    assert_bytes(tiered.cache, tiered.host)
+
+
+# Wrong arguments.
+
+
+def changed(kv, arrays=lambda x: x, **fields):
+    return kv.replace(arrays=jax.tree.map(arrays, kv.arrays), **fields)
+
+
+KV, SCALES = staged(TEXT), ((np.ones((COLUMNS, 1, 2, 1, SIZE), np.float32),),) * 2
+INT8 = kvjax.make_spec(LAYERS, num_blocks=8, **(OPTIONS | {"dtype": "int8"}))
+BAD = [
+    ("kv", SPEC, {"kv": KV.arrays}, "a tuple"),
+    (r"kv\.arrays\[0\]\[0\]", SPEC, {"kv": changed(KV, lambda x: x[:3])}, ""),
+    (r"kv\.arrays\[0\]\[0\]", SPEC, {"kv": changed(KV, lambda x: x[..., None])}, ""),
+    (r"kv\.arrays\[0\]\[0\]", SPEC, {"kv": changed(KV, lambda x: x.astype(np.float16))}, ""),
+    (r"kv\.arrays\[1\]\[0\]", SPEC, {"kv": KV.replace(arrays=(KV.arrays[0], (KV.arrays[0][0][:, :, :1],)))}, ""),
+    (r"kv\.arrays", SPEC, {"kv": KV.replace(arrays=KV.arrays[:1])}, r"pools of groups \[1\]"),
+    (r"kv\.arrays", SPEC, {"kv": KV.replace(arrays=((), KV.arrays[1]))}, r"pools of groups \[0, 1\]"),
+    (r"kv\.scales", SPEC, {"kv": KV.replace(scales=SCALES)}, r"pools of groups \[1, 1\]"),
+    (r"kv\.scales", INT8, {"kv": changed(KV, lambda x: x.astype(np.int8))}, r"pools of groups \[\]"),
+    (
+        r"kv\.scales\[0\]\[0\]", INT8,
+        {"kv": changed(KV, lambda x: x.astype(np.int8), scales=jax.tree.map(lambda x: x[:, :, :1], SCALES))}, "",
+    ),
+    ("have", SPEC, {"have": np.ones(COLUMNS, np.int32)}, ""),
+    ("have", SPEC, {"have": np.ones(COLUMNS + 1, bool)}, ""),
+    ("have", SPEC, {"have": np.ones((3, COLUMNS), bool)}, ""),
+    ("tokens", SPEC, {"tokens": TEXT.astype(np.float32)}, ""),
+    ("length", SPEC, {"length": np.zeros(2, np.int32)}, ""),
+    ("hits", SPEC, {"hits": np.zeros(COLUMNS + 1, np.int32)}, ""),
+    ("now", SPEC, {"now": np.float32(1)}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "spec", "change", "got"), BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_wrong_argument_is_named_and_nothing_is_donated(name, spec, change, got):
+    arguments = {"tokens": TEXT, "length": np.int32(WIDTH), "kv": KV, "have": HAVE} | change
+    tiered = spec if spec.has_host else kvjax.make_spec(
+        LAYERS, num_blocks=8, num_host_blocks=2, **(OPTIONS | {"dtype": "int8" if spec is INT8 else "float32"})
+    )  # fmt: skip
+    cache, both = Cache.create(spec), TieredCache.create(tiered)
+    for call, owner in ((functools.partial(ADOPT, cache), cache), (both.adopt, both)):
+        with pytest.raises(ValueError, match=f"^{name}: got .*{got}.*wanted "):
+            call(**arguments)
+        assert "donated" not in repr(owner)
+
+
+def test_events_and_arrived_of_a_landing():
+    cache = Cache.create(SPEC)
+    state, events = jax.jit(adopt)(cache.state, TEXT, np.int32(WIDTH), HAVE)
+    for arrived in (np.ones(COLUMNS, np.int32), np.ones(COLUMNS - 1, bool), np.ones((1, COLUMNS), bool)):
+        with pytest.raises(ValueError, match=r"^arrived: got .*wanted "):
+            land(state, events.adopted, arrived)
+    other = jax.eval_shape(kvjax.admit, state, 0, TEXT, 4)[1]
+    for adopted in (None, other, other.adopted):
+        with pytest.raises(ValueError, match=r"^adopted: got .*wanted "):
+            land(state, adopted, HAVE)
+    with pytest.raises(ValueError, match=r"^events: got those of another verb, wanted "):
+        cache._land(other, KV, HAVE)
+
+
+# What it does and what it costs.
+
+
+def test_the_pools_are_written_in_place():
+    spec = kvjax.make_spec([LayerSpec(2, 16)] * 2, num_blocks=500, max_seqs=2, max_length=64, block_size=16)
+    shapes = jax.eval_shape(lambda: Cache.create(spec))
+    kv = jax.eval_shape(gather, shapes.pools, [np.zeros(4, np.int32)])
+    compiled = ADOPT.lower(shapes, np.zeros(64, np.int32), np.int32(60), kv, HAVE).compile()
+
+    def size(tree):
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= size(shapes.pools)
+    assert memory.temp_size_in_bytes <= 2 * size(kv) + 20_000
+
+
+def test_blocks_land_once():
+    state, events = jax.jit(adopt)(Cache.create(SPEC).state, TEXT, np.int32(WIDTH), HAVE)
+    step = jax.jit(land)
+    landed, done = step(state, events.adopted, HAVE)
+    assert bool(done.ok) and len(kvjax.to_list(done)) == 2 * COLUMNS
+    landed, _ = jax.jit(kvjax.admit)(landed, np.int32(0), TEXT, np.int32(WIDTH))  # counts hits in every group
+    again, refused = step(landed, events.adopted, HAVE)
+    assert refused.status.tolist() == [Status.BAD_REQUEST] and kvjax.to_list(refused) == []
+    chex.assert_trees_all_equal(again, landed)
+    dropped, done = step(state, events.adopted, ~HAVE)
+    assert bool(done.ok) and kvjax.to_list(done) == []
+    assert [int(group.num_empty) for group in dropped.groups] == [8, 8]
+
+
+@pytest.mark.parametrize("spec", [SPEC, TIERED], ids=["one tier", "two tiers"])
+def test_a_refused_adoption_changes_nothing(spec):
+    cache = empty(spec, num_blocks=3 if spec is SPEC else None)
+    full = cache if spec is SPEC else cache.cache
+    if spec is TIERED:
+        full, events = jax.jit(Cache.admit)(full, np.int32(0), TEXT + 50, np.int32(SIZE * 2))
+        assert bool(events.ok)
+    before = jax.device_get(full)
+    call = ADOPT if spec is SPEC else lambda _, *args: cache.replace(full).adopt(*args)
+    after, events = call(full, TEXT, np.int32(WIDTH), staged(TEXT, spec), HAVE)
+    after = after if spec is SPEC else after.cache
+    assert events.status.tolist() == [Status.NO_BLOCKS] and int(events.shortfall) == 1
+    assert kvjax.to_list(events) == []
+    chex.assert_trees_all_equal(jax.device_get(after.state), before.state)
+    chex.assert_trees_all_equal(*([x[:-1] for x in jax.tree.leaves(one.pools)] for one in (after, before)))
+    wrong, events = jax.jit(Cache.adopt)(after, TEXT, np.int32(0), staged(TEXT, spec), HAVE)
+    assert events.status.tolist() == [Status.BAD_REQUEST]
+    chex.assert_trees_all_equal(wrong.state, after.state)
+
+
+def test_two_caches_under_vmap():
+    """They have different texts, and one lacks a block."""
+    caches = [empty(), empty()]
+    texts, kvs = np.stack([TEXT, TEXT + 100]), jax.tree.map(lambda *x: np.stack(x), KV, staged(TEXT + 100))
+    lengths, have = np.array([WIDTH, WIDTH - 1], np.int32), np.array([[True] * 4, [True, True, False, True]])
+    both, events = jax.jit(jax.vmap(Cache.adopt))(
+        jax.tree.map(lambda *x: jnp.stack(x), *caches), texts, lengths, kvs, have
+    )
+    assert events.status.tolist() == [[Status.OK]] * 2
+    for number, cache in enumerate(caches):
+        wanted, _ = ADOPT(cache, texts[number], lengths[number], staged(texts[number]), have[number])
+        one = jax.tree.map(lambda x, number=number: x[number], both)
+        chex.assert_trees_all_equal(one.state, wanted.state)
+        assert assert_bytes(one) == 2 * (4, 2)[number]
+
+
+@pytest.mark.parametrize("mask", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
+def test_keys_of_other_contents_end_a_prefix(mask, monkeypatch):
+    """Keys have only a few values. A hit may be missed, and none is wrong."""
+
+    def colliding(*args):
+        return prefix_keys(*args) & np.uint32(mask)
+
+    for module in (kvjax.blocks.match, kvjax.blocks.dedup, kvjax.verbs.release, kvjax.verbs.adopt):
+        monkeypatch.setattr(module, "prefix_keys", colliding)
+    step = jax.jit(lambda *args: Cache.adopt(*args))
+    verbs = Verbs(lambda name: lambda *args, **options: verb(name)(*args, **options))
+    cache, rng, reused = empty(), np.random.default_rng(0), 0
+    for _ in range(20):
+        text, length = rng.integers(0, 2, WIDTH).astype(np.int32), np.int32(rng.integers(1, WIDTH + 1))
+        cache, events = step(cache, text, length, staged(text), HAVE)
+        assert bool(events.ok)
+        assert_bytes(cache)
+        reused += Driver(cache.state, verbs, verified=False).found(text.tolist())
+    assert reused > 0
