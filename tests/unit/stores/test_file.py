@@ -405,3 +405,34 @@ def test_golden_logits_after_a_restart(family, tmp_path):
         wanted = (wanted - logits.max(-1, keepdims=True))[np.arange(count), golden.greedy[row, :count]]
         assert output.tokens == golden.greedy[row, :count].tolist()
         np.testing.assert_allclose(output.logprobs, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_an_empty_cache_and_one_without_bytes(tmp_path):
+    spec = make_spec("plain")
+    save(create(spec), tmp_path, names=Namespaces(), model=MODEL)
+    loaded, counts = load(create(spec), tmp_path, names=Namespaces(), model=MODEL)
+    assert counts == Loaded(0, 0, 0) and findable(loaded) == {}
+    bare = kvjax.make_spec([], num_blocks=24, **OPTIONS)
+    cache = history(create(bare), 0)
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock", ".safetensors"}
+    loaded, counts = load(create(bare), tmp_path, names=Namespaces(), model=MODEL)
+    assert counts == Loaded(24, 0, 0) and findable(loaded) == findable(cache)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saved", [True, False])
+def test_retention_tiers_and_policy_may_differ(saved, tmp_path):
+    specs = [
+        make_spec("plain", retention=True), make_spec("plain", num_blocks=10, num_host_blocks=16),
+    ]  # fmt: skip
+    before, after = specs if saved else specs[::-1]
+    cache = history(create(before), 2)
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    policy = None if saved else kvjax.policies.priority()
+    loaded, counts = load(create(after, policy=policy), tmp_path, names=Namespaces(), model=MODEL, now=1000)
+    kvjax.check(loaded.state)
+    wanted, found = findable(cache), findable(loaded)
+    assert wanted.keys() >= found.keys() and closed(found) and counts.taken == len(found) >= 20
+    for prefix, (arrays, hits, retention) in found.items():
+        assert (arrays, hits) == tuple(wanted[prefix][:2]) and retention == ([] if saved else [35, -1])
