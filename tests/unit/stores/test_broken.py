@@ -11,6 +11,7 @@ import zlib
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import kvjax
 from kvjax import Cache, LayerSpec, Namespaces
@@ -224,6 +225,24 @@ def test_broken_blocks_and_what_follows_them_are_left_out(tmp_path, small_parts)
         for part in range(number_of_parts[0]) if damage is last_byte else (0,):
             assert len(broken(0, part, damage)) < len(wanted)
         assert broken(1, 0, damage).keys() == wanted.keys()
+
+
+@pytest.mark.parametrize("name", ["tokens", "namespace"])
+def test_bytes_of_another_prefix_are_noticed(name, tmp_path):
+    """The checksum of a block's bytes is one of its whole prefix, salt included: here the index has another one."""
+    names = Namespaces()
+    names(salt="a")
+    save(FIRST, tmp_path, names=names, model=MODEL)
+    path = tmp_path / "manifest.json"
+    saved = json.loads(path.read_text())["save"]
+    index = tmp_path / saved["index"]["file"]
+    tensors = safetensors.numpy.load_file(index)
+    tensors[name] = tensors[name] ^ 1  # other tokens, or salt a's
+    safetensors.numpy.save_file(tensors, index)
+    saved["index"]["crc32"] = zlib.crc32(index.read_bytes())
+    manifest.commit_manifest(tmp_path, saved)
+    texts, counts = loaded_from(tmp_path)
+    assert texts == {} and counts.broken > 0 and counts.taken == 0
 
 
 def test_a_broken_manifest_or_index_is_refused(tmp_path):
