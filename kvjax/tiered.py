@@ -107,9 +107,10 @@ def _method[**P](
     return face(method, verb, "TieredCache")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TieredCache:
-    """A cache and its host tier, with the verbs of both as methods; for host code, between loops.
+    """A cache and its host tier, with the verbs of both as methods; for host code, between loops. It is a pytree.
 
     Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
     later programs wait for them where they must. A loop takes `cache`; put back what it returns with `replace`.

@@ -113,6 +113,16 @@ class Namespaces:
         """
         return self._intern(*_pair(self.salted(salt, weights), lora))
 
+    def numbered(self, salt: str | None, lora: int | None) -> int:
+        """The number of a pair as `describe` gives it, whose salt may have a version of the weights in it.
+
+        For pairs that another `Namespaces` has had, not for a request's.
+
+        Raises:
+          ValueError: naming the argument.
+        """
+        return self._intern(*_pair(salt, lora))
+
     @staticmethod
     def salted(salt: str | None = None, weights: str | int | None = None) -> str | None:
         """The salt with the version of the weights, as it is hashed and published; another one for each pair.

@@ -81,7 +81,7 @@ def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
     host = HostPools(pools.arrays, pools.spec, pools.scales)
     for number, group in enumerate(pools.spec.groups):
         allocate = functools.partial(_allocate, num_blocks=group.num_host_blocks)
-        host = _with(host, number, jax.tree.map(allocate, _of(pools, number)))
+        host = _with(host, number, jax.tree.map(allocate, arrays_of(pools, number)))
     return pools, host
 
 
@@ -108,7 +108,7 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
     """
     records = np.asarray(transfer.records)
     for number, *moves in _sorted(records[records[:, 1] != NO_BLOCK], pools.spec):
-        tiers = [_of(pools, number), _of(host, number)]
+        tiers = [arrays_of(pools, number), arrays_of(host, number)]
         try:
             _move(tiers, *moves)
         except Exception as error:
@@ -117,6 +117,11 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
             raise TransferError(failed, *left, _overwritten(records)) from error
         pools, host = _with(pools, number, tiers[0]), _with(host, number, tiers[1])
     return pools, host
+
+
+def read_blocks(host: HostPools, number: int, index: np.ndarray) -> Any:
+    """The blocks index i32[n] of one group's host pools, on the device: a tree of (arrays, scales)."""
+    return _read(arrays_of(host, number), index)
 
 
 def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -202,8 +207,8 @@ _copy = jax.jit(_copy_blocks, donate_argnums=0)
 _read = jax.jit(_read_blocks)
 
 
-def _of(pools: Pools | HostPools, number: int) -> Any:
-    """The arrays of one group, with its scales if there are any."""
+def arrays_of(pools: Any, number: int) -> Any:
+    """The arrays of one group of `Pools`, `HostPools` or `Staged`, with its scales if there are any."""
     return pools.arrays[number], None if pools.scales is None else pools.scales[number]
 
 

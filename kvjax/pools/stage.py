@@ -56,7 +56,7 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
 
     Args:
       pools: the K/V.
-      staged: the blocks, of a cache with the same layers and block size.
+      staged: the blocks, of a cache with the same layers and block size; None for an array of which there are none.
       rows: for each group i32[K_g]; where each goes, all different; the scratch row drops it.
       counts: for each group i32[]; how many leading ones are written. The cost follows them.
     """
@@ -82,7 +82,9 @@ def _each(function: Callable[..., jax.Array], pools: Pools, *trees: Any) -> Any:
     def of_pool(number: int, pool: int, axes: Any) -> Any:
         first, *others = (tree[number][pool] for tree in trees)
         of_group = functools.partial(function, number)
-        return None if first is None else jax.tree.map(of_group, first, axes, *others)
+        if any(tree is None for tree in (first, *others)):
+            return first
+        return jax.tree.map(of_group, first, axes, *others)
 
     return tuple(
         tuple(of_pool(number, at, pool.mesh_axes) for at, pool in enumerate(group.pools))

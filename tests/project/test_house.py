@@ -83,7 +83,7 @@ def test_every_name_that_a_room_exports_exists():
         "interop",
         *(f"interop.{name}" for name in ("agent", "decoders", "log", "metrics", "sampler", "trtllm", "vllm")),
     )
-    for name in ("debug", "events", *interop, "policies", "pools", "research", "serving", "testing", "tiers"):
+    for name in ("debug", "events", *interop, "policies", "pools", "research", "serving", "stores", "testing", "tiers"):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
         constants_first = sorted(room.__all__, key=lambda exported: (not exported.isupper(), exported))
         assert room.__all__ == constants_first or name == "testing"

@@ -37,9 +37,8 @@ def test_the_core_needs_jax_and_numpy_alone():
 
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
-    assert {"cuda12", "cuda13", "learn", "models", "plot", "wires", "agent", "metrics", "tunix", "test", "dev"} <= set(
-        extras
-    )
+    wanted = {"learn", "models", "plot", "wires", "agent", "metrics", "stores", "tunix", "test", "dev"}
+    assert {"cuda12", "cuda13", *wanted} <= set(extras)
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
 
@@ -49,7 +48,7 @@ def test_the_extra_of_tests_has_those_of_the_wires():
     assert names(extras["agent"]) == {"grpcio", "grpcio-tools", "protobuf"}
     assert names(extras["metrics"]) == {"prometheus-client"}
     [included] = (one for one in extras["test"] if one.startswith("kvjax["))
-    assert {"wires", "agent", "metrics"} <= set(included.removeprefix("kvjax[").removesuffix("]").split(","))
+    assert {"wires", "agent", "metrics", "stores"} <= set(included.removeprefix("kvjax[").removesuffix("]").split(","))
 
 
 def test_the_version_has_one_home():
@@ -64,7 +63,7 @@ MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
     "kvjax": {
         "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
-        "google", "optax", "prometheus_client", "flax", "tunix",
+        "google", "optax", "prometheus_client", "flax", "tunix", "safetensors",
     },
 }  # fmt: skip
 # Without one, an error names the extra.
@@ -82,7 +81,7 @@ def test_imports_go_one_way(package):
 
 
 def test_importing_the_library_imports_no_extra():
-    code = "import sys, kvjax, pallas_kernels; print(*sys.modules)"
+    code = "import sys, kvjax.stores, pallas_kernels; print(*sys.modules)"
     loaded = output_of(sys.executable, "-c", code).split()
     packages = {module.split(".")[0] for module in loaded}
     assert not packages & {

@@ -91,7 +91,9 @@ def random_moves(rng, num_blocks, num_host_blocks):
 def step(pools, blocks, zero):
     """Other work on the pools: writes zeros to some blocks of each group."""
     for number, ids in enumerate(blocks):
-        arrays = jax.tree.map(lambda x, ids=ids: x.at[ids].set(zero.astype(x.dtype)), host_pool._of(pools, number))
+        arrays = jax.tree.map(
+            lambda x, ids=ids: x.at[ids].set(zero.astype(x.dtype)), host_pool.arrays_of(pools, number)
+        )
         pools = host_pool._with(pools, number, arrays)
     return pools
 
@@ -249,7 +251,7 @@ def test_pools_stay_where_they_are():
 def test_no_program_holds_a_copy_of_a_pool(heads, size):
     spec = make_spec((PoolSpec((0,), heads, 16, "float32"), PoolSpec((1, 2), heads, 16, "int8")), (500,), (600,), size)
     pools, host = make_pools(spec, np.random.default_rng(12))
-    device, tier = host_pool._of(pools, 0), host_pool._of(host, 0)
+    device, tier = host_pool.arrays_of(pools, 0), host_pool.arrays_of(host, 0)
     for target, source in ((device, tier), (tier, device)):
         memory = host_pool._copy.lower(target, source, np.zeros((2, 16), np.int32)).compile().memory_analysis()
         total = sum(x.nbytes for x in jax.tree.leaves(target))

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The findable contents of a cache without a block number: a list of prefixes, parents before their children."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.state import NO_BLOCK, CacheState
+
+
+class Contents(NamedTuple):
+    """Blocks of the first group; those of the others belong to the same prefixes.
+
+    Attributes:
+      parent: i32[n]; the index of the block before each, less than its own; -1 at a root.
+      namespace: i32[n].
+      tokens: i32[n, P]; 0 behind the block's last token.
+      extra_ids: i32[n, P]; likewise; P = 0 where the layout has none.
+      fill: i32[n]; tokens of each.
+      hits: i32[n].
+      retention: i32[n, 2]; stated priority and time to live; [n, 0] where the spec asked for none.
+      order: i32[G, n]; ranks in the order of release in each group, children first; held blocks come last. -1 where
+        the group has no block.
+    """
+
+    parent: np.ndarray
+    namespace: np.ndarray
+    tokens: np.ndarray
+    extra_ids: np.ndarray
+    fill: np.ndarray
+    hits: np.ndarray
+    retention: np.ndarray
+    order: np.ndarray
+
+    def head(self, at: int) -> bytes:
+        """The bytes of a block's tokens, extra ids and their number."""
+        return b"".join(
+            x[at].astype("<i4", copy=False).tobytes() for x in (self.tokens, self.extra_ids, self.fill[:, None])
+        )
+
+    def starts(self, roots: Mapping[int, int]) -> np.ndarray:
+        """u32[n]; the checksum of each whole prefix' tokens, from those of its namespace's root on.
+
+        The checksum of a block's bytes begins with it, so that the bytes of another prefix have another one.
+        """
+        found = np.zeros(len(self.parent), np.uint32)
+        for at, above in enumerate(self.parent.tolist()):
+            start = int(found[above]) if above >= 0 else roots[int(self.namespace[at])]
+            found[at] = zlib.crc32(self.head(at), start)
+        return found
+
+    def path(self, at: int) -> list[int]:
+        """The indices of a block's prefix, from the root to the block."""
+        found = []
+        while at >= 0:
+            found.append(at)
+            at = int(self.parent[at])
+        return found[::-1]
+
+    def check(self, size: int) -> str:
+        """The name of the first array that no save can have, or ""."""
+        n = len(self.parent)
+        shapes = {"namespace": (n,), "fill": (n,), "hits": (n,), "tokens": (n, size)}
+        sound = {name: getattr(self, name).shape == shape for name, shape in shapes.items()}
+        sound["parent"] = bool(np.all((self.parent >= -1) & (self.parent < np.arange(n))))
+        sound["extra_ids"] = self.extra_ids.shape in ((n, 0), (n, size))
+        sound["retention"] = self.retention.shape in ((n, 0), (n, 2))
+        sound["order"] = self.order.ndim == 2 and self.order.shape[1] == n
+        sound["fill"] = sound["fill"] and bool(np.all((self.fill >= 1) & (self.fill <= size)))
+        return next((name for name, is_sound in sound.items() if not is_sound), "")
+
+
+def root_crc(salt: str | None, lora: str | None) -> int:
+    """The checksum before a root of a salt and the name of a LoRA."""
+    return zlib.crc32(json.dumps([salt, lora]).encode())
+
+
+def contents_of(state: Any) -> tuple[Contents, np.ndarray]:
+    """The contents of a `CacheState` on the host; and i32[G, n], each group's blocks, NO_BLOCK where it has none.
+
+    Blocks on the move are left out, with what follows them.
+    """
+    group, blocks = state.groups[0], state.groups[0].blocks
+    listed = _depth_first(blocks.parent[:, 0], (blocks.fill > 0) & np.asarray(group.arrived(group.ids)))
+    index = np.full(blocks.fill.shape[0] + 1, -1, np.int32)  # the last one for NO_BLOCK
+    index[listed] = np.arange(len(listed))
+    parent, fill = index[blocks.parent[listed, 0]], blocks.fill[listed]
+    namespace = blocks.parent[listed, 1].copy()
+    for at in np.flatnonzero(parent >= 0).tolist():
+        namespace[at] = namespace[parent[at]]
+    ids = [np.asarray(each.in_this_group(listed)).astype(np.int32) for each in state.groups]
+    ids = [np.where(np.asarray(each.arrived(own)), own, NO_BLOCK) for each, own in zip(state.groups, ids, strict=True)]
+    is_token = np.arange(blocks.tokens.shape[1]) < fill[:, None]
+    none = np.zeros((len(listed), 0), np.int32)
+    extra, retention = (none if x is None else x[listed] for x in (blocks.extra_ids, blocks.retention))
+    order = [_released(each.blocks, own) for each, own in zip(state.groups, ids, strict=True)]
+    depth = blocks.depth[listed]
+    order[0] = latest_below(parent, order[0])
+    contents = Contents(
+        parent, namespace, np.where(is_token, blocks.tokens[listed], 0), np.where(is_token, extra, 0) if extra.size
+        else extra, fill, blocks.hits[listed], retention,
+        np.stack([_ranks(one, depth, own >= 0) for one, own in zip(order, ids, strict=True)]),
+    )  # fmt: skip
+    return contents, np.stack(ids)
+
+
+def _depth_first(parent: np.ndarray, is_wanted: np.ndarray) -> np.ndarray:
+    """i32[n]; the wanted blocks whose prefixes are wanted too, each chain in one piece."""
+    children: dict[int, list[int]] = {}
+    for block in np.flatnonzero(is_wanted).tolist():
+        children.setdefault(int(parent[block]), []).append(block)
+    found, waiting = [], children.get(NO_BLOCK, [])[::-1]
+    while waiting:
+        found.append(block := waiting.pop())
+        waiting.extend(children.get(block, ()))
+    return np.array(found, np.int32)
+
+
+def _released(blocks: Any, ids: np.ndarray) -> np.ndarray:
+    """i64[n]; times of release of blocks ids i32[n], none more than 0; held ones have 1."""
+    age = (np.int64(blocks.clock) - blocks.released[ids].astype(np.int64)).astype(np.int32)
+    return np.where(blocks.refcount[ids] > 0, 1, -age.astype(np.int64))
+
+
+def latest_below(parent: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """i64[n]; the latest of each block's and its descendants' order i64[n]."""
+    latest = order.astype(np.int64)
+    for at in range(len(parent) - 1, -1, -1):
+        if (above := parent[at]) >= 0:
+            latest[above] = max(latest[above], latest[at])
+    return latest
+
+
+def _ranks(order: np.ndarray, depth: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """i32[n]; the ranks by order i64[n], among equals of the deeper ones first; -1 elsewhere."""
+    ranks = np.full(len(order), -1, np.int32)
+    (at,) = np.nonzero(where)
+    ranks[at[np.lexsort((-depth[at], order[at]))]] = np.arange(len(at))
+    return ranks
+
+
+def blocks_with(contents: Contents, namespaces: Mapping[int, int], state: CacheState) -> np.ndarray:
+    """i32[G, n]; the blocks of a state on the host that have these contents, NO_BLOCK where it has none.
+
+    `namespaces` has the number of each saved namespace; blocks of others are not looked for.
+    """
+    own, ids = contents_of(state)
+    cached = {(int(own.parent[at]), int(own.namespace[at]), own.head(at)): at for at in range(len(own.parent))}
+    found = np.full(len(contents.parent) + 1, -1, np.int32)  # the last one for a root
+    for at in range(len(contents.parent)):
+        above, namespace = int(contents.parent[at]), namespaces.get(int(contents.namespace[at]), -1)
+        if above < 0 or found[above] >= 0:
+            found[at] = cached.get((int(found[above]), namespace, contents.head(at)), -1)
+    found = found[:-1]
+    return np.where(found >= 0, ids[:, found], NO_BLOCK) if ids.size else np.full((len(ids), len(found)), NO_BLOCK)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a saved cache, and the files that it names: what is not named does not exist.
+
+A save writes files with new names, then replaces the manifest, which is the moment at which it becomes the save, then
+deletes what the manifest no longer names. Whoever is killed leaves the old save or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import re
+import reprlib
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+VERSION = 1
+MANIFEST, LOCK = "manifest.json", "save.lock"
+_FORMAT = "kvjax cache"
+_PART = re.compile(r"[0-9a-f]{16}-\d{5}\.safetensors")
+_FIELDS = {
+    "namespaces": dict, "loras": dict, "model": str, "layout": dict, "num_blocks": int, "index": dict, "parts": list,
+}  # fmt: skip
+_OF_PART = {"file": str, "bytes": int, "group": int, "first": int, "count": int}
+_OF_INDEX = {"file": str, "bytes": int, "crc32": int}
+
+
+def checked_folder(folder: Any) -> pathlib.Path:
+    """`folder` as a path, or a ValueError."""
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ValueError(f"folder: got {folder!r:.80}, wanted the path of a folder")
+    path = pathlib.Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"folder: got {os.fspath(path)!r}, which is a file, wanted a folder")
+    return path
+
+
+def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+    """The manifest of a save.
+
+    Raises:
+      ValueError: with the file, if it is no save's, a newer version's, or broken.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"folder: got {os.fspath(folder)!r} without {MANIFEST}, wanted a saved cache") from error
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise broken(path, f"text that is no JSON ({error})") from error
+    if not isinstance(manifest, Mapping) or manifest.get("format") != _FORMAT:
+        raise ValueError(f"folder: got {os.fspath(path)!r} of something else, wanted that of a saved cache")
+    version = manifest.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"folder: got {os.fspath(path)!r} of version {version!r:.80}, wanted {VERSION}")
+    save: Any = manifest.get("save")
+    if manifest.get("crc32") != zlib.crc32(_dumped(save)):
+        raise broken(path, "contents with another checksum")
+    _check(path, "save", save, _FIELDS)
+    _check(path, "index", save["index"], _OF_INDEX)
+    for number, part in enumerate(save["parts"]):
+        _check(path, f"parts[{number}]", part, _OF_PART)
+    return save
+
+
+def _check(path: pathlib.Path, name: str, value: Any, wanted: dict[str, type]) -> None:
+    """Raises a ValueError unless a mapping has exactly these fields, and a file that can be a save's."""
+    fits = isinstance(value, dict) and value.keys() == wanted.keys()
+    if not fits or any(type(value[field]) is not kind for field, kind in wanted.items()):
+        raise broken(path, f"{name}={reprlib.repr(value)}")
+    if "file" in wanted and not _PART.fullmatch(value["file"]):
+        raise broken(path, f"the file {value['file']!r:.80}")
+
+
+def broken(path: pathlib.Path, got: str) -> ValueError:
+    """The error for a file of a save that holds what no save does."""
+    return ValueError(f"folder: got {os.fspath(path)!r} with {got}, wanted what kvjax.stores.save has written")
+
+
+def _dumped(save: Any) -> bytes:
+    return json.dumps(save, sort_keys=True).encode()
+
+
+def part_name(token: str, number: int) -> str:
+    """The name of a save's file; `token` is the save's own."""
+    return f"{token}-{number:05d}.safetensors"
+
+
+def write_part(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Writes and syncs a file; returns its name and size."""
+    from safetensors.numpy import save_file
+
+    save_file(tensors, path)
+    _sync(path)
+    return {"file": path.name, "bytes": path.stat().st_size}
+
+
+def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
+    """Makes the written files the save of the folder, at one moment."""
+    manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
+    _sync(folder)
+    temporary = folder / f"{MANIFEST}.tmp"
+    temporary.write_text(json.dumps(manifest, sort_keys=True, indent=1))
+    _sync(temporary)
+    os.replace(temporary, folder / MANIFEST)
+    _sync(folder)
+
+
+@contextlib.contextmanager
+def written_by_one(folder: pathlib.Path) -> Iterator[None]:
+    """Makes the folder, and keeps other saves out of it; at the end files that the manifest does not name are gone.
+
+    Raises:
+      ValueError: if the folder has a manifest that is not of a save of this version, or another save is at work.
+    """
+    is_new = not folder.exists()
+    if (folder / MANIFEST).exists():
+        read_manifest(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_new:
+        _sync(folder.absolute().parent)
+    with open(folder / LOCK, "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"folder: got {os.fspath(folder)!r}, to which another save writes, wanted one") from error
+        try:
+            yield
+        finally:
+            _delete_others(folder)
+
+
+def _delete_others(folder: pathlib.Path) -> None:
+    """Deletes the files of saves that the manifest does not name."""
+    named = set()
+    if (folder / MANIFEST).exists():
+        save = read_manifest(folder)
+        named = {save["index"]["file"], *(part["file"] for part in save["parts"])}
+    for path in folder.iterdir():
+        if _PART.fullmatch(path.name) and path.name not in named:
+            path.unlink()
+
+
+def _sync(path: pathlib.Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

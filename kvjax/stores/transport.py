@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of blocks between a cache and the host, a few blocks at a time: no pool is copied."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import pick
+from kvjax.pools.device import Pools
+from kvjax.pools.host import arrays_of, read_blocks
+from kvjax.pools.stage import Staged, gather, scatter
+from kvjax.stores.layout import leaves_of
+
+MOST, FEW = 64, 8  # blocks of one program
+
+
+def batch_size(count: int) -> int:
+    """The blocks of a program that serves so many."""
+    return FEW if count <= FEW else MOST
+
+
+def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """The blocks of one group, in pieces of at most 64: the index of the first, and each array [n, *shape].
+
+    Args:
+      pools: the device's.
+      host: the `HostPools`, if pool rows can be on the host.
+      number: of the group.
+      pool_rows: i32[n].
+    """
+    on_device = pools.spec.groups[number].num_blocks
+    for first in range(0, len(pool_rows), MOST):
+        rows = pool_rows[first : first + MOST]
+        found: list[np.ndarray] | None = None
+        for where, offset in ((rows < on_device, 0), (rows >= on_device, on_device)):
+            if not where.any():
+                continue
+            index = np.zeros(batch_size(int(where.sum())), np.int32)
+            index[: where.sum()] = rows[where] - offset
+            leaves = _gather(pools, index, number) if offset == 0 else jax.tree.leaves(read_blocks(host, number, index))
+            blocks = [np.asarray(leaf)[: where.sum()] for leaf in leaves]
+            found = found or [np.empty((len(rows), *block.shape[1:]), block.dtype) for block in blocks]
+            for whole, part in zip(found, blocks, strict=True):
+                whole[where] = part
+        yield first, found or []
+
+
+@functools.partial(jax.jit, static_argnames="number")
+def _gather(pools: Pools, rows: jax.Array, number: int) -> list[jax.Array]:
+    """The arrays of one group's blocks; XLA drops the others."""
+    one = jnp.zeros((1,), jnp.int32)
+    staged = gather(pools, [rows if other == number else one for other in range(len(pools.arrays))])
+    return jax.tree.leaves(arrays_of(staged, number))
+
+
+def write(
+    pools: Pools, number: int, pool_rows: jax.Array, columns: Sequence[int], blocks: Sequence[list[np.ndarray]]
+) -> Pools:
+    """Writes blocks, each a list of words, into pool_rows i32[F] at these columns, of one group; donates the pools."""
+    leaves = leaves_of(pools.spec, number)
+    for first in range(0, len(columns) if leaves else 0, MOST):
+        some = columns[first : first + MOST]
+        index = np.full(batch_size(len(some)), -1, np.int32)
+        index[: len(some)] = some
+        arrays = []
+        for at, leaf in enumerate(leaves):
+            words = np.zeros((len(index), *leaf.shape), leaf.word)
+            words[: len(some)] = [block[at] for block in blocks[first : first + MOST]]
+            arrays.append(words.view(leaf.dtype))
+        pools = _scatter(pools, arrays, pool_rows, index, number)
+    return pools
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="number")
+def _scatter(pools: Pools, leaves: list[jax.Array], pool_rows: jax.Array, index: jax.Array, number: int) -> Pools:
+    """Writes the leading blocks with an index of at least 0."""
+    spec, groups = pools.spec, range(len(pools.arrays))
+    arrays, scales = jax.tree.unflatten(jax.tree.structure(arrays_of(pools, number)), leaves)
+    nothing = [(None,) * len(group.pools) for group in spec.groups]
+    staged = Staged(
+        tuple(arrays if other == number else nothing[other] for other in groups), spec,
+        tuple((scales or nothing[other]) if other == number else nothing[other] for other in groups),
+    )  # fmt: skip
+    rows = jnp.where(index >= 0, pick(pool_rows, index), spec.groups[number].num_blocks)
+    return scatter(pools, staged, [rows] * len(groups), [jnp.sum(index >= 0, dtype=jnp.int32)] * len(groups))
+
+
+def checksum(start: int, words: Sequence[np.ndarray]) -> int:
+    """The crc32 of a block's arrays, one after the other, after `start`."""
+    for array in words:
+        start = zlib.crc32(np.ascontiguousarray(array), start)
+    return start

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save` and `load`: what a cache has found by prefix, it finds after a restart, in other caches too."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import kvjax.stores
+from kvjax import Cache, LayerSpec, Namespaces
+from kvjax.pools import host as host_pool
+from kvjax.stores import Loaded, load, save
+from kvjax.stores.contents import contents_of
+from kvjax.stores.layout import leaves_of
+from kvjax.stores.transport import read
+from kvjax.tiers import FailedTransfer, TieredCache
+from models import load as load_model
+from models.golden import read_golden
+from tests.drive import METHODS, lines, padded
+from tests.mesh import AUTO, EXPLICIT, mesh_of
+from tests.models.families import GOLDENS
+
+SIZE, ROWS, WIDTH = 4, 3, 16
+FULL, WINDOW = LayerSpec(2, 2), LayerSpec(2, 2, window=6, sink_tokens=2)
+OPTIONS = {"max_seqs": ROWS, "max_length": WIDTH, "block_size": SIZE}
+MODEL = "a model"
+KINDS = {
+    "plain": ([FULL], {"num_blocks": 24}),
+    "tiers": (
+        [FULL, WINDOW],
+        {
+            "num_blocks": {None: 10, 6: 8}, "num_host_blocks": {None: 14, 6: 6}, "retention": True, "extra_ids": True,
+        },
+    ),
+    "windows": ([FULL, WINDOW, FULL], {"num_blocks": {None: 24, 6: 12}, "dtype": "float32"}),
+    "int8": ([FULL, WINDOW], {"num_blocks": 20, "dtype": "int8", "retention": True}),
+    "fp8": ([FULL], {"num_blocks": 20, "dtype": "float8_e4m3fn", "extra_ids": True}),
+    "bare": ([WINDOW], {"num_blocks": 12, "num_host_blocks": 6}),
+    "latents": ([LayerSpec.latent(4, 2), FULL], {"num_blocks": 20}),
+    "recurrent": ([LayerSpec.recurrent({"state": (2, 3)}), FULL], {"num_blocks": 20}),
+}  # fmt: skip
+each_kind = pytest.mark.parametrize(
+    "kind", [kind if kind in ("plain", "tiers") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
+
+
+def make_spec(kind, **options):
+    layers, own = KINDS[kind]
+    return kvjax.make_spec(layers, **{**OPTIONS, **own, **options})
+
+
+def create(spec, **options):
+    return (TieredCache if spec.has_host else Cache).create(spec, **options)
+
+
+def random_bytes(cache, seed=0):
+    """The cache with random numbers in all pools, which are the K/V of whatever is in its blocks."""
+    rng = np.random.default_rng(seed)
+
+    def fill(x):
+        words = rng.integers(0, 2**8, (*x.shape, x.dtype.itemsize), np.uint8)
+        return jax.device_put(words.view(x.dtype).reshape(x.shape), x.sharding)
+
+    if isinstance(cache, TieredCache):
+        host = cache.host.replace(**jax.tree.map(fill, {"arrays": cache.host.arrays, "scales": cache.host.scales}))
+        return TieredCache(random_bytes(cache.cache, seed + 1), host)
+    arrays = jax.tree.map(fill, {"arrays": cache.pools.arrays, "scales": cache.pools.scales})
+    return cache.replace(pools=cache.pools.replace(**arrays))
+
+
+def run(cache, verb, *args, **options):
+    method = getattr(cache, verb) if isinstance(cache, TieredCache) else functools.partial(METHODS[verb], cache)
+    return method(*args, **options)
+
+
+def history(cache, seed=0, steps=30, namespaces=1, leave=True):
+    """The cache after random requests, some of which still have their rows if `leave` is False."""
+    rng, spec, active = np.random.default_rng(seed), cache.state.spec, set()
+    for step in range(steps):
+        seq, now = int(rng.integers(ROWS)), np.int32(step)
+        if seq in active and (leave or step < steps - 6):
+            cache, _ = run(cache, "release", np.int32(seq), now=now)
+            active.discard(seq)
+            continue
+        if seq in active:
+            continue
+        text, options = rng.integers(0, 2, rng.integers(2, WIDTH + 1)), {}
+        if spec.extra_ids:
+            options["extra_ids"] = padded(np.repeat(rng.integers(0, 2), len(text)), WIDTH)
+        if spec.retention:
+            retention = kvjax.Retention.of([(0, 4, int(rng.integers(0, 90)), 50)], decode_priority=20)
+        request = options | ({"retention": retention} if spec.retention else {})
+        namespace = np.int32(rng.integers(namespaces))
+        cache, events = run(
+            cache, "admit", np.int32(seq), padded(text, WIDTH), np.int32(len(text)), namespace=namespace, now=now,
+            **request,
+        )  # fmt: skip
+        if not bool(events.ok):
+            continue
+        active.add(seq)
+        start = int(cache.state.seqs.committed[seq])
+        tokens, counts = lines({seq: text[start:]}, ROWS, WIDTH)
+        extra = {"extra_ids": lines({seq: options["extra_ids"][start : len(text)]}, ROWS, WIDTH)[0]} if options else {}
+        cache, _ = run(cache, "commit", tokens, counts, now=now, **extra)
+    for seq in active if leave else ():
+        cache, _ = run(cache, "release", np.int32(seq), now=np.int32(steps))
+    return random_bytes(cache, seed)
+
+
+def findable(cache):
+    """{prefix: (bytes of each group, hits, priority and time to live)} of a cache's findable blocks."""
+    state = jax.device_get(cache.state)
+    contents, ids = contents_of(state)
+    host, found = getattr(cache, "host", None), {}
+    for at in range(len(contents.parent)):
+        path = contents.path(at)
+        prefix = int(contents.namespace[at]), *(contents.head(block) for block in path)
+        found[prefix] = [{}, int(contents.hits[at]), contents.retention[at].tolist()]
+    prefixes = list(found)
+    for number, group in enumerate(state.groups):
+        (at,) = np.nonzero(ids[number] >= 0)
+        leaves = leaves_of(state.spec, number)
+        for first, arrays in read(cache.pools, host, number, np.asarray(group.pool_row(ids[number][at]))):
+            some = at[first : first + 64]
+            words = [leaf.cut(array, contents.fill[some]) for leaf, array in zip(leaves, arrays, strict=True)]
+            for row, index in enumerate(some):
+                found[prefixes[index]][0][number] = b"".join(array[row].tobytes() for array in words)
+    return found
+
+
+def in_order(cache):
+    """The prefixes of a cache in the order of release, on the device and on the host."""
+    contents, _ = contents_of(jax.device_get(cache.state))
+    names = [b"".join(contents.head(block) for block in contents.path(at)) for at in range(len(contents.parent))]
+    return [[names[at] for at in np.argsort(order) if order[at] >= 0] for order in contents.order]
+
+
+def total(cache):
+    return sum(int(np.sum(ids >= 0)) for ids in contents_of(jax.device_get(cache.state))[1])
+
+
+@each_kind
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6)]])
+def test_a_restart_finds_the_same(kind, seed, tmp_path):
+    spec = make_spec(kind)
+    cache = history(create(spec), seed)
+    wanted = findable(cache)
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    assert findable(cache) == wanted, "save changes nothing"
+    loaded, counts = load(create(spec), tmp_path, names=Namespaces(), model=MODEL)
+    kvjax.check(loaded.state)
+    assert counts == Loaded(total(cache), 0, 0)
+    assert len(wanted) > 8 and findable(loaded) == wanted
+    assert in_order(loaded) == in_order(cache)
+
+
+def closed(prefixes):
+    return all(len(prefix) == 2 or prefix[:-1] in prefixes for prefix in prefixes)
+
+
+@each_kind
+@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)]])
+def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path):
+    """With another policy, fewer rows, and rows that hold blocks while it was saved."""
+    cache = history(create(make_spec(kind)), seed, leave=False)
+    wanted, order = findable(cache), in_order(cache)[0]
+    assert np.any(np.asarray(cache.state.seqs.length) > 0)
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    host = {"num_host_blocks": 3} if make_spec(kind).has_host else {}
+    spec = make_spec(kind, num_blocks=3 if host else 6, max_seqs=1, **host)
+    loaded, counts = load(create(spec, policy=kvjax.policies.fifo()), tmp_path, names=Namespaces(), model=MODEL)
+    kvjax.check(loaded.state)
+    found = findable(loaded)
+    assert counts == Loaded(total(loaded), total(cache) - total(loaded), 0) and counts.left > 0
+    assert closed(found) and len(found) >= (3 if host else 6)
+    for prefix, (arrays, *numbers) in found.items():
+        assert numbers == wanted[prefix][1:]
+        assert arrays.items() <= wanted[prefix][0].items()
+    if not host:
+        assert set(in_order(loaded)[0]) == set(order[-len(found) :])
+
+
+def test_blocks_leave_a_loaded_cache_as_they_would_have_left_the_saved_one(tmp_path):
+    saved = history(create(make_spec("plain")), 3)
+    save(saved, tmp_path, names=Namespaces(), model=MODEL)
+    loaded, _ = load(create(make_spec("plain")), tmp_path, names=Namespaces(), model=MODEL)
+    caches, foreign = [saved, loaded], 0
+    while any(key[0] == 0 for key in findable(caches[0])):
+        foreign += 1
+        for number, cache in enumerate(caches):
+            cache, events = run(cache, "admit", np.int32(0), padded([foreign] * 4, WIDTH), 4, namespace=1 + foreign)
+            assert bool(events.ok)
+            tokens, counts = lines({0: [foreign] * 4}, ROWS, WIDTH)
+            cache, _ = run(cache, "commit", tokens, counts)
+            caches[number], _ = run(cache, "release", np.int32(0))
+        assert findable(caches[0]).keys() == findable(caches[1]).keys()
+
+
+def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
+    spec = make_spec("plain", num_blocks=10)
+    saved = history(create(make_spec("plain")), 1)
+    save(saved, tmp_path, names=Namespaces(), model=MODEL)
+    text = [2] * 15
+    cache, _ = run(create(spec), "admit", np.int32(0), padded(text, WIDTH), np.int32(15))
+    tokens, counts = lines({0: text}, ROWS, WIDTH)
+    cache, _ = run(cache, "commit", tokens, counts)
+    cache = random_bytes(cache)
+    before = findable(cache)
+    cache, counts = load(cache, tmp_path, names=Namespaces(), model=MODEL)
+    kvjax.check(cache.state)
+    after = findable(cache)
+    assert counts.taken == 6 and counts.broken == 0 and before.items() <= after.items()
+    again, counts = load(cache, tmp_path, names=Namespaces(), model=MODEL)
+    assert counts.taken == 6 and findable(again) == after
+
+
+def test_namespaces_keep_apart_what_they_did_before(tmp_path):
+    """Two salts, versions and LoRAs with the same tokens, whose numbers are others after the restart."""
+    names, loras = Namespaces(), {0: "french", 5: "legal"}
+    pairs = [("a", None, None), ("b", None, None), ("a", None, 2), ("a", 0, None), ("a", 5, None), (None, 5, None)]
+    numbers = [names(salt, lora, weights=weights) for salt, lora, weights in pairs]
+    text, cache = [1, 2, 3, 4, 5], create(make_spec("plain"))
+    for number in numbers[::2]:
+        cache, _ = run(cache, "admit", np.int32(0), padded(text, WIDTH), np.int32(5), namespace=np.int32(number))
+        cache, _ = run(cache, "commit", *lines({0: text}, ROWS, WIDTH))
+        cache, _ = run(cache, "release", np.int32(0))
+    save(cache, tmp_path, names=names, model=MODEL, loras=loras)
+    assert not any(salt in path.name for path in tmp_path.iterdir() for salt in ("french", "legal"))
+    after, loras = Namespaces(), {7: "french", 1: "legal", 0: "another"}
+    after("b")
+    after("c")
+    loaded, counts = load(create(make_spec("plain")), tmp_path, names=after, model=MODEL, loras=loras)
+    assert counts == Loaded(6, 0, 0)
+    swap = {None: None, 0: 7, 5: 1}
+    for at, (salt, lora, weights) in enumerate(pairs):
+        number = after(salt, swap[lora], weights=weights)
+        assert int(loaded.lookup(padded(text, WIDTH), 5, namespace=number).cached_tokens) == (0 if at % 2 else 4)
+    for other in (after("a", 0), after("c"), after(), after("a", 5), after("a", weights=3)):
+        assert int(loaded.lookup(padded(text, WIDTH), 5, namespace=other).cached_tokens) == 0
+    _, counts = load(create(make_spec("plain")), tmp_path, names=Namespaces(), model=MODEL, loras={2: "french"})
+    assert counts == Loaded(4, 2, 0)
+    with pytest.raises(ValueError, match=r"loras: got .* wanted a name for LoRA 5"):
+        save(cache, tmp_path, names=names, model=MODEL, loras={0: "french"})
+
+
+def bytes_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
+    spec, names = make_spec("plain"), Namespaces()
+    cache, folder = history(create(spec), 1), tmp_path / "save"
+    save(cache, folder, names=names, model=MODEL)
+    before, wanted = bytes_of(folder), findable(cache)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text('{"name": "an app"}')
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "manifest.json").write_text('{"format": "kvjax cache", "version": 2}')
+    good = {"cache": cache, "folder": folder, "names": names, "model": MODEL}
+    tenant = run(create(spec), "admit", np.int32(0), padded([1] * 5, WIDTH), np.int32(5), namespace=np.int32(3))[0]
+    tenant = run(tenant, "commit", *lines({0: [1] * 5}, ROWS, WIDTH))[0]
+    both = [
+        ({"cache": cache.state}, "cache: got a CacheState, wanted a Cache"),
+        ({"cache": create(make_spec("tiers")).cache}, "cache: got a Cache whose spec has a host tier"),
+        ({"cache": jax.tree.map(lambda x: np.stack([x, x]), cache)}, "cache: got a batch"),
+        ({"names": None}, "names: got None, wanted the kvjax.Namespaces"),
+        ({"model": ""}, "model: got '', wanted the name"),
+        ({"model": 3}, "model: got 3, wanted the name"),
+        ({"loras": {"a": 1}}, "loras: got 'a': 1, wanted numbers with names"),
+        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a name of its own"),
+        ({"loras": 3}, "loras: got 3, wanted"),
+        ({"folder": None}, "folder: got None, wanted the path"),
+        ({"folder": tmp_path / "file"}, "folder: got .* which is a file"),
+        ({"folder": tmp_path / "other"}, "folder: got .*manifest.json' of something else"),
+        ({"folder": tmp_path / "newer"}, "folder: got .*manifest.json' of version 2, wanted 1"),
+    ]
+    for change, message in [*both, ({"cache": tenant}, "names: got 1 namespaces, wanted .* number 3")]:
+        with pytest.raises(ValueError, match=message):
+            save(**{**good, **change})
+    others = {"block_size": 8, "extra_ids": True, "dtype": "float32"}
+    layouts = [
+        ({"cache": create(make_spec("plain", **{name: value}))}, f"cache: got one with .*{name}.*, wanted that of")
+        for name, value in others.items()
+    ]
+    layouts += [
+        ({"cache": create(make_spec("windows"))}, "cache: got one with groups=.*, wanted that of the save"),
+        ({"model": "another"}, "model: got 'another', wanted that of the save, 'a model'"),
+        ({"folder": tmp_path / "nothing"}, "folder: got .*nothing' without manifest.json, wanted a saved cache"),
+        ({"now": 0.5}, "now: got dtype"),
+    ]
+    for change, message in both + layouts:
+        with pytest.raises(ValueError, match=message):
+            load(**{**good, **change})
+    assert bytes_of(folder) == before and not (tmp_path / "nothing").exists()
+    assert findable(cache) == wanted and len(list((tmp_path / "newer").iterdir())) == 1
+
+
+def test_a_tiered_cache_is_a_pytree_of_arrays():
+    tiered = history(create(make_spec("tiers")), 0)
+    leaves, structure = jax.tree.flatten(tiered)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    empty = jax.tree.leaves(create(make_spec("tiers")))
+    arrays = [jax.device_put(np.array(leaf), like.sharding) for leaf, like in zip(leaves, empty, strict=True)]
+    again = jax.tree.unflatten(structure, arrays)
+    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(again.host)]
+    assert kinds == [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tiered.host)]
+    assert findable(again) == findable(tiered)
+    text = {
+        "extra_ids": np.zeros(WIDTH, np.int32),
+        "retention": kvjax.Retention.of([(0, 4, 1, 50)], decode_priority=20),
+    }
+    texts = [(np.int32(0), np.full(WIDTH, token, np.int32), np.int32(WIDTH)) for token in (0, 7)]
+    for args in texts:
+        (tiered, events), (again, same) = (run(one, "admit", *args, **text) for one in (tiered, again))
+        assert bool(events.ok) and int(events.cached[0]) == int(same.cached[0]) and findable(tiered) == findable(again)
+        (tiered, _), (again, _) = (run(one, "release", np.int32(0)) for one in (tiered, again))
+
+
+def test_a_move_that_fails_leaves_a_sound_cache(tmp_path, monkeypatch):
+    cache = history(create(make_spec("tiers")), 0)
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    copies, whole = [3], host_pool._copy
+
+    def failing(*args):
+        copies[0] -= 1
+        if copies[0] < 0:
+            raise RuntimeError("a copy that fails on purpose")
+        return whole(*args)
+
+    monkeypatch.setattr(host_pool, "_copy", failing)
+    with pytest.raises(FailedTransfer, match="on purpose") as caught:
+        load(create(make_spec("tiers")), tmp_path, names=Namespaces(), model=MODEL)
+    monkeypatch.undo()
+    kvjax.check(caught.value.tiered.state, rows=())
+    wanted, found = findable(cache), findable(caught.value.tiered)
+    assert found and all(arrays.items() <= wanted[prefix][0].items() for prefix, (arrays, *_) in found.items())
+    loaded, counts = load(caught.value.tiered, tmp_path, names=Namespaces(), model=MODEL)
+    assert counts == Loaded(total(cache), 0, 0) and findable(loaded).keys() == wanted.keys()
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_without_safetensors_an_error_names_the_extra(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=rf'kvjax.stores.{name}: needs safetensors \(pip install "kvjax\[stores\]"\)'):
+        getattr(kvjax.stores, name)(None, tmp_path, names=None, model=None)
+
+
+# From one device to several and back; and real models.
+
+
+@pytest.mark.parametrize(("kind", "axes"), [("int8", AUTO), pytest.param("windows", EXPLICIT, marks=pytest.mark.slow)])
+@pytest.mark.long
+def test_from_one_device_to_a_mesh_of_two_and_back(kind, axes, tmp_path):
+    spec, names = make_spec(kind), Namespaces()
+    cache = history(create(spec), 4)
+    wanted = findable(cache)
+    save(cache, tmp_path, names=names, model=MODEL)
+    with mesh_of(1, 2, axes) as mesh:
+        divided, counts = load(create(spec, mesh=mesh, heads="heads"), tmp_path, names=names, model=MODEL)
+        assert counts == Loaded(total(cache), 0, 0) and findable(divided) == wanted
+        assert all(len(pool.sharding.device_set) == 2 for pool in jax.tree.leaves(divided.pools.arrays))
+        assert not divided.pools.arrays[0][0].is_fully_replicated
+        save(divided, tmp_path, names=names, model=MODEL)
+    whole, counts = load(create(spec), tmp_path, names=names, model=MODEL)
+    assert counts == Loaded(total(cache), 0, 0) and findable(whole) == wanted and in_order(whole) == in_order(cache)
+
+
+@pytest.mark.slow
+def test_tiers_on_a_mesh(tmp_path):
+    spec, names = make_spec("tiers"), Namespaces()
+    with mesh_of(1, 2) as mesh:
+        cache = history(create(spec, mesh=mesh, heads="heads"), 4)
+        save(cache, tmp_path, names=names, model=MODEL)
+        again, counts = load(create(spec, mesh=mesh, heads="heads"), tmp_path, names=names, model=MODEL)
+        assert counts == Loaded(total(cache), 0, 0) and findable(again) == findable(cache)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", *[pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "deepseek_v3")]]
+)
+@pytest.mark.long
+def test_golden_logits_after_a_restart(family, tmp_path):
+    model, _ = load_model(GOLDENS / family)
+    golden = read_golden(GOLDENS / family, 256 if family == "gemma3" else 128)
+    steps, rows = 8, [row for row in range(len(golden.lengths)) if golden.lengths[row] > 40]
+    prompts = [golden.prompts[row, : golden.lengths[row]].tolist() for row in rows]
+    options = {"max_seqs": 2, "max_length": max(map(len, prompts)) + steps, "block_size": 4, "dtype": "float32"}
+    spec, names = kvjax.make_spec(model.layer_specs(), num_blocks=200, **options), Namespaces()
+    _, cache, _ = kvjax.generate(model, Cache.create(spec), prompts, max_new_tokens=steps)
+    save(cache, tmp_path, names=names, model=family)
+    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype.kind == "f" else x, Cache.create(spec).pools)
+    cache, counts = load(Cache.create(spec).replace(pools=nan), tmp_path, names=names, model=family)
+    assert counts.left == counts.broken == 0
+    outputs, _, _ = kvjax.generate(model, cache, prompts, max_new_tokens=steps)
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.cached_tokens >= (golden.lengths[row] // 4 * 4 - 4 if family == "gemma3" else 1)
+        count = len(output.tokens)
+        logits = np.asarray(golden.greedy_logits[row, :count], np.float64)
+        wanted = logits - np.log(np.sum(np.exp(logits - logits.max(-1, keepdims=True)), -1, keepdims=True))
+        wanted = (wanted - logits.max(-1, keepdims=True))[np.arange(count), golden.greedy[row, :count]]
+        assert output.tokens == golden.greedy[row, :count].tolist()
+        np.testing.assert_allclose(output.logprobs, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_an_empty_cache_and_one_without_bytes(tmp_path):
+    spec = make_spec("plain")
+    save(create(spec), tmp_path, names=Namespaces(), model=MODEL)
+    loaded, counts = load(create(spec), tmp_path, names=Namespaces(), model=MODEL)
+    assert counts == Loaded(0, 0, 0) and findable(loaded) == {}
+    bare = kvjax.make_spec([], num_blocks=24, **OPTIONS)
+    cache = history(create(bare), 0)
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock", ".safetensors"}
+    loaded, counts = load(create(bare), tmp_path, names=Namespaces(), model=MODEL)
+    assert counts == Loaded(24, 0, 0) and findable(loaded) == findable(cache)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saved", [True, False])
+def test_retention_tiers_and_policy_may_differ(saved, tmp_path):
+    specs = [
+        make_spec("plain", retention=True), make_spec("plain", num_blocks=10, num_host_blocks=16),
+    ]  # fmt: skip
+    before, after = specs if saved else specs[::-1]
+    cache = history(create(before), 2)
+    save(cache, tmp_path, names=Namespaces(), model=MODEL)
+    policy = None if saved else kvjax.policies.priority()
+    loaded, counts = load(create(after, policy=policy), tmp_path, names=Namespaces(), model=MODEL, now=1000)
+    kvjax.check(loaded.state)
+    wanted, found = findable(cache), findable(loaded)
+    assert wanted.keys() >= found.keys() and closed(found) and counts.taken == len(found) >= 20
+    for prefix, (arrays, hits, retention) in found.items():
+        assert (arrays, hits) == tuple(wanted[prefix][:2]) and retention == ([] if saved else [35, -1])
