@@ -141,8 +141,8 @@ def run(cache, scheduler, prompts, first_seed=0):
 
 
 CASES = [*itertools.product(("max_tokens", "num_tokens", "batch"), (1, 4, SIZE), (5, 12))]  # reserve, k, chunk
-BY_DAY, LONG = [("num_tokens", 4, 12)], [("max_tokens", 1, 5), ("batch", SIZE, 12)]
-MARKS = {**dict.fromkeys(CASES, pytest.mark.slow), **dict.fromkeys(LONG, pytest.mark.long), **dict.fromkeys(BY_DAY, ())}
+LONG = [("num_tokens", 4, 12), ("max_tokens", 1, 5), ("batch", SIZE, 12)]
+MARKS = {**dict.fromkeys(CASES, pytest.mark.slow), **dict.fromkeys(LONG, pytest.mark.long)}
 
 
 @pytest.mark.parametrize(("reserve", "k", "chunk"), [pytest.param(*case, marks=MARKS[case]) for case in CASES])

@@ -305,6 +305,7 @@ MANY = *[ROLLOUT] * 5, *[UPDATE] * 2, *VERBS, FORGET
 HAPPENS = "update", "reused", "old versions", "old rows went on", "complete", "removed", "evicted", "pin", "forgotten"
 
 
+@pytest.mark.long
 def test_no_row_reads_another_version():
     live(histories(*MANY), 12, HAPPENS)
 
@@ -333,6 +334,7 @@ class Hasty(Life):
 
 
 @pytest.mark.parametrize("make", [functools.partial(Life, number_of=one_for_all), Hasty])
+@pytest.mark.long
 def test_mistakes_are_noticed(make):
     life = Life().do(TWICE)
     assert life.tally["old rows went on"] == 1

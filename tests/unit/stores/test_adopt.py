@@ -127,6 +127,7 @@ def test_a_prefix_is_found_with_its_bytes():
     assert events.adopted is None
 
 
+@pytest.mark.long
 def test_what_leaves_the_device_for_it_goes_to_the_host():
     tiered, mirror = empty(TIERED), kvjax.events.Mirror()
     for start in (0, 100):
@@ -140,6 +141,7 @@ def test_what_leaves_the_device_for_it_goes_to_the_host():
     assert int(tiered.lookup(TEXT + 100, WIDTH).host_tokens) == 0
 
 
+@pytest.mark.long
 def test_a_move_that_fails_leaves_a_sound_cache(monkeypatch):
     tiered, events = empty(TIERED).adopt(TEXT, np.int32(WIDTH), staged(TEXT, TIERED), HAVE)
     mirror = kvjax.fold(kvjax.to_list(events))
@@ -257,7 +259,7 @@ def test_blocks_land_once():
     assert [int(group.num_empty) for group in dropped.groups] == [8, 8]
 
 
-@pytest.mark.parametrize("spec", [SPEC, TIERED], ids=["one tier", "two tiers"])
+@pytest.mark.parametrize("spec", [SPEC, pytest.param(TIERED, marks=pytest.mark.long)], ids=["one tier", "two tiers"])
 def test_a_refused_adoption_changes_nothing(spec):
     cache = empty(spec, num_blocks=3 if spec is SPEC else None)
     full = cache if spec is SPEC else cache.cache
@@ -277,6 +279,7 @@ def test_a_refused_adoption_changes_nothing(spec):
     chex.assert_trees_all_equal(wrong.state, after.state)
 
 
+@pytest.mark.long
 def test_two_caches_under_vmap():
     """They have different texts, and one lacks a block."""
     caches = [empty(), empty()]

@@ -44,7 +44,7 @@ KINDS = {
     "recurrent": ([LayerSpec.recurrent({"state": (2, 3)}), FULL], {"num_blocks": 20}),
 }  # fmt: skip
 each_kind = pytest.mark.parametrize(
-    "kind", [kind if kind in ("plain", "tiers") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+    "kind", [kind if kind == "plain" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
 
 
@@ -184,6 +184,7 @@ def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path
         assert set(in_order(loaded)[0]) == set(order[-len(found) :])
 
 
+@pytest.mark.long
 def test_blocks_leave_a_loaded_cache_as_they_would_have_left_the_saved_one(tmp_path):
     saved = history(create(make_spec("plain")), 3)
     save(saved, tmp_path, names=Namespaces(), model=MODEL)
@@ -200,6 +201,7 @@ def test_blocks_leave_a_loaded_cache_as_they_would_have_left_the_saved_one(tmp_p
         assert findable(caches[0]).keys() == findable(caches[1]).keys()
 
 
+@pytest.mark.long
 def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     spec = make_spec("plain", num_blocks=10)
     saved = history(create(make_spec("plain")), 1)
@@ -300,6 +302,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
     assert findable(cache) == wanted and len(list((tmp_path / "newer").iterdir())) == 1
 
 
+@pytest.mark.long
 def test_a_tiered_cache_is_a_pytree_of_arrays():
     tiered = history(create(make_spec("tiers")), 0)
     leaves, structure = jax.tree.flatten(tiered)
@@ -321,6 +324,7 @@ def test_a_tiered_cache_is_a_pytree_of_arrays():
         (tiered, _), (again, _) = (run(one, "release", np.int32(0)) for one in (tiered, again))
 
 
+@pytest.mark.long
 def test_a_move_that_fails_leaves_a_sound_cache(tmp_path, monkeypatch):
     cache = history(create(make_spec("tiers")), 0)
     save(cache, tmp_path, names=Namespaces(), model=MODEL)
