@@ -467,37 +467,6 @@ class CacheMachine(RuleBasedStateMachine):
     def forget_namespaces(self, keep):
         self.both("forget_namespaces", self.oracle.forget_namespaces(keep), np.asarray(keep, np.int32))
 
-    @rule(
-        prompt=pairs, have=present, wide=st.sampled_from((True, True, False)),
-        hits=lists(st.integers(0, 3), min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
-        stated=lists(st.none() | priorities, min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
-    )  # fmt: skip
-    def adopt(self, prompt, have, wide, hits, stated):
-        namespace, tokens = prompt
-        own, tiers = self.tiers(wide)
-        ids, library = self.ids(tokens)
-        have, theirs, ours = have[: len(self.state.groups)], None, -1
-        if self.timed:
-            theirs = [one and Priority(*one) for one in stated]
-            ours = np.array([(-1, -1) if one is None else (one[0], -1 if one[1] is None else one[1]) for one in stated])
-        wanted, adopted = self.oracle.adopt(
-            tokens, have, namespace=namespace, extra_ids=ids, stated=theirs, hits=hits, **own
-        )
-        events = self.both(
-            "adopt", wanted, padded(tokens), len(tokens), np.array(have), namespace=namespace, extra_ids=library,
-            stated=ours, hits=np.array(hits), **tiers,
-        )  # fmt: skip
-        self.adoptions.append((events.adopted, adopted))
-
-    @precondition(lambda self: self.adoptions)
-    @rule(data=st.data(), arrived=present, again=st.sampled_from((False, False, True)))
-    def land(self, data, arrived, again):
-        ours, theirs = self.adoptions.pop(data.draw(st.integers(0, len(self.adoptions) - 1)))
-        arrived = arrived[: len(self.state.groups)]
-        self.both("land", self.oracle.land(theirs, arrived), ours, np.array(arrived))
-        if again and theirs.nodes:
-            self.both("land", Result([Status.BAD_REQUEST]), ours, np.array(arrived))
-
     @rule(chance=st.integers(0, 15))
     def reset(self, chance):
         if chance == 0:
@@ -587,3 +556,38 @@ class CacheMachine(RuleBasedStateMachine):
                     assert group.blocks.retention[ours].tolist() == [
                         block.stated.priority, -1 if block.stated.ttl is None else block.stated.ttl
                     ]  # fmt: skip
+
+
+class AdoptingMachine(CacheMachine):
+    """The same with K/V from outside: prefixes are adopted, and land later or never."""
+
+    @rule(
+        prompt=pairs, have=present, wide=st.sampled_from((True, True, False)),
+        hits=lists(st.integers(0, 3), min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
+        stated=lists(st.none() | priorities, min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
+    )  # fmt: skip
+    def adopt(self, prompt, have, wide, hits, stated):
+        namespace, tokens = prompt
+        own, tiers = self.tiers(wide)
+        ids, library = self.ids(tokens)
+        have, theirs, ours = have[: len(self.state.groups)], None, -1
+        if self.timed:
+            theirs = [one and Priority(*one) for one in stated]
+            ours = np.array([(-1, -1) if one is None else (one[0], -1 if one[1] is None else one[1]) for one in stated])
+        wanted, adopted = self.oracle.adopt(
+            tokens, have, namespace=namespace, extra_ids=ids, stated=theirs, hits=hits, **own
+        )
+        events = self.both(
+            "adopt", wanted, padded(tokens), len(tokens), np.array(have), namespace=namespace, extra_ids=library,
+            stated=ours, hits=np.array(hits), **tiers,
+        )  # fmt: skip
+        self.adoptions.append((events.adopted, adopted))
+
+    @precondition(lambda self: self.adoptions)
+    @rule(data=st.data(), arrived=present, again=st.sampled_from((False, False, True)))
+    def land(self, data, arrived, again):
+        ours, theirs = self.adoptions.pop(data.draw(st.integers(0, len(self.adoptions) - 1)))
+        arrived = arrived[: len(self.state.groups)]
+        self.both("land", self.oracle.land(theirs, arrived), ours, np.array(arrived))
+        if again and theirs.nodes:
+            self.both("land", Result([Status.BAD_REQUEST]), ours, np.array(arrived))

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library and the oracle run every verb together, and must agree after each step."""
 
-from tests.oracle.machine import CacheMachine
+import pytest
+
+from tests.oracle.machine import AdoptingMachine, CacheMachine
 
 TestMachine = CacheMachine.TestCase
+TestAdoptions = pytest.mark.long(AdoptingMachine.TestCase)

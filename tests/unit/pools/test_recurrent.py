@@ -186,6 +186,7 @@ def snapshots(state):
     return sorted(np.asarray(tree.depth)[np.asarray(group.group0_block)[np.asarray(group.blocks.fill) > 0]].tolist())
 
 
+@pytest.mark.long
 def test_ends_of_conversations_and_partings_stay():
     """Of 7 snapshots 4 are of a text of its own; those that a row has gone past leave before them."""
     numbers = {None: 40, 4: 40, "recurrent": 7}
@@ -202,6 +203,7 @@ def test_ends_of_conversations_and_partings_stay():
     )] == [16, 16, 8, 12]  # fmt: skip
 
 
+@pytest.mark.long
 def test_tokens_without_a_snapshot_are_counted():
     """By lookup, by admission, and by a log."""
     numbers = {None: 40, 4: 40, "recurrent": 4}
@@ -290,6 +292,7 @@ def test_a_step_copies_no_pool(form):
     assert memory.temp_size_in_bytes < 4 * states  # 2.5 of them where XLA optimises, which it does not here
 
 
+@pytest.mark.long
 def test_two_devices_divide_the_states_without_a_word():
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     alone, divided = Cache.create(BIG), Cache.create(BIG, mesh=mesh, heads="heads")
