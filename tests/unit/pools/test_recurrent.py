@@ -79,7 +79,13 @@ def run(cache, tokens, counts, form="padded", width=64):
 
 
 @pytest.mark.parametrize(
-    ("form", "width"), [("padded", 64), ("padded", 3), ("ragged", 64), ("ragged", 1), ("mixed", 2)]
+    ("form", "width"),
+    [
+        ("padded", 3),
+        ("ragged", 1),
+        ("mixed", 2),
+        *[pytest.param(form, 64, marks=pytest.mark.long) for form in ("padded", "ragged")],
+    ],
 )
 def test_a_text_in_pieces_is_the_whole_text(form, width):
     rng, done, cache = np.random.default_rng(2), np.zeros(ROWS, np.int64), poisoned(Cache.create(SPEC))
