@@ -52,7 +52,7 @@ def run(kind, cache, prompts, seeds, **options):
     options = {"scheduler": Scheduler(chunk=CHUNK), "canonical": True, **options}
     outputs, cache, _ = kvjax.run_batch(
         model_of(kind), cache, prompts, max_new_tokens=NEW, sampling=Sampling(temperature=1.0), seeds=seeds,
-        top_logprobs=8, log_events=False, **options,
+        top_logprobs=model_of(kind).config.vocab_size, log_events=False, **options,
     )  # fmt: skip
     assert not any(output.preemptions for output in outputs)
     bits = [(tuple(o.tokens), np.asarray(o.logprobs, np.float32).tobytes(), str(o.top_logprobs)) for o in outputs]
