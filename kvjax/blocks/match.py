@@ -47,15 +47,15 @@ def longest_match(
     )
     whole = leading(matches)
 
+    def usable(block: jax.Array) -> jax.Array:
+        each = [group.reachable(group.in_this_group(block), tiers) for group in state.groups]
+        return functools.reduce(jnp.logical_and, each)
+
     def child(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
         last = jnp.where(whole > 0, pick(ids, whole - 1), NO_BLOCK)
         rest = jnp.clip(length - 1 - whole * size, 0, size)
-        return index.longest_child(
-            blocks, group.links, link(blocks, last, namespace), pick(text, whole), rest,
-            usable=lambda block: functools.reduce(
-                jnp.logical_and, [each.reachable(each.in_this_group(block), tiers) for each in state.groups]
-            ),
-        )  # fmt: skip
+        parent = link(blocks, last, namespace)
+        return index.longest_child(blocks, group.links, parent, pick(text, whole), rest, usable)
 
     uncopied, source, shared = whole, jnp.int32(NO_BLOCK), jnp.int32(0)
     copies = state.spec.partial_reuse and alignment_tokens is None
@@ -81,17 +81,17 @@ def longest_match(
     elif copies:
         source, shared = child(whole)
     found = jnp.where(np.arange(num, dtype=np.int32) < whole, ids, NO_BLOCK)
-    on_host = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
-    source_on_host = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
+    on_host, source_on_host = _on_host(state, found), _on_host(state, source)
     host_tokens = count(on_host) * size + jnp.where(source_on_host, shared, 0)
     device_tokens = whole * size + shared - host_tokens
     unusable = leading(matches) * size - device_tokens - host_tokens if state.spec.has_recurrent else None
     return Match(found, whole, uncopied, source, shared, device_tokens, host_tokens, unusable)
 
 
-def _on_host(group: Group, ids: jax.Array) -> jax.Array:
-    own = group.in_this_group(ids)
-    return (own >= 0) & ~group.on_device(own)
+def _on_host(state: CacheState, ids: jax.Array) -> jax.Array:
+    """bool[...]; whether blocks ids i32[...] of the first group are on the host, there or in another group."""
+    own = [(group, group.in_this_group(ids)) for group in state.groups]
+    return functools.reduce(jnp.logical_or, [(blocks >= 0) & ~group.on_device(blocks) for group, blocks in own])
 
 
 def _tokens_to_copy(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tiers: tuple[str, ...]) -> jax.Array:
