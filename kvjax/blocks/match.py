@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -68,14 +69,7 @@ def longest_match(
             whole_ends = whole_ends & (ends * size % alignment_tokens == 0)
         uncopied = jnp.max(jnp.where((to_copy == 0) & whole_ends, ends, 0))
         if copies:
-            # The longest end whose copy is long enough. The empty prefix needs no copy, so there is one.
-            fits = (to_copy < size) & (ends <= whole)
-            whole = jnp.max(jnp.where(fits, ends, 0))
-            whole, source, shared = while_loop(
-                lambda carry: carry[2] < pick(to_copy, carry[0]),
-                lambda carry: (w := jnp.max(jnp.where(fits & (ends < carry[0]), ends, 0)), *child(w)),
-                (whole, *child(whole)),
-            )
+            whole, source, shared = _longest_with_copy(to_copy, (to_copy < size) & (ends <= whole), child)
         else:
             whole = uncopied
     elif copies:
@@ -86,6 +80,22 @@ def longest_match(
     device_tokens = whole * size + shared - host_tokens
     unusable = leading(matches) * size - device_tokens - host_tokens if state.spec.has_recurrent else None
     return Match(found, whole, uncopied, source, shared, device_tokens, host_tokens, unusable)
+
+
+def _longest_with_copy(
+    to_copy: jax.Array, fits: jax.Array, child: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The longest end, of those that fit, bool[F + 1], whose copy is long enough; its source; and the tokens shared.
+
+    The empty prefix needs no copy, so there is one.
+    """
+    ends = np.arange(fits.shape[0], dtype=np.int32)
+    whole = jnp.max(jnp.where(fits, ends, 0))
+    return while_loop(
+        lambda carry: carry[2] < pick(to_copy, carry[0]),
+        lambda carry: (w := jnp.max(jnp.where(fits & (ends < carry[0]), ends, 0)), *child(w)),
+        (whole, *child(whole)),
+    )
 
 
 def _on_host(state: CacheState, ids: jax.Array) -> jax.Array:
