@@ -1,15 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of cached prefixes that are the same in every process: 128 bits, made on the host from events.
+"""Hashes of cached prefixes that are the same in every process, from events.
 
-A block's number and a namespace's number mean something in one process only. A block's hash stands for the whole prefix
-that ends in it: model, salt, LoRA and all tokens so far. So equal prefixes have equal hashes in all caches of one block
-size, and others never do, by the strength of BLAKE2b. Who does not know the secret `key` cannot compute them.
-
-    root    person kvjax-root   text(model) + text(salt) + text(LoRA name)
-    block   person kvjax-block  the parent's 16 bytes, u32 number of tokens, tokens i32; with extra ids, these too, i32
-    text    00 for None; else 01, u32 length, UTF-8                                          all little-endian
-
-A reader of events keeps the hashes of what is cached, as `fold` keeps its mirror:
+`blocks/hashes.py` says what they are made of. A reader of events keeps those of what is cached, as `fold` its mirror:
 
     hashes = hashing.block_hashes(kvjax.events.snapshot(state), names=names)
     events, hashes = hashing.with_hashes(kvjax.to_list(events), hashes, names=names)
@@ -17,58 +9,28 @@ A reader of events keeps the hashes of what is cached, as `fold` keeps its mirro
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from kvjax.blocks.hashes import (
+    HASH_BYTES,
+    block_hash,
+    chain_hash,
+    checked_loras,
+    encoded,
+    hasher,
+    namespace_root,
+    root_hash,
+)
 from kvjax.blocks.keys import Namespaces
-from kvjax.checks import host_integers
 from kvjax.events.mirror import Node, decoded, node_of, parent_of
 from kvjax.interop import columns as col
 
-_BYTES, _WORD = 16, 4  # of a hash, and of a word of a row
+_WORD = 4  # bytes of a word of a row
 _LACKS = "wanted one that `hashes` has: the hashes after all events before these"
-_NONE = bytes(_BYTES)
-
-
-def root_hash(model: str | None = None, salt: str | None = None, lora: str | None = None, *, key: bytes = b"") -> bytes:
-    """The hash of the empty prefix: 16 bytes.
-
-    Args:
-      model: whatever tells apart models whose K/V differ, such as a checkpoint's name and the dtype of its K/V.
-      salt: the tenant's, as in `Namespaces`.
-      lora: the adapter's name; its number may be another one's in another process.
-      key: a secret of at most 64 bytes, the same for all that compare hashes.
-    """
-    content = b""
-    for name, value in {"model": model, "salt": salt, "lora": lora}.items():
-        text = b"" if value is None else _encoded(name, value, "text or None")
-        content += b"\x00" if value is None else b"\x01" + struct.pack("<I", len(text)) + text
-    return _hasher(b"kvjax-root", key, content).digest()
-
-
-def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = None, *, key: bytes = b"") -> bytes:
-    """The hash of the prefix that ends with a block: 16 bytes.
-
-    Args:
-      parent: 16 bytes; the hash of the prefix before the block.
-      tokens: i32[n]; the tokens of the block, fewer than P in the last one of a prefix.
-      extra_ids: i32[n]; where the spec has them, zeros too; else None.
-      key: as for `root_hash`.
-    """
-    if not isinstance(parent, bytes) or len(parent) != _BYTES:
-        raise ValueError(f"parent: got {parent!r:.80}, wanted a hash of {_BYTES} bytes")
-    parts = [("tokens", tokens), *(("extra_ids", ids) for ids in [extra_ids] if ids is not None)]
-    words = [host_integers(name, part, np.int32, "a list of integers").astype("<i4") for name, part in parts]
-    size = words[0].size
-    if words[-1].size != size:
-        raise ValueError(f"extra_ids: got {words[1].size}, wanted one for each of {size} tokens")
-    content = struct.pack("<I", size) + b"".join(ids.tobytes() for ids in words)
-    return _chain(_hasher(b"kvjax-block", key), parent, content)
+_NONE = bytes(HASH_BYTES)
 
 
 def first_64_bits(block_hash: bytes) -> int:
@@ -83,7 +45,7 @@ def salt_hash(salt: str, *, key: bytes = b"") -> str:
       salt: the tenant's, as in `Namespaces`.
       key: as for `root_hash`.
     """
-    return _hasher(b"kvjax-salt", key, _encoded("salt", salt)).hexdigest()
+    return hasher(b"kvjax-salt", key, encoded("salt", salt)).hexdigest()
 
 
 def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
@@ -121,7 +83,7 @@ def with_hashes(
       The events: stored, updated and removed ones have "block_hash" too, stored ones "parent_hash", which at a root is
       that of the empty prefix; and the hashes after the events, as from `block_hashes`.
     """
-    adapters = _adapters("loras", loras)
+    adapters = checked_loras("loras", loras)
     names = Namespaces() if names is None else names
     after, found = dict(hashes or {}), []
     for event in decoded(events):
@@ -132,7 +94,7 @@ def with_hashes(
             if event["kind"] == "stored":
                 parent = parent_of(event, after, _LACKS)
                 if parent is None:
-                    parent = _root_of(event["namespace"], names, adapters, model, key)
+                    parent = namespace_root(event["namespace"], names, adapters, model, key)
                 after[node] = block_hash(parent, event["tokens"], event.get("extra_ids"), key=key)
                 event = {**event, "parent_hash": parent}
             event = {**event, "block_hash": after[node]}
@@ -164,8 +126,8 @@ class Hashing:
 
     def __init__(self, names: Namespaces | None, lora_names: Mapping[int, str] | None, model: str | None, key: bytes):
         self._names = Namespaces() if names is None else names
-        self._loras = _adapters("lora_names", lora_names)
-        self._model, self._key, self._hasher = model, key, _hasher(b"kvjax-block", key)
+        self._loras = checked_loras("lora_names", lora_names)
+        self._model, self._key, self._hasher = model, key, hasher(b"kvjax-block", key)
         self._equal = names and id(names), tuple(sorted(self._loras.items())), model, key
         self._spaces: dict[int, Space] = {}
         root_hash(model)  # refuses what is no text
@@ -197,13 +159,13 @@ class Hashing:
         flags, digests, above, start = self._flags(rows, size), [], [], 0
         data, width = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), _WORD * (rows.shape[1] - col.ABOVE)
         for at, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
-            before = data[start : start + _BYTES] if parent < 0 else digests[parent]
+            before = data[start : start + HASH_BYTES] if parent < 0 else digests[parent]
             flags[at] |= flags[parent] if parent >= 0 else 0
             if flags[at] & col.UNKNOWN:
                 digests.append(_NONE)
             else:
-                content = data[start + _BYTES : start + width]
-                digests.append(_chain(self._hasher, before, content if fill == size else _cut(content, fill, size)))
+                content = data[start + HASH_BYTES : start + width]
+                digests.append(chain_hash(self._hasher, before, content if fill == size else _cut(content, fill, size)))
             above.append(before)
             start += width
         rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(digests), np.int32).reshape(-1, 4)
@@ -244,45 +206,3 @@ def _cut(content: bytes, fill: int, size: int) -> bytes:
     """The content of a whole block as that of one with only some tokens."""
     starts = range(_WORD, len(content), _WORD * size)
     return fill.to_bytes(_WORD, "little") + b"".join(content[start : start + _WORD * fill] for start in starts)
-
-
-def _chain(hasher: hashlib.blake2b, parent: bytes, content: bytes) -> bytes:
-    """The hash of a block by that of its parent; a copy of the hasher has read the key."""
-    one = hasher.copy()
-    one.update(parent)
-    one.update(content)
-    return one.digest()
-
-
-def _root_of(namespace: int, names: Namespaces, loras: Mapping[int, str], model: str | None, key: bytes) -> bytes:
-    """The root of a namespace."""
-    if namespace not in names:
-        raise ValueError(f"names: got none of namespace {namespace}, wanted the Namespaces that gave it out")
-    salt, lora = names.describe(namespace)
-    name = None if lora is None else loras.get(lora)
-    if name is None and lora is not None:  # as None it would be the name of the model without an adapter
-        raise ValueError(f"loras: got no name of adapter {lora}, wanted one for each adapter in use")
-    return root_hash(model, salt, name, key=key)
-
-
-def _adapters(argument: str, loras: Mapping[int, str] | None) -> dict[int, str]:
-    """{adapter number: name}, which must all differ."""
-    names = dict(loras or {})
-    if len(set(names.values())) < len(names):
-        raise ValueError(f"{argument}: got {names}, wanted another name for each adapter")
-    return names
-
-
-def _encoded(name: str, value: str, wanted: str = "text") -> bytes:
-    try:
-        return value.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise ValueError(f"{name}: got {value!r}, wanted {wanted}") from error
-
-
-def _hasher(person: bytes, key: bytes = b"", content: bytes = b"") -> hashlib.blake2b:
-    """BLAKE2b with a person, after a key and some content."""
-    if not isinstance(key, bytes) or len(key) > hashlib.blake2b.MAX_KEY_SIZE:
-        got = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"  # a secret is not shown
-        raise ValueError(f"key: got {got}, wanted at most {hashlib.blake2b.MAX_KEY_SIZE} bytes")
-    return hashlib.blake2b(content, digest_size=_BYTES, key=key, person=person)
