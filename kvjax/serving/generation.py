@@ -23,6 +23,7 @@ from kvjax.serving.requests import Output
 from kvjax.serving.runner import GenerationRunner
 from kvjax.serving.sampling import Sampling
 from kvjax.state import CacheState
+from kvjax.stores.disk import DiskStore
 from kvjax.tiered import TieredCache
 
 
@@ -82,6 +83,7 @@ def generate[C: (Cache, TieredCache)](
     fixed_steps: bool = False,
     log_events: bool = True,
     listener: Listener | None = None,
+    store: DiskStore | None = None,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts, as many at a time as there are rows and blocks.
 
@@ -128,6 +130,8 @@ def generate[C: (Cache, TieredCache)](
         the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits for it. If it raises,
         the run ends as by Ctrl-C; it gets the events of that too before the error is raised. It must not read the
         cache, which the running loop has: to see its metadata beside the events, take `progress.state` of a `stream`.
+      store: a `kvjax.stores.DiskStore`, for whole blocks of prompts that the cache lacks: what comes in time is taken,
+        the rest is computed. What is computed is written to it. Waits for it at most its `patience_ms`, once.
 
     Returns:
       list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
@@ -143,7 +147,7 @@ def generate[C: (Cache, TieredCache)](
         model, cache, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
         stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention, logprobs=logprobs,
         scheduler=Scheduler(chunk=chunk, k=k, canonical=canonical), clock=clock, logits_fn=logits_fn, steps=steps,
-        fixed_steps=fixed_steps, log_events=log_events, listener=listener,
+        fixed_steps=fixed_steps, log_events=log_events, listener=listener, store=store,
     )  # fmt: skip
 
 
@@ -170,6 +174,7 @@ def stream[C: (Cache, TieredCache)](
     fixed_steps: bool = False,
     log_events: bool = True,
     listener: Listener | None = None,
+    store: DiskStore | None = None,
 ) -> Generator[Progress[C], None, None]:
     """Generates for all prompts, handing out what is new after at most `steps` steps; the arguments are `generate`'s.
 
@@ -187,7 +192,7 @@ def stream[C: (Cache, TieredCache)](
     """
     options = RunOptions(
         Scheduler(chunk=chunk, k=k, canonical=canonical), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener, logprobs=logprobs,
+        logits_fn=logits_fn, log_events=log_events, listener=listener, logprobs=logprobs, store=store,
     )  # fmt: skip
     inputs = Inputs(
         model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
@@ -240,6 +245,7 @@ def run_batch[C: (Cache, TieredCache)](
     progress: Callable[[list[Output]], None] | None = None,
     log_events: bool = True,
     listener: Listener | None = None,
+    store: DiskStore | None = None,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts by continuous batching, in one program that admits, computes and evicts by itself.
 
@@ -274,6 +280,7 @@ def run_batch[C: (Cache, TieredCache)](
       progress: called with the outputs so far after each return.
       log_events: whether to decode the events.
       listener: called with every `Events` and `EventLog`; see `generate`.
+      store: prefixes from a disk; see `generate`.
 
     Returns:
       list of `Output`, one per prompt, or its samples one after the other; the cache, with everything released and
@@ -286,7 +293,7 @@ def run_batch[C: (Cache, TieredCache)](
     check_functions(progress=progress)
     options = RunOptions(
         with_canonical(scheduler, canonical), steps=steps, fixed_steps=fixed_steps, clock=clock, logits_fn=logits_fn,
-        log_events=log_events, listener=listener, top_logprobs=top_logprobs, logprobs=logprobs, loop=loop,
+        log_events=log_events, listener=listener, top_logprobs=top_logprobs, logprobs=logprobs, loop=loop, store=store,
     )  # fmt: skip
     inputs = Inputs(
         model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax._arrays import unreadable
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import check_alive, check_functions, check_on_host, host_integers, static_int
@@ -22,6 +23,7 @@ from kvjax.pools.host import HostPools
 from kvjax.serving.decode import LogitsFn, check_cache
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
+from kvjax.stores.disk import DiskStore
 from kvjax.tiered import TieredCache
 
 MIN_TOKENS = 4096  # tokens of prompts that are submitted together, at least: fewer compile no other program
@@ -42,12 +44,15 @@ class RunOptions:
     top_logprobs: int = 0
     logprobs: str = "raw"
     loop: bool = True
+    store: DiskStore | None = None
 
     def __post_init__(self):
         self.steps = static_int("steps", self.steps, 1)
         self.top_logprobs = static_int("top_logprobs", self.top_logprobs, 0)
         check_logprobs(self.logprobs)
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
+        if not isinstance(self.store, DiskStore | None):
+            raise ValueError(f"store: got {self.store!r:.80}, wanted a kvjax.stores.DiskStore or None")
         if self.clock is not None:
             read_clock(self.clock)
 
@@ -106,6 +111,10 @@ class Inputs[C: (Cache, TieredCache)]:
         default = range(outputs) if seed is None else np.asarray(output_seeds(seed, outputs))
         self.seeds = _of_each("seeds", seeds, outputs, np.uint32, default=default, of=whose)
         self.namespaces = each(_namespaces(namespaces, number, names))
+        if options.store is not None:
+            if why := unreadable((self.cache, self.host)):
+                raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
+            options.store.check(self.spec, np.unique(self.namespaces).tolist(), names)
         self.priorities = each(_of_each("priorities", priorities, number, default=[0] * number))
         stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
         self.stop_tokens = np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)  # i32[K]

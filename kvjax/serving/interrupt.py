@@ -104,6 +104,12 @@ class GenerationState[C: (Cache, TieredCache)]:
         """The cache as it is now, of the kind that was given."""
         return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
 
+    def replace(self, cache: Any) -> None:
+        """Goes on with another cache, of the kind that was given."""
+        is_tiered = isinstance(cache, TieredCache)
+        self.serving = self.serving.replace(cache=cache.cache if is_tiered else cache)
+        self.host = cache.host if is_tiered else None
+
     @property
     def alive(self) -> bool:
         """Whether the cache is here: no call to which it was donated died."""

@@ -327,6 +327,7 @@ class Output:
       top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
+      stored_tokens: those of the cached tokens that came from the store.
       preemptions: how often it had to give its row up and wait again.
       finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks", "cancelled", "bad_request";
         None while it goes on, and if the generation was interrupted.
@@ -336,6 +337,7 @@ class Output:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
+    stored_tokens: int = 0
     finish: str | None = None
     preemptions: int = 0
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)

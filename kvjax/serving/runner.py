@@ -30,6 +30,7 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import leave, swaps
 from kvjax.serving.requests import Output, Serving, Stage, init_serving
 from kvjax.serving.serve import serve, serve_step
+from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.submit import submit
 from kvjax.tiered import FailedTransfer, TieredCache
 
@@ -69,11 +70,13 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         self.closing: list[dict[str, Any]] = []  # decoded events of `close`
         self.outputs = [Output(len(prompt)) for prompt in inputs.prompts]
         self.output_of_slot, self.submitted = self._admissible(), False
+        self.requests: Any = None  # as the last loop left them
         lengths = np.array([len(inputs.prompts[n]) for n in self.output_of_slot], np.int32)
         self.unlimited = lengths + inputs.max_new_tokens[self.output_of_slot]
         self.max_tokens = np.maximum(np.minimum(self.unlimited, self._most_tokens() + 1), lengths + 1)
         self.state = GenerationState(inputs, self._empty_slots())
         self.host_tier = HostTier(self.state, self.scheduler, options.steps)
+        self.stored = options.store and StoredPrefixes(options.store, inputs, self.state, self.scheduler)
         worst = worst_step(self.spec, self.scheduler) + admission_events(self.spec, self.state.serving.width)
         self.log_size = 3 * worst + options.steps * self.spec.max_seqs * len(self.spec.groups) // 2
 
@@ -122,12 +125,22 @@ class GenerationRunner[C: (Cache, TieredCache)]:
 
     def turn(self) -> bool:
         """Enters the loop of the scheduler once, and reads what it did; returns whether there is more to do."""
+        try:
+            return self._turn()
+        except BaseException:
+            if self.stored:
+                self.stored.drop()
+            raise
+
+    def _turn(self) -> bool:
         state, options = self.state, self.inputs.options
         self.new = {}
         if not self.output_of_slot:
             return False
         if not self.submitted:
             self._submit()
+        if self.stored:
+            self.stored.adopt(self.host_tier.call, self.requests)
         self.host_tier.empty_blocks()
         log = _init_log(self.log_size, self.spec.block_size, self.spec.extra_ids, self.spec.has_recurrent)
         arguments = {
@@ -140,8 +153,11 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             state.serving, log, _ = _serve_step(self.inputs.model, state.serving, log, **arguments)
         state.unpublished.append(log)
         state.publish(keep=1)  # what the turns before left, while the device works; this turn's events stay
-        requests, row, onboard_slot, refused = self._read()
+        self.requests, row, onboard_slot, refused = self._read()
+        requests = self.requests
         self._update_outputs(requests)
+        if self.stored:
+            self.stored.after_loop(log, self._admitted(requests))
         if refused == 1:
             self.host_tier.empty_refused()
         if onboard_slot >= 0:
@@ -163,6 +179,8 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         for n, code in zip(self.output_of_slot, reasons.tolist(), strict=True):
             if code != Status.OK:
                 self.outputs[n].finish = Status(code).name.lower()
+        if self.stored:
+            self.stored.begin(n for n in self.output_of_slot if self.outputs[n].finish is None)
 
     def _read(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
         """`requests`, `row`, `onboard_slot` and `refused` of `Serving` as numpy arrays, by which the host decides."""
@@ -181,8 +199,16 @@ class GenerationRunner[C: (Cache, TieredCache)]:
                 full = requests.num_tokens[slot] > self.spec.max_length
                 output.finish = "row_full" if full else "no_blocks"
 
+    def _admitted(self, requests: Any) -> dict[int, Output]:
+        """The outputs, by number, whose requests do not wait."""
+        return {
+            n: self.outputs[n] for slot, n in enumerate(self.output_of_slot) if requests.stage[slot] != Stage.WAITING
+        }
+
     def close(self) -> None:
         """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""
+        if self.stored:
+            self.stored.drop()
         if self.state.alive:
             self.state.events = self.closing
             with self.state.ctrl_c, jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
@@ -216,7 +242,7 @@ class HostTier[C: (Cache, TieredCache)]:
             blocks = self.spec.groups[number].num_blocks
             target, options = min(need, blocks), {"most": min(most, blocks), "group": number}
             while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
-                events, _ = self._call(TieredCache.watermark, target, **options)
+                events, _ = self.call(TieredCache.watermark, target, **options)
                 target = empty if events.ok else (empty + target) // 2
 
     def empty_refused(self) -> None:
@@ -240,7 +266,7 @@ class HostTier[C: (Cache, TieredCache)]:
         }
         lost = [row]
         while row in lost:  # once in any case; a move that fails takes its blocks out of the index
-            events, lost = self._call(
+            events, lost = self.call(
                 TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
             )
         placed = np.array([slot, row], np.int32)
@@ -254,20 +280,20 @@ class HostTier[C: (Cache, TieredCache)]:
         if not rows.any:
             return False
         verb, row = (TieredCache.swap_out, rows.out) if rows.out >= 0 else (TieredCache.swap_in, rows.back)
-        events, _ = self._call(verb, row)
+        events, _ = self.call(verb, row)
         if not bool(events.ok):
             self.state.serving = self.state.serving.replace(refused=jnp.int32(1))
         return True
 
-    def _call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
-        """Calls a verb that moves blocks; returns the events, and rows whose K/V failed moves lost, with a warning."""
+    def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
+        """Calls a verb; returns the events, and rows whose K/V were lost by moves that failed, with a warning."""
         state, lost, removed, failed = self.state, [], [], None
         try:
-            tiered, events = verb(state.result, *args, now=state.now(), **options)
+            cache, events = verb(state.result, *args, now=state.now(), **options)
         except FailedTransfer as failure:
-            tiered, events, lost = failure.tiered, failure.events, failure.lost
+            cache, events, lost = failure.tiered, failure.events, failure.lost
             removed, failed = [failure.removed], str(failure)
-        state.serving, state.host = state.serving.replace(cache=tiered.cache), tiered.host
+        state.replace(cache)
         state.publish(events, *removed)
         if failed is not None:  # behind what must not be lost, since a warning may be made an error
             warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)

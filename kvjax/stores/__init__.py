@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V that outlive a process, or come from another one: the verbs by which they enter a cache, and a saved cache.
+"""K/V that outlive a process, or come from another one: verbs by which they enter a cache, a saved cache, a disk.
 
-`save` and `load` need safetensors, of the extra `stores`; the rest needs nothing more than kvjax does.
+`save` and `load` need safetensors, `DiskStore` needs tensorstore, both of the extra `stores`; the rest needs nothing
+more than kvjax does.
 """
 
 from kvjax.events.records import Adopted
 from kvjax.pools.stage import Staged, gather, scatter
+from kvjax.stores.disk import DiskStore
 from kvjax.stores.file import load, save
 from kvjax.stores.restore import Loaded
 from kvjax.verbs.adopt import adopt, land
 
-__all__ = ["Adopted", "Loaded", "Staged", "adopt", "gather", "land", "load", "save", "scatter"]
+__all__ = ["Adopted", "DiskStore", "Loaded", "Staged", "adopt", "gather", "land", "load", "save", "scatter"]

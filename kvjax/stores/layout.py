@@ -29,7 +29,7 @@ def _pool_layout(pool: PoolSpec) -> dict[str, Any]:
     return named | {"values": pool.values, "arrays": arrays}
 
 
-def check_layout(saved: Any, own: Any, name: str = "") -> None:
+def check_layout(saved: Any, own: Any, name: str = "", *, of: str = "the save") -> None:
     """Raises a ValueError that names the first part in which a saved layout differs from the cache's own."""
     if isinstance(own, Mapping) and isinstance(saved, Mapping) and saved.keys() == own.keys():
         pairs = [(f"{name}.{key}".lstrip("."), saved[key], own[key]) for key in own]
@@ -37,10 +37,10 @@ def check_layout(saved: Any, own: Any, name: str = "") -> None:
         pairs = [(f"{name}[{number}]", *both) for number, both in enumerate(zip(saved, own, strict=True))]
     else:
         if type(saved) is not type(own) or saved != own:
-            raise ValueError(f"cache: got one with {name}={own!r:.200}, wanted that of the save, {saved!r:.200}")
+            raise ValueError(f"cache: got one with {name}={own!r:.200}, wanted that of {of}, {saved!r:.200}")
         return
     for part, one, other in pairs:
-        check_layout(one, other, part)
+        check_layout(one, other, part, of=of)
 
 
 class Leaf(NamedTuple):

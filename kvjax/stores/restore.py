@@ -15,19 +15,12 @@ import numpy as np
 from kvjax._compile import OutermostJit
 from kvjax.blocks.holders import give_back, hold
 from kvjax.blocks.windows import policy_of
-from kvjax.cache import Cache
-from kvjax.events.records import Events
-from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
+from kvjax.stores.adoption import AnyCache, adopt_prefix, with_state
 from kvjax.stores.contents import Contents, blocks_with
 from kvjax.stores.layout import leaves_of
-from kvjax.stores.transport import checksum, write
-from kvjax.tiered import FailedTransfer, TieredCache
-from kvjax.verbs.adopt import adopt, land
-
-AnyCache = Cache | TieredCache
-COLUMNS, GROWTH = 8, 4  # of the smallest program, and from one program to the next larger one
+from kvjax.stores.transport import checksum
 
 
 class Loaded(NamedTuple):
@@ -135,7 +128,7 @@ def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: n
             path = path[: len(path) - missing]
     ids = blocks_with(contents, namespaces, jax.device_get(cache.state))
     order = [_by_release(*each) for each in zip(state.groups, ids, contents.order, strict=True)]
-    return _with(cache, _release_again(cache.state, order, now), cache.pools), _counted(saved, ids)
+    return with_state(cache, _release_again(cache.state, order, now), cache.pools), _counted(saved, ids)
 
 
 def _chosen(contents: Contents, namespaces: Mapping[int, int], state: CacheState) -> np.ndarray:
@@ -171,62 +164,23 @@ def _adopt_chain(
 ) -> tuple[AnyCache, int]:
     """Adopts the blocks of a chain that the cache lacks; also returns how many blocks were too many: none was taken."""
     spec, contents = cache.state.spec, saved.contents
-    columns = COLUMNS
-    while columns < len(path):
-        columns *= GROWTH
-
-    def padded(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, [(0, columns - len(path)), *[(0, 0)] * (x.ndim - 1)])
-
-    options: dict[str, Any] = {"hits": padded(contents.hits[path]), "now": now}
-    if contents.extra_ids.size:
-        options["extra_ids"] = padded(contents.extra_ids[path]).reshape(-1)
-    stated = contents.retention[path][:, : 2 * spec.retention]
-    if stated.size:
-        options["stated"] = padded(stated)
-    length = np.int32((len(path) - 1) * spec.block_size + contents.fill[path[-1]])
-    cache, events = _reserve(
-        cache, padded(contents.tokens[path]).reshape(-1), length, padded(have.T).T,
-        namespace=np.int32(namespaces[int(contents.namespace[path[0]])]), **options,
-    )  # fmt: skip
-    if not bool(events.ok):
-        return cache, max(1, int(np.sum(np.asarray(events.shortfall))))
-    adopted: Any = events.adopted
-    own = np.asarray(adopted.blocks) >= 0
-    arrived, pools = np.zeros_like(own), cache.pools
     ends: list[int] = []
-    for number, of_group in enumerate(own):
-        reserved = np.flatnonzero(of_group[: min(ends[:1], default=len(path))]).tolist()
-        found = {at: words for at in reserved if (words := saved.read(number, path[at])) is not None}
-        ends.append(min(set(reserved) - found.keys(), default=len(path)))  # behind the first group's nothing is read
-        arrived[number, list(found)] = True
-        pools = write(pools, number, adopted.pool_rows[number], list(found), list(found.values()))
-    state, _ = _land(cache.state, adopted, arrived, now=now)
-    return _with(cache, state, pools), 0
 
+    def read(number: int, columns: list[int]) -> dict[int, list[np.ndarray]]:
+        columns = [at for at in columns if at < min(ends[:1], default=len(path))]
+        found = {at: words for at in columns if (words := saved.read(number, path[at])) is not None}
+        ends.append(min(set(columns) - found.keys(), default=len(path)))  # behind the first group's nothing is read
+        return found
 
-_adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
-_land = OutermostJit(land, donate_argnums=0)
-
-
-def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Events]:
-    """`adopt`, with the moves that it orders; if one fails, nothing is reserved."""
-    if not isinstance(cache, TieredCache):
-        state, events = _adopt(cache.state, *args, **options)
-        return Cache(state, cache.pools), events
-    try:
-        return cache._adopt(*args, **options)
-    except FailedTransfer as failure:
-        adopted: Any = failure.events.adopted
-        state, _ = _land(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
-        tiered = failure.tiered.replace(Cache(state, failure.tiered.pools))
-        raise FailedTransfer(str(failure), tiered, failure.lost, failure.events, failure.removed) from failure
-
-
-def _with(cache: AnyCache, state: CacheState, pools: Pools) -> AnyCache:
-    """A cache with another state and other pools, and the host pools it has."""
-    after = Cache(state, pools)
-    return cache.replace(after) if isinstance(cache, TieredCache) else after
+    stated = contents.retention[path][:, : 2 * spec.retention]
+    cache, events = adopt_prefix(
+        cache, contents.tokens[path], have, read,
+        length=(len(path) - 1) * spec.block_size + int(contents.fill[path[-1]]),
+        extra_ids=contents.extra_ids[path] if contents.extra_ids.size else None,
+        namespace=namespaces[int(contents.namespace[path[0]])], hits=contents.hits[path],
+        stated=stated if stated.size else None, now=now,
+    )  # fmt: skip
+    return cache, 0 if bool(events.ok) else max(1, int(np.sum(np.asarray(events.shortfall))))
 
 
 def _by_release(group: Any, ids: np.ndarray, order: np.ndarray) -> np.ndarray:

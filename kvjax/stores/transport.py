@@ -52,6 +52,13 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
         yield first, found or []
 
 
+def gather_blocks(pools: Pools, pool_rows: Sequence[int], number: int) -> list[jax.Array]:
+    """The arrays of one group's blocks on the device, at most 64; those behind the last one may be anything."""
+    index = np.zeros(batch_size(len(pool_rows)), np.int32)
+    index[: len(pool_rows)] = pool_rows
+    return _gather(pools, index, number)
+
+
 @functools.partial(jax.jit, static_argnames="number")
 def _gather(pools: Pools, rows: jax.Array, number: int) -> list[jax.Array]:
     """The arrays of one group's blocks; XLA drops the others."""

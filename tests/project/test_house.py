@@ -16,8 +16,8 @@ HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
     "_arrays", "_compile", "_pictures", "layers", "spec", "state", "checks", "events", "policies", "blocks", "gpu",
-    "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "serving",
-    "testing", "tiers", "stores", "interop", "research", "__init__",
+    "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "stores", "serving",
+    "testing", "tiers", "interop", "research", "__init__",
 )  # fmt: skip
 
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adoption of a prefix whose bytes are on the host: few programs, whatever its length, and few blocks at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvjax._compile import OutermostJit
+from kvjax.cache import Cache
+from kvjax.events.records import Events
+from kvjax.pools.device import Pools
+from kvjax.state import CacheState
+from kvjax.stores.transport import write
+from kvjax.tiered import FailedTransfer, TieredCache
+from kvjax.verbs.adopt import adopt, land
+
+AnyCache = Cache | TieredCache
+COLUMNS, GROWTH = 8, 4  # of the smallest program, and from one program to the next larger one
+
+_adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
+_land = OutermostJit(land, donate_argnums=0)
+
+
+def adopt_prefix(
+    cache: AnyCache,
+    tokens: np.ndarray,
+    have: np.ndarray,
+    read: Callable[[int, list[int]], dict[int, list[np.ndarray]]],
+    *,
+    length: int,
+    namespace: int,
+    extra_ids: np.ndarray | None = None,
+    stated: np.ndarray | None = None,
+    hits: np.ndarray | int = 0,
+    now: Any = 0,
+) -> tuple[AnyCache, Events]:
+    """`adopt`, the bytes and `land` for a prefix of n blocks.
+
+    Args:
+      cache: is donated.
+      tokens: i32[n, P].
+      have: bool[G, n]; blocks whose bytes `read` may return.
+      read: (group, columns) -> {column: the words of each array}, of those that came; called once for each group, in
+        their order.
+      length: tokens of the prefix.
+      namespace: likewise.
+      extra_ids: i32[n, P], where the spec asks for them.
+      stated: i32[n, 2]; see `adopt`.
+      hits: i32[n].
+      now: i32[] ms.
+
+    Returns:
+      The cache; and the events of both verbs as one.
+
+    Raises:
+      FailedTransfer: if a move between the tiers fails; nothing is reserved then.
+    """
+    count, columns = len(tokens), COLUMNS
+    while columns < count:
+        columns *= GROWTH
+
+    def padded(x: Any) -> np.ndarray:
+        return np.pad(x, [(0, columns - count), *[(0, 0)] * (np.ndim(x) - 1)])
+
+    options = {"extra_ids": extra_ids, "stated": stated, "hits": np.broadcast_to(np.int32(hits), (count,))}
+    options = {name: padded(x) for name, x in options.items() if x is not None}
+    if extra_ids is not None:
+        options["extra_ids"] = options["extra_ids"].reshape(-1)
+    cache, events = _reserve(
+        cache, padded(tokens).reshape(-1), np.int32(length), padded(have.T).T, namespace=np.int32(namespace),
+        now=now, **options,
+    )  # fmt: skip
+    adopted: Any = events.adopted
+    if not bool(events.ok):
+        return cache, events.replace(adopted=None)
+    own = np.asarray(adopted.blocks) >= 0
+    arrived, pools = np.zeros_like(own), cache.pools
+    for number, of_group in enumerate(own):
+        found = read(number, np.flatnonzero(of_group).tolist())
+        arrived[number, list(found)] = True
+        pools = write(pools, number, adopted.pool_rows[number], list(found), list(found.values()))
+    state, landed = _land(cache.state, adopted, arrived, now=now)
+    return with_state(cache, state, pools), events.followed_by(landed)
+
+
+def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Events]:
+    """`adopt`, with the moves that it orders; if one fails, nothing is reserved."""
+    if not isinstance(cache, TieredCache):
+        state, events = _adopt(cache.state, *args, **options)
+        return Cache(state, cache.pools), events
+    try:
+        return cache._adopt(*args, **options)
+    except FailedTransfer as failure:
+        adopted: Any = failure.events.adopted
+        state, _ = _land(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
+        tiered = failure.tiered.replace(Cache(state, failure.tiered.pools))
+        raise FailedTransfer(str(failure), tiered, failure.lost, failure.events, failure.removed) from failure
+
+
+def with_state(cache: AnyCache, state: CacheState, pools: Pools) -> AnyCache:
+    """A cache with another state and other pools, and the host pools it has."""
+    after = Cache(state, pools)
+    return cache.replace(after) if isinstance(cache, TieredCache) else after

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The place of a store: a folder with one writer, or what else tensorstore can open."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pathlib
+import urllib.parse
+import urllib.request
+from typing import Any
+
+LOCK = "store.lock"
+
+
+class Place:
+    """An open place.
+
+    Attributes:
+      kv: the `tensorstore.KvStore`.
+    """
+
+    def __init__(self, place: Any, readonly: bool):
+        import tensorstore
+
+        self._lock: Any = None
+        if isinstance(place, tensorstore.KvStore):
+            self.kv, self._text = place, "a KvStore"
+            return
+        if not isinstance(place, str | os.PathLike) or not os.fspath(place):
+            raise ValueError(f"place: got {place!r:.80}, wanted a folder, a URL or an open tensorstore.KvStore")
+        self._text = os.fspath(place)
+        if "://" in self._text and not self._text.startswith("file://"):
+            spec: Any = self._text
+        else:
+            folder = pathlib.Path(_path_of(self._text)).absolute()
+            _open_folder(folder, readonly)
+            self._lock = None if readonly else _locked(folder)
+            spec = {"driver": "file", "path": f"{folder}/"}
+        try:
+            self.kv = tensorstore.KvStore.open(spec).result()
+        except Exception as error:  # whatever tensorstore raises
+            self.close()
+            raise ValueError(f"place: got {self._text!r}, wanted one that can be opened ({error})") from error
+
+    def close(self) -> None:
+        """Lets another writer in."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _path_of(text: str) -> str:
+    return urllib.request.url2pathname(urllib.parse.urlsplit(text).path) if text.startswith("file://") else text
+
+
+def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
+    """Makes the folder of a store, or checks that it is one."""
+    wanted = "a folder of a store, an empty one or none"
+    try:
+        if not readonly:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise ValueError(f"place: got {os.fspath(folder)!r}, wanted {wanted} ({error})") from error
+    if LOCK not in found and (found or readonly):
+        raise ValueError(f"place: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}")
+
+
+def _locked(folder: pathlib.Path) -> Any:
+    """The folder's lock, as an open file; the locks that killed writers have left on values are swept."""
+    lock = open(folder / LOCK, "ab")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        wanted = "wanted one without a writer, or readonly=True"
+        raise ValueError(f"place: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
+    folder.chmod(0o700)
+    for path in folder.rglob("*.__lock"):
+        path.unlink(missing_ok=True)
+    return lock
