@@ -24,7 +24,7 @@ from kvjax.serving.inputs import Inputs
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Output, Stage
-from kvjax.state import NO_BLOCK, CacheState
+from kvjax.state import NO_BLOCK, CacheState, Text
 from kvjax.stores.adoption import adopt_prefix
 from kvjax.stores.disk import DiskStore
 from kvjax.stores.values import Block
@@ -68,7 +68,7 @@ class Prefix:
 
 
 class StoredPrefixes:
-    """What a generation reads from its store, and writes to it."""
+    """The reads of a generation from its store, and its writes to it."""
 
     def __init__(self, store: DiskStore, inputs: Inputs[Any], state: GenerationState[Any], scheduler: Scheduler):
         self.store, self.inputs, self.state, self.scheduler = store, inputs, state, scheduler
@@ -124,7 +124,7 @@ class StoredPrefixes:
             reached += 1
         for end in range(reached, whole, -1):
             used = self._reused(end, length)
-            wanted = [(number, column) for number in self._groups for column in self._seen(number, used, end, whole)]
+            wanted = self._wanted(used, whole, end)
             if used > cached and all(self.store.has(prefix.blocks[column], number) for number, column in wanted):
                 prefix.end = end
                 prefix.wanted.extend(one for one in wanted if self._is_new(prefix, *one))
@@ -143,11 +143,13 @@ class StoredPrefixes:
         """The numbers of the groups whose blocks have K/V."""
         return [number for number in range(len(self.spec.groups)) if self.store.values.has_bytes(number)]
 
-    def _seen(self, number: int, used: int, end: int, whole: int) -> list[int]:
-        """The columns below `end` that a group needs behind `used` tokens; of the first group those that it lacks."""
-        columns = np.arange(self.spec.max_blocks_per_seq, dtype=np.int32)
-        seen = np.flatnonzero(np.asarray(self.spec.groups[number].keeps(columns, np.int32(used), self.size)))
-        return [column for column in seen.tolist() if (whole if number == 0 else 0) <= column < end]
+    def _wanted(self, used: int, whole: int, end: int) -> list[tuple[int, int]]:
+        """(group, column) of what is needed behind `used` tokens, below `end`; of the first group without `whole`."""
+        columns, found = np.arange(self.spec.max_blocks_per_seq, dtype=np.int32), [(0, at) for at in range(whole, end)]
+        for number, group in enumerate(self.spec.window_groups, 1):
+            seen = np.flatnonzero(np.asarray(group.keeps(columns, np.int32(used), self.size))[:end])
+            found += [(number, column) for column in seen.tolist()]
+        return [(number, column) for number, column in found if number in self._groups]
 
     def _is_new(self, prefix: Prefix, number: int, column: int) -> bool:
         """Whether a block is not being read for an earlier prompt; from then on it is."""
@@ -206,7 +208,7 @@ class StoredPrefixes:
         while prefix.reads:
             number, column, found = self._next(prefix)
             missed = missed or found is None
-            if found is not None and (number > 0 or not missed):
+            if found is not None:
                 words[number, column] = found
         is_adopted = not words or self._adopt(prefix, words, call)
         if missed or not is_adopted or not more:
@@ -235,12 +237,11 @@ class StoredPrefixes:
         have[tuple(np.array(list(words)).T)] = True
 
         def read(number: int, columns: list[int]) -> dict[int, Words]:
-            if number == 0:
-                self.adopted.update(prefix.blocks[column].hash for column in columns)
+            self.adopted.update(prefix.blocks[column].hash for column in columns)
             return {column: words.get((number, column), []) for column in columns}
 
-        tokens = np.asarray(self.inputs.prompts[prefix.output][: end * size], np.int32).reshape(end, size)
-        events, _ = call(adopt_prefix, tokens, have, read, length=end * size, namespace=prefix.namespace)
+        tokens: Any = np.asarray(self.inputs.prompts[prefix.output][: end * size], np.int32).reshape(end, size)
+        events, _ = call(adopt_prefix, Text(tokens, None), have, read, length=end * size, namespace=prefix.namespace)
         return bool(events.ok)
 
     def _give_up(self, prefix: Prefix) -> None:
@@ -283,12 +284,12 @@ class StoredPrefixes:
             found, rows = dict[Block, int](), np.asarray(group.pool_row(group.ids))
             fill, generations = np.asarray(group.blocks.fill), np.asarray(group.blocks.generation)
             for at in np.flatnonzero(is_whole & (number == of_group)).tolist():
-                here, node = block[at], (int(records[at, 4]), int(records[at, 5]))
-                if generations[here] == generation[at] and fill[here] == self.size:
-                    stored = self.store.values.block(self._hash(state, *node), texts[at].tobytes())
-                    found[stored] = int(rows[here])
+                own, parent = int(block[at]), (int(records[at, 4]), int(records[at, 5]))
+                if generations[own] == generation[at] and fill[own] == self.size:
+                    stored = self.store.values.block(self._hash(state, *parent), texts[at].tobytes())
+                    found[stored] = int(rows[own])
                     if of_group == 0:
-                        self.hashes[int(here), int(generation[at])] = stored.hash
+                        self.hashes[own, int(generation[at])] = stored.hash
                         self.adopted.discard(stored.hash)
             on_device = {one: row for one, row in found.items() if row < self.spec.groups[of_group].num_blocks}
             self.store.write(self.state.cache.pools, of_group, list(on_device), list(on_device.values()))

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax._compile import OutermostJit
 from kvjax.cache import Cache
 from kvjax.events.records import Events
 from kvjax.pools.device import Pools
-from kvjax.state import CacheState
+from kvjax.state import CacheState, Text
 from kvjax.stores.transport import write
 from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.adopt import adopt, land
@@ -26,31 +27,27 @@ _land = OutermostJit(land, donate_argnums=0)
 
 def adopt_prefix(
     cache: AnyCache,
-    tokens: np.ndarray,
+    text: Text,
     have: np.ndarray,
     read: Callable[[int, list[int]], dict[int, list[np.ndarray]]],
     *,
     length: int,
     namespace: int,
-    extra_ids: np.ndarray | None = None,
-    stated: np.ndarray | None = None,
-    hits: np.ndarray | int = 0,
-    now: Any = 0,
+    now: Any,
+    **options: np.ndarray,
 ) -> tuple[AnyCache, Events]:
     """`adopt`, the bytes and `land` for a prefix of n blocks.
 
     Args:
       cache: is donated.
-      tokens: i32[n, P].
+      text: i32[n, P].
       have: bool[G, n]; blocks whose bytes `read` may return.
       read: (group, columns) -> {column: the words of each array}, of those that came; called once for each group, in
         their order.
       length: tokens of the prefix.
-      namespace: likewise.
-      extra_ids: i32[n, P], where the spec asks for them.
-      stated: i32[n, 2]; see `adopt`.
-      hits: i32[n].
+      namespace: of the prefix.
       now: i32[] ms.
+      options: `stated` i32[n, 2] and `hits` i32[n] of `adopt`.
 
     Returns:
       The cache; and the events of both verbs as one.
@@ -58,20 +55,17 @@ def adopt_prefix(
     Raises:
       FailedTransfer: if a move between the tiers fails; nothing is reserved then.
     """
-    count, columns = len(tokens), COLUMNS
+    count, columns = len(text.tokens), COLUMNS
     while columns < count:
         columns *= GROWTH
 
     def padded(x: Any) -> np.ndarray:
         return np.pad(x, [(0, columns - count), *[(0, 0)] * (np.ndim(x) - 1)])
 
-    options = {"extra_ids": extra_ids, "stated": stated, "hits": np.broadcast_to(np.int32(hits), (count,))}
-    options = {name: padded(x) for name, x in options.items() if x is not None}
-    if extra_ids is not None:
-        options["extra_ids"] = options["extra_ids"].reshape(-1)
+    text = jax.tree.map(lambda part: padded(part).reshape(-1), text)
     cache, events = _reserve(
-        cache, padded(tokens).reshape(-1), np.int32(length), padded(have.T).T, namespace=np.int32(namespace),
-        now=now, **options,
+        cache, text.tokens, np.int32(length), padded(have.T).T, namespace=np.int32(namespace),
+        extra_ids=text.extra_ids, now=now, **jax.tree.map(padded, options),
     )  # fmt: skip
     adopted: Any = events.adopted
     if not bool(events.ok):

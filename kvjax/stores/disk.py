@@ -28,9 +28,10 @@ from kvjax.checks import static_int
 from kvjax.ledger import human
 from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
+from kvjax.state import Text
 from kvjax.stores.file import checked_names
 from kvjax.stores.layout import check_layout, layout_of
-from kvjax.stores.places import Place
+from kvjax.stores.location import Location
 from kvjax.stores.transport import MOST, gather_blocks
 from kvjax.stores.values import Block, Values, size_of
 
@@ -43,7 +44,7 @@ class DiskStore:
     """Whole blocks of prefixes on a disk, by their contents; for `store=` of `generate`, `stream` and `run_batch`.
 
     A block is found by the hash of its prefix: model, salt, LoRA and all tokens. Then its tokens and its parent's hash
-    are compared. A value that is not what it has to be is a miss, and is deleted. A place that fails costs a request
+    are compared. A value that is not what it has to be is a miss, and is deleted. A location that fails costs a request
     nothing but the hit. Prompts are in the store in clear; a folder is readable for its owner only.
 
     Attributes:
@@ -54,7 +55,7 @@ class DiskStore:
 
     def __init__(
         self,
-        place: Any,
+        location: Any,
         spec: CacheSpec,
         *,
         model: str,
@@ -69,7 +70,7 @@ class DiskStore:
         """Opens a store, and makes it if there is none.
 
         Args:
-          place: a folder, which is made readable for its owner only; or a URL that tensorstore takes (`memory://`,
+          location: a folder, which is made readable for its owner only; or a URL that tensorstore takes (`memory://`,
             `s3://bucket/path/`, `gs://bucket/path/`), or an open `tensorstore.KvStore`: of these no more than one
             writer must be open at a time, which only a folder can check.
           spec: of the caches.
@@ -97,8 +98,8 @@ class DiskStore:
             max_bytes = static_int("max_bytes", max_bytes, max(self.values.sizes))
         self.max_bytes, self.patience_ms = max_bytes, static_int("patience_ms", patience_ms, 0)
         self.max_in_flight = static_int("max_in_flight", max_in_flight, max(self.values.sizes))
-        self._place = Place(place, self.readonly)
-        self._kv, self._lock = self._place.kv, threading.Lock()
+        self._location = Location(location, self.readonly)
+        self._kv, self._lock = self._location.kv, threading.Lock()
         self._names, self._used = OrderedDict[str, int](), 0  # name: bytes; the least recently used one first
         self._writing, self._in_flight = set[str](), 0
         self._counters, self._failure, self._has_warned = Counter[str](), "", False
@@ -107,14 +108,14 @@ class DiskStore:
         self._closed = False
         self.refresh(self._recency())
         if not readonly:
-            self._make_room(0)
+            self._evict_for(0)
 
     @property
     def counters(self) -> dict[str, int]:
         """Blocks since the store was opened, a block of each group counted by itself, and bytes.
 
         read, missed: found, and not (any more). broken: found, but not what they have to be; they count as missed too.
-        written. dropped: not written, since too much waited. failed: not read or not written by the fault of the place.
+        written. dropped: not written, since too much waited. failed: not read or not written since the location failed.
         evicted. bytes_read, bytes_written.
         """
         names = "read", "missed", "broken", "written", "dropped", "failed", "evicted", "bytes_read", "bytes_written"
@@ -138,7 +139,7 @@ class DiskStore:
 
     def blocks(self, tokens: Any, namespace: int = 0, extra_ids: Any = None) -> list[Block]:
         """The whole blocks of a prompt i32[n]."""
-        return self.values.blocks(self.root(namespace), tokens, extra_ids)
+        return self.values.blocks(self.root(namespace), Text(tokens, extra_ids))
 
     def has(self, block: Block, number: int) -> bool:
         """Whether a block's K/V of one group are in the store, as far as it is known here, or there are none."""
@@ -234,7 +235,7 @@ class DiskStore:
             self._failed(error)
         for at, block in enumerate(blocks):
             name = self.values.name(block, number)
-            if arrays is None or not self._make_room(size):
+            if arrays is None or not self._evict_for(size):
                 self._written(name, size, "dropped")
                 continue
             value = self.values.encode(block, number, [array[at] for array in arrays])
@@ -265,7 +266,7 @@ class DiskStore:
             elif outcome == "":  # its bytes were counted when room was made
                 self._used -= size
 
-    def _make_room(self, size: int) -> bool:
+    def _evict_for(self, size: int) -> bool:
         """Evicts until `size` more bytes fit, and counts them; False if they cannot."""
         while True:
             with self._lock:
@@ -295,7 +296,7 @@ class DiskStore:
         if self._failure and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{self._place}: blocks were not stored or read: {self._failure}", RuntimeWarning, stacklevel=3
+                f"{self._location}: blocks were not stored or read: {self._failure}", RuntimeWarning, stacklevel=3
             )
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -339,7 +340,7 @@ class DiskStore:
         self._closed = True
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
-        self._place.close()
+        self._location.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -353,4 +354,4 @@ class DiskStore:
 
     def __repr__(self) -> str:
         size = human(self._used) + (f" of {human(self.max_bytes)}" if self.max_bytes else "")
-        return f"DiskStore({str(self._place)!r}; {len(self._names):,} blocks, {size})"
+        return f"DiskStore({str(self._location)!r}; {len(self._names):,} blocks, {size})"

@@ -16,7 +16,7 @@ from kvjax._compile import OutermostJit
 from kvjax.blocks.holders import give_back, hold
 from kvjax.blocks.windows import policy_of
 from kvjax.spec import CacheSpec
-from kvjax.state import NO_BLOCK, CacheState
+from kvjax.state import NO_BLOCK, CacheState, Text
 from kvjax.stores.adoption import AnyCache, adopt_prefix, with_state
 from kvjax.stores.contents import Contents, blocks_with
 from kvjax.stores.layout import leaves_of
@@ -172,13 +172,14 @@ def _adopt_chain(
         ends.append(min(set(columns) - found.keys(), default=len(path)))  # behind the first group's nothing is read
         return found
 
-    stated = contents.retention[path][:, : 2 * spec.retention]
+    options, stated = {"hits": contents.hits[path]}, contents.retention[path][:, : 2 * spec.retention]
+    if stated.size:
+        options["stated"] = stated
+    parts: list[Any] = [part[path] if part.size else None for part in (contents.tokens, contents.extra_ids)]
     cache, events = adopt_prefix(
-        cache, contents.tokens[path], have, read,
+        cache, Text(*parts), have, read,
         length=(len(path) - 1) * spec.block_size + int(contents.fill[path[-1]]),
-        extra_ids=contents.extra_ids[path] if contents.extra_ids.size else None,
-        namespace=namespaces[int(contents.namespace[path[0]])], hits=contents.hits[path],
-        stated=stated if stated.size else None, now=now,
+        namespace=namespaces[int(contents.namespace[path[0]])], now=now, **options,
     )  # fmt: skip
     return cache, 0 if bool(events.ok) else max(1, int(np.sum(np.asarray(events.shortfall))))
 

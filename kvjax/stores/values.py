@@ -17,12 +17,13 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.blocks.hashes import chain_hash, hasher
 from kvjax.spec import CacheSpec
+from kvjax.state import Text
 from kvjax.stores.layout import layout_of, leaves_of
 
 VERSION = 1
@@ -51,7 +52,7 @@ class Values:
         layout = json.dumps(layout_of(spec), sort_keys=True).encode()
         self.spec, self.layout = spec, hashlib.blake2b(layout, digest_size=8, person=b"kvjax-layout").digest()
         self._hasher, self._tokens = hasher(b"kvjax-block", key), struct.pack("<I", spec.block_size)
-        words = spec.block_size * (2 if spec.extra_ids else 1)
+        words = spec.block_size * (1 + spec.extra_ids)
         self._leaves = [leaves_of(spec, number) for number in range(len(spec.groups))]
         start = len(self._head(Block(bytes(16), bytes(16), bytes(4 * words)), 0))
         self.sizes = [start + sum(leaf.num_bytes for leaf in leaves) + _CRC for leaves in self._leaves]
@@ -69,10 +70,10 @@ class Values:
         """The block with this text after a prefix."""
         return Block(parent, chain_hash(self._hasher, parent, self._tokens + text), text)
 
-    def blocks(self, root: bytes, tokens: Any, extra_ids: Any = None) -> list[Block]:
+    def blocks(self, root: bytes, prompt: Text) -> list[Block]:
         """The whole blocks of a prompt i32[n] whose empty prefix has the hash `root`."""
-        size, parts = self.spec.block_size, [tokens] if extra_ids is None else [tokens, extra_ids]
-        whole = len(tokens) // size
+        size, parts = self.spec.block_size, prompt.parts().values()
+        whole = len(prompt.tokens) // size
         words = np.stack([np.asarray(part[: whole * size], "<i4").reshape(whole, size) for part in parts], axis=1)
         found: list[Block] = []
         for text in words:

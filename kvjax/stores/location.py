@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place of a store: a folder with one writer, or what else tensorstore can open."""
+"""The location of a store: a folder with one writer, or what else tensorstore can open."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 LOCK = "store.lock"
 
 
-class Place:
-    """An open place.
+class Location:
+    """An open location.
 
     Attributes:
       kv: the `tensorstore.KvStore`.
     """
 
-    def __init__(self, place: Any, readonly: bool):
+    def __init__(self, location: Any, readonly: bool):
         import tensorstore
 
         self._lock: Any = None
-        if isinstance(place, tensorstore.KvStore):
-            self.kv, self._text = place, "a KvStore"
+        if isinstance(location, tensorstore.KvStore):
+            self.kv, self._text = location, "a KvStore"
             return
-        if not isinstance(place, str | os.PathLike) or not os.fspath(place):
-            raise ValueError(f"place: got {place!r:.80}, wanted a folder, a URL or an open tensorstore.KvStore")
-        self._text = os.fspath(place)
+        if not isinstance(location, str | os.PathLike) or not os.fspath(location):
+            raise ValueError(f"location: got {location!r:.80}, wanted a folder, a URL or an open tensorstore.KvStore")
+        self._text = os.fspath(location)
         if "://" in self._text and not self._text.startswith("file://"):
             spec: Any = self._text
         else:
@@ -41,7 +41,7 @@ class Place:
             self.kv = tensorstore.KvStore.open(spec).result()
         except Exception as error:  # whatever tensorstore raises
             self.close()
-            raise ValueError(f"place: got {self._text!r}, wanted one that can be opened ({error})") from error
+            raise ValueError(f"location: got {self._text!r}, wanted one that can be opened ({error})") from error
 
     def close(self) -> None:
         """Lets another writer in."""
@@ -64,9 +64,11 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = {path.name for path in folder.iterdir()}
     except OSError as error:
-        raise ValueError(f"place: got {os.fspath(folder)!r}, wanted {wanted} ({error})") from error
+        raise ValueError(f"location: got {os.fspath(folder)!r}, wanted {wanted} ({error})") from error
     if LOCK not in found and (found or readonly):
-        raise ValueError(f"place: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}")
+        raise ValueError(
+            f"location: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}"
+        )
 
 
 def _locked(folder: pathlib.Path) -> Any:
@@ -77,7 +79,7 @@ def _locked(folder: pathlib.Path) -> Any:
     except OSError as error:
         lock.close()
         wanted = "wanted one without a writer, or readonly=True"
-        raise ValueError(f"place: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
+        raise ValueError(f"location: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
     folder.chmod(0o700)
     for path in folder.rglob("*.__lock"):
         path.unlink(missing_ok=True)
