@@ -296,7 +296,7 @@ class DiskStore:
         if self._failure and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{self._location}: blocks were not stored or read: {self._failure}", RuntimeWarning, stacklevel=3
+                f"{self._location}: blocks were not read or not written: {self._failure}", RuntimeWarning, stacklevel=3
             )
 
     def flush(self, timeout: float | None = None) -> bool:
