@@ -327,7 +327,7 @@ class Output:
       top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
-      stored_tokens: those of the cached tokens that came from the store.
+      stored_tokens: those of the cached tokens that came from the store, in this generation.
       preemptions: how often it had to give its row up and wait again.
       finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks", "cancelled", "bad_request";
         None while it goes on, and if the generation was interrupted.

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`store=`: prefixes come from a disk instead of being computed, and every answer is the one without it.
+
+With `canonical=True` the log-probabilities of the whole vocabulary are compared bit by bit, in caches full of NaN.
+"""
+
+import dataclasses
+import itertools
+import shutil
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.events import fold, index_of
+from kvjax.pools import host as host_pools
+from kvjax.stores import DiskStore
+from models import load
+from tests.poison import poisoned
+from tests.serving_kit import state_of
+from tests.unit.serving import test_canonical as canonical
+from tests.unit.serving.test_canonical import KINDS, SIZE, each_kind, make_prompts
+
+GOLDENS = "tests/data/goldens"
+
+
+def make_cache(kind):
+    """An empty cache with NaN in all its blocks."""
+    cache = canonical.make_cache(kind)
+    if isinstance(cache, kvjax.Cache):
+        return cache.replace(pools=poisoned(cache.pools))
+    return dataclasses.replace(cache, cache=cache.cache.replace(pools=poisoned(cache.pools)))
+
+
+def opened(folder, kind, **options):
+    options = {"model": kind, "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000, **options}
+    return DiskStore(folder, state_of(canonical.make_cache(kind)).spec, **options)
+
+
+def values_in(folder):
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent != folder]
+
+
+def damage(folder, rng):
+    """Changes, cuts, exchanges and removes some of the files of a store."""
+    for path in values_in(folder):
+        other = values_in(folder)[rng.integers(len(values_in(folder)))]
+        data, second = bytearray(path.read_bytes()), other.read_bytes()
+        match int(rng.integers(40)):
+            case 0:
+                data[rng.integers(len(data))] ^= 1
+                path.write_bytes(bytes(data))
+            case 1:
+                path.write_bytes(bytes(data[: rng.integers(len(data))]))
+            case 2:
+                path.write_bytes(second)
+                other.write_bytes(bytes(data))
+            case 3:
+                path.unlink()
+
+
+class Moves:
+    """Moves between the tiers, of which some fail."""
+
+    def __init__(self, monkeypatch, rng, matter):
+        self.matter, self.rate, self.rng, self.copy, self.failures = matter, 0.0, rng, host_pools._copy, 0
+        monkeypatch.setattr(host_pools, "_copy", self)
+
+    def __call__(self, *args):
+        if self.rng.random() < self.rate:
+            self.failures += 1
+            raise RuntimeError("a move failed")
+        return self.copy(*args)
+
+
+def check(kind, seed, tmp_path, monkeypatch):
+    """Runs prompts alone, without a store; then random batches over caches that come and go, and one store."""
+    rng, restored = np.random.default_rng(seed), 0
+    prompts, moves = make_prompts(kind, rng), Moves(monkeypatch, rng, kind == "host")
+    cold = [canonical.run(kind, make_cache(kind), [prompt], [n])[0][0] for n, prompt in enumerate(prompts)]
+    cache, events, shape = None, [], itertools.cycle([{}, {"max_bytes": 1 << 20, "max_in_flight": 1 << 18}])
+    for turn in range(8):
+        if cache is None or rng.random() < (0.2 if moves.matter else 0.5):
+            cache, events = make_cache(kind), []
+        chosen = rng.permutation(len(prompts))[: rng.integers(1, len(prompts) + 1)].tolist()
+        options = next(shape) | ({"patience_ms": 0} if rng.random() < 0.2 else {})
+        size = max(opened("memory://", kind).values.sizes)
+        options = {name: max(value, 2 * size) if "max" in name else value for name, value in options.items()}
+        with opened(tmp_path, kind, **options) as store, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "what was lost is computed again")
+            moves.rate = 0.2 * (turn % 2)
+            found = []
+            bits, _, cache = canonical.run(
+                kind, cache, [prompts[n] for n in chosen], chosen, store=store, listener=found.append
+            )
+            events += [event for one in found for event in kvjax.to_list(one)]
+            assert bits == [cold[n] for n in chosen]
+            restored += store.counters["read"]
+        kvjax.check(state_of(cache), rows=())
+        assert fold(events).index == index_of(state_of(cache))
+        damage(tmp_path, rng)
+    assert restored > 0 and (moves.failures > 0) == moves.matter
+
+
+@each_kind
+def test_answers_are_those_without_a_store_bit_for_bit(kind, tmp_path, monkeypatch):
+    check(kind, 1, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_are_in_many_random_histories(kind, tmp_path, monkeypatch):
+    for seed in range(2, 12):
+        with monkeypatch.context() as patch:
+            check(kind, seed, tmp_path / str(seed), patch)
+
+
+# Without `canonical`: reuse ends anywhere, and what is reused is counted.
+
+ROWS, LENGTH, NEW = 4, 96, 3
+LLAMA = load(f"{GOLDENS}/llama")[0]
+SPEC = kvjax.make_spec(
+    LLAMA.layer_specs(), num_blocks=40, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE, dtype="float32"
+)
+TEXT = np.random.default_rng(0).integers(0, 40, 3 * LENGTH).tolist()
+DOCUMENT, OTHER = TEXT[: 4 * SIZE], TEXT[LENGTH : LENGTH + 3 * SIZE + 5]
+
+
+def empty(spec=SPEC):
+    cache = kvjax.Cache.create(spec)
+    return cache.replace(pools=poisoned(cache.pools))
+
+
+def generate(cache, prompts, store, model=LLAMA, **options):
+    return kvjax.generate(model, cache, prompts, max_new_tokens=NEW, store=store, **options)
+
+
+def store_in(folder, spec=SPEC, **options):
+    options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000, **options}
+    return DiskStore(folder, spec, **options)
+
+
+def outputs_of(prompts, store=None, cache=None, **options):
+    """Pairs (cached, stored) of prompt tokens, after a comparison with the tokens that come without a store."""
+    wanted, _, _ = generate(empty(), prompts, None, **{k: v for k, v in options.items() if k != "names"})
+    outputs, cache, _ = generate(empty() if cache is None else cache, prompts, store, **options)
+    assert [output.tokens for output in outputs] == [output.tokens for output in wanted]
+    return [(output.cached_tokens, output.stored_tokens) for output in outputs], cache
+
+
+def test_a_restart_computes_no_whole_block_that_was_stored(tmp_path):
+    prompts = [DOCUMENT, [*DOCUMENT, 1, 2, 3], OTHER]
+    with store_in(tmp_path) as store:
+        found, cache = outputs_of(prompts, store)
+        assert all(stored == 0 for _, stored in found)
+        assert outputs_of(prompts, store, cache)[0] == [(63, 0), (66, 0), (52, 0)]
+        assert store.counters["read"] == 0, "the cache has it all"
+    with store_in(tmp_path, readonly=True) as store:
+        found, cache = outputs_of(prompts, store)
+        assert found == [(63, 63), (64, 64), (48, 48)]  # of a prompt of whole blocks all tokens but the last
+        assert store.counters["read"] == 7, "each block once"
+        longer = [[*OTHER, 7], [*DOCUMENT[:20], 9]]
+        found, cache = outputs_of(longer, store, cache)
+        assert found == [(53, 0), (20, 0)], "the cache has them already"
+        kvjax.check(state_of(cache), rows=())
+    with store_in(tmp_path, readonly=True) as store:
+        (output,), _, _ = generate(empty(), [DOCUMENT], None)
+        assert outputs_of([[*DOCUMENT, *output.tokens, 3]], store)[0] == [(64, 64)]
+
+
+def test_generated_blocks_are_stored_too(tmp_path):
+    with store_in(tmp_path) as store:
+        outputs, _, _ = kvjax.generate(LLAMA, empty(), [DOCUMENT], max_new_tokens=2 * SIZE, store=store)
+    turn = [*DOCUMENT, *outputs[0].tokens[:-1], 5]
+    with store_in(tmp_path) as store:
+        assert outputs_of([turn], store)[0] == [(5 * SIZE, 5 * SIZE)]
+
+
+def test_blocks_of_parents_that_the_cache_had_before_are_stored(tmp_path):
+    _, cache, _ = generate(empty(), [DOCUMENT], None)
+    with store_in(tmp_path) as store:
+        _, cache, _ = generate(cache, [[*DOCUMENT, *OTHER[:20]]], store)
+        assert store.flush()
+        assert store.counters["written"] == 1, "the others were computed without the store"
+        block = store.blocks(np.array([*DOCUMENT, *OTHER[:SIZE]]))[-1]
+        assert store.has(block, 0)
+        assert outputs_of([[*DOCUMENT, *OTHER[:20]]], store)[0] == [(0, 0)], "its parents are not in the store"
+        _, cache, _ = generate(empty(), [DOCUMENT], None)
+        assert outputs_of([[*DOCUMENT, *OTHER[:20]]], store, cache)[0] == [(80, 16)]
+
+
+def test_tenants_and_loras_never_share_and_find_their_own_after_a_restart(tmp_path):
+    names, loras = kvjax.Namespaces(), {3: "french"}
+    numbers = [names("a"), names("b"), names("a", 3)]
+    with store_in(tmp_path, names=names, loras=loras) as store:
+        outputs_of([DOCUMENT], store, namespaces=numbers[:1], names=names)
+        found, _ = outputs_of([DOCUMENT] * 2, store, namespaces=numbers[1:], names=names)
+        assert found == [(0, 0), (0, 0)] and store.counters["read"] == 0
+    after, loras = kvjax.Namespaces(), {0: "french", 3: "german"}
+    numbers = [after("c"), after("b"), after("a", 0), after("a", 3), after("a")]
+    with store_in(tmp_path, names=after, loras=loras) as store:
+        found, _ = outputs_of([DOCUMENT] * 5, store, namespaces=numbers)
+        assert found == [(0, 0), (63, 63), (63, 63), (0, 0), (63, 63)]
+    with store_in(tmp_path, names=after, loras=loras, model="another") as store:
+        assert outputs_of([DOCUMENT], store, namespaces=numbers[-1:])[0] == [(0, 0)]
+
+
+def test_samples_and_equal_prompts_read_once(tmp_path):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT], store)
+    with store_in(tmp_path) as store:
+        outputs, cache, _ = kvjax.run_batch(LLAMA, empty(), [DOCUMENT] * 2, max_new_tokens=2, samples=2, store=store)
+        assert store.counters["read"] == 4
+        assert [output.stored_tokens for output in outputs] == [63, 64] * 2
+        kvjax.check(state_of(cache), rows=())
+
+
+def test_prompts_of_high_priority_are_read_first(tmp_path, monkeypatch):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT, OTHER], store)
+        read, order = store.read, []
+        monkeypatch.setattr(store, "read", lambda block, number: (order.append(block), read(block, number))[1])
+        kvjax.run_batch(LLAMA, empty(), [DOCUMENT, OTHER], max_new_tokens=1, priorities=[0, 1], store=store)
+        assert order == [*store.blocks(np.array(OTHER)), *store.blocks(np.array(DOCUMENT))]
+
+
+def slow(store, monkeypatch, seconds):
+    """Lets each read take so long."""
+    read = store._read
+    monkeypatch.setattr(store, "_read", lambda *args: (time.sleep(seconds), read(*args))[1])
+
+
+def test_the_first_loop_waits_no_longer_than_the_patience(tmp_path, monkeypatch):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT, OTHER], store)
+        outputs_of([DOCUMENT], store)
+    with store_in(tmp_path, patience_ms=100) as store:
+        slow(store, monkeypatch, 0.5)
+        began = time.monotonic()
+        assert outputs_of([DOCUMENT, OTHER], store)[0] == [(0, 0), (0, 0)]
+        assert time.monotonic() - began < 5
+        assert store._in_flight == 0
+
+
+def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
+    """The last prompts wait for rows meanwhile."""
+    prompts = [[n, *OTHER] for n in range(ROWS)] + [DOCUMENT]
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT], store)
+    with store_in(tmp_path, patience_ms=0) as store:
+        slow(store, monkeypatch, 0.05)
+        first = True
+
+        def wait(events):
+            nonlocal first
+            if first:
+                time.sleep(0.6)
+            first = False
+
+        outputs, _, _ = kvjax.generate(LLAMA, empty(), prompts, max_new_tokens=12, steps=4, store=store, listener=wait)
+        assert [output.stored_tokens for output in outputs] == [0] * ROWS + [63]
+
+
+def test_few_bytes_in_flight_are_enough_for_long_prompts(tmp_path):
+    prompts = [DOCUMENT, OTHER, [3, *OTHER], [4, *DOCUMENT]]
+    with store_in(tmp_path) as store:
+        outputs_of(prompts, store)
+    with store_in(tmp_path) as store:
+        size = store.values.sizes[0]
+    with store_in(tmp_path, max_in_flight=2 * size) as store:
+        assert outputs_of(prompts, store)[0] == [(63, 63), (48, 48), (48, 48), (64, 64)]
+
+
+def test_a_cache_without_room_computes_the_rest(tmp_path):
+    small = kvjax.make_spec(
+        LLAMA.layer_specs(), num_blocks=9, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE, dtype="float32"
+    )
+    prompts = [DOCUMENT, OTHER, [3, *OTHER], [4, *DOCUMENT]]
+    with store_in(tmp_path) as store:
+        outputs_of(prompts, store)
+        found, cache = outputs_of(prompts, store, empty(small))
+        assert found[0] == (63, 63) and sum(stored for _, stored in found) > 100
+        kvjax.check(state_of(cache), rows=())
+
+
+@pytest.mark.parametrize("when", ["reading", "computing"])
+def test_an_interruption_drops_reads_and_leaves_a_whole_cache(when, tmp_path, monkeypatch):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT, OTHER], store)
+    with store_in(tmp_path) as store:
+
+        class Stop(Exception):
+            pass
+
+        def stop(*args):
+            raise Stop
+
+        if when == "reading":
+            slow(store, monkeypatch, 0.2)
+            monkeypatch.setattr("kvjax.serving.interrupt.CtrlC.act", stop)
+            options = {}
+        else:
+            options = {"listener": stop}
+        with pytest.raises(kvjax.serving.GenerationInterrupted) as caught:
+            generate(empty(), [DOCUMENT, OTHER, [1, *OTHER]], store, **options)
+        monkeypatch.undo()
+        cache = caught.value.cache
+        kvjax.check(state_of(cache), rows=())
+        assert outputs_of([DOCUMENT, OTHER], store, cache)[0][1][0] >= 48
+
+
+def test_a_store_that_is_closed_meanwhile_is_as_good_as_none(tmp_path, monkeypatch):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT], store)
+    with store_in(tmp_path) as store:
+        read = store.read
+        monkeypatch.setattr(store, "read", lambda *args: (read(*args), store._readers.shutdown(cancel_futures=True))[0])
+        outputs, _, _ = generate(empty(), [DOCUMENT[:17]], store)
+        assert outputs[0].finish == "length"
+
+
+def test_a_closed_stream_drops_its_reads(tmp_path):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT, OTHER], store)
+        stream = kvjax.stream(LLAMA, empty(), [DOCUMENT, OTHER], max_new_tokens=20, store=store)
+        progress = next(stream)
+        stream.close()
+        kvjax.check(state_of(progress.cache), rows=())
+        assert outputs_of([DOCUMENT], store, progress.cache)[0] == [(63, 0)]
+
+
+def test_what_one_loop_stores_and_evicts_is_not_written(tmp_path):
+    small = kvjax.make_spec(
+        LLAMA.layer_specs(), num_blocks=6, max_seqs=1, max_length=LENGTH, block_size=SIZE, dtype="float32"
+    )
+    prompts = [[n, *DOCUMENT] for n in range(4)]
+    with store_in(tmp_path) as store:
+        kvjax.run_batch(LLAMA, empty(small), prompts, max_new_tokens=1, store=store)
+        assert store.flush() and 0 < store.counters["written"] <= 6
+
+
+def test_bad_input_is_refused_before_anything_is_donated(tmp_path):
+    names = kvjax.Namespaces()
+    other = kvjax.make_spec(
+        LLAMA.layer_specs(), num_blocks=40, max_seqs=ROWS, max_length=LENGTH, block_size=8, dtype="float32"
+    )
+    cache = empty()
+    with store_in(tmp_path, names=names) as store, store_in(tmp_path / "8", other) as of_8:
+        for change, message in [
+            ({"store": "folder"}, r"store: got 'folder', wanted a kvjax.stores.DiskStore or None"),
+            ({"store": of_8}, r"cache: got one with block_size=16, wanted that of the store, 8"),
+            ({"namespaces": [1]}, r"names: got none of namespace 1, wanted the Namespaces"),
+            ({"names": kvjax.Namespaces()}, r"names: got others than the store's"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                generate(**{"cache": cache, "prompts": [DOCUMENT], "store": store, **change})
+    with pytest.raises(ValueError, match="store: got one that is closed"):
+        generate(cache, [DOCUMENT], store)
+    assert generate(cache, [DOCUMENT], None)[0][0].finish == "length"
+    shutil.rmtree(tmp_path)
+
+
+def test_without_a_store_nothing_else_is_compiled_than_before():
+    """The loop's program does not depend on it either: `store` is no argument of a jitted function."""
+    from kvjax.serving import runner
+
+    assert not any("store" in str(function) for function in (runner._serve, runner._serve_step, runner._submit))
