@@ -128,13 +128,17 @@ TEXT = np.random.default_rng(0).integers(0, 40, 3 * LENGTH).tolist()
 DOCUMENT, OTHER = TEXT[: 4 * SIZE], TEXT[LENGTH : LENGTH + 3 * SIZE + 5]
 
 
-def empty(spec=SPEC):
-    cache = kvjax.Cache.create(spec)
+def empty(num_blocks=40):
+    cache = kvjax.Cache.create(SPEC, num_blocks=num_blocks)
     return cache.replace(pools=poisoned(cache.pools))
 
 
 def generate(cache, prompts, store, model=LLAMA, **options):
     return kvjax.generate(model, cache, prompts, max_new_tokens=NEW, store=store, **options)
+
+
+def run_batch(prompts, store, **options):
+    return kvjax.run_batch(LLAMA, empty(), prompts, max_new_tokens=NEW, steps=32, store=store, **options)
 
 
 def store_in(folder, spec=SPEC, **options):
@@ -211,7 +215,7 @@ def test_samples_and_equal_prompts_read_once(tmp_path):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT], store)
     with store_in(tmp_path) as store:
-        outputs, cache, _ = kvjax.run_batch(LLAMA, empty(), [DOCUMENT] * 2, max_new_tokens=2, samples=2, store=store)
+        outputs, cache, _ = run_batch([DOCUMENT] * 2, store, samples=2)
         assert store.counters["read"] == 4
         assert [output.stored_tokens for output in outputs] == [63, 64] * 2
         kvjax.check(state_of(cache), rows=())
@@ -222,7 +226,7 @@ def test_prompts_of_high_priority_are_read_first(tmp_path, monkeypatch):
         outputs_of([DOCUMENT, OTHER], store)
         read, order = store.read, []
         monkeypatch.setattr(store, "read", lambda block, number: (order.append(block), read(block, number))[1])
-        kvjax.run_batch(LLAMA, empty(), [DOCUMENT, OTHER], max_new_tokens=1, priorities=[0, 1], store=store)
+        run_batch([DOCUMENT, OTHER], store, priorities=[0, 1])
         assert order == [*store.blocks(np.array(OTHER)), *store.blocks(np.array(DOCUMENT))]
 
 
@@ -246,7 +250,7 @@ def test_the_first_loop_waits_no_longer_than_the_patience(tmp_path, monkeypatch)
 
 def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
     """The last prompts wait for rows meanwhile."""
-    prompts = [[n, *OTHER] for n in range(ROWS)] + [DOCUMENT]
+    prompts = [[n, *OTHER[:20]] for n in range(ROWS)] + [DOCUMENT[:50]]
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT], store)
     with store_in(tmp_path, patience_ms=0) as store:
@@ -259,8 +263,8 @@ def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
                 time.sleep(0.6)
             first = False
 
-        outputs, _, _ = kvjax.generate(LLAMA, empty(), prompts, max_new_tokens=12, steps=4, store=store, listener=wait)
-        assert [output.stored_tokens for output in outputs] == [0] * ROWS + [63]
+        outputs, _, _ = kvjax.generate(LLAMA, empty(), prompts, max_new_tokens=36, store=store, listener=wait)
+        assert [output.stored_tokens for output in outputs] == [0] * ROWS + [48]
 
 
 def test_few_bytes_in_flight_are_enough_for_long_prompts(tmp_path):
@@ -274,13 +278,10 @@ def test_few_bytes_in_flight_are_enough_for_long_prompts(tmp_path):
 
 
 def test_a_cache_without_room_computes_the_rest(tmp_path):
-    small = kvjax.make_spec(
-        LLAMA.layer_specs(), num_blocks=9, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE, dtype="float32"
-    )
     prompts = [DOCUMENT, OTHER, [3, *OTHER], [4, *DOCUMENT]]
     with store_in(tmp_path) as store:
         outputs_of(prompts, store)
-        found, cache = outputs_of(prompts, store, empty(small))
+        found, cache = outputs_of(prompts, store, empty(9))
         assert found[0] == (63, 63) and sum(stored for _, stored in found) > 100
         kvjax.check(state_of(cache), rows=())
 
@@ -321,6 +322,7 @@ def test_a_store_that_is_closed_meanwhile_is_as_good_as_none(tmp_path, monkeypat
         assert outputs[0].finish == "length"
 
 
+@pytest.mark.long
 def test_a_closed_stream_drops_its_reads(tmp_path):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT, OTHER], store)
@@ -332,12 +334,9 @@ def test_a_closed_stream_drops_its_reads(tmp_path):
 
 
 def test_what_one_loop_stores_and_evicts_is_not_written(tmp_path):
-    small = kvjax.make_spec(
-        LLAMA.layer_specs(), num_blocks=6, max_seqs=1, max_length=LENGTH, block_size=SIZE, dtype="float32"
-    )
     prompts = [[n, *DOCUMENT] for n in range(4)]
     with store_in(tmp_path) as store:
-        kvjax.run_batch(LLAMA, empty(small), prompts, max_new_tokens=1, store=store)
+        generate(empty(6), prompts, store)
         assert store.flush() and 0 < store.counters["written"] <= 6
 
 
