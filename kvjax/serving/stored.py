@@ -80,6 +80,7 @@ class StoredPrefixes:
         self.adopted: set[bytes] = set()  # hashes of blocks that came from the store
         self.hashes: dict[tuple[int, int], bytes] = {}  # of the first group's nodes (block, generation)
         self.counted: set[int] = set()  # outputs
+        self.finished: set[int] = set()  # likewise
         self.deadline = 0.0
 
     def begin(self, outputs: Iterable[int]) -> None:
@@ -90,7 +91,6 @@ class StoredPrefixes:
         for n in sorted(firsts, key=lambda n: -int(self.inputs.priorities[n])):
             namespace = int(self.inputs.namespaces[n])
             self.blocks[n] = self.store.blocks(self.inputs.prompts[n], namespace)
-            self.store.touch(self.blocks[n])
             self.waiting.append(Prefix(n, namespace, self.blocks[n]))
         self.deadline = time.monotonic() + self.store.patience_ms / 1000
         self._read_ahead()
@@ -263,13 +263,19 @@ class StoredPrefixes:
     def after_loop(self, log: EventLog, admitted: dict[int, Output]) -> None:
         """Counts the stored tokens of outputs that do not wait any more, and writes what the loop has stored."""
         self.drop(admitted)
-        for n in admitted.keys() - self.counted:
-            self.counted.add(n)
-            for column, block in enumerate(self.blocks.get(int(self.inputs.first_sample[n]), [])):
-                if block.hash in self.adopted:
-                    rest = admitted[n].cached_tokens - column * self.size
-                    admitted[n].stored_tokens += min(max(rest, 0), self.size)
+        for n, output in admitted.items():
+            blocks = self.blocks.get(int(self.inputs.first_sample[n]), [])
+            if n not in self.counted:
+                self.counted.add(n)
+                for column, block in enumerate(blocks):
+                    if block.hash in self.adopted:
+                        output.stored_tokens += min(max(output.cached_tokens - column * self.size, 0), self.size)
         self._write(log)
+        for n, output in admitted.items():
+            if output.finish is not None and n not in self.finished:
+                self.finished.add(n)
+                text = np.concatenate([self.inputs.prompts[n], np.asarray(output.tokens, np.int32)])
+                self.store.touch(self.store.blocks(text, int(self.inputs.namespaces[n])))
 
     def _write(self, log: EventLog) -> None:
         """Writes the whole blocks that a loop stored and that are still there."""

@@ -146,7 +146,11 @@ class DiskStore:
         return not self.values.has_bytes(number) or self.values.name(block, number) in self._names
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Notes that the blocks of a prefix are in use; the last one will leave before the first one."""
+        """Notes that a prefix was used, behind what waits to be written: its last block leaves before its first one."""
+        if not self.readonly:
+            self._writer.submit(self._touch, blocks)
+
+    def _touch(self, blocks: Sequence[Block]) -> None:
         with self._lock:
             for block in reversed(blocks):
                 for number in range(len(self.spec.groups)):
@@ -220,7 +224,7 @@ class DiskStore:
                 wanted[name] = block, row
             self._writing |= wanted.keys()
             self._in_flight += size * len(wanted)
-        chosen = list(wanted.values())
+        chosen = list(wanted.values())[::-1]  # the beginning of a prefix is to be the last one that leaves
         for first in range(0, len(chosen), MOST):
             some = chosen[first : first + MOST]
             leaves = gather_blocks(pools, [row for _, row in some], number)

@@ -18,6 +18,7 @@ from kvjax.events import fold, index_of
 from kvjax.pools import host as host_pools
 from kvjax.stores import DiskStore
 from models import load
+from tests.mesh import mesh_of
 from tests.poison import poisoned
 from tests.serving_kit import state_of
 from tests.unit.serving import test_canonical as canonical
@@ -180,6 +181,15 @@ def test_generated_blocks_are_stored_too(tmp_path):
     turn = [*DOCUMENT, *outputs[0].tokens[:-1], 5]
     with store_in(tmp_path) as store:
         assert outputs_of([turn], store)[0] == [(5 * SIZE, 5 * SIZE)]
+
+
+def test_the_end_of_a_text_leaves_the_store_before_its_beginning(tmp_path):
+    with store_in(tmp_path) as store:
+        for _ in range(2):
+            outputs, _, _ = kvjax.generate(LLAMA, empty(), [DOCUMENT[:30]], max_new_tokens=2 * SIZE + 3, store=store)
+            assert store.flush()
+            names = [store.values.name(block, 0) for block in store.blocks([*DOCUMENT[:30], *outputs[0].tokens])]
+            assert list(store._names) == names[:0:-1] + names[:1]
 
 
 def test_blocks_of_parents_that_the_cache_had_before_are_stored(tmp_path):
@@ -366,3 +376,19 @@ def test_without_a_store_nothing_else_is_compiled_than_before():
     from kvjax.serving import runner
 
     assert not any("store" in str(function) for function in (runner._serve, runner._serve_step, runner._submit))
+
+
+@pytest.mark.long
+def test_from_a_mesh_of_two_to_one_device_and_back(tmp_path):
+    model, size = load(f"{GOLDENS}/llama_heads")[0], {"block_size": 8, "num_blocks": 30, "max_seqs": 2, "max_length": 64}
+    spec, prompt = kvjax.make_spec(model.layer_specs(), dtype="float32", **size), DOCUMENT[:40]
+    wanted = kvjax.generate(model, kvjax.Cache.create(spec), [prompt], max_new_tokens=9)[0][0].tokens
+    for turn, divided in enumerate([True, False, True]):
+        with mesh_of(1, 2) as mesh, store_in(tmp_path, spec, max_bytes=1 << 30) as store:
+            where = {"mesh": mesh, "heads": "heads"} if divided else {}
+            loaded = load(f"{GOLDENS}/llama_heads", **where)[0]
+            (output,), _, _ = kvjax.generate(
+                loaded, kvjax.Cache.create(spec, **where), [prompt], max_new_tokens=9, store=store
+            )
+            assert output.tokens == wanted and output.stored_tokens == (39 if turn else 0)
+    jax.clear_caches()

@@ -119,6 +119,7 @@ def test_least_recently_used_blocks_leave(tmp_path):
         blocks = wrote(store, [[n] * SIZE for n in range(4)])
         assert is_right(store, blocks[0])
         store.touch([blocks[1], blocks[2]])
+        assert store.flush()
         more = wrote(store, [[7] * SIZE, [8] * SIZE])  # blocks 3 and 0 leave
         assert [store.has(block, 0) for block in [*blocks, *more]] == [False, True, True, False, True, True]
         assert store.counters["evicted"] == 2 and len(values_in(tmp_path)) == 4
