@@ -10,6 +10,7 @@ import shutil
 import time
 import warnings
 
+import jax
 import numpy as np
 import pytest
 
@@ -380,8 +381,8 @@ def test_without_a_store_nothing_else_is_compiled_than_before():
 
 @pytest.mark.long
 def test_from_a_mesh_of_two_to_one_device_and_back(tmp_path):
-    model, size = load(f"{GOLDENS}/llama_heads")[0], {"block_size": 8, "num_blocks": 30, "max_seqs": 2, "max_length": 64}
-    spec, prompt = kvjax.make_spec(model.layer_specs(), dtype="float32", **size), DOCUMENT[:40]
+    model, prompt = load(f"{GOLDENS}/llama_heads")[0], DOCUMENT[:40]
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=30, max_seqs=2, max_length=64, block_size=8, dtype="float32")
     wanted = kvjax.generate(model, kvjax.Cache.create(spec), [prompt], max_new_tokens=9)[0][0].tokens
     for turn, divided in enumerate([True, False, True]):
         with mesh_of(1, 2) as mesh, store_in(tmp_path, spec, max_bytes=1 << 30) as store:
