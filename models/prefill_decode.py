@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         for answer in prefill(args.store) if args.role == "prefill" else decode(args.store, sys.stdin):
             print(json.dumps(answer), flush=True)
     except (OSError, ValueError) as error:
-        parser.error(f"--store: {commands.reason(error, args.store).removeprefix('place: ')}")
+        parser.error(f"--store: {commands.reason(error, args.store).removeprefix('location: ')}")
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
 

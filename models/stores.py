@@ -56,7 +56,7 @@ def opened(
         message = commands.reason(error, args.store)
         if message.startswith("max_bytes: "):
             parser.error(message.replace("max_bytes", "--store-bytes", 1))
-        parser.error(f"--store: {message.removeprefix('place: ')}")
+        parser.error(f"--store: {message.removeprefix('location: ')}")
     with store:
         yield store
 
