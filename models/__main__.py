@@ -7,6 +7,7 @@ COMMANDS = {
     "generate": "text from a checkpoint in Hugging Face format, or a chat",
     "demo": "what the cache does, with the bundled model",
     "router": "two caches that publish their events, and a router that knows what each holds",
+    "prefill_decode": "a process that computes prompts, and one that answers them, through a store",
     "verify": "logits and tokens of a checkpoint against a golden folder",
     "grpo": "a training loop around `rollout`, which teaches the bundled model to end its answers",
     "train": "the training of the bundled model",
@@ -16,7 +17,7 @@ COMMANDS = {
 def main() -> None:
     """Prints it."""
     for name, what in COMMANDS.items():
-        print(f"python -m {__spec__.parent}.{name:<10}{what}")
+        print(f"python -m {__spec__.parent}.{name:<15}{what}")
     print("Each takes --help.")
 
 

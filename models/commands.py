@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ EXTRAS = {
     "wires": ("msgspec and pyzmq", ("msgspec", "zmq")),
     "agent": ("grpcio, grpcio-tools and protobuf", ("grpc", "grpc_tools", "google")),
     "metrics": ("prometheus-client", ("prometheus_client",)),
+    "stores": ("tensorstore", ("tensorstore",)),
 }
 
 
@@ -49,6 +51,16 @@ def number[T: (int, float)](kind: type[T], least: T, most: T | None = None) -> C
         return value
 
     return read
+
+
+def size(text: str) -> int:
+    """A type of an argument: bytes, with a unit or without."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]i?)?B?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a size such as 500MB or 10GiB")
+    count, unit = match.groups(default="")
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(count) * base ** " KMGT".index(unit[:1].upper() or " "))
 
 
 def add_scan(parser: Parser) -> None:

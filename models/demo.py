@@ -7,6 +7,7 @@ wrong answer.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import pathlib
 import time
@@ -22,26 +23,38 @@ import rich.table
 
 import kvjax
 from kvjax.interop.log import entry
+from kvjax.stores import DiskStore
 
-from . import commands, recall
+from . import commands, recall, stores
 from .loading import load
 
 CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"
 # The model tells 48 facts apart without a mistake. Seven times over, they take far longer to compute than a question.
 FACTS, TIMES, QUESTIONS, ALONE, OTHERS = 48, 7, 12, 4, 4
-ROWS, BLOCK, BLOCKS, HOST_BLOCKS = 8, 16, 320, 256
+SEED, ROWS, BLOCK, BLOCKS, HOST_BLOCKS = 7, 8, 16, 320, 256
 LENGTH = FACTS * TIMES * recall.FACT_TOKENS + 2 * BLOCK
 MOST_COLUMNS, LINES = 100, 4  # of all, and of a map
+PATIENCE_MS = 60_000  # for a store: what it has is to come from there, however busy the machine is
 
 Question = tuple[list[int], int]  # prompt, token of the right answer
 
 
 class Turn(NamedTuple):
-    """An answered question: tokens of its prompt, those of them reused, and seconds to the answer."""
+    """An answered question: tokens of its prompt, those of them reused, and seconds to the answer.
+
+    Attributes:
+      stored: the reused tokens that came from a store.
+    """
 
     prompted: int
     reused: int
     seconds: float
+    stored: int = 0
+
+
+def documents(rng: np.random.Generator) -> list[recall.Document]:
+    """The documents, the same in every run of one `SEED`."""
+    return [recall.make_document(rng, FACTS, TIMES) for _ in range(1 + OTHERS)]
 
 
 def questions(document: recall.Document, people: Sequence[str]) -> list[Question]:
@@ -51,15 +64,22 @@ def questions(document: recall.Document, people: Sequence[str]) -> list[Question
     ]
 
 
-class Session:
-    """A model and its cache, and a tally of what went through them."""
+def make_spec(model: Any, host_blocks: int = 0) -> kvjax.CacheSpec:
+    """The spec of a session's cache; stores are for all of them."""
+    return kvjax.make_spec(
+        model.layer_specs(), num_blocks=BLOCKS, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK,
+        dtype="float32", num_host_blocks=host_blocks,
+    )  # fmt: skip
 
-    def __init__(self, model: Any, host_blocks: int = 0):
-        spec = kvjax.make_spec(
-            model.layer_specs(), num_blocks=BLOCKS, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK,
-            dtype="float32", num_host_blocks=host_blocks,
-        )  # fmt: skip
-        self.model = model
+
+class Session:
+    """A model and its cache, perhaps with a store, and a tally of what went through them."""
+
+    store: DiskStore | None = None
+
+    def __init__(self, model: Any, host_blocks: int = 0, store: DiskStore | None = None):
+        spec = make_spec(model, host_blocks)
+        self.model, self.store = model, store
         self.cache: Any = (kvjax.tiers.TieredCache if host_blocks else kvjax.Cache).create(spec)
         self.prompted = self.reused = self.answered = self.right = 0
         self.turns: list[Turn] = []
@@ -80,9 +100,10 @@ class Session:
             began = time.perf_counter()
             outputs, self.cache, _ = kvjax.generate(
                 self.model, self.cache, [prompt], max_new_tokens=1, namespaces=None if reuse else [1 + self.answered],
-                log_events=False, listener=self.hear,
+                log_events=False, listener=self.hear, store=self.store,
             )  # fmt: skip
-            turn = Turn(outputs[0].prompt_tokens, outputs[0].cached_tokens, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            turn = Turn(outputs[0].prompt_tokens, outputs[0].cached_tokens, seconds, outputs[0].stored_tokens)
             self.turns.append(turn)
             self.prompted += turn.prompted
             self.reused += turn.reused
@@ -95,12 +116,12 @@ class Session:
         """Median of the seconds to the first token."""
         return float(np.median([turn.seconds for turn in self.turns]))
 
-    def tokens(self) -> list[str]:
+    def tokens(self, *, has_store: bool) -> list[str]:
         """A line of the table of tokens."""
-        return [
-            f"{self.prompted - self.reused:,}", f"{self.reused:,}", _ms(self.first_token) if self.turns else "",
-            f"{self.right} of {self.answered}",
-        ]  # fmt: skip
+        stored = [f"{sum(turn.stored for turn in self.turns):,}"] if has_store else []
+        first_token = _ms(self.first_token) if self.turns else ""
+        right = f"{self.right} of {self.answered}"
+        return [f"{self.prompted - self.reused:,}", f"{self.reused:,}", *stored, first_token, right]
 
     def records(self) -> list[str]:
         """A line of the table of events."""
@@ -188,27 +209,39 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; see --help."""
     parser = commands.Parser("demo", __doc__)
     commands.add_outputs(parser)
+    stores.add_store(parser)
     args = parser.parse_args(arguments)
+    stores.check(parser, args)
     commands.prepare(parser, args)
-    entries, cache = run()
+    run_command(parser, args)
+
+
+def run_command(parser: commands.Parser, args: argparse.Namespace) -> None:
+    """Runs the demo with the options of a command, which has prepared them."""
+    model, _ = load(CHECKPOINT)
+    with stores.opened(parser, args, make_spec(model), CHECKPOINT, PATIENCE_MS) as store:
+        entries, cache = run(model, store)
     commands.save(parser, args, entries)
     commands.draw(parser, args, cache)
 
 
-def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
+def run(model: Any, store: DiskStore | None = None) -> tuple[list[dict[str, Any]], kvjax.Cache]:
     """Runs the demo and prints it; returns the entries of all transitions (`kvjax.interop.log`) and the cache."""
     console = rich.console.Console(highlight=False)
     console.width = min(console.width, MOST_COLUMNS)
-    model, _ = load(CHECKPOINT)
-    rng = np.random.default_rng(7)
-    document, *others = (recall.make_document(rng, FACTS, TIMES) for _ in range(1 + OTHERS))
+    rng = np.random.default_rng(SEED)
+    document, *others = documents(rng)
     people = [list(document.facts)[i] for i in rng.permutation(FACTS)[:QUESTIONS]]
     console.print(
         f"A document of {FACTS} facts, each stated {TIMES} times ({len(document.ids):,} tokens). A question is the "
         f"document and {recall.QUESTION_TOKENS} more tokens, such as: {recall.question(people[0])}\n"
     )
-    parts = play(model, document, others, questions(document, people), console.width)
+    parts = play(model, document, others, questions(document, people), console.width, store)
     show(console, parts, people)
+    if store is not None:
+        store.flush()
+        counts = store.counters
+        console.print(f"{counts['read']:,} blocks read from the store, {counts['written']:,} written to it")
     return replay(console, parts), parts.again.cache
 
 
@@ -220,10 +253,11 @@ def show(console: rich.console.Console, parts: Parts, people: Sequence[str]) -> 
     for person, turn in zip(people, [*parts.first.turns, *parts.repeat.turns], strict=True):
         console.print(bar(recall.question(person), turn, console.width))
     console.print()
-    lines = rows(parts)
-    heads = ("computed", "reused", "first token", "right"), ("stored", "removed", "copied", "to host", "back")
-    console.print(table("Tokens", heads[0], [(name, part.tokens()) for name, part in lines]), "")
-    console.print(table("Blocks, by events", heads[1], [(name, part.records()) for name, part in lines]), "")
+    lines, has_store = rows(parts), parts.first.store is not None
+    heads = "computed", "reused", *(["stored"] if has_store else []), "first token", "right"
+    console.print(table("Tokens", heads, [(name, part.tokens(has_store=has_store)) for name, part in lines]), "")
+    heads = "stored", "removed", "copied", "to host", "back"
+    console.print(table("Blocks, by events", heads, [(name, part.records()) for name, part in lines]), "")
     maps = {
         "after the questions": parts.blocks,
         "at the end": kvjax.show(parts.again.cache.state, width=console.width, max_lines=LINES),
@@ -245,12 +279,15 @@ def bar(name: str, turn: Turn, width: int) -> str:
 
 
 def play(
-    model: Any, document: recall.Document, others: Sequence[recall.Document], pairs: Sequence[Question], width: int
-) -> Parts:
-    """Puts all questions."""
+    model: Any, document: recall.Document, others: Sequence[recall.Document], pairs: Sequence[Question], width: int,
+    store: DiskStore | None = None,
+) -> Parts:  # fmt: skip
+    """Puts all questions; those in namespaces of their own go without the store."""
     Session(model).ask(pairs[:2]).ask(pairs[:1], reuse=False)  # compiles
+    if store is not None:
+        _compile_store(model, pairs[:1])
     without = Session(model).ask(pairs[:ALONE], reuse=False)
-    first = Session(model).ask(pairs[:1])
+    first = Session(model, store=store).ask(pairs[:1])
     repeat = first.part().ask(pairs[1:])
     blocks = kvjax.show(repeat.cache.state, width=width, max_lines=LINES)
     forks = repeat.part()
@@ -259,11 +296,22 @@ def play(
     again = pressure.part().ask(pairs[:4])
 
     every = [questions(one, list(one.facts)[:1])[0] for one in (document, *others)]
-    small, large = Session(model).ask(every), Session(model, HOST_BLOCKS).ask(every)
+    small, large = Session(model, store=store).ask(every), Session(model, HOST_BLOCKS, store).ask(every)
     small_again, large_again = small.part().ask(every), large.part().ask(every)
     return Parts(
         without, first, repeat, forks, pressure, again, small, small_again, large, large_again, blocks
     )  # fmt: skip
+
+
+def _compile_store(model: Any, pairs: Sequence[Question]) -> None:
+    """Compiles what a store needs, with another one, in memory."""
+    with DiskStore(
+        "memory://", make_spec(model), model="recall", names=kvjax.Namespaces(), max_bytes=stores.DEFAULT_BYTES,
+        patience_ms=PATIENCE_MS,
+    ) as store:  # fmt: skip
+        for host_blocks in (0, 0, HOST_BLOCKS):  # writes; reads
+            Session(model, host_blocks, store).ask(pairs)
+            store.flush()
 
 
 def rows(parts: Parts) -> list[tuple[str, Session]]:

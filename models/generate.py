@@ -18,7 +18,7 @@ from typing import Any
 
 import kvjax
 
-from . import chat, commands, demo, session, wires
+from . import chat, commands, demo, session, stores, wires
 from .commands import number
 from .families import AnyModel
 from .loading import load
@@ -40,12 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     if args.rows is None:
         args.rows = 1 if args.chat else SIZES["rows"]
     wires.check(parser, args)
+    stores.check(parser, args)
     commands.prepare(parser, args)
     try:
         if args.checkpoint is None:
-            entries, cache = demo.run()
-            commands.save(parser, args, entries)
-            return commands.draw(parser, args, cache)
+            return demo.run_command(parser, args)
         status = (_chat if args.chat else _answer)(parser, args)
     except KeyboardInterrupt:  # before anything was generated, or while a turn is waited for
         status = INTERRUPTED
@@ -59,7 +58,8 @@ def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
     model, tokenizer = _load(parser, args)
     prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
     session.check_length(parser, args, model, prompts)
-    screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
+    speeches, has_store = [Speech(tokenizer, prompt) for prompt in prompts], args.store is not None
+    screen = _Lines(texts, speeches, has_store=has_store) if args.json else _Screen(texts, speeches)
     with Session(parser, args, model, _note) as answering:
         _, finished = answering.answer(prompts, screen, args.seed, args.stop or model.config.eos_token_ids)
         return _end(parser, args, answering, finished)
@@ -90,12 +90,14 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
                 _note(f"the chat ends: it has {len(prompt)} tokens, and the most are {most}")
                 break
             speech = Speech(tokenizer, prompt)
-            screen = _Lines([text], [speech]) if args.json else _Screen([text], [speech], echo=False)
+            has_store, shown = args.store is not None, ([text], [speech])
+            screen = _Lines(*shown, has_store=has_store) if args.json else _Screen(*shown, echo=False)
             [output], _ = answering.answer([prompt], screen, args.seed + turn, stop)
             if answering.cache is None:
                 return INTERRUPTED
             talk.answered(output.tokens, speech.text(output.tokens))
-            _note(_dim(f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused"))
+            stored = "" if answering.store is None else f", {output.stored_tokens} of them from the store"
+            _note(_dim(f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused{stored}"))
         return _end(parser, args, answering, finished=True)
 
 
@@ -172,6 +174,7 @@ def _parser() -> commands.Parser:
         parser.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
     commands.add_scan(parser)
     commands.add_outputs(parser)
+    stores.add_store(parser)
     wires.add_wires(parser)
     return parser
 
@@ -273,7 +276,11 @@ class _Screen:
 
 
 class _Lines(_Screen):
-    """A JSON object a line for each prompt that is done."""
+    """A JSON object a line for each prompt that is done; with a store it also has the tokens that came from there."""
+
+    def __init__(self, texts: list[str], speeches: list[Speech], *, has_store: bool):
+        super().__init__(texts, speeches)
+        self.has_store = has_store
 
     def say(self, output: kvjax.serving.Output, done: bool) -> None:
         """Prints the object."""
@@ -286,6 +293,7 @@ class _Lines(_Screen):
             "logprobs": output.logprobs,
             "prompt_tokens": output.prompt_tokens,
             "cached_tokens": output.cached_tokens,
+            **({"stored_tokens": output.stored_tokens} if self.has_store else {}),
             "finish": output.finish,
         }
         print(json.dumps(fields), flush=True)

@@ -64,7 +64,7 @@ def load(
     """
     folder = pathlib.Path(folder)
     check_axis(mesh, heads)
-    fields, files = _json(folder / CONFIG), _weight_files(folder)
+    fields, files = _json(folder / CONFIG), weight_files(folder)
     config, tokenizer = _config(folder / CONFIG, fields, files), load_tokenizer(folder)
     _check_mesh(config, mesh)
     dtype = _stored_dtype(files) if dtype is None else dtype
@@ -202,7 +202,7 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
+def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
     """Each weight file with the names of the tensors to take from it."""
     if (folder / INDEX).exists():
         weight_map = _json(folder / INDEX).get("weight_map")

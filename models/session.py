@@ -17,7 +17,7 @@ from flax import nnx
 import kvjax
 from kvjax.ledger import human, make_ledger
 
-from . import commands, wires
+from . import commands, stores, wires
 from .families import AnyModel
 from .stopwatch import Stopwatch
 
@@ -43,6 +43,7 @@ class Session:
 
     Attributes:
       cache: the latest one; None if a second Ctrl-C has cost it.
+      store: the open `kvjax.stores.DiskStore`; None without `--store`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Session:
         self.cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec)
         with contextlib.ExitStack() as stack:
             self._wires = stack.enter_context(wires.Wires(parser, args, spec, note))
+            self.store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint))
             self._watch = stack.enter_context(Stopwatch(note))
             self._stack = stack.pop_all()
 
@@ -96,6 +98,7 @@ class Session:
             steps=STEPS,
             log_events=False,
             listener=self._wires.listener,
+            store=self.store,
         )
         try:
             for progress in self._watch.timed(stream):
@@ -124,6 +127,8 @@ class Session:
     def stay(self) -> None:
         """Goes on serving until Ctrl-C."""
         self._wires.flush()
+        if self.store is not None:
+            self.store.flush()
         self._note("all is answered, and the cache is served on: Ctrl-C ends it")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()

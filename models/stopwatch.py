@@ -21,6 +21,7 @@ class _Turn(NamedTuple):
     seconds: float
     computed: int  # prompt tokens
     reused: int  # prompt tokens that were not computed
+    stored: int  # those of them that came from a store
     steps: int  # of decoding
     decoded: int  # tokens, of all rows
 
@@ -30,9 +31,9 @@ class _Turn(NamedTuple):
         outputs, new = progress.outputs, {n: len(tokens) for n, tokens in progress.new.items()}
         first = [n for n, count in new.items() if count == len(outputs[n].tokens)]
         decoded = [count - (n in first) for n, count in new.items()]
-        reused = sum(outputs[n].cached_tokens for n in first)
+        reused, stored = (sum(getattr(outputs[n], name) for n in first) for name in ("cached_tokens", "stored_tokens"))
         prompted = sum(outputs[n].prompt_tokens for n in first)
-        return cls(seconds, prompted - reused, reused, max(decoded, default=0), sum(decoded))
+        return cls(seconds, prompted - reused, reused, stored, max(decoded, default=0), sum(decoded))
 
 
 class Stopwatch:
@@ -88,7 +89,9 @@ class Stopwatch:
             return parts[0]
         total = _Turn(*(sum(column) for column in zip(*self._turns, strict=True)))
         pace = [turn for turn in self._turns if turn.steps and not turn.computed]
-        prefill = f"prefill {total.computed:,} tokens" + (f" ({total.reused:,} more reused)" if total.reused else "")
+        stored = f", {total.stored:,} of them from the store" if total.stored else ""
+        more = f" ({total.reused:,} more reused{stored})" if total.reused else ""
+        prefill = f"prefill {total.computed:,} tokens{more}"
         if total.steps and not pace:
             return "; ".join([*parts, f"{prefill} and decode {total.decoded:,}, {_seconds(total.seconds)}"])
         decoding = total.steps * sum(turn.seconds for turn in pace) / max(sum(turn.steps for turn in pace), 1)

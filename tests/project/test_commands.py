@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command lines: errors of one line, streamed text and JSON, Ctrl-C, separate times, compiled programs."""
 
+import functools
 import io
 import json
+import os
 import pathlib
 import re
 import socket
@@ -21,7 +23,21 @@ import kvjax
 from kvjax.events.log import init_log
 from kvjax.interop.log import report
 from kvjax.interop.vllm import Subscriber
-from models import Decoder, ModelConfig, __main__, commands, demo, generate, router, save, session, train, verify
+from models import (
+    Decoder,
+    ModelConfig,
+    __main__,
+    commands,
+    demo,
+    generate,
+    prefill_decode,
+    router,
+    save,
+    session,
+    stores,
+    train,
+    verify,
+)
 from models.speech import Speech
 from models.stopwatch import Stopwatch
 from tests.drive import output_of
@@ -132,6 +148,12 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--agent 0", "--checkpoint: got none, wanted the folder of a model"),
         ("--metrics 0", "--checkpoint: got none, wanted the folder of a model"),
         ("--agent 65536", "--agent: got '65536', wanted an int of at least 0 and at most 65535"),
+        ("--store-bytes 5", "--store-bytes: got one without --store"),
+        ("--store-bytes 5XB", "--store-bytes: got '5XB', wanted a size such as 500MB or 10GiB"),
+        (
+            "--checkpoint ids --prompt 1 --store new --store-bytes 1k",
+            "--store-bytes: got 1000, wanted an int of at least 1148",
+        ),
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
 )  # fmt: skip
@@ -186,12 +208,13 @@ class Scripted:
     """A stand-in for a model's stream. Every answer is " fine", and the prompts are recorded."""
 
     def __init__(self):
-        self.prompts, self.caches = [], []
+        self.prompts, self.caches, self.stores = [], [], []
         self.tokens = bytes_tokenizer().encode(" fine").ids
 
     def __call__(self, model, cache, prompts, *, listener, **options):
         self.prompts += prompts
         self.caches.append(cache)
+        self.stores.append(options["store"])
         outputs = [kvjax.serving.Output(len(prompt), cached_tokens=len(prompt) - 1) for prompt in prompts]
         for count in (2, len(self.tokens)):
             for output in outputs:
@@ -223,6 +246,67 @@ def test_a_host_tier_is_an_option(capsys, scripted):
     assert scripted.caches[0].state.spec.groups[0].num_host_blocks == 8
 
 
+def test_a_store_is_an_option_and_is_closed_at_the_end(capsys, scripted, tmp_path):
+    words = "--checkpoint", "text", *QUESTION, "--store", str(tmp_path / "store")
+    out, _ = run(*words, "--json", "--store-bytes", "1.5MB", capsys=capsys)
+    assert json.loads(out.splitlines()[0])["stored_tokens"] == 0
+    run(*words, capsys=capsys)
+    first, second = scripted.stores
+    assert (first.max_bytes, second.max_bytes, first.readonly) == (1_500_000, 10 << 30, False)
+    for store in (first, second):
+        with pytest.raises(ValueError, match="store: got one that is closed"):
+            store.flush()
+
+
+@pytest.mark.parametrize("where", ["show", "before"])
+def test_ctrl_c_closes_the_store(capsys, scripted, tmp_path, monkeypatch, where):
+    def press(self, outputs, **options):
+        if where == "show" and not options.get("last"):
+            raise KeyboardInterrupt
+
+    def interrupted(*_, store, **__):
+        scripted.stores.append(store)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate._Screen, "show", press)
+    if where == "before":
+        monkeypatch.setattr(kvjax, "stream", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        run("--checkpoint", "text", *QUESTION, "--store", str(tmp_path / "store"), capsys=capsys)
+    assert caught.value.code == 130
+    with pytest.raises(ValueError, match="store: got one that is closed"):
+        scripted.stores[0].flush()
+
+
+def test_folders_that_are_no_store_are_named(capsys, tmp_path, folders):
+    words = "--checkpoint", "ids", "--prompt", "1", "--store"
+    wanted = "wanted a folder of a store, an empty one or none"
+    assert refused(capsys, *words, "text") == f"--store: got '{folders}/text' without store.lock, {wanted}"
+    assert refused(capsys, *words, "") == "--store: got '', wanted a folder, a URL or an open tensorstore.KvStore"
+    (tmp_path / "file").touch()
+    assert refused(capsys, *words, f"{tmp_path}/file").startswith(f"--store: got '{tmp_path}/file', {wanted}")
+    parts = functools.partial(refused, capsys, main=prefill_decode.main, command="prefill_decode")
+    assert parts("prefill", "--store", "text") == f"--store: got '{folders}/text' without store.lock, {wanted}"
+    assert parts("prefill") == "--store: got none, wanted the folder for prefill"
+
+
+def test_a_checkpoints_name_changes_with_its_weights_alone(tmp_path, folders):
+    def copy(name, file="", change=lambda text: text):
+        for path in (folders / "ids").iterdir():
+            (tmp_path / name).mkdir(exist_ok=True)
+            text = path.read_bytes()
+            (tmp_path / name / path.name).write_bytes(change(text) if path.name == file else text)
+            os.utime(tmp_path / name / path.name, (0, 0))
+        return stores.checkpoint_name(tmp_path / name)
+
+    name = stores.checkpoint_name(folders / "ids")
+    others = [
+        copy("weights", "model.safetensors", lambda text: text[:-1] + bytes([text[-1] ^ 1])),
+        copy("config", "config.json", lambda text: text.replace(b"16", b"32")),
+    ]
+    assert copy("same") == name and len({name, *others}) == 3
+
+
 @pytest.mark.parametrize("option", ["--events", "--trace"])
 def test_a_full_disk_costs_no_answer(capsys, scripted, option):
     with pytest.raises(SystemExit) as caught:
@@ -233,7 +317,7 @@ def test_a_full_disk_costs_no_answer(capsys, scripted, option):
 
 
 def test_a_full_disk_costs_no_answer_of_the_demo_and_no_plot(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "run", lambda: ([{"events": []}], None))
+    monkeypatch.setattr(demo, "run", lambda *_: ([{"events": []}], None))
     message = "no space left on device"
     assert refused(capsys, "--events", "/dev/full", main=demo.main, command="demo") == f"--events: /dev/full: {message}"
 
@@ -243,7 +327,7 @@ def test_a_full_disk_costs_no_answer_of_the_demo_and_no_plot(capsys, tmp_path, m
 
     (tmp_path / "full.png").symlink_to("/dev/full")
     cache = types.SimpleNamespace(state=None)
-    monkeypatch.setattr(demo, "run", lambda: ([], cache))
+    monkeypatch.setattr(demo, "run", lambda *_: ([], cache))
     monkeypatch.setattr(kvjax.debug, "plot_blocks", plot_blocks)
     line = refused(capsys, "--plot", str(tmp_path / "full.png"), main=demo.main, command="demo")
     assert line == f"--plot: {tmp_path}/full.png: {message}"
@@ -416,6 +500,23 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
 
 
 @pytest.mark.long
+def test_a_second_run_finds_what_the_first_one_stored(capsys, tmp_path, monkeypatch):
+    words = "--checkpoint", "text", "--block-size", "8", "--store", str(tmp_path / "store")
+    prompt = "a prompt of some forty bytes, for five blocks"
+    out, _ = run(*words, "--prompt", prompt, "--json", capsys=capsys)
+    first = json.loads(out)
+    assert first["cached_tokens"] == first["stored_tokens"] == 0
+    out, err = run(*words, "--prompt", prompt, "--json", capsys=capsys)
+    second = json.loads(out)
+    assert (second["cached_tokens"], second["stored_tokens"], second["tokens"]) == (40, 40, first["tokens"])
+    assert f"prefill {len(prompt) - 40} tokens (40 more reused, 40 of them from the store)" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt + "\nand\n"))
+    _, err = run(*words, "--chat", capsys=capsys)
+    counts = re.findall(r"(\d+) of (\d+) prompt tokens reused, (\d+) of them from the store", err)
+    assert [int(stored) for _, _, stored in counts] == [40, 0] and int(counts[1][0]) >= 40
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["shown", "computed"])
 def test_ctrl_c_prints_what_is_generated(capsys, tmp_path, monkeypatch, where):
     """While a Progress is shown the command handles it. While one is computed the stream turns it into an error."""
@@ -528,7 +629,7 @@ def test_commands_cache_compiled_programs_by_default(monkeypatch):
     assert calls == [True] and settings == {"jax_enable_compilation_cache": False}
 
 
-@pytest.mark.parametrize("command", [demo, generate, router, train, verify])
+@pytest.mark.parametrize("command", [demo, generate, prefill_decode, router, train, verify])
 def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
     with pytest.raises(SystemExit) as caught:
         command.main(["--help"])
@@ -557,6 +658,9 @@ def test_a_router_finds_what_is_cached():
 
 def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    needed = 'needs tensorstore: pip install "kvjax[stores]"'
+    assert refused(capsys, "--store", "new") == f"--store: {needed}"
+    assert refused(capsys, main=prefill_decode.main, command="prefill_decode") == needed
     needed = 'needs msgspec and pyzmq: pip install "kvjax[wires]"'
     assert refused(capsys, main=router.main, command="router") == needed
     wanting = ["--checkpoint", "ids", "--prompt", "1", "--publish", "tcp://127.0.0.1:*"]

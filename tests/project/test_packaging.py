@@ -64,6 +64,7 @@ MAY_IMPORT = {
     "kvjax": {
         "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
         "google", "optax", "prometheus_client", "flax", "tunix", "safetensors",
+        "tensorstore",
     },
 }  # fmt: skip
 # Without one, an error names the extra.
@@ -91,6 +92,7 @@ def test_importing_the_library_imports_no_extra():
         *WIRES,
         "optax",
         "safetensors",
+        "tensorstore",
         "tokenizers",
         "rich",
         "models",

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The option `--store` of commands: a folder with blocks of earlier runs, and the name of a checkpoint's weights."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import kvjax
+from kvjax.stores import DiskStore
+
+from . import commands
+from .loading import CONFIG, weight_files
+
+DEFAULT_BYTES = 10 << 30
+_PIECE, _THREADS = 16 << 20, 8  # bytes that a thread hashes at a time
+
+
+def add_store(parser: commands.Parser) -> None:
+    """The options that `check` and `opened` read."""
+    parser.add_argument(
+        "--store", metavar="DIR", help="write whole blocks of prompts there, in clear, and find those of earlier runs"
+    )
+    parser.add_argument(
+        "--store-bytes", metavar="SIZE", type=commands.size, help="the most that they take, such as 500MB (10GiB)"
+    )
+
+
+def check(parser: commands.Parser, args: Namespace) -> None:
+    """Refuses the options without what they need."""
+    if args.store is not None:
+        commands.check_extra(parser, "stores", "--store")
+    elif args.store_bytes is not None:
+        parser.error("--store-bytes: got one without --store")
+
+
+@contextlib.contextmanager
+def opened(
+    parser: commands.Parser, args: Namespace, spec: kvjax.CacheSpec, folder: str | os.PathLike, patience_ms: int = 1000
+) -> Iterator[DiskStore | None]:
+    """The store that the options want, for caches like `spec` and the checkpoint in a folder; None without one."""
+    if args.store is None:
+        yield None
+        return
+    try:
+        store = DiskStore(
+            args.store, spec, model=checkpoint_name(folder), names=kvjax.Namespaces(), patience_ms=patience_ms,
+            max_bytes=DEFAULT_BYTES if args.store_bytes is None else args.store_bytes,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        message = commands.reason(error, args.store)
+        if message.startswith("max_bytes: "):
+            parser.error(message.replace("max_bytes", "--store-bytes", 1))
+        parser.error(f"--store: {message.removeprefix('location: ')}")
+    with store:
+        yield store
+
+
+def checkpoint_name(folder: str | os.PathLike) -> str:
+    """A name that every copy of a checkpoint has, and no other checkpoint: a hash of its config and of all weights."""
+    folder = pathlib.Path(folder)
+    paths = [folder / CONFIG, *sorted(weight_files(folder))]
+    pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, _PIECE)]
+    whole = hashlib.blake2b(digest_size=16, person=b"kvjax-weights")
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for (path, start), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
+            whole.update(f"{path.name}\0{start}\0".encode() + digest)
+    return f"checkpoint {whole.hexdigest()}"
+
+
+def _digest(piece: tuple[pathlib.Path, int]) -> bytes:
+    path, start = piece
+    with path.open("rb") as file:
+        file.seek(start)
+        return hashlib.blake2b(file.read(_PIECE)).digest()
