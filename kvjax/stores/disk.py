@@ -224,7 +224,7 @@ class DiskStore:
                 wanted[name] = block, row
             self._writing |= wanted.keys()
             self._in_flight += size * len(wanted)
-        chosen = list(wanted.values())[::-1]  # the beginning of a prefix is to be the last one that leaves
+        chosen = list(wanted.values())
         for first in range(0, len(chosen), MOST):
             some = chosen[first : first + MOST]
             leaves = gather_blocks(pools, [row for _, row in some], number)
