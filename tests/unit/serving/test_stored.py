@@ -5,6 +5,7 @@ With `canonical=True` the log-probabilities of the whole vocabulary are compared
 """
 
 import dataclasses
+import functools
 import itertools
 import shutil
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.events import fold, index_of
+from kvjax.events import fold, index_of, snapshot
 from kvjax.pools import host as host_pools
 from kvjax.stores import DiskStore
 from models import load
@@ -77,6 +78,28 @@ class Moves:
         return self.copy(*args)
 
 
+@functools.cache
+def admit_and_step(kind):
+    """Computes a text in row 0, for somebody else than the generation."""
+
+    def run(cache, tokens):
+        cache, _ = cache.admit(np.int32(0), tokens[0], np.int32(tokens.shape[1]))
+        return cache.step(canonical.model_of(kind), tokens, np.int32([tokens.shape[1]]), np.int32([0]))[0]
+
+    return run if kind == "host" else jax.jit(run)
+
+
+def bytes_of_row(cache):
+    """The K/V of row 0, of each group."""
+    found, pools = [], cache.pools
+    for number, group in enumerate(state_of(cache).groups):
+        blocks = np.asarray(group.table[0])
+        rows = np.asarray(group.pool_row(blocks))[blocks >= 0]
+        arrays = jax.tree.leaves((pools.arrays[number], pools.scales and pools.scales[number]))
+        found += [np.asarray(array)[rows].tobytes() for array in arrays]
+    return found
+
+
 def check(kind, seed, tmp_path, monkeypatch):
     """Runs prompts alone, without a store; then random batches over caches that come and go, and one store."""
     rng, restored = np.random.default_rng(seed), 0
@@ -85,7 +108,8 @@ def check(kind, seed, tmp_path, monkeypatch):
     cache, events, shape = None, [], itertools.cycle([{}, {"max_bytes": 1 << 20, "max_in_flight": 1 << 18}])
     for turn in range(8):
         if cache is None or rng.random() < (0.2 if moves.matter else 0.5):
-            cache, events = make_cache(kind), []
+            cache = admit_and_step(kind)(make_cache(kind), rng.integers(0, 40, (1, 40), np.int32))
+            events, row = snapshot(state_of(cache)), bytes_of_row(cache)
         chosen = rng.permutation(len(prompts))[: rng.integers(1, len(prompts) + 1)].tolist()
         options = next(shape) | ({"patience_ms": 0} if rng.random() < 0.2 else {})
         size = max(opened("memory://", kind).values.sizes)
@@ -100,7 +124,8 @@ def check(kind, seed, tmp_path, monkeypatch):
             events += [event for one in found for event in kvjax.to_list(one)]
             assert bits == [cold[n] for n in chosen]
             restored += store.counters["read"]
-        kvjax.check(state_of(cache), rows=())
+        kvjax.check(state_of(cache), rows=(0,))
+        assert bytes_of_row(cache) == row
         assert fold(events).index == index_of(state_of(cache))
         damage(tmp_path, rng)
     assert restored > 0 and (moves.failures > 0) == moves.matter
