@@ -201,6 +201,19 @@ def test_a_restart_computes_no_whole_block_that_was_stored(tmp_path):
         assert outputs_of([[*DOCUMENT, *output.tokens, 3]], store)[0] == [(64, 64)]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_all_kinds_a_restart_finds_whole_prompts(kind, tmp_path):
+    """What the next token sees is read of window groups: also where a prompt's last token begins the reuse."""
+    model, prompts = canonical.model_of(kind), [TEXT[:length] for length in (64, 67, 81, 97)]
+    for turn in range(2):
+        with opened(tmp_path, kind) as store:
+            outputs, cache, _ = kvjax.run_batch(model, make_cache(kind), prompts, max_new_tokens=NEW, store=store)
+        found = [output.stored_tokens for output in outputs]
+        whole = state_of(cache).spec.partial_reuse
+        assert found == ([63 if whole else 48, 64, 80, 96] if turn else [0] * 4)
+
+
 def test_generated_blocks_are_stored_too(tmp_path):
     with store_in(tmp_path) as store:
         outputs, _, _ = kvjax.generate(LLAMA, empty(), [DOCUMENT], max_new_tokens=2 * SIZE, store=store)
