@@ -313,7 +313,7 @@ def test_few_bytes_in_flight_are_enough_for_long_prompts(tmp_path):
         assert outputs_of(prompts, store)[0] == [(63, 63), (48, 48), (48, 48), (64, 64)]
 
 
-def test_a_cache_without_room_computes_the_rest(tmp_path):
+def test_a_full_cache_computes_the_rest(tmp_path):
     prompts = [DOCUMENT, OTHER, [3, *OTHER], [4, *DOCUMENT]]
     with store_in(tmp_path) as store:
         outputs_of(prompts, store)
