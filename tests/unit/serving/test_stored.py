@@ -23,8 +23,8 @@ from models import load
 from tests.mesh import mesh_of
 from tests.poison import poisoned
 from tests.serving_kit import state_of
-from tests.unit.serving import test_canonical as canonical
-from tests.unit.serving.test_canonical import KINDS, SIZE, each_kind, make_prompts
+from tests.unit.serving import canonical_kit as canonical
+from tests.unit.serving.canonical_kit import KINDS, SIZE, each_kind, make_prompts
 
 GOLDENS = "tests/data/goldens"
 
