@@ -260,6 +260,7 @@ def test_samples_and_equal_prompts_read_once(tmp_path):
 def test_prompts_of_high_priority_are_read_first(tmp_path, monkeypatch):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT, OTHER], store)
+        store.flush()
         read, order = store.read, []
         monkeypatch.setattr(store, "read", lambda block, number: (order.append(block), read(block, number))[1])
         run_batch([DOCUMENT, OTHER], store, priorities=[0, 1])
