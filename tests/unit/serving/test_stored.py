@@ -23,8 +23,8 @@ from models import load
 from tests.mesh import mesh_of
 from tests.poison import poisoned
 from tests.serving_kit import state_of
-from tests.unit.serving import test_canonical as canonical
-from tests.unit.serving.test_canonical import KINDS, SIZE, each_kind, make_prompts
+from tests.unit.serving import canonical_kit as canonical
+from tests.unit.serving.canonical_kit import KINDS, SIZE, each_kind, make_prompts
 
 GOLDENS = "tests/data/goldens"
 
@@ -273,6 +273,7 @@ def test_samples_and_equal_prompts_read_once(tmp_path):
 def test_prompts_of_high_priority_are_read_first(tmp_path, monkeypatch):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT, OTHER], store)
+        store.flush()
         read, order = store.read, []
         monkeypatch.setattr(store, "read", lambda block, number: (order.append(block), read(block, number))[1])
         run_batch([DOCUMENT, OTHER], store, priorities=[0, 1])
@@ -326,7 +327,7 @@ def test_few_bytes_in_flight_are_enough_for_long_prompts(tmp_path):
         assert outputs_of(prompts, store)[0] == [(63, 63), (48, 48), (48, 48), (64, 64)]
 
 
-def test_a_cache_without_room_computes_the_rest(tmp_path):
+def test_a_full_cache_computes_the_rest(tmp_path):
     prompts = [DOCUMENT, OTHER, [3, *OTHER], [4, *DOCUMENT]]
     with store_in(tmp_path) as store:
         outputs_of(prompts, store)

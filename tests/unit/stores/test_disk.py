@@ -18,8 +18,8 @@ import kvjax
 from kvjax import Cache, Namespaces
 from kvjax.stores import DiskStore
 from tests.unit.stores import storer
+from tests.unit.stores.kinds import each_kind, make_spec, random_bytes
 from tests.unit.stores.storer import MODEL, SIZE, chain, pools_of, words_of
-from tests.unit.stores.test_file import each_kind, make_spec, random_bytes
 
 SPEC = storer.SPEC
 FOUR = 4 * DiskStore("memory://", SPEC, model=MODEL, names=Namespaces(), max_bytes=1 << 20).values.sizes[0]
@@ -285,7 +285,7 @@ def test_a_store_survives_kill_9_amid_writes_evictions_and_flushes(kills, tmp_pa
 
 
 @pytest.mark.long
-def test_two_processes_read_beside_a_writer_that_evicts(tmp_path, context):
+def test_two_processes_read_while_a_writer_evicts(tmp_path, context):
     ready, stop, found = context.Event(), context.Event(), context.Queue()
     writer = started(context, storer.write_for_ever, str(tmp_path), 8 * FOUR, 0, ready, stop)
     assert ready.wait(60)
