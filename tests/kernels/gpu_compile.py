@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kvjax
+import kvjax.stores
 import pallas_kernels
 from kvjax.gpu import lowering_for
 from kvjax.pools.placement import Placement
@@ -183,7 +184,21 @@ def bookkeeping(num_tokens):
     return keep, (jax.eval_shape(lambda: kvjax.init(spec)), active, i32(SEQS, num_tokens)), (0,)
 
 
+def adopt():
+    """64 blocks from outside enter a cache with pools of a gigabyte: adopt, bytes, land."""
+    layers = [kvjax.LayerSpec(KV_HEADS, WIDTH)] * LAYERS
+    spec = kvjax.make_spec(layers, num_blocks=2**12, max_seqs=ROWS, max_length=LENGTH)
+    cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
+    kv = jax.eval_shape(kvjax.stores.gather, cache.pools, [i32(64)])
+    return (
+        kvjax.Cache.adopt,
+        (cache, i32(64 * spec.block_size), i32(), kv, jax.ShapeDtypeStruct((64,), jnp.bool_)),
+        (0,),
+    )
+
+
 CASES = {
+    "adopt": adopt,
     "decode_16": decode,
     "decode_fixed_split": functools.partial(decode, fixed_split=True),
     "decode_64": functools.partial(decode, 64),

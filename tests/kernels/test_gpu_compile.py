@@ -25,7 +25,7 @@ CASES = {
 STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_scanned", "step_sharded")]
 # By default each kernel once. `long` adds quantised pools, `slow` whole steps, further shapes and the other chip.
 QUICK = {
-    "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
+    "adopt", "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
     "scatter",
 }  # fmt: skip
 SLOW = {
@@ -93,7 +93,7 @@ def test_kernels_are_emitted_as_expected(target, case):
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
 
-@pytest.mark.parametrize("case", ["scatter", "bookkeeping_16", *STEPS])
+@pytest.mark.parametrize("case", ["scatter", "adopt", "bookkeeping_16", *STEPS])
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0
