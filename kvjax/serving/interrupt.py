@@ -18,8 +18,9 @@ from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
+from kvjax.pools.host import HostPools
 from kvjax.processes import agreed_time
-from kvjax.serving.inputs import Inputs, read_clock
+from kvjax.serving.inputs import RunOptions, read_clock
 from kvjax.serving.requests import Output, Serving
 from kvjax.tiered import TieredCache
 from kvjax.verbs.release import release
@@ -86,9 +87,9 @@ class GenerationState[C: (Cache, TieredCache)]:
     (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
     """
 
-    def __init__(self, inputs: Inputs[C], serving: Serving):
-        self.serving, self.host = serving, inputs.host
-        self._own_rows, self._options, self._time = inputs.own_rows, inputs.options, np.int32(0)
+    def __init__(self, serving: Serving, host: HostPools | None, own_rows: np.ndarray, options: RunOptions):
+        self.serving, self.host = serving, host
+        self._own_rows, self._options, self._time = own_rows, options, np.int32(0)
         self.events: list[dict[str, Any]] = []  # decoded
         # Those that neither `events` nor the listener has got yet; none is lost with the call that made them.
         self.unpublished: list[Events | EventLog] = []

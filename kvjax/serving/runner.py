@@ -30,7 +30,7 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import leave, swaps
 from kvjax.serving.requests import Output, Serving, Stage, init_serving
 from kvjax.serving.serve import serve, serve_step
-from kvjax.serving.stored import StoredPrefixes
+from kvjax.serving.stored import StoredPrefixes, growth
 from kvjax.serving.submit import submit
 from kvjax.tiered import FailedTransfer, TieredCache
 
@@ -74,9 +74,9 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         lengths = np.array([len(inputs.prompts[n]) for n in self.output_of_slot], np.int32)
         self.unlimited = lengths + inputs.max_new_tokens[self.output_of_slot]
         self.max_tokens = np.maximum(np.minimum(self.unlimited, self._most_tokens() + 1), lengths + 1)
-        self.state = GenerationState(inputs, self._empty_slots())
+        self.state: GenerationState[C] = GenerationState(self._empty_slots(), inputs.host, inputs.own_rows, options)
         self.host_tier = HostTier(self.state, self.scheduler, options.steps)
-        self.stored = options.store and StoredPrefixes(options.store, inputs, self.state, self.scheduler)
+        self.stored = options.store and StoredPrefixes(options.store, self.state, self.scheduler)
         worst = worst_step(self.spec, self.scheduler) + admission_events(self.spec, self.state.serving.width)
         self.log_size = 3 * worst + options.steps * self.spec.max_seqs * len(self.spec.groups) // 2
 
@@ -140,7 +140,8 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         if not self.submitted:
             self._submit()
         if self.stored:
-            self.stored.adopt(self.host_tier.call, self.requests)
+            wait_for = int(self.inputs.own_rows.sum()) if self.requests is None else 0
+            self.stored.adopt(self.host_tier.call, growth(self.requests, self.spec.block_size), wait_for)
         self.host_tier.empty_blocks()
         log = _init_log(self.log_size, self.spec.block_size, self.spec.extra_ids, self.spec.has_recurrent)
         arguments = {
@@ -155,9 +156,9 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         state.publish(keep=1)  # what the turns before left, while the device works; this turn's events stay
         self.requests, row, onboard_slot, refused = self._read()
         requests = self.requests
-        self._update_outputs(requests)
+        admitted = self._update_outputs(requests)
         if self.stored:
-            self.stored.after_loop(log, self._admitted(requests))
+            self.stored.after_loop(log, {n: (int(self.inputs.first_sample[n]), self.outputs[n]) for n in admitted})
         if refused == 1:
             self.host_tier.empty_refused()
         if onboard_slot >= 0:
@@ -171,8 +172,8 @@ class GenerationRunner[C: (Cache, TieredCache)]:
 
     def _submit(self) -> None:
         """Makes requests of the prompts."""
-        serving = self.state.serving
-        arguments, behind = self.inputs.submission(self.output_of_slot, self.max_tokens, serving.requests.size)
+        serving, inputs = self.state.serving, self.inputs
+        arguments, behind = inputs.submission(self.output_of_slot, self.max_tokens, serving.requests.size)
         self.state.serving, status, _, _ = _submit(serving, scheduler=self.scheduler, **arguments)
         self.submitted = True
         reasons = np.asarray(status)[np.arange(len(behind)) - behind]  # of the first one of the fork group
@@ -180,15 +181,18 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             if code != Status.OK:
                 self.outputs[n].finish = Status(code).name.lower()
         if self.stored:
-            self.stored.begin(n for n in self.output_of_slot if self.outputs[n].finish is None)
+            waiting = [n for n in self.output_of_slot if self.outputs[n].finish is None]
+            firsts = sorted(dict.fromkeys(inputs.first_sample[waiting].tolist()), key=lambda n: -inputs.priorities[n])
+            self.stored.begin({n: (inputs.prompts[n], int(inputs.namespaces[n])) for n in firsts})
 
     def _read(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
         """`requests`, `row`, `onboard_slot` and `refused` of `Serving` as numpy arrays, by which the host decides."""
         serving = self.state.serving
         return jax.device_get((serving.requests, serving.row, serving.onboard_slot, serving.refused))
 
-    def _update_outputs(self, requests: Any) -> None:
-        """Adds the new tokens of each request, and why it is over."""
+    def _update_outputs(self, requests: Any) -> list[int]:
+        """Adds the new tokens of each request, and why it is over; returns the outputs that run, or do not any more."""
+        admitted = []
         for slot, n in enumerate(self.output_of_slot):
             output = self.outputs[n]
             if output.finish is not None or requests.stage[slot] == Stage.EMPTY:
@@ -198,12 +202,9 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             if output.finish == "length" and requests.num_tokens[slot] < self.unlimited[slot]:
                 full = requests.num_tokens[slot] > self.spec.max_length
                 output.finish = "row_full" if full else "no_blocks"
-
-    def _admitted(self, requests: Any) -> dict[int, Output]:
-        """The outputs, by number, whose requests do not wait."""
-        return {
-            n: self.outputs[n] for slot, n in enumerate(self.output_of_slot) if requests.stage[slot] != Stage.WAITING
-        }
+            if requests.stage[slot] != Stage.WAITING:
+                admitted.append(n)
+        return admitted
 
     def close(self) -> None:
         """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""

@@ -20,7 +20,6 @@ import numpy as np
 from kvjax._compile import OutermostJit
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind
-from kvjax.serving.inputs import Inputs
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Output, Stage
@@ -46,17 +45,19 @@ class Prefix:
     """The stored part of one prompt, on its way into the cache.
 
     Attributes:
-      output: the number of its first output.
+      tokens: i32[n]; the prompt.
       namespace: of the prompt.
       blocks: its whole blocks.
+      deadline: when it is computed without what has not come by then; of `time.monotonic`.
       end: how many of them are to be in the cache; -1: not planned yet.
       wanted: (group, column) to read, in this order.
       reads: those that are being read, or have been.
     """
 
-    output: int
+    tokens: np.ndarray
     namespace: int
     blocks: list[Block]
+    deadline: float
     end: int = -1
     wanted: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
     reads: deque[tuple[int, int, Future[Words | None]]] = dataclasses.field(default_factory=deque)
@@ -67,37 +68,42 @@ class Prefix:
         return self.end >= 0 and not self.wanted and not self.reads
 
 
+def growth(requests: Any, size: int) -> int:
+    """The most blocks that running requests, in numpy arrays, may still take; none of None."""
+    if requests is None:
+        return 0
+    left = (requests.max_tokens - requests.num_tokens)[requests.stage == Stage.RUNNING]
+    return int(np.sum(-(-left // size) + 1))
+
+
 class StoredPrefixes:
     """The reads of a generation from its store, and its writes to it."""
 
-    def __init__(self, store: DiskStore, inputs: Inputs[Any], state: GenerationState[Any], scheduler: Scheduler):
-        self.store, self.inputs, self.state, self.scheduler = store, inputs, state, scheduler
-        self.spec, self.size = inputs.spec, inputs.spec.block_size
-        self.waiting: list[Prefix] = []  # of prompts that were not admitted yet
-        self.blocks: dict[int, list[Block]] = {}  # by the number of a prompt's first output
+    def __init__(self, store: DiskStore, state: GenerationState[Any], scheduler: Scheduler):
+        self.store, self.state, self.scheduler = store, state, scheduler
+        self.spec = state.cache.state.spec
+        self.size = self.spec.block_size
+        self.prefixes: dict[int, Prefix] = {}  # by the number that the caller has given each prompt
+        self.waiting: dict[int, Prefix] = {}  # those of prompts that were not admitted yet, in the order of their reads
         self.in_flight = 0  # bytes
         self.reading: set[tuple[int, bytes]] = set()  # (group, hash); each is read for one prompt
         self.adopted: set[bytes] = set()  # hashes of blocks that came from the store
         self.hashes: dict[tuple[int, int], bytes] = {}  # of the first group's nodes (block, generation)
         self.counted: set[int] = set()  # outputs
-        self.finished: set[int] = set()  # likewise
-        self.deadline = 0.0
 
-    def begin(self, outputs: Iterable[int]) -> None:
-        """Starts to read for prompts, those of the highest priority first; samples of one prompt read together."""
+    def begin(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
+        """Starts to read for prompts, {number: (tokens, namespace)}, in this order."""
         if self.store.readonly:
             self.store.refresh()
-        firsts = dict.fromkeys(self.inputs.first_sample[list(outputs)].tolist())
-        for n in sorted(firsts, key=lambda n: -int(self.inputs.priorities[n])):
-            namespace = int(self.inputs.namespaces[n])
-            self.blocks[n] = self.store.blocks(self.inputs.prompts[n], namespace)
-            self.waiting.append(Prefix(n, namespace, self.blocks[n]))
-        self.deadline = time.monotonic() + self.store.patience_ms / 1000
+        deadline = time.monotonic() + self.store.patience_ms / 1000
+        for n, (tokens, namespace) in prompts.items():
+            blocks = self.store.blocks(tokens, namespace)
+            self.prefixes[n] = self.waiting[n] = Prefix(tokens, namespace, blocks, deadline)
         self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Starts reads in the order of the prompts, as many as may be in flight."""
-        for prefix in self.waiting:
+        for prefix in self.waiting.values():
             if prefix.end < 0:
                 self._plan(prefix)
             while prefix.wanted:
@@ -111,11 +117,11 @@ class StoredPrefixes:
 
     def _plan(self, prefix: Prefix) -> None:
         """Finds how much of a prompt the cache can have with the store's help, and what is to be read for it."""
-        prefix.end, length = 0, len(self.inputs.prompts[prefix.output])
+        prefix.end, length = 0, len(prefix.tokens)
         if not any(self.store.has(block, number) for block in prefix.blocks for number in self._groups):
             return
         tokens = np.zeros((self.state.serving.width,), np.int32)
-        tokens[:length] = self.inputs.prompts[prefix.output]
+        tokens[:length] = prefix.tokens
         prompt = tokens, np.int32(length), np.int32(prefix.namespace)
         cached = int(_cached_tokens(self.state.cache.state, *prompt, self.scheduler.alignment_tokens))
         whole = cached // self.size
@@ -148,8 +154,9 @@ class StoredPrefixes:
     def _wanted(self, used: int, whole: int, end: int) -> list[tuple[int, int]]:
         """(group, column) of what is needed behind `used` tokens, below `end`; of the first group without `whole`."""
         columns, found = np.arange(self.spec.max_blocks_per_seq, dtype=np.int32), [(0, at) for at in range(whole, end)]
+        written: Any = np.int32(used)
         for number, group in enumerate(self.spec.window_groups, 1):
-            seen = np.flatnonzero(np.asarray(group.keeps(columns, np.int32(used), self.size))[:end])
+            seen = np.flatnonzero(np.asarray(group.keeps(columns, written, self.size))[:end])
             found += [(number, column) for column in seen.tolist()]
         return [(number, column) for number, column in found if number in self._groups]
 
@@ -160,21 +167,22 @@ class StoredPrefixes:
         self.reading.add(key)
         return is_new
 
-    def adopt(self, call: Any, requests: Any = None) -> None:
+    def adopt(self, call: Any, blocks_ahead: int = 0, wait_for: int = 0) -> None:
         """Adopts what has been read for prompts that are likely to be admitted next.
 
         Args:
           call: makes the moves and the events of a verb, as `HostTier.call`.
-          requests: in numpy arrays; None before the first loop, which waits for the prompts that get the first rows.
+          blocks_ahead: blocks that running requests may still take.
+          wait_for: for so many prompts it waits, until their deadline.
         """
         if not self.waiting:
             return
-        available, need = int(self.state.cache.state.groups[0].available), self._growth(requests)
-        for at, prefix in enumerate(self.waiting):
-            need += -(-len(self.inputs.prompts[prefix.output]) // self.size)
+        available, need = int(self.state.cache.state.groups[0].available), blocks_ahead
+        for at, prefix in enumerate(self.waiting.values()):
+            need += -(-len(prefix.tokens) // self.size)
             if need > available:
                 break
-            is_first = requests is None and at < self.inputs.own_rows.sum()
+            is_first = at < wait_for
             while not prefix.is_done:
                 self._read_ahead()
                 if not self._has_come(prefix, wait_for_it=is_first):
@@ -184,20 +192,13 @@ class StoredPrefixes:
                 self._take(prefix, call, more=False)
         self._read_ahead()
 
-    def _growth(self, requests: Any) -> int:
-        """The blocks that running requests may still take."""
-        if requests is None:
-            return 0
-        left = (requests.max_tokens - requests.num_tokens)[requests.stage == Stage.RUNNING]
-        return int(np.sum(-(-left // self.size) + 1))
-
     def _has_come(self, prefix: Prefix, wait_for_it: bool) -> bool:
         """Whether all reads that were started for a prompt are over; waits until the deadline."""
         if not prefix.reads:  # others have what may be in flight
             return False
         for _, _, future in prefix.reads:
             while not future.done():
-                left = self.deadline - time.monotonic()
+                left = prefix.deadline - time.monotonic()
                 if not wait_for_it or left <= 0:
                     return False
                 wait([future], min(left, _SLICE))
@@ -242,7 +243,7 @@ class StoredPrefixes:
             self.adopted.update(prefix.blocks[column].hash for column in columns)
             return {column: words.get((number, column), []) for column in columns}
 
-        tokens: Any = np.asarray(self.inputs.prompts[prefix.output][: end * size], np.int32).reshape(end, size)
+        tokens: Any = np.asarray(prefix.tokens[: end * size], np.int32).reshape(end, size)
         events, _ = call(adopt_prefix, Text(tokens, None), have, read, length=end * size, namespace=prefix.namespace)
         return bool(events.ok)
 
@@ -254,30 +255,33 @@ class StoredPrefixes:
             self.reading.discard((number, prefix.blocks[column].hash))
         prefix.wanted.clear()
 
-    def drop(self, outputs: Iterable[int] | None = None) -> None:
+    def drop(self, prompts: Iterable[int] | None = None) -> None:
         """Drops what is read for these prompts, which have been admitted or are over; for all of None."""
-        gone = None if outputs is None else set(outputs)
-        for prefix in self.waiting:
-            if gone is None or prefix.output in gone:
+        for n in list(self.waiting if prompts is None else prompts):
+            if (prefix := self.waiting.pop(n, None)) is not None:
                 self._give_up(prefix)
-        self.waiting = [] if gone is None else [prefix for prefix in self.waiting if prefix.output not in gone]
 
-    def after_loop(self, log: EventLog, admitted: dict[int, Output]) -> None:
-        """Counts the stored tokens of outputs that do not wait any more, and writes what the loop has stored."""
-        self.drop(admitted)
-        for n, output in admitted.items():
-            blocks = self.blocks.get(int(self.inputs.first_sample[n]), [])
-            if n not in self.counted:
-                self.counted.add(n)
-                for column, block in enumerate(blocks):
+    def after_loop(self, log: EventLog, admitted: dict[int, tuple[int, Output]]) -> None:
+        """Counts stored tokens, and writes what the loop has stored.
+
+        Args:
+          log: of the loop.
+          admitted: by the outputs' numbers the number of the prompt, and the output, of all that do not wait any more;
+            of one that is over once.
+        """
+        self.drop(n for n, _ in admitted.values())
+        for number, (n, output) in admitted.items():
+            if number not in self.counted:
+                self.counted.add(number)
+                for column, block in enumerate(self.prefixes[n].blocks):
                     if block.hash in self.adopted:
                         output.stored_tokens += min(max(output.cached_tokens - column * self.size, 0), self.size)
         self._write(log)
-        for n, output in admitted.items():
-            if output.finish is not None and n not in self.finished:
-                self.finished.add(n)
-                text = np.concatenate([self.inputs.prompts[n], np.asarray(output.tokens, np.int32)])
-                self.store.touch(self.store.blocks(text, int(self.inputs.namespaces[n])))
+        for number, (n, output) in admitted.items():
+            if output.finish is not None:
+                self.counted.discard(number)
+                text = np.concatenate([self.prefixes[n].tokens, np.asarray(output.tokens, np.int32)])
+                self.store.touch(self.store.blocks(text, self.prefixes[n].namespace))
 
     def _write(self, log: EventLog) -> None:
         """Writes the whole blocks that a loop stored and that are still there."""
