@@ -163,51 +163,50 @@ def measure_writing(size: Size, root: pathlib.Path) -> tuple[dict[str, float], d
 
 
 def measure_memory(size: Size, root: pathlib.Path) -> tuple[dict[str, float], dict[str, float]]:
-    """`rss_of_in_flight`, measured in a fresh process."""
-    code = "import sys; from benchmarks import stored_prefixes; stored_prefixes.pass_through(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(root / "memory"), str(int(size == QUICK))]
-    done = subprocess.run(command, env=dict(os.environ), cwd=ROOT, capture_output=True, text=True, check=False)
-    common.require(done.returncode == 0, f"the process that measures memory: {done.stderr[-2000:]}")
-    grown = json.loads(done.stdout.splitlines()[-1])
-    return {"rss_of_in_flight": max(grown.values())}, {f"rss_{way}": value for way, value in grown.items()}
+    """`rss_of_in_flight`: each way in a fresh process, in whose memory nothing else has left holes."""
+    grown = {}
+    for way in ("write", "read"):
+        code = "import sys; from benchmarks import stored_prefixes; stored_prefixes.pass_through(*sys.argv[1:])"
+        command = [sys.executable, "-c", code, way, str(root / "memory"), str(int(size.passing == QUICK.passing))]
+        done = subprocess.run(command, env=dict(os.environ), cwd=ROOT, capture_output=True, text=True, check=False)
+        common.require(done.returncode == 0, f"the process that measures memory: {done.stderr[-2000:]}")
+        grown[way] = json.loads(done.stdout.splitlines()[-1])
+    return {"rss_of_in_flight": max(grown.values())}, {f"rss_of_{way}": value for way, value in grown.items()}
 
 
-def pass_through(folder: str, quick: str) -> None:
-    """Prints how much memory grows at most while blocks are written and read, to what may be in flight."""
+def pass_through(way: str, folder: str, quick: str) -> None:
+    """Prints how much memory grows at most while blocks are written or read, to what may be in flight."""
     size = QUICK if int(quick) else Size()
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(size.kv_heads, size.head_dim)] * size.layers, num_blocks=size.piece, max_seqs=1,
         max_length=size.piece * size.block_size, block_size=size.block_size, dtype="float32",
     )  # fmt: skip
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), kvjax.init_pools(spec))
-    rows, names = list(range(size.piece)), kvjax.Namespaces()
-    tokens = np.arange((size.passing + size.piece) * size.block_size, dtype=np.int32)
-    options = {"model": MODEL, "names": names, "max_bytes": 1 << 40, "max_in_flight": size.max_in_flight}
-    grown = {}
-    with DiskStore(folder, spec, **options) as store:
+    tokens = np.arange(size.passing * size.block_size, dtype=np.int32)
+    options: Any = {"model": MODEL, "names": kvjax.Namespaces(), "max_bytes": 1 << 40}
+    with DiskStore(folder, spec, **options, max_in_flight=size.max_in_flight) as store:
         blocks = store.blocks(tokens)
-        first, blocks = blocks[: size.piece], blocks[size.piece :]
-        store.write(pools, 0, first, rows)  # programs are compiled
-        store.flush()
-        with growth() as peak:
-            write_all(store, pools, blocks, rows)
-        grown["writing"] = peak() / size.max_in_flight
-    drop_pages(pathlib.Path(folder))
-    wanted = jax.device_get(pools.arrays[0][0])
-    with DiskStore(folder, spec, **options) as store, growth() as peak:
-        read_all(store, blocks, wanted, size.piece)
-    grown["reading"] = peak() / size.max_in_flight
-    print(json.dumps(grown))
+        if way == "write":
+            store.write(pools, 0, other := store.blocks(tokens[::-1])[: size.piece], list(range(len(other))))
+            store.flush()  # programs are compiled
+            with growth() as peak:
+                write_all(store, pools, blocks, size.piece)
+        else:
+            wanted = jax.device_get(pools.arrays[0][0])
+            drop_pages(pathlib.Path(folder))
+            with growth() as peak:
+                read_all(store, blocks, wanted, size.piece)
+    print(json.dumps(peak() / size.max_in_flight))
 
 
-def write_all(store: DiskStore, pools: Any, blocks: list[Any], rows: list[int]) -> None:
+def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> None:
     """Writes blocks a piece at a time, as soon as one more may be in flight."""
-    size, submitted, piece, before = store.values.sizes[0], 0, len(rows), store.counters["written"]
+    size, submitted, before = store.values.sizes[0], 0, store.counters["written"]
     for first in range(0, len(blocks), piece):
         some = blocks[first : first + piece]
         while (submitted + len(some) - (store.counters["written"] - before)) * size > store.max_in_flight:
             time.sleep(1e-4)
-        store.write(pools, 0, some, rows[: len(some)])
+        store.write(pools, 0, some, list(range(len(some))))
         submitted += len(some)
     store.flush()
     written = store.counters["written"] - before

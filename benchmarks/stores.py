@@ -2,8 +2,9 @@
 """`kvjax.stores`: blocks that enter a cache from outside, a saved cache, and prefixes on a disk.
 
 `adopt_over_admit`: `adopt` and `land` of 128 blocks in a full pool of 65,536, to `admit` and `release` of as many, both
-inside `scan`; metadata alone. `admit` finds blocks that the `release` before has emptied, so that it evicts none;
-`adopt_over_computed` is to `admit`, `commit` and `release`, which evict and publish as many blocks as `adopt` does.
+inside `scan`; metadata alone. All rows are admitted before the first one is released, so that each admission evicts as
+many blocks as an adoption does; but it publishes none. `adopt_over_computed` is to `admit`, `commit` and `release`,
+which also publish them; `adopt_over_emptied` to `admit` into blocks that the `release` before has emptied.
 `scatter_of_device_put`, `gather_of_device_put`: 64 blocks of 1 MB from numpy into pools, in place, and from there to
 numpy: the rate, to that of one `jax.device_put` of as many bytes of numpy, which copies them into new memory.
 `save_of_file`, `load_of_file`: `save` and `load` of a cache with these blocks, checksums and adoption included: the rate,
@@ -66,11 +67,11 @@ QUICK = Size(64, 8, 2, 3, 2, 2, 8, 4, 1)
 
 
 def full_state(size: Size) -> kvjax.CacheState:
-    """A cache of one row whose blocks are all findable."""
+    """A cache with all rows free, whose blocks are all findable."""
     length = size.prefix * size.block_size
     spec = kvjax.make_spec(
-        num_blocks=size.num_blocks, max_seqs=1, max_length=length, block_size=size.block_size
-    )  # fmt: skip
+        num_blocks=size.num_blocks, max_seqs=size.calls, max_length=length, block_size=size.block_size
+    )
 
     def fill(state: kvjax.CacheState, number: jax.Array):
         return computed(state, tokens_of(number, length), length)
@@ -97,8 +98,8 @@ def computed(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[k
     return state, admitted.ok & committed.ok & released.ok & (admitted.cached[0] == 0)
 
 
-def admitted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
-    """Admits a prompt that is not cached and releases it."""
+def emptied(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
+    """Admits a prompt that is not cached and releases it, which empties its blocks."""
     state, admitted = kvjax.admit(state, 0, tokens, length)
     state, released = kvjax.release(state, 0)
     return state, admitted.ok & released.ok & (admitted.cached[0] == 0)
@@ -117,22 +118,37 @@ def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kv
 def measure_verbs(size: Size) -> Figures:
     """`adopt_over_admit`, and microseconds a prefix."""
     start, length = full_state(size), size.prefix * size.block_size
-    numbers = jnp.arange(size.calls, dtype=jnp.int32) + size.num_blocks
+    calls = jnp.arange(size.calls, dtype=jnp.int32)
 
-    def program(verb: Callable[..., Any]):
-        def run(state: kvjax.CacheState):
-            return lax.scan(lambda state, number: verb(state, tokens_of(number, length), length), state, numbers)
+    def prompt(call: jax.Array) -> jax.Array:
+        return tokens_of(call + size.num_blocks // size.prefix, length)
 
-        return functools.partial(jax.tree.map, jnp.copy, start), jax.jit(run, donate_argnums=0)
+    def admitted(state: kvjax.CacheState) -> tuple[kvjax.CacheState, jax.Array]:
+        def admit(state: kvjax.CacheState, row: jax.Array):
+            state, events = kvjax.admit(state, row, prompt(row), length)
+            return state, events.ok & (kvjax.events.counts(events)["removed"] == size.prefix)
 
-    programs = {verb.__name__: program(verb) for verb in (adopted, admitted, computed)}
+        def release(state: kvjax.CacheState, row: jax.Array):
+            state, events = kvjax.release(state, row)
+            return state, events.ok
+
+        state, ok = lax.scan(admit, state, calls)
+        state, released = lax.scan(release, state, calls)
+        return state, ok & released
+
+    def one_by_one(verb: Callable[..., Any]):
+        return lambda state: lax.scan(lambda state, call: verb(state, prompt(call), length), state, calls)
+
+    runs = {verb.__name__: one_by_one(verb) for verb in (adopted, computed, emptied)} | {"admitted": admitted}
+    copy = functools.partial(jax.tree.map, jnp.copy, start)
+    programs = {name: (copy, jax.jit(run, donate_argnums=0)) for name, run in runs.items()}
     took, results = common.in_turns(programs, size.rounds)
     for name, (state, ok) in results.items():
         common.require(bool(jnp.all(ok)), f"a prefix was not {name}")
         kvjax.check(state)
-    micros = {f"{name}_us": 1e6 * one.wall / size.calls for name, one in took.items()}
-    details = micros | {"adopt_over_computed": took["adopted"].wall / took["computed"].wall}
-    return {"adopt_over_admit": took["adopted"].wall / took["admitted"].wall}, details
+    metrics = {"adopt_over_admit": took["adopted"].wall / took["admitted"].wall}
+    details = {f"adopt_over_{name}": took["adopted"].wall / took[name].wall for name in ("computed", "emptied")}
+    return metrics, details | {f"{name}_us": 1e6 * one.wall / size.calls for name, one in took.items()}
 
 
 class Bytes:
@@ -310,7 +326,9 @@ def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, help="how often the ways are timed")
         parser.add_argument("--quick", action="store_true", help="tiny: whether it runs, not how fast")
-        parser.add_argument("--folder", type=pathlib.Path, help="on the disk to measure; that of temporary files if None")
+        parser.add_argument(
+            "--folder", type=pathlib.Path, help="on the disk to measure; that of temporary files if None"
+        )
 
     args = common.parse("stores", __doc__, options)
     size, generation = (QUICK, stored_prefixes.QUICK) if args.quick else (Size(), stored_prefixes.Size())

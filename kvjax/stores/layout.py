@@ -72,9 +72,13 @@ class Leaf(NamedTuple):
         if self.axis is None:
             return words
         size, shape = self.shape[self.axis], [1] * (1 + len(self.shape))
-        shape[0], shape[self.axis] = len(fill), size
-        is_token = (np.arange(size) < fill[:, None]).reshape(shape)
-        return np.where(is_token, words, self.word.type(0))
+        (partial,) = np.nonzero(fill < size)  # few of a save's blocks
+        if partial.size:
+            shape[0], shape[self.axis] = len(partial), size
+            is_token = (np.arange(size) < fill[partial, None]).reshape(shape)
+            words = words.copy()
+            words[partial] = np.where(is_token, words[partial], self.word.type(0))
+        return words
 
 
 @functools.cache

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,6 +47,9 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
             index[: where.sum()] = rows[where] - offset
             leaves = _gather(pools, index, number) if offset == 0 else jax.tree.leaves(read_blocks(host, number, index))
             blocks = [np.asarray(leaf)[: where.sum()] for leaf in leaves]
+            if where.all():
+                found = blocks
+                break
             found = found or [np.empty((len(rows), *block.shape[1:]), block.dtype) for block in blocks]
             for whole, part in zip(found, blocks, strict=True):
                 whole[where] = part
@@ -78,11 +82,21 @@ def write(
         index[: len(some)] = some
         arrays = []
         for at, leaf in enumerate(leaves):
-            words = np.zeros((len(index), *leaf.shape), leaf.word)
-            words[: len(some)] = [block[at] for block in blocks[first : first + MOST]]
+            words = _aligned((len(index), *leaf.shape), leaf.word)
+            words[len(some) :] = 0
+            for row, block in enumerate(blocks[first : first + MOST]):  # as one list they would be copied twice
+                words[row] = block[at]
             arrays.append(words.view(leaf.dtype))
         pools = _scatter(pools, arrays, pool_rows, index, number)
     return pools
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """New memory that begins at a multiple of 64 bytes: jax' CPU backend takes it as it is, and copies any other."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="number")
