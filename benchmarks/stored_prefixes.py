@@ -71,7 +71,7 @@ class Job:
         rng = np.random.default_rng(prompt)
         self.prompts = rng.integers(0, size.config.vocab_size, (rows, prompt)).tolist()
         self.spec = kvjax.make_spec(
-            self.model.layer_specs(), num_blocks=rows * -(-(prompt + new) // size.block_size) + 1, max_seqs=rows,
+            self.model.layer_specs(), num_blocks=2 * rows * -(-(prompt + new) // size.block_size), max_seqs=rows,
             max_length=prompt + new, block_size=size.block_size, dtype="float32",
         )  # fmt: skip
 

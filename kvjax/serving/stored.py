@@ -124,8 +124,10 @@ class StoredPrefixes:
             reached += 1
         for end in range(reached, whole, -1):
             used = self._reused(end, length)
+            if used <= cached:
+                continue
             wanted = [(number, column) for number in self._groups for column in self._seen(number, used, end, whole)]
-            if used > cached and all(self.store.has(prefix.blocks[column], number) for number, column in wanted):
+            if all(self.store.has(prefix.blocks[column], number) for number, column in wanted):
                 prefix.end = end
                 prefix.wanted.extend(one for one in wanted if self._is_new(prefix, *one))
                 return
