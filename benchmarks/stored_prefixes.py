@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import gc
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -49,9 +49,10 @@ class Size(NamedTuple):
     head_dim: int = 128
     max_in_flight: int = 256 << 20
     rounds: int = 11
+    batch_rounds: int = 25  # the batch's CPU time differs by little
 
 
-QUICK = Size(decode_loop.QUICK.config, 16, 2, 8, 4, 4, 40, 3, 2, 2, 64, 1 << 16, 1)
+QUICK = Size(decode_loop.QUICK.config, 16, 2, 8, 4, 4, 40, 3, 2, 2, 64, 1 << 16, 1, 1)
 
 
 def drop_pages(path: pathlib.Path) -> None:
@@ -148,7 +149,7 @@ def measure_writing(size: Size, root: pathlib.Path) -> tuple[dict[str, float], d
             "warm": (copy, lambda cache: job.answer(cache)[0]),
             "idle": (copy, lambda cache: job.answer(cache, store)[0]),
         }
-        took, results = common.in_turns(programs, size.rounds)
+        took, results = common.in_turns(programs, size.batch_rounds)
         common.require(store.counters == before, "an idle store was read or written")
     counters = writing[0].counters
     writing[0].close()
@@ -215,12 +216,12 @@ def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> No
 
 def read_all(store: DiskStore, blocks: list[Any], wanted: np.ndarray, piece: int) -> None:
     """Reads blocks, as many at a time as may be in flight, and compares their bytes."""
-    most, futures = store.max_in_flight // store.values.sizes[0], deque[Any]()
-    for number in range(len(blocks) + most):
-        if number < len(blocks):
-            futures.append(store.read(blocks[number], 0))
-        if number >= most:
-            (words,), at = futures.popleft().result(), number - most
+    most = store.max_in_flight // store.values.sizes[0]
+    for first in range(0, len(blocks), most):
+        futures = [store.read(block, 0) for block in blocks[first : first + most]]
+        concurrent.futures.wait(futures)
+        for at, future in enumerate(futures, first):
+            (words,) = future.result()
             common.require(np.array_equal(words, wanted[at % piece].view(words.dtype)), "other bytes than were written")
 
 

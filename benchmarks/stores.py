@@ -7,15 +7,16 @@ many blocks as an adoption does; but it publishes none. `adopt_over_computed` is
 which also publish them; `adopt_over_emptied` to `admit` into blocks that the `release` before has emptied.
 `scatter_of_device_put`, `gather_of_device_put`: 64 blocks of 1 MB from numpy into pools, in place, and from there to
 numpy: the rate, to that of one `jax.device_put` of as many bytes of numpy, which copies them into new memory.
-`save_of_file`, `load_of_file`: `save` and `load` of a cache with these blocks, checksums and adoption included: the rate,
-to one file of as many bytes that is written and synced, and read. `store_write_of_file`, `store_read_of_file`: the same
-blocks by `DiskStore.write` and `flush`, and by `DiskStore.read`. What is read was synced, and its pages dropped.
+`save_of_file`, `load_of_file`: `save` and `load` of a cache with these blocks, checksums and adoption included: the
+rate, to one file of as many bytes that is written and synced, and read. `store_write_of_file`, `store_read_of_file`:
+the same blocks by `DiskStore.write` and `flush`, and by `DiskStore.read`. What is read was synced, and its pages
+dropped.
 
 A store's generations are measured by `benchmarks/stored_prefixes.py`: `restart_x`, an answer of one token to a stored
 prompt of 2,048 tokens in an empty cache, the store being opened and its pages dropped, to an answer without it;
 `writing_x`, CPU time of a generation whose store writes all that it computes, `flush` included, to one without a store;
-`idle_x`, of one whose blocks are all in the cache and in the store, likewise; `rss_of_in_flight`, the growth of resident
-memory while 1 GB is written and then read, to `max_in_flight`, the larger one of both ways.
+`idle_x`, of one whose blocks are all in the cache and in the store, likewise; `rss_of_in_flight`, the growth of
+resident memory while 1 GB is written and then read, to `max_in_flight`, the larger one of both ways.
 
 Ways take turns, and what counts is the median of several rounds. Bytes and tokens are compared.
 """
@@ -333,7 +334,10 @@ def main() -> None:
     args = common.parse("stores", __doc__, options)
     size, generation = (QUICK, stored_prefixes.QUICK) if args.quick else (Size(), stored_prefixes.Size())
     if args.rounds is not None:
-        size, generation = size._replace(rounds=args.rounds), generation._replace(rounds=args.rounds)
+        size, generation = (
+            size._replace(rounds=args.rounds),
+            generation._replace(rounds=args.rounds, batch_rounds=args.rounds),
+        )
     metrics, details = measure_verbs(size)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         given, root = Bytes(size), pathlib.Path(folder)

@@ -31,7 +31,7 @@ from kvjax.spec import CacheSpec
 from kvjax.stores.file import checked_names
 from kvjax.stores.layout import check_layout, layout_of
 from kvjax.stores.places import Place
-from kvjax.stores.transport import MOST, gather_blocks
+from kvjax.stores.transport import gather_blocks
 from kvjax.stores.values import Block, Values, size_of
 
 READERS = 8  # threads
@@ -220,13 +220,11 @@ class DiskStore:
             self._writing |= wanted.keys()
             self._in_flight += size * len(wanted)
         chosen = list(wanted.values())
-        for first in range(0, len(chosen), MOST):
-            some = chosen[first : first + MOST]
-            leaves = gather_blocks(pools, [row for _, row in some], number)
-            self._writer.submit(self._write, number, [block for block, _ in some], leaves)
+        for some, leaves in gather_blocks(pools, [row for _, row in chosen], number):
+            self._writer.submit(self._write, number, [block for block, _ in chosen[some]], leaves)
 
     def _write(self, number: int, blocks: list[Block], leaves: list[Any]) -> None:
-        """Writes blocks; the first one of the leaves' rows each. Runs on the store's thread."""
+        """Writes blocks, whose bytes are the leaves' rows. Runs on the store's thread."""
         size, pending, arrays = self.values.sizes[number], deque[tuple[str, Any]](), None
         try:
             arrays = [np.asarray(leaf) for leaf in leaves]

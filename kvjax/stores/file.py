@@ -32,6 +32,7 @@ from kvjax.stores.contents import Contents, contents_of, root_crc
 from kvjax.stores.layout import check_layout, layout_of, leaves_of
 from kvjax.stores.manifest import (
     MANIFEST,
+    PartWriter,
     broken,
     checked_folder,
     commit_manifest,
@@ -145,17 +146,19 @@ def _write(
         most = max(1, PART_BYTES // max(1, spec.groups[number].block_bytes(spec.block_size)))
         for first in range(0, len(saved) if leaves else 0, most):
             some = saved[first : first + most]
-            tensors = [np.empty((len(some), *leaf.shape), leaf.word) for leaf in leaves]
-            for start, arrays in read(cache.pools, host, number, pool_rows[first : first + most]):
-                piece = slice(start, start + len(arrays[0]))
-                for leaf, tensor, blocks in zip(leaves, tensors, arrays, strict=True):
-                    tensor[piece] = leaf.cut(blocks, contents.fill[some[piece]])
-            crc[number, some] = [
-                checksum(int(starts[at]), [tensor[row] for tensor in tensors]) for row, at in enumerate(some.tolist())
-            ]
             path = folder / part_name(token, 1 + len(parts))
-            written = write_part(path, {tensor_name(at): tensor for at, tensor in enumerate(tensors)})
-            parts.append({**written, "group": number, "first": first, "count": len(some)})
+            shapes = {tensor_name(at): (leaf.shape, leaf.word) for at, leaf in enumerate(leaves)}
+            with PartWriter(path, len(some), shapes) as part:
+                for start, arrays in read(cache.pools, host, number, pool_rows[first : first + most]):
+                    piece = some[start : start + len(arrays[0])]
+                    words = [leaf.cut(x, contents.fill[piece]) for leaf, x in zip(leaves, arrays, strict=True)]
+                    for at, blocks in enumerate(words):
+                        part.write(tensor_name(at), start, blocks)
+                    crc[number, piece] = [
+                        checksum(int(starts[at]), [blocks[row] for blocks in words])
+                        for row, at in enumerate(piece.tolist())
+                    ]
+            parts.append({**part.written, "group": number, "first": first, "count": len(some)})
     path = folder / part_name(token, 0)
     index = write_part(path, {**contents._asdict(), "crc32": crc}) | {"crc32": zlib.crc32(path.read_bytes())}
     commit_manifest(folder, {**described, "num_blocks": len(starts), "index": index, "parts": parts})

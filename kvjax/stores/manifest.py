@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import pathlib
 import re
 import reprlib
+import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -99,6 +101,47 @@ def write_part(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> dict[str, 
     from safetensors.numpy import save_file
 
     save_file(tensors, path)
+    return _synced(path)
+
+
+class PartWriter:
+    """A safetensors file that is written some blocks at a time: its header, then all blocks of each array.
+
+    Attributes:
+      written: the file's name and size, once it is closed and synced.
+    """
+
+    def __init__(self, path: pathlib.Path, count: int, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
+        """`arrays` has the shape and the words' dtype of one block of each of them."""
+        self.path, self.written, self._starts = path, dict[str, Any](), dict[str, tuple[int, int]]()
+        header, end = {}, 0
+        for name, (shape, dtype) in arrays.items():
+            start, size = end, math.prod(shape) * dtype.itemsize
+            end, self._starts[name] = start + count * size, (start, size)
+            dtype_name = f"U{8 * dtype.itemsize}"
+            header[name] = {"dtype": dtype_name, "shape": [count, *shape], "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._file, self._data = open(path, "wb"), 8 + len(text)  # noqa: SIM115
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+    def write(self, name: str, first: int, blocks: np.ndarray) -> None:
+        """Writes an array's blocks [n, *shape] from the first one of them on."""
+        start, size = self._starts[name]
+        self._file.seek(self._data + start + first * size)
+        self._file.write(np.ascontiguousarray(blocks).view(np.uint8).reshape(-1))
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._file.close()
+        if kind is None:
+            self.written = _synced(self.path)
+
+
+def _synced(path: pathlib.Path) -> dict[str, Any]:
+    """Syncs a file; returns its name and size."""
     _sync(path)
     return {"file": path.name, "bytes": path.stat().st_size}
 

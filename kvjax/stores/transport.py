@@ -17,9 +17,16 @@ from kvjax._arrays import pick
 from kvjax.pools.device import Pools
 from kvjax.pools.host import arrays_of, read_blocks
 from kvjax.pools.stage import Staged, gather, scatter
+from kvjax.spec import CacheSpec
 from kvjax.stores.layout import leaves_of
 
 MOST, FEW = 64, 8  # blocks of one program
+_PIECE_BYTES = 16 << 20  # larger pieces leave the processor's caches, and need new memory each
+
+
+def most_blocks(spec: CacheSpec, number: int) -> int:
+    """The most blocks of one group that a program serves."""
+    return MOST if MOST * sum(leaf.num_bytes for leaf in leaves_of(spec, number)) <= _PIECE_BYTES else FEW
 
 
 def batch_size(count: int) -> int:
@@ -36,9 +43,9 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
       number: of the group.
       pool_rows: i32[n].
     """
-    on_device = pools.spec.groups[number].num_blocks
-    for first in range(0, len(pool_rows), MOST):
-        rows = pool_rows[first : first + MOST]
+    on_device, most = pools.spec.groups[number].num_blocks, most_blocks(pools.spec, number)
+    for first in range(0, len(pool_rows), most):
+        rows = pool_rows[first : first + most]
         found: list[np.ndarray] | None = None
         for where, offset in ((rows < on_device, 0), (rows >= on_device, on_device)):
             if not where.any():
@@ -56,11 +63,14 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
         yield first, found or []
 
 
-def gather_blocks(pools: Pools, pool_rows: Sequence[int], number: int) -> list[jax.Array]:
-    """The arrays of one group's blocks on the device, at most 64; those behind the last one may be anything."""
-    index = np.zeros(batch_size(len(pool_rows)), np.int32)
-    index[: len(pool_rows)] = pool_rows
-    return _gather(pools, index, number)
+def gather_blocks(pools: Pools, pool_rows: Sequence[int], number: int) -> Iterator[tuple[slice, list[jax.Array]]]:
+    """The blocks of one group on the device, in pieces without padding: which of them, and each array [n, *shape]."""
+    first, most = 0, most_blocks(pools.spec, number)
+    while left := len(pool_rows) - first:
+        count = next(size for size in (most, FEW, 1) if size <= left)
+        piece = slice(first, first + count)
+        yield piece, _gather(pools, np.array(pool_rows[piece], np.int32), number)
+        first += count
 
 
 @functools.partial(jax.jit, static_argnames="number")
@@ -75,16 +85,16 @@ def write(
     pools: Pools, number: int, pool_rows: jax.Array, columns: Sequence[int], blocks: Sequence[list[np.ndarray]]
 ) -> Pools:
     """Writes blocks, each a list of words, into pool_rows i32[F] at these columns, of one group; donates the pools."""
-    leaves = leaves_of(pools.spec, number)
-    for first in range(0, len(columns) if leaves else 0, MOST):
-        some = columns[first : first + MOST]
+    leaves, most = leaves_of(pools.spec, number), most_blocks(pools.spec, number)
+    for first in range(0, len(columns) if leaves else 0, most):
+        some = columns[first : first + most]
         index = np.full(batch_size(len(some)), -1, np.int32)
         index[: len(some)] = some
         arrays = []
         for at, leaf in enumerate(leaves):
             words = _aligned((len(index), *leaf.shape), leaf.word)
             words[len(some) :] = 0
-            for row, block in enumerate(blocks[first : first + MOST]):  # as one list they would be copied twice
+            for row, block in enumerate(blocks[first : first + most]):  # as one list they would be copied twice
                 words[row] = block[at]
             arrays.append(words.view(leaf.dtype))
         pools = _scatter(pools, arrays, pool_rows, index, number)
