@@ -36,6 +36,7 @@ from benchmarks import (
     scan,
     serving,
     simulators,
+    stores,
     trace,
     transformers_batches,
 )  # fmt: skip
@@ -149,6 +150,35 @@ def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
     metrics = json.loads(file.read_text())["metrics"]
     assert {"to_host_of_device_put", "to_device_of_device_put", "stall_of_step_offload"} <= set(metrics)
     assert all(value > 0 for name, value in metrics.items() if "stall" not in name)
+
+
+@pytest.mark.slow
+def test_stores_bring_back_what_they_took(tmp_path, monkeypatch):
+    file = tmp_path / "stores.json"
+    monkeypatch.setattr(sys, "argv", ["stores", "--quick", "--folder", str(tmp_path), "--json", str(file)])
+    stores.main()
+    result = json.loads(file.read_text())
+    assert set(result["metrics"]) == {*stores.AT_LEAST, *stores.AT_MOST}
+    assert all(value > 0 for value in {**result["metrics"], **result["details"]}.values())
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_other_bytes_end_the_benchmark_of_stores(tmp_path, monkeypatch):
+    def other(store, block, number):
+        future = read(store, block, number)
+        return types.SimpleNamespace(result=lambda: [words ^ words.dtype.type(1) for words in future.result()])
+
+    read = stores.DiskStore.read
+    monkeypatch.setattr(stores.DiskStore, "read", other)
+    with pytest.raises(SystemExit, match="store: other bytes than were written"):
+        stores.measure_disk(stores.Bytes(stores.QUICK), tmp_path)
+
+
+def test_other_tokens_end_the_benchmark_of_stores():
+    one, other = types.SimpleNamespace(tokens=[1, 2]), types.SimpleNamespace(tokens=[1, 3])
+    stores.stored_prefixes.require_same([one], [one])
+    with pytest.raises(SystemExit, match="other tokens with a store"):
+        stores.stored_prefixes.require_same([one], [other])
 
 
 @pytest.mark.slow

@@ -83,8 +83,8 @@ class Killed(BaseException):
 
 def test_a_save_is_the_old_one_or_the_new_one_at_each_step(tmp_path, monkeypatch):
     wanted = [texts_of(FIRST), texts_of(SECOND)]
-    steps = [(manifest, "_sync"), (file, "write_part"), (manifest.os, "replace"), (pathlib.Path, "unlink"),
-             (pathlib.Path, "write_text")]  # fmt: skip
+    steps = [(manifest, "_sync"), (file, "write_part"), (manifest.PartWriter, "write"), (manifest.os, "replace"),
+             (pathlib.Path, "unlink"), (pathlib.Path, "write_text")]  # fmt: skip
     left, seen = [0], []
 
     def counted(function):
@@ -122,14 +122,14 @@ def test_a_save_is_the_old_one_or_the_new_one_at_each_step(tmp_path, monkeypatch
 def test_a_save_that_fails_leaves_the_old_one_and_no_files(tmp_path, monkeypatch, small_parts):
     save(FIRST, tmp_path, names=Namespaces(), model=MODEL)
     before = {path.name for path in tmp_path.iterdir()}
-    whole = file.write_part
+    whole = manifest.PartWriter.write
 
-    def full(path, tensors):
-        if path.name.endswith("00003.safetensors"):
+    def full(part, *args):
+        if part.path.name.endswith("00003.safetensors"):
             raise OSError("no space left")
-        return whole(path, tensors)
+        whole(part, *args)
 
-    monkeypatch.setattr(file, "write_part", full)
+    monkeypatch.setattr(manifest.PartWriter, "write", full)
     with pytest.raises(OSError, match="no space left"):
         save(SECOND, tmp_path, names=Namespaces(), model=MODEL)
     assert {path.name for path in tmp_path.iterdir()} == before
