@@ -42,7 +42,7 @@ class Size(NamedTuple):
     batch_prompt: int = 256
     new: int = 64
     block_size: int = 16
-    passing: int = 1000  # blocks
+    total: int = 1000  # blocks
     piece: int = 24  # blocks of one `write`
     layers: int = 8
     kv_heads: int = 8
@@ -168,7 +168,7 @@ def measure_memory(size: Size, root: pathlib.Path) -> tuple[dict[str, float], di
     grown = {}
     for way in ("write", "read"):
         code = "import sys; from benchmarks import stored_prefixes; stored_prefixes.pass_through(*sys.argv[1:])"
-        command = [sys.executable, "-c", code, way, str(root / "memory"), str(int(size.passing == QUICK.passing))]
+        command = [sys.executable, "-c", code, way, str(root / "memory"), str(int(size.total == QUICK.total))]
         done = subprocess.run(command, env=dict(os.environ), cwd=ROOT, capture_output=True, text=True, check=False)
         common.require(done.returncode == 0, f"the process that measures memory: {done.stderr[-2000:]}")
         grown[way] = json.loads(done.stdout.splitlines()[-1])
@@ -183,7 +183,7 @@ def pass_through(way: str, folder: str, quick: str) -> None:
         max_length=size.piece * size.block_size, block_size=size.block_size, dtype="float32",
     )  # fmt: skip
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), kvjax.init_pools(spec))
-    tokens = np.arange(size.passing * size.block_size, dtype=np.int32)
+    tokens = np.arange(size.total * size.block_size, dtype=np.int32)
     options: Any = {"model": MODEL, "names": kvjax.Namespaces(), "max_bytes": 1 << 40}
     with DiskStore(folder, spec, **options, max_in_flight=size.max_in_flight) as store:
         blocks = store.blocks(tokens)
