@@ -25,7 +25,19 @@ def pick[T](x: T, index: Any) -> T:
 
     `index` i32[...], or a tuple of them for the leading axes; one out of range reads some element: mask it.
     """
+    if not isinstance(index, tuple) and np.ndim(index) == 0:
+        return jax.tree.map(lambda a: _row(jnp.asarray(a), index), x)
     return jax.tree.map(lambda a: jnp.asarray(a).at[index].get(mode="clip", wrap_negative_indices=False), x)
+
+
+def _row(x: jax.Array, index: Any) -> jax.Array:
+    """x[index] for an index i32[], as a gather.
+
+    As jax' own `dynamic_slice` it might share a fusion with a dynamic slice of XLA's, and jaxlib 0.12 names their two
+    functions alike on a CPU: one then calls itself until the stack overflows.
+    """
+    numbers = lax.GatherDimensionNumbers(tuple(range(x.ndim - 1)), (0,), (0,))
+    return lax.gather(x, jnp.reshape(index, 1), numbers, (1, *x.shape[1:]), mode=lax.GatherScatterMode.CLIP)
 
 
 def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -> T:

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax._arrays import add, leading, put, rank, sum_before
+import kvjax
+from kvjax._arrays import add, leading, pick, put, rank, sum_before
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
@@ -41,3 +42,26 @@ def test_one_entry_is_written_for_each_of_several_caches(size, x64):
         block = jnp.zeros((4, size // 2, 2), jnp.float32)
         got = put(block, (np.array([3], np.int32), 1), jnp.ones((1, 2), jnp.float32), np.array([True]))
         assert float(got.sum()) == 2 and got[3, 1].tolist() == [1, 1]
+
+
+def test_verbs_run_one_after_the_other_in_a_scan():
+    """With scalars picked by `dynamic_slice`, jaxlib 0.12 compiles this to a program that overflows the stack."""
+    length, rows, blocks = 32, 2, 64
+    state = kvjax.init(kvjax.make_spec(num_blocks=blocks, max_seqs=rows, max_length=length, block_size=4))
+
+    def compute(state, number):
+        tokens, zero = jnp.arange(length, dtype=jnp.int32) * 7 + number * 104_729, jnp.zeros((1,), jnp.int32)
+        state, admitted = kvjax.admit(state, 0, tokens, length)
+        state, committed = kvjax.commit(state, tokens[None], zero + length, seqs=zero)
+        state, released = kvjax.release(state, 0)
+        return state, admitted.ok & committed.ok & released.ok
+
+    state, ok = jax.jit(lambda state: jax.lax.scan(compute, state, jnp.arange(12, dtype=jnp.int32)))(state)
+    assert bool(jnp.all(ok)) and int(state.groups[0].num_cached) == blocks
+    kvjax.check(state)
+
+
+def test_a_scalar_picks_by_a_gather():
+    lowered = jax.jit(pick).lower(jnp.zeros((3, 2)), jnp.int32(1)).as_text()
+    assert "gather" in lowered and "dynamic_slice" not in lowered
+    assert pick(jnp.arange(4), jnp.int32(2)) == 2 and pick(jnp.arange(4), 9) == 3

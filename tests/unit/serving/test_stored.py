@@ -204,7 +204,7 @@ def test_a_restart_computes_no_whole_block_that_was_stored(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_all_kinds_a_restart_finds_whole_prompts(kind, tmp_path):
-    """What the next token sees is read of window groups: also where a prompt's last token begins the reuse."""
+    """Of window groups all blocks are read that the next token sees: also where that is a prompt's last one."""
     model, prompts = canonical.model_of(kind), [TEXT[:length] for length in (64, 67, 81, 97)]
     for turn in range(2):
         with opened(tmp_path, kind) as store:
