@@ -128,24 +128,24 @@ def check(kind, seed, tmp_path, monkeypatch):
         assert bytes_of_row(cache) == row
         assert fold(events).index == index_of(state_of(cache))
         damage(tmp_path, rng)
-    assert restored > 0
-    return moves.failures
+    return restored, moves.failures
 
 
 @each_kind
 def test_answers_are_those_without_a_store_bit_for_bit(kind, tmp_path, monkeypatch):
-    failures = check(kind, 1, tmp_path, monkeypatch)
-    assert (failures > 0) == (kind == "host")
+    restored, failures = check(kind, 1, tmp_path, monkeypatch)
+    assert restored > 0 and (failures > 0) == (kind == "host")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_are_in_many_random_histories(kind, tmp_path, monkeypatch):
-    failures = 0
+    found = []
     for seed in range(2, 12):
         with monkeypatch.context() as patch:
-            failures += check(kind, seed, tmp_path / str(seed), patch)
-    assert (failures > 0) == (kind == "host")
+            found.append(check(kind, seed, tmp_path / str(seed), patch))
+    restored, failures = np.sum(found, axis=0)
+    assert restored > 50 and (failures > 0) == (kind == "host")
 
 
 # Without `canonical`: reuse ends anywhere, and what is reused is counted.
