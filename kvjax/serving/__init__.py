@@ -5,7 +5,9 @@ from kvjax._compile import compiler_options
 from kvjax.model import Model
 from kvjax.serving.capacity import worst_step
 from kvjax.serving.decode import Decoded, Rows, decode, decode_log, step
+from kvjax.serving.engine import Engine, QueueFull
 from kvjax.serving.generation import Progress, generate, run_batch, stream
+from kvjax.serving.handle import EngineError, Handle, Times
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Output, Requests, Serving, init_serving, results
@@ -17,8 +19,8 @@ from kvjax.serving.show import show_requests, show_step
 from kvjax.serving.submit import cancel, drain, submit
 
 __all__ = [
-    "Decoded", "Finish", "GenerationInterrupted", "Model", "Output", "Progress", "Requests", "Rollout", "Rows",
-    "Sampling", "Scheduler", "Serving", "cancel", "compiler_options", "decode", "decode_log", "drain", "generate",
+    "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output", "Progress", "QueueFull", "Requests", "Rollout", "Rows",
+    "Sampling", "Scheduler", "Serving", "Times", "cancel", "compiler_options", "decode", "decode_log", "drain", "generate",
     "init_serving", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests",
     "show_step", "step", "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

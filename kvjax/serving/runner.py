@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from kvjax.serving.requests import Output, Serving, Stage, init_serving
 from kvjax.serving.serve import serve, serve_step
 from kvjax.serving.stored import StoredPrefixes, growth
 from kvjax.serving.submit import submit
+from kvjax.state import CacheState
 from kvjax.tiered import FailedTransfer, TieredCache
 
 
@@ -57,6 +58,24 @@ MIN_SLOTS = 32
 MOST_SPARE = 2**18  # tokens: each has a few numbers of 4 bytes
 
 
+def vocabulary_size(model: Model, cache: Cache, scheduler: Scheduler, top_logprobs: int = 0) -> int:
+    """The number of logits of a model; a ValueError if fewer than the `top_logprobs` that are to be noted."""
+    vocabulary = _mixed_logits.eval_shape(model, cache, scheduler=scheduler).shape[-1]
+    if top_logprobs > vocabulary:
+        raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
+    return vocabulary
+
+
+def most_tokens(state: CacheState, scheduler: Scheduler) -> int:
+    """The most tokens of a request whose K/V fit, alone in the cache."""
+    spec = state.spec
+    most, max_tokens = spec.max_length, np.int32(spec.max_length + 1)  # of the host, so that nothing is compiled
+    for group, blocks in zip(state.groups, most_blocks(spec, scheduler, cast(Any, max_tokens)), strict=True):
+        if blocks > (num_blocks := int(group.num_blocks)):
+            most = min(most, num_blocks * spec.block_size)
+    return most
+
+
 class GenerationRunner[C: (Cache, TieredCache)]:
     """One generation, from its prompts to their outputs, turn by turn."""
 
@@ -73,7 +92,9 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         self.requests: Any = None  # as the last loop left them
         lengths = np.array([len(inputs.prompts[n]) for n in self.output_of_slot], np.int32)
         self.unlimited = lengths + inputs.max_new_tokens[self.output_of_slot]
-        self.max_tokens = np.maximum(np.minimum(self.unlimited, self._most_tokens() + 1), lengths + 1)
+        self.max_tokens = np.maximum(
+            np.minimum(self.unlimited, most_tokens(inputs.cache.state, self.scheduler) + 1), lengths + 1
+        )
         self.state: GenerationState[C] = GenerationState(self._empty_slots(), inputs.host, inputs.own_rows, options)
         self.host_tier = HostTier(self.state, self.scheduler, options.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, self.scheduler)
@@ -82,10 +103,8 @@ class GenerationRunner[C: (Cache, TieredCache)]:
 
     def _admissible(self) -> list[int]:
         """The prompts that can be computed at all, which get slots in this order; the others end here."""
-        logits = _mixed_logits.eval_shape(self.inputs.model, self.inputs.cache, scheduler=self.scheduler)
-        vocabulary, top = logits.shape[-1], self.inputs.options.top_logprobs
-        if top > vocabulary:
-            raise ValueError(f"top_logprobs: got {top}, wanted at most the vocabulary, {vocabulary}")
+        inputs = self.inputs
+        vocabulary = vocabulary_size(inputs.model, inputs.cache, self.scheduler, inputs.options.top_logprobs)
         found = []
         for number, prompt in enumerate(self.inputs.prompts):
             is_valid = prompt.size and prompt.min() >= 0 and prompt.max() < vocabulary
@@ -96,16 +115,6 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         if found and not self.inputs.own_rows.any():
             raise ValueError("cache: got one without a free row")
         return found
-
-    def _most_tokens(self) -> int:
-        """The most tokens of a request whose K/V fit, alone in the cache."""
-        most = self.spec.max_length
-        max_tokens: Any = np.int32(most + 1)  # of the host, so that nothing is compiled
-        blocks_of_groups = most_blocks(self.spec, self.scheduler, max_tokens)
-        for group, blocks in zip(self.inputs.cache.state.groups, blocks_of_groups, strict=True):
-            if blocks > (num_blocks := int(group.num_blocks)):
-                most = min(most, num_blocks * self.spec.block_size)
-        return most
 
     def _empty_slots(self) -> Serving:
         """A slot for each prompt, in arrays of few sizes: most batches find the programs of the first one."""

@@ -255,6 +255,13 @@ class StoredPrefixes:
             self.reading.discard((number, prefix.blocks[column].hash))
         prefix.wanted.clear()
 
+    def has_read(self, number: int) -> bool:
+        """Whether a prompt need not wait any more: nothing is read for it, or its deadline is over."""
+        prefix = self.waiting.get(number)
+        if prefix is not None and prefix.end >= 0 and time.monotonic() > prefix.deadline:
+            self._give_up(prefix)
+        return prefix is None or prefix.is_done
+
     def drop(self, prompts: Iterable[int] | None = None) -> None:
         """Drops what is read for these prompts, which have been admitted or are over; for all of None."""
         for n in list(self.waiting if prompts is None else prompts):

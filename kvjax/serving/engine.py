@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Engine`: threads and asyncio submit requests while it runs; one thread of its own has the cache.
+
+    with kvjax.serving.Engine(model, cache) as engine:
+        handle = engine.submit(prompt, max_new_tokens=64)
+        for token in handle: ...                             # or: async for token in handle
+        output = handle.result()
+
+Source: vLLM's AsyncLLM and its engine core, which run apart from whoever submits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import reprlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from kvjax.blocks.keys import Namespaces
+from kvjax.cache import Cache
+from kvjax.checks import host_integers, static_int
+from kvjax.model import Model, check_model
+from kvjax.serving.decode import LogitsFn, check_cache
+from kvjax.serving.engine_thread import ENTRIES, MANY, EngineThread, Inbox, Request
+from kvjax.serving.handle import EngineError, Handle
+from kvjax.serving.inputs import Listener, RunOptions, check_prompts
+from kvjax.serving.options import Scheduler
+from kvjax.serving.runner import most_tokens, vocabulary_size
+from kvjax.serving.sampling import Sampling
+from kvjax.state import CacheState
+from kvjax.stores.disk import DiskStore
+from kvjax.tiered import TieredCache
+
+
+class QueueFull(RuntimeError):
+    """A request that was refused, since as many wait as may.
+
+    Attributes:
+      waiting: how many.
+    """
+
+    def __init__(self, waiting: int):
+        super().__init__(f"{waiting:,} requests wait already")
+        self.waiting = waiting
+
+
+class Engine[C: (Cache, TieredCache)]:
+    """Serves requests with a model and a cache, of which it is the only owner. It compiles everything when it starts.
+
+    A step that fails costs the cache: the requests that it served end with an `EngineError`, the listener gets the
+    event that all is cleared, and the engine goes on with an empty cache.
+
+    Attributes:
+      spec: of the cache.
+      vocabulary: the number of the model's tokens.
+      names: the `Namespaces` of the requests, or None.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: C,
+        *,
+        scheduler: Scheduler | None = None,
+        max_requests: int | None = None,
+        max_waiting: int = 1024,
+        num_stop_tokens: int = 4,
+        top_logprobs: int = 0,
+        store: DiskStore | None = None,
+        names: Namespaces | None = None,
+        listener: Listener | None = None,
+        clock: Callable[[], int] | None = None,
+        logits_fn: LogitsFn | None = None,
+        fixed_steps: bool = False,
+    ):
+        """Starts an engine.
+
+        Args:
+          model: see `generate`.
+          cache: is donated; no row of it may be in use. `close` returns the last one.
+          scheduler: its options; None: `Scheduler()`.
+          max_requests: W, requests that the scheduler knows at a time; None: four for each row.
+          max_waiting: requests that wait for one of these; more are refused by `QueueFull`.
+          num_stop_tokens: K, the most stop tokens of a request.
+          top_logprobs: of how many of the likeliest tokens to note the log-probabilities, at each step.
+          store: prefixes from a disk; see `generate`. It is not closed.
+          names: the `Namespaces` of the requests; None: any number will do.
+          listener: as of `generate`; called on the engine's thread.
+          clock: as of `generate`.
+          logits_fn: as of `generate`.
+          fixed_steps: as of `generate`.
+
+        Raises:
+          ValueError: naming the argument, before anything is donated.
+        """
+        check_model(model)
+        check_cache(cache)
+        self.spec, self.names, self._store = cache.state.spec, names, store
+        options = RunOptions(
+            Scheduler() if scheduler is None else scheduler, steps=MANY, fixed_steps=fixed_steps, clock=clock,
+            logits_fn=logits_fn, log_events=False, listener=listener, top_logprobs=top_logprobs, store=store,
+        )  # fmt: skip
+        options.scheduler.check(self.spec)
+        if np.any(np.asarray(cache.state.seqs.length)):
+            raise ValueError("cache: got one with rows in use, wanted one without")
+        if store is not None:
+            store.check(self.spec, [0], names)
+        self._max_waiting = static_int("max_waiting", max_waiting, 1)
+        self._stop_tokens = static_int("num_stop_tokens", num_stop_tokens, 1)
+        slots = static_int("max_requests", 4 * self.spec.max_seqs if max_requests is None else max_requests, 1)
+        device = cache.cache if isinstance(cache, TieredCache) else cache
+        self.vocabulary = vocabulary_size(model, device, options.scheduler, top_logprobs)
+        self._most_tokens = most_tokens(cache.state, options.scheduler)
+        self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
+        self._numbers, self._inbox = itertools.count(), Inbox()
+        self._thread = EngineThread(model, cache, options, self._inbox, slots, self._stop_tokens)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int = 32,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        stop_tokens: Sequence[int] = (),
+        namespace: int = 0,
+        priority: int = 0,
+        samples: int = 1,
+        timeout: float | None = None,
+    ) -> Handle:
+        """Submits a request, from any thread.
+
+        Args:
+          prompt: token ids.
+          max_new_tokens: for each sample.
+          sampling: how tokens are chosen; None: greedy.
+          seed: of the random stream; sample n has `seed + n`.
+          stop_tokens: end it when chosen; at most `num_stop_tokens`.
+          namespace: as `Namespaces` numbers them.
+          priority: higher first.
+          samples: outputs of the prompt, which is computed once; see the handle's `samples`.
+          timeout: seconds after which it is cancelled.
+
+        Raises:
+          ValueError: naming the argument.
+          QueueFull: if too many wait.
+          EngineError: if the engine is closed.
+        """
+        tokens = self._checked_prompt(prompt)
+        stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
+        if len(stop) > self._stop_tokens:
+            raise ValueError(f"stop_tokens: got {len(stop)}, wanted at most num_stop_tokens, {self._stop_tokens}")
+        if not isinstance(sampling, Sampling | None):
+            raise ValueError(f"sampling: got {sampling!r:.80}, wanted a kvjax.Sampling or None")
+        if static_int("samples", samples, 1) > self._most_samples:
+            raise ValueError(f"samples: got {samples}, wanted at most {self._most_samples}")
+        if self.names is not None and namespace not in self.names:
+            raise ValueError(f"namespace: got {namespace}, wanted one that names gave out")
+        if self._store is not None:
+            self._store.root(namespace)
+        options = {
+            "sampling": sampling or Sampling(), "stop": stop, "priority": int(priority), "namespace": int(namespace),
+        }  # fmt: skip
+        unlimited = len(tokens) + static_int("max_new_tokens", max_new_tokens, 1)
+        limits = {
+            "unlimited": unlimited, "max_tokens": max(min(unlimited, self._most_tokens + 1), len(tokens) + 1),
+            "deadline": np.inf if timeout is None else time.monotonic() + timeout,
+        }  # fmt: skip
+        requests = [
+            Request(
+                next(self._numbers), Handle(len(tokens), self._cancel), tokens,
+                options=options | {"seed": (int(seed) + sample) % 2**32}, **limits,
+            )
+            for sample in range(samples)
+        ]  # fmt: skip
+        handles = [request.handle for request in requests]
+        for request in requests:
+            request.leader, request.handle.request, request.handle.samples = requests[0], request, handles
+        inbox = self._inbox
+        with inbox.wake:
+            self._check_open()
+            if len(inbox.queue) + samples > self._max_waiting:
+                raise QueueFull(len(inbox.queue))
+            inbox.queue.extend(requests)
+            inbox.is_idle = False
+            inbox.wake.notify_all()
+        return handles[0]
+
+    def _checked_prompt(self, prompt: Any) -> np.ndarray:
+        (tokens,) = check_prompts([prompt])
+        if not tokens.size or tokens.min() < 0 or tokens.max() >= self.vocabulary:
+            wanted = f"wanted tokens of 0..{self.vocabulary - 1}, at least one"
+            raise ValueError(f"prompt: got {reprlib.repr(tokens.tolist())}, {wanted}")
+        if len(tokens) > self.spec.max_length:
+            raise ValueError(f"prompt: got {len(tokens)} tokens, wanted at most {self.spec.max_length}")
+        return tokens
+
+    def _cancel(self, handle: Handle) -> None:
+        with self._inbox.wake:
+            self._inbox.cancels.append(handle.request)
+            self._inbox.wake.notify_all()
+
+    def _check_open(self) -> None:
+        if self._inbox.is_closing:
+            raise EngineError("the engine is closed")
+
+    @property
+    def waiting(self) -> int:
+        """Requests that the scheduler does not have yet."""
+        return len(self._inbox.queue) + len(self._thread.reading)
+
+    @property
+    def running(self) -> int:
+        """Requests that the scheduler has, and that are not over."""
+        return sum(not request.handle.done for request in list(self._thread.active.values()))
+
+    @property
+    def state(self) -> CacheState:
+        """A copy of the cache's metadata, which any thread may read."""
+        is_there, copies = threading.Event(), list[CacheState]()
+        with self._inbox.wake:
+            self._check_open()
+            self._inbox.copies.append((is_there, copies))
+            self._inbox.wake.notify_all()
+        is_there.wait()
+        if not copies:
+            raise EngineError("the engine is closed")
+        return copies[0]
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Waits until every request that was submitted is over, at most `timeout` seconds; returns whether they are."""
+        with self._inbox.wake:
+            return self._inbox.wake.wait_for(lambda: self._inbox.is_idle, timeout)
+
+    def close(self) -> C:
+        """Ends the requests that are not over, and the engine; returns its cache."""
+        with self._inbox.wake:
+            self._inbox.is_closing = True
+            self._inbox.wake.notify_all()
+        self._thread.join()
+        return cast(C, self._thread.last)
+
+    def __enter__(self) -> Engine[C]:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread of an engine: it has the cache, and runs turn after turn while there is something to do.
+
+choose    of what has come, requests whose prefixes have been read go in by one call, and cancels with them
+dispatch  the loop of the scheduler runs: one step while somebody waits for tokens, else many
+read      what a turn did is read when the next one is under way, unless a host tier or a store has to come between
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._compile import OutermostJit
+from kvjax.cache import Cache
+from kvjax.events.log import EventLog, init_log
+from kvjax.events.records import Status
+from kvjax.model import Model
+from kvjax.serving.capacity import admission_events, worst_step
+from kvjax.serving.handle import EngineError, Handle
+from kvjax.serving.inputs import RunOptions
+from kvjax.serving.interrupt import GenerationState
+from kvjax.serving.options import Scheduler
+from kvjax.serving.requests import Finish, Output, Stage, init_serving
+from kvjax.serving.runner import HostTier
+from kvjax.serving.stored import StoredPrefixes
+from kvjax.serving.turns import Entries, Turn, apply, turn
+from kvjax.state import CacheState
+from kvjax.tiered import TieredCache
+from kvjax.verbs.control import reset
+
+ENTRIES, FEW, MANY = 16, 1, 32  # requests of one call; steps of a turn while somebody waits for tokens, and else
+_NAP = 0.001  # seconds between two looks at a store's reads, if there is nothing else to do
+
+_init_log = OutermostJit(init_log, static_argnums=(0, 1, 2, 3))
+_copy = OutermostJit(lambda state: jax.tree.map(jnp.copy, state))
+_reset = OutermostJit(reset)
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request on the host: an entry for `submit`, and where it is.
+
+    Attributes:
+      leader: the first sample of its prompt.
+      max_tokens: at which it ends; `unlimited` if the cache were larger.
+      deadline: when it is cancelled, of `time.monotonic`.
+      slot, generation: that it has; -1: none yet.
+      since: the number of the first turn that has it.
+    """
+
+    number: int
+    handle: Handle
+    tokens: np.ndarray
+    max_tokens: int
+    unlimited: int
+    options: dict[str, Any]
+    deadline: float
+    leader: Any = None
+    slot: int = -1
+    generation: int = -1
+    since: int = 0
+    is_cancelled: bool = False
+
+    @property
+    def left(self) -> int:
+        """The most tokens that are still to be generated."""
+        return self.max_tokens - len(self.tokens) - len(self.handle.output.tokens)
+
+
+class Inbox:
+    """What other threads have for the engine's.
+
+    Attributes:
+      wake: guards all of it, and is notified when something comes, or when nothing is to be done any more.
+      queue: requests that wait.
+      cancels: requests to be ended.
+      copies: where copies of the state are wanted: an event, and a list to append it to.
+      is_closing: whether the engine is to end.
+      is_idle: whether nothing is to be done.
+    """
+
+    def __init__(self) -> None:
+        self.wake, self.is_closing, self.is_idle = threading.Condition(), False, True
+        self.queue, self.cancels = deque[Request](), deque[Request]()
+        self.copies = deque[tuple[threading.Event, list[CacheState]]]()
+
+
+class EngineThread(threading.Thread):
+    """The thread that has the cache.
+
+    Attributes:
+      active: the requests that the scheduler has, by their slots, until these are empty again.
+      reading: requests whose prefixes are being read from the store, or for which there is no slot.
+      last: the cache, once the thread has ended.
+    """
+
+    def __init__(
+        self, model: Model, cache: Any, options: RunOptions, inbox: Inbox, max_requests: int, num_stop_tokens: int
+    ):
+        """Compiles everything; `cache` is donated. The thread is still to be started."""
+        super().__init__(name="kvjax-engine", daemon=True)
+        self.spec, self._model, self._options, self._inbox = cache.state.spec, model, options, inbox
+        self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None
+        self._scheduler = options.scheduler
+        self._quick = dataclasses.replace(self._scheduler, k=min(FEW, self._scheduler.most_steps(self.spec)))
+        self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
+        self._empty = jax.device_get(_reset(cache.state)[0])
+        self._begin(cache)
+
+    def _begin(self, cache: Any) -> None:
+        """Begins with a cache and no requests; compiles what is not compiled yet."""
+        is_tiered = isinstance(cache, TieredCache)
+        serving = init_serving(
+            cache.cache if is_tiered else cache, [self.spec.max_length + 1] * self._slots, width=self.spec.max_length,
+            num_stop_tokens=self._stop_tokens, top_logprobs=self._options.top_logprobs,
+        )  # fmt: skip
+        host, rows = cache.host if is_tiered else None, np.ones((self.spec.max_seqs,), np.bool_)
+        self._state: GenerationState[Any] = GenerationState(serving, host, rows, self._options)
+        self._tier = HostTier(self._state, self._scheduler, MANY)
+        self._stored = self._options.store and StoredPrefixes(self._options.store, self._state, self._scheduler)
+        self._ahead = 0 if is_tiered or self._stored else 1  # turns that are under way while an earlier one is read
+        self._free, self._generations = deque(range(self._slots)), [0] * self._slots
+        self.active: dict[int, Request] = {}
+        self.reading = list[Request]()
+        self._turns: deque[tuple[int, EventLog | None, Turn]] = deque()  # not read yet
+        self._statuses: deque[tuple[int, list[Request], jax.Array]] = deque()  # likewise
+        self._turn_number = 0
+        worst = worst_step(self.spec, self._scheduler) + admission_events(self.spec, serving.width)
+        self._log_size = 3 * worst + MANY * self.spec.max_seqs * len(self.spec.groups) // 2
+        self._entry_tokens = min(ENTRIES, self.spec.max_seqs) * self.spec.max_length
+        self._apply([], [])
+        for scheduler in (self._quick, self._scheduler):
+            self._dispatch(scheduler)
+        while self._turns:
+            self._read(*self._turns.popleft())
+        jax.block_until_ready(_copy(self._state.cache.state))
+
+    def run(self) -> None:
+        """Runs until the engine is closed."""
+        inbox = self._inbox
+        try:
+            while not inbox.is_closing:
+                with inbox.wake:
+                    inbox.is_idle = not (inbox.queue or inbox.cancels or self.reading or self.active or self._turns)
+                    if inbox.is_idle:
+                        inbox.wake.notify_all()  # whoever drains
+                        inbox.wake.wait_for(lambda: inbox.queue or inbox.cancels or inbox.copies or inbox.is_closing)
+                try:
+                    self._step()
+                except Exception as error:
+                    self._recover(error)
+        finally:
+            self._end()
+
+    def _step(self) -> None:
+        """One turn: what has come goes in, the loop runs, and an earlier turn is read."""
+        while self._inbox.copies:
+            event, copies = self._inbox.copies.popleft()
+            copies.append(_copy(self._state.cache.state))
+            event.set()
+        cancelled = self._take_cancels()
+        chosen = self._choose()
+        if chosen or cancelled:
+            self._apply(chosen, cancelled)
+        if self.active:
+            self._tier.empty_blocks()
+            listens = any(one.handle.listens for one in self.active.values() if not one.handle.done)
+            self._dispatch(self._quick if listens else self._scheduler)
+        elif self.reading and not self._turns:
+            time.sleep(_NAP)
+        while len(self._turns) > (self._ahead if self.active else 0):
+            self._read(*self._turns.popleft())
+
+    def _take_cancels(self) -> list[Request]:
+        """Requests to cancel that the scheduler has, at most so many as one call takes; others end at once."""
+        now, found = time.monotonic(), list[Request]()
+        late = [one for one in [*self.active.values(), *self._inbox.queue, *self.reading] if one.deadline < now]
+        while (self._inbox.cancels or late) and len(found) < ENTRIES:
+            request = late.pop() if late else self._inbox.cancels.popleft()
+            if request.is_cancelled or request.handle.done:
+                continue
+            request.is_cancelled = True
+            if request.slot >= 0:
+                found.append(request)
+            else:
+                request.handle.end("cancelled")
+        return found
+
+    def _choose(self) -> list[Request]:
+        """The requests to submit: those that came first, as there are slots, once their prefixes have been read."""
+        while self._inbox.queue and len(self.reading) < len(self._free):
+            self.reading.append(request := self._inbox.queue.popleft())
+            if self._stored and request.leader is request:
+                self._stored.begin({request.number: (request.tokens, request.options["namespace"])})
+        if self._stored:
+            size = self.spec.block_size
+            self._stored.adopt(self._tier.call, sum(-(-one.left // size) + 1 for one in self.active.values()))
+        self.reading = [request for request in self.reading if not request.handle.done]
+        chosen, num_tokens = list[Request](), 0
+        for leader, members in itertools.groupby(self.reading, key=lambda request: request.leader):
+            group = list(members)
+            num_tokens += sum(len(request.tokens) for request in group)
+            is_full = len(chosen) + len(group) > min(ENTRIES, len(self._free)) or num_tokens > self._entry_tokens
+            if is_full or (self._stored and not self._stored.has_read(leader.number)):
+                break
+            chosen += group
+        self.reading = self.reading[len(chosen) :]
+        return chosen
+
+    def _apply(self, chosen: list[Request], cancelled: list[Request]) -> None:
+        """Submits and cancels requests by one call."""
+        entries, start, at = Entries.none(ENTRIES, self._entry_tokens, self._stop_tokens), 0, {}
+        for n, request in enumerate(chosen):
+            request.slot = self._free.popleft()
+            request.generation, request.since = self._generations[request.slot], self._turn_number
+            self.active[request.slot], at[request.number] = request, n
+            end, options = start + len(request.tokens), request.options
+            entries.tokens[start:end], start = request.tokens, end
+            entries.lengths[n], entries.slots[n] = len(request.tokens), request.slot
+            entries.max_new_tokens[n] = request.max_tokens - len(request.tokens)
+            entries.stop_tokens[n, : len(options["stop"])] = options["stop"]
+            for name in ("priority", "namespace", "seed"):
+                getattr(entries, name)[n] = options[name]
+            for leaf, value in zip(*map(jax.tree.leaves, (entries.sampling, options["sampling"])), strict=True):
+                leaf[n] = value
+            entries.sample_of[n] = -1 if request.leader is request else at[request.leader.number]
+        for n, request in enumerate(cancelled):
+            entries.cancelled[n] = request.slot, request.generation
+        self._state.serving, status = apply(self._state.serving, entries, scheduler=self._scheduler)
+        if chosen:
+            self._statuses.append((self._turn_number, chosen, status))
+
+    def _dispatch(self, scheduler: Scheduler) -> None:
+        """Starts a turn."""
+        options, log = self._options, None
+        if options.listener is not None or self._stored:
+            log = _init_log(self._log_size, self.spec.block_size, self.spec.extra_ids, self.spec.has_recurrent)
+        self._state.serving, log, done = turn(
+            self._model, self._state.serving, log, scheduler=scheduler, steps=FEW if scheduler is self._quick else MANY,
+            logits_fn=options.logits_fn, fixed_steps=options.fixed_steps, now=self._state.now(),
+        )  # fmt: skip
+        self._turns.append((self._turn_number, log, done))
+        self._turn_number += 1
+
+    def _read(self, number: int, log: EventLog | None, done: Turn) -> None:
+        """Reads what a turn did: new tokens, requests that are over, and slots that are empty again."""
+        result: Any = jax.device_get(done)
+        while self._statuses and self._statuses[0][0] <= number:
+            _, requests, statuses = self._statuses.popleft()
+            for request, status in zip(requests, np.asarray(statuses).tolist(), strict=False):
+                if status != Status.OK:
+                    request.handle.end(Status(status).name.lower())
+                    self._release(request, request.generation)
+        admitted = {}
+        for slot, request in list(self.active.items()):
+            if number < request.since:
+                continue
+            if result.generation[slot] != request.generation:
+                self._release(request, int(result.generation[slot]))
+            elif not request.handle.done:
+                self._update(request, result)
+                if result.stage[slot] != Stage.WAITING:
+                    admitted[request.number] = request.leader.number, request.handle.output
+        if self._stored and log is not None:
+            self._stored.after_loop(log, admitted)
+        if log is not None:
+            self._state.publish(log)
+        if self._state.host is not None:
+            self._move(result)
+
+    def _release(self, request: Request, generation: int) -> None:
+        """Takes the slot of a request that is over."""
+        del self.active[request.slot]
+        self._free.append(request.slot)
+        self._generations[request.slot] = generation
+        if self._stored and all(other.leader is not request.leader for other in self.active.values()):
+            self._stored.prefixes.pop(request.leader.number, None)
+
+    def _update(self, request: Request, result: Any) -> None:
+        """Adds a turn's tokens to a request's output."""
+        slot, handle = request.slot, request.handle
+        before, after = int(result.before[slot]), int(result.num_tokens[slot])
+        finish, stage = Finish(int(result.finish[slot])), int(result.stage[slot])
+        if stage != Stage.WAITING and handle.times.admitted is None:
+            handle.times.admitted = time.monotonic()
+        if after == before and finish == Finish.NONE:
+            return
+
+        def change(output: Output) -> None:
+            new = slice(0, after - before)
+            output.tokens += result.tokens[slot, new].tolist()
+            output.logprobs += result.logprobs[slot, new].tolist()
+            if result.top is not None:
+                likeliest, logprobs = (column[slot, new].tolist() for column in result.top)
+                output.top_logprobs += [dict(zip(*one, strict=True)) for one in zip(likeliest, logprobs, strict=True)]
+            output.cached_tokens, output.preemptions = int(result.cached[slot]), int(result.preemptions[slot])
+            if finish != Finish.NONE:
+                is_cut = finish == Finish.LENGTH and after < request.unlimited
+                full = "row_full" if after > self.spec.max_length else "no_blocks"
+                output.finish = full if is_cut else finish.name.lower()
+
+        handle.update(change, ended=finish != Finish.NONE)
+
+    def _move(self, result: Any) -> None:
+        """Moves blocks between the tiers for which the loop has stopped."""
+        tier, requests = self._tier, self._state.serving.requests
+        if result.refused == 1:
+            tier.empty_refused()
+        if result.onboard_slot >= 0:
+            tier.onboard(jax.device_get(requests), int(result.onboard_slot), int(np.argmax(result.row < 0)))
+        while tier.swap():
+            pass
+
+    def _recover(self, error: Exception) -> None:
+        """Ends the requests that the scheduler has, and goes on with an empty cache."""
+        failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        for request in self.active.values():
+            request.handle.end(None, failure)
+        waiting = self.reading
+        if self._stored:
+            self._stored.drop()
+        self._begin(self._empty_cache())
+        self.reading = waiting
+        if self._stored:
+            self._stored.begin(
+                {one.number: (one.tokens, one.options["namespace"]) for one in waiting if one.leader is one}
+            )
+        _, events = _reset(self._state.cache.state)
+        self._state.publish(events)
+
+    def _empty_cache(self) -> Any:
+        """A cache like the first one, without contents."""
+
+        def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
+
+        shapes: Any = self._shapes
+        cache = shapes.cache if isinstance(shapes, TieredCache) else shapes
+        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, cache.state)
+        empty = Cache(state, jax.tree.map(zeros, cache.pools))
+        return TieredCache(empty, jax.tree.map(zeros, shapes.host)) if isinstance(shapes, TieredCache) else empty
+
+    def _end(self) -> None:
+        """Ends all requests, and leaves the cache with its rows released."""
+        failure = EngineError("the engine was closed")
+        for request in [*self.active.values(), *self.reading, *self._inbox.queue]:
+            request.handle.end(None, failure)
+        for event, _ in self._inbox.copies:
+            event.set()
+        if self._stored:
+            self._stored.drop()
+        self._state.release_rows()
+        self._state.publish()
+        self.last = self._state.result
+        with self._inbox.wake:
+            self._inbox.wake.notify_all()
