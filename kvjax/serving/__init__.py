@@ -19,8 +19,9 @@ from kvjax.serving.show import show_requests, show_step
 from kvjax.serving.submit import cancel, drain, submit
 
 __all__ = [
-    "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output", "Progress", "QueueFull", "Requests", "Rollout", "Rows",
-    "Sampling", "Scheduler", "Serving", "Times", "cancel", "compiler_options", "decode", "decode_log", "drain", "generate",
-    "init_serving", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests",
-    "show_step", "step", "stream", "submit", "what_if", "worst_step",
+    "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output",
+    "Progress", "QueueFull", "Requests", "Rollout", "Rows", "Sampling", "Scheduler", "Serving", "Times", "cancel",
+    "compiler_options", "decode", "decode_log", "drain", "generate", "init_serving", "results", "rollout",
+    "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step", "stream",
+    "submit", "what_if", "worst_step",
 ]  # fmt: skip
