@@ -278,7 +278,8 @@ class EngineThread(threading.Thread):
             self._move(result)
 
     def _release(self, request: Request, generation: int) -> None:
-        """Takes the slot of a request that is over."""
+        """Takes the slot of a request that is over. One that was cancelled while it waited was never seen to end."""
+        request.handle.end("cancelled")
         del self.active[request.slot]
         self._free.append(request.slot)
         self._generations[request.slot] = generation

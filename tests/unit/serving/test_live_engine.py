@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Engine`: requests that come from threads and from asyncio while others run get what `run_batch` gives them."""
+
+import asyncio
+import random
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Sampling
+from kvjax.events import fold, index_of
+from kvjax.serving import Engine, EngineError, QueueFull, Scheduler, engine_thread
+from kvjax.stores import DiskStore
+from models import load
+from tests.compiles import COMPILED
+from tests.poison import poisoned
+from tests.serving_kit import state_of
+
+ROWS, LENGTH, SIZE, NEW = 4, 96, 16, 10
+MODEL = load("tests/data/goldens/llama")[0]
+OPTIONS = {"max_seqs": ROWS, "max_length": LENGTH, "block_size": SIZE, "dtype": "float32"}
+SPEC = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, **OPTIONS)
+RNG = np.random.default_rng(0)
+BASE = RNG.integers(0, 40, LENGTH).tolist()
+PROMPTS = [[*BASE[: RNG.integers(0, 60)], *RNG.integers(0, 40, RNG.integers(1, 24)).tolist()] for _ in range(24)]
+
+
+def empty(spec=SPEC, model=MODEL):
+    if spec.has_host:
+        return kvjax.tiers.TieredCache.create(spec)
+    cache = kvjax.Cache.create(spec)
+    return cache.replace(pools=poisoned(cache.pools))
+
+
+def wanted(prompts=PROMPTS, new=NEW, **options):
+    outputs, _, _ = kvjax.run_batch(MODEL, empty(), prompts, max_new_tokens=new, **options)
+    return [output.tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return wanted()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(MODEL, empty(), listener=lambda events: None) as engine:  # with events, as most engines here
+        yield engine
+
+
+def idle(engine):
+    """Requires that nothing runs any more, and that the state is sound."""
+    assert engine.drain(60) and engine.running == engine.waiting == 0
+    kvjax.check(engine.state, rows=())
+
+
+def test_requests_get_what_run_batch_gives(engine, tokens):
+    handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    assert [handle.result(60).tokens for handle in handles] == tokens
+    for handle, prompt in zip(handles, PROMPTS, strict=True):
+        assert handle.output.finish == "length" and handle.output.prompt_tokens == len(prompt)
+        assert len(handle.output.logprobs) == NEW and handle.done
+        times = handle.times
+        assert times.queued <= times.admitted <= times.first_token <= times.ended
+    again = engine.submit(PROMPTS[0], max_new_tokens=NEW)
+    assert list(again) == tokens[0] and again.output.cached_tokens > 0
+    idle(engine)
+
+
+def test_threads_and_tasks_that_come_and_go_at_random(engine, tokens):
+    """Some read as tokens come, some wait for the end, some give up at any stage."""
+    failures, rng = [], random.Random(3)
+
+    def use(number, way, delay):
+        try:
+            time.sleep(delay)
+            handle = engine.submit(PROMPTS[number], max_new_tokens=NEW, priority=number % 3)
+            if way == "read":
+                assert list(handle) == tokens[number]
+            elif way == "wait":
+                assert handle.result(60).tokens == tokens[number]
+            elif way == "task":
+                assert asyncio.run(read(handle)) == tokens[number]
+            else:
+                time.sleep(delay / 4)
+                handle.cancel()
+                output = handle.result(60)
+                assert output.finish in ("cancelled", "length")
+                assert output.tokens == tokens[number][: len(output.tokens)]
+        except BaseException as error:
+            failures.append(error)
+
+    async def read(handle):
+        return [token async for token in handle]
+
+    ways = [(n % len(PROMPTS), rng.choice(["read", "wait", "task", "leave"]), rng.uniform(0, 0.3)) for n in range(60)]
+    threads = [threading.Thread(target=use, args=way) for way in ways]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        kvjax.check(engine.state)
+    assert not failures
+    idle(engine)
+
+
+def test_nothing_is_compiled_after_the_start(engine):
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)
+    compiled = []
+
+    def note(event, *_, **__):
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        handles = [engine.submit(BASE[:length], max_new_tokens=3) for length in (1, 17, 90)]
+        handles += [engine.submit(BASE, max_new_tokens=40), engine.submit([3], sampling=sampling, stop_tokens=[1, 2])]
+        handles += [engine.submit(PROMPTS[1], samples=3, seed=5, sampling=sampling), engine.submit([1], namespace=7)]
+        assert len(list(engine.submit([5, 6], max_new_tokens=30))) == 30
+        handles[-1].cancel()
+        for handle in handles:
+            handle.result(60)
+        idle(engine)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert COMPILED not in compiled
+
+
+def test_samples_seeds_and_stop_tokens(engine):
+    sampling, prompt = Sampling(temperature=1.0), PROMPTS[2]
+    options = {"sampling": sampling, "max_new_tokens": NEW}
+    alone = [engine.submit(prompt, seed=seed, **options).result(60).tokens for seed in (7, 8)]
+    handle = engine.submit(prompt, seed=7, samples=2, **options)
+    assert [one.result(60).tokens for one in handle.samples] == alone and alone[0] != alone[1]
+    stop = alone[0][4]
+    output = engine.submit(prompt, sampling=sampling, seed=7, stop_tokens=[stop], max_new_tokens=NEW).result(60)
+    assert output.finish == "stop" and output.tokens == alone[0][: alone[0].index(stop) + 1]
+
+
+def test_what_cannot_be_served_ends_with_its_reason(engine):
+    assert engine.submit(BASE, max_new_tokens=5).result(60).finish == "row_full"
+    for options, message in [
+        ({"prompt": []}, "prompt: got .*wanted tokens of 0"),
+        ({"prompt": [-1]}, "prompt: got .*wanted tokens of 0"),
+        ({"prompt": [10**6]}, "prompt: got .*wanted tokens of 0"),
+        ({"prompt": "text"}, "prompts: got the text"),
+        ({"prompt": BASE * 2}, "prompt: got 192 tokens, wanted at most 96"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"samples": ROWS + 1}, "samples: got 5, wanted at most 4"),
+        ({"stop_tokens": [1, 2, 3, 4, 5]}, "stop_tokens: got 5, wanted at most num_stop_tokens, 4"),
+        ({"sampling": 3}, "sampling: got 3, wanted a kvjax.Sampling"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.submit(**{"prompt": [1, 2], **options})
+    idle(engine)
+
+
+def test_a_request_that_is_late_is_cancelled(engine):
+    late, early = engine.submit([1, 2, 3], max_new_tokens=90, timeout=0.0), engine.submit([1, 2], timeout=60)
+    assert late.result(60).finish == "cancelled" and early.result(60).finish == "length"
+    with pytest.raises(TimeoutError):
+        engine.submit([4], max_new_tokens=90).result(0)
+    idle(engine)
+
+
+def test_an_idle_engine_sleeps(engine):
+    idle(engine)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_rows_are_free_two_turns_after_a_cancel(engine):
+    handles = [engine.submit([n], max_new_tokens=90) for n in range(ROWS)]
+    for handle in handles:
+        next(iter(handle))
+        handle.cancel()
+    last = engine.submit([9], max_new_tokens=1)
+    assert last.result(60).finish == "length"
+    assert all(len(handle.result(60).tokens) < 90 for handle in handles)
+    idle(engine)
+
+
+# Engines of their own.
+
+
+def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
+    with Engine(MODEL, empty(), max_waiting=3, listener=lambda events: None) as engine:
+        gate, whole = threading.Event(), engine_thread.apply
+        monkeypatch.setattr(engine_thread, "apply", lambda *args, **options: (gate.wait(), whole(*args, **options))[1])
+        handles = [engine.submit([1])]
+        while engine.waiting:
+            time.sleep(0.001)
+        handles += [engine.submit([n]) for n in range(3)]
+        with pytest.raises(QueueFull, match="3 requests wait already") as refused:
+            engine.submit([4])
+        assert refused.value.waiting == 3
+        gate.set()
+        assert all(handle.result(60).finish == "length" for handle in handles)
+        running = engine.submit([5], max_new_tokens=90)
+    with pytest.raises(EngineError, match="closed"):
+        running.result(60)
+    for use in (lambda: engine.submit([1]), lambda: engine.state):
+        with pytest.raises(EngineError, match="closed"):
+            use()
+    kvjax.check(engine.close().state, rows=())
+
+
+def test_a_step_that_fails_costs_the_cache_and_no_more(monkeypatch, tokens):
+    found, whole, left = [], engine_thread.turn, [3]
+
+    def failing(model, serving, log, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            jax.tree.map(lambda x: x.delete(), serving)
+            raise RuntimeError("out of memory")
+        return whole(model, serving, log, **options)
+
+    with Engine(MODEL, empty(), listener=found.append) as engine:
+        assert engine.submit(PROMPTS[3], max_new_tokens=NEW).result(60).tokens == tokens[3]
+        monkeypatch.setattr(engine_thread, "turn", failing)
+        handles = [engine.submit(prompt, max_new_tokens=90) for prompt in PROMPTS[:2]]
+        for handle in handles:
+            with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of memory") as error:
+                handle.result(60)
+            assert isinstance(error.value.__cause__, RuntimeError)
+        after = engine.submit(PROMPTS[3], max_new_tokens=NEW)
+        assert after.result(60).tokens == tokens[3] and after.output.cached_tokens == 0
+        idle(engine)
+        events = [event for one in found for event in kvjax.to_list(one)]
+        assert any(event["kind"] == "cleared" for event in events)
+        assert fold(events).index == index_of(engine.state)
+
+
+@pytest.mark.long
+def test_a_store_serves_an_engine_after_a_restart(tmp_path, tokens):
+    def opened():
+        return DiskStore(tmp_path, SPEC, model="m", names=kvjax.Namespaces(), max_bytes=1 << 30, patience_ms=60_000)
+
+    for turn in range(2):
+        with opened() as store, Engine(MODEL, empty(), store=store) as engine:
+            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+            assert [handle.result(60).tokens for handle in handles] == tokens
+            if turn:
+                for handle, prompt in zip(handles, PROMPTS, strict=True):
+                    output = handle.output
+                    assert output.cached_tokens >= min(len(prompt) // SIZE * SIZE, len(prompt) - 1)
+                assert sum(handle.output.stored_tokens for handle in handles) > 200
+            idle(engine)
+
+
+@pytest.mark.parametrize(
+    "swap", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)]
+)
+def test_an_engine_with_two_tiers(swap, tokens):
+    spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
+    scheduler = Scheduler(reserve="num_tokens", preempt="swap") if swap else None
+    found = []
+    with Engine(MODEL, empty(spec), scheduler=scheduler, listener=found.append) as engine:
+        for _ in range(2):
+            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+            assert [handle.result(60).tokens for handle in handles] == tokens
+        idle(engine)
+    cache = engine.close()
+    kvjax.check(state_of(cache), rows=())
+    events = [event for one in found for event in kvjax.to_list(one)]
+    assert any(event.get("level") == 1 for event in events)
+    assert fold(events).index == index_of(state_of(cache))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_engines_of_other_kinds(family):
+    model = load(f"tests/data/goldens/{family}")[0]
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=40, **OPTIONS)
+    outputs, _, _ = kvjax.run_batch(model, empty(spec), PROMPTS, max_new_tokens=NEW)
+    with Engine(model, empty(spec)) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+        assert [handle.result(60).tokens for handle in handles] == [output.tokens for output in outputs]
+        idle(engine)
