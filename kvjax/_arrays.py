@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+import pallas_kernels
 from pallas_kernels.loops import while_loop
 
 _FEW = 32  # entries, for which sums before each are one kernel; at 64 that takes as long as a cumulative sum
@@ -25,7 +26,7 @@ def pick[T](x: T, index: Any) -> T:
 
     `index` i32[...], or a tuple of them for the leading axes; one out of range reads some element: mask it.
     """
-    if not isinstance(index, tuple) and np.ndim(index) == 0:
+    if not isinstance(index, tuple) and np.ndim(index) == 0 and not pallas_kernels.lowers_for("cuda"):
         return jax.tree.map(lambda a: _row(jnp.asarray(a), index), x)
     return jax.tree.map(lambda a: jnp.asarray(a).at[index].get(mode="clip", wrap_negative_indices=False), x)
 

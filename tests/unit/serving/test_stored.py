@@ -205,8 +205,9 @@ def test_a_restart_computes_no_whole_block_that_was_stored(tmp_path):
         assert outputs_of([[*DOCUMENT, *output.tokens, 3]], store)[0] == [(64, 64)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "windows" else pytest.mark.slow) for kind in KINDS]
+)
 def test_of_all_kinds_a_restart_finds_whole_prompts(kind, tmp_path):
     """Of window groups all blocks are read that the next token sees: also where that is a prompt's last one."""
     model, prompts = canonical.model_of(kind), [TEXT[:length] for length in (64, 67, 81, 97)]

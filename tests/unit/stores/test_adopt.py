@@ -60,7 +60,9 @@ def test_a_generation_goes_on_in_another_cache(kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "plain" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_generated_text_goes_on_in_a_cache_of_other_sizes(kind):
     name, options = KINDS[kind]
     model, _ = load(f"tests/data/goldens/{name}")

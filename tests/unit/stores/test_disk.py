@@ -18,7 +18,7 @@ import kvjax
 from kvjax import Cache, Namespaces
 from kvjax.stores import DiskStore
 from tests.unit.stores import storer
-from tests.unit.stores.kinds import each_kind, make_spec, random_bytes
+from tests.unit.stores.kinds import KINDS, make_spec, random_bytes
 from tests.unit.stores.storer import MODEL, SIZE, chain, pools_of, words_of
 
 SPEC = storer.SPEC
@@ -52,7 +52,9 @@ def values_in(folder):
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent != folder]
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "plain" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 def test_blocks_of_all_kinds_come_back(kind, tmp_path):
     spec = make_spec(kind, num_host_blocks=0)
     pools = random_bytes(Cache.create(spec)).pools
