@@ -222,12 +222,12 @@ class Engine[C: (Cache, TieredCache)]:
     @property
     def state(self) -> CacheState:
         """A copy of the cache's metadata, which any thread may read."""
-        is_there, copies = threading.Event(), list[CacheState]()
+        copied, copies = threading.Event(), list[CacheState]()
         with self._inbox.wake:
             self._check_open()
-            self._inbox.copies.append((is_there, copies))
+            self._inbox.copies.append((copied, copies))
             self._inbox.wake.notify_all()
-        is_there.wait()
+        copied.wait()
         if not copies:
             raise EngineError("the engine is closed")
         return copies[0]

@@ -77,7 +77,7 @@ class Request:
 
 
 class Inbox:
-    """What other threads have for the engine's.
+    """The tasks of other threads for the engine's.
 
     Attributes:
       wake: guards all of it, and is notified when something comes, or when nothing is to be done any more.
@@ -274,7 +274,7 @@ class EngineThread(threading.Thread):
             self._stored.after_loop(log, admitted)
         if log is not None:
             self._state.publish(log)
-        if self._state.host is not None:
+        if self._tier.groups:
             self._move(result)
 
     def _release(self, request: Request, generation: int) -> None:
