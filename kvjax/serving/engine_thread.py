@@ -173,12 +173,16 @@ class EngineThread(threading.Thread):
             self._apply(chosen, cancelled)
         if self.active:
             self._tier.empty_blocks()
-            listens = any(one.handle.listens for one in self.active.values() if not one.handle.done)
-            self._dispatch(self._quick if listens else self._scheduler)
+            self._dispatch(self._scheduler if self._may_take_long() else self._quick)
         elif self.reading and not self._turns:
             time.sleep(_NAP)
         while len(self._turns) > (self._ahead if self.active else 0):
             self._read(*self._turns.popleft())
+
+    def _may_take_long(self) -> bool:
+        """Whether the next turn may have many steps: nobody waits for tokens, and who comes now would wait anyway."""
+        running = [request.handle for request in self.active.values() if not request.handle.done]
+        return len(running) >= self.spec.max_seqs and not any(handle.listens for handle in running)
 
     def _take_cancels(self) -> list[Request]:
         """Requests to cancel that the scheduler has, at most so many as one call takes; others end at once."""
