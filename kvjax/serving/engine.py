@@ -229,7 +229,7 @@ class Engine[C: (Cache, TieredCache)]:
             self._inbox.wake.notify_all()
         copied.wait()
         if not copies:
-            raise EngineError("the engine is closed")
+            raise EngineError("the engine was closed, or has failed")
         return copies[0]
 
     def drain(self, timeout: float | None = None) -> bool:

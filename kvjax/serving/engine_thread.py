@@ -24,6 +24,7 @@ from kvjax.cache import Cache
 from kvjax.events.log import EventLog, init_log
 from kvjax.events.records import Status
 from kvjax.model import Model
+from kvjax.pools.host import init_host_pools
 from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.inputs import RunOptions
@@ -165,8 +166,10 @@ class EngineThread(threading.Thread):
         """One turn: what has come goes in, the loop runs, and an earlier turn is read."""
         while self._inbox.copies:
             event, copies = self._inbox.copies.popleft()
-            copies.append(_copy(self._state.cache.state))
-            event.set()
+            try:
+                copies.append(_copy(self._state.cache.state))
+            finally:
+                event.set()
         cancelled = self._take_cancels()
         chosen = self._choose()
         if chosen or cancelled:
@@ -334,38 +337,40 @@ class EngineThread(threading.Thread):
         waiting = self.reading
         if self._stored:
             self._stored.drop()
+        del self._state, self._tier, self._stored, self._turns, self._statuses  # the memory of the old cache
         self._begin(self._empty_cache())
         self.reading = waiting
-        if self._stored:
-            self._stored.begin(
-                {one.number: (one.tokens, one.options["namespace"]) for one in waiting if one.leader is one}
-            )
+        firsts = [request for request in waiting if request.leader is request]
+        if stored := vars(self).get("_stored"):
+            stored.begin({one.number: (one.tokens, one.options["namespace"]) for one in firsts})
         _, events = _reset(self._state.cache.state)
         self._state.publish(events)
 
     def _empty_cache(self) -> Any:
         """A cache like the first one, without contents."""
-
-        def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-            return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
-
         shapes: Any = self._shapes
-        cache = shapes.cache if isinstance(shapes, TieredCache) else shapes
-        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, cache.state)
-        empty = Cache(state, jax.tree.map(zeros, cache.pools))
-        return TieredCache(empty, jax.tree.map(zeros, shapes.host)) if isinstance(shapes, TieredCache) else empty
+        device = shapes.cache if isinstance(shapes, TieredCache) else shapes
+        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, device.state)
+        pools = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), device.pools)
+        if not isinstance(shapes, TieredCache):
+            return Cache(state, pools)
+        pools, host = init_host_pools(pools)
+        return TieredCache(Cache(state, pools), host)
 
     def _end(self) -> None:
         """Ends all requests, and leaves the cache with its rows released."""
         failure = EngineError("the engine was closed")
+        with self._inbox.wake:
+            self._inbox.is_closing = self._inbox.is_idle = True
+            self._inbox.wake.notify_all()
         for request in [*self.active.values(), *self.reading, *self._inbox.queue]:
             request.handle.end(None, failure)
         for event, _ in self._inbox.copies:
             event.set()
-        if self._stored:
-            self._stored.drop()
-        self._state.release_rows()
-        self._state.publish()
-        self.last = self._state.result
-        with self._inbox.wake:
-            self._inbox.wake.notify_all()
+        state, stored = vars(self).get("_state"), vars(self).get("_stored")  # not set if a new start has failed
+        if stored:
+            stored.drop()
+        if state and state.alive:
+            state.release_rows()
+            state.publish()
+            self.last = state.result

@@ -209,7 +209,8 @@ def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
     kvjax.check(engine.close().state, rows=())
 
 
-def test_a_step_that_fails_costs_the_cache_and_no_more(monkeypatch, tokens):
+@pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens):
     found, whole, left = [], engine_thread.turn, [3]
 
     def failing(model, serving, log, **options):
@@ -219,7 +220,8 @@ def test_a_step_that_fails_costs_the_cache_and_no_more(monkeypatch, tokens):
             raise RuntimeError("out of memory")
         return whole(model, serving, log, **options)
 
-    with Engine(MODEL, empty(), listener=found.append) as engine:
+    spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
+    with Engine(MODEL, empty(spec), listener=found.append) as engine:
         assert engine.submit(PROMPTS[3], max_new_tokens=NEW).result(60).tokens == tokens[3]
         monkeypatch.setattr(engine_thread, "turn", failing)
         handles = [engine.submit(prompt, max_new_tokens=90) for prompt in PROMPTS[:2]]
@@ -233,6 +235,23 @@ def test_a_step_that_fails_costs_the_cache_and_no_more(monkeypatch, tokens):
         events = [event for one in found for event in kvjax.to_list(one)]
         assert any(event["kind"] == "cleared" for event in events)
         assert fold(events).index == index_of(engine.state)
+
+
+def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
+    def failing(*args, **options):
+        raise RuntimeError("no device")
+
+    engine = Engine(MODEL, empty(), listener=lambda events: None)
+    monkeypatch.setattr(engine_thread, "turn", failing)
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)  # pytest's own would report the thread's end
+    handles = [engine.submit([n], max_new_tokens=90) for n in range(3)]
+    for handle in handles:
+        with pytest.raises(EngineError):
+            handle.result(60)
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([1])
+    assert engine.drain(10)
+    kvjax.check(engine.close().state, rows=())
 
 
 @pytest.mark.long
