@@ -248,9 +248,9 @@ def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
     for handle in handles:
         with pytest.raises(EngineError):
             handle.result(60)
+    assert engine.drain(10)
     with pytest.raises(EngineError, match="closed"):
         engine.submit([1])
-    assert engine.drain(10)
     kvjax.check(engine.close().state, rows=())
 
 
