@@ -310,8 +310,8 @@ class StoredPrefixes:
                     if of_group == 0:
                         self.hashes[own, int(generation[at])] = stored.hash
                         self.adopted.discard(stored.hash)
-            on_device = {one: row for one, row in found.items() if row < self.spec.groups[of_group].num_blocks}
-            self.store.write(self.state.cache.pools, of_group, list(on_device), list(on_device.values()))
+            # No block has gone to the host yet: that happens between loops alone.
+            self.store.write(self.state.cache.pools, of_group, list(found), list(found.values()))
 
     def _hash(self, state: CacheState, block: int, generation: int) -> bytes:
         """The hash of the prefix that ends in a node of the first group; (NO_BLOCK, namespace) is a root."""

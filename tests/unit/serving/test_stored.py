@@ -395,6 +395,28 @@ def test_what_one_loop_stores_and_evicts_is_not_written(tmp_path):
         assert store.flush() and 0 < store.counters["written"] <= 6
 
 
+class Broken:
+    """A KvStore of which nothing can be read or written."""
+
+    def read(self, name):
+        raise OSError("input/output error")
+
+    def write(self, name, value):
+        raise OSError("no space left")
+
+
+def test_a_location_that_fails_costs_nothing_but_the_hits(tmp_path):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT], store)
+        assert store.flush()
+        store._kv, whole = Broken(), store._kv
+        with pytest.warns(RuntimeWarning, match="not read or not written: OSError: input/output error"):
+            assert outputs_of([DOCUMENT, OTHER], store)[0] == [(0, 0), (0, 0)]
+            store.flush()
+        assert store.counters["failed"] >= 4
+        store._kv = whole
+
+
 def test_bad_input_is_refused_before_anything_is_donated(tmp_path):
     names = kvjax.Namespaces()
     other = kvjax.make_spec(
