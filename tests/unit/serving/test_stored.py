@@ -411,9 +411,8 @@ def test_a_location_that_fails_costs_nothing_but_the_hits(tmp_path):
         assert store.flush()
         store._kv, whole = Broken(), store._kv
         with pytest.warns(RuntimeWarning, match="not read or not written: OSError: input/output error"):
-            assert outputs_of([DOCUMENT, OTHER], store)[0] == [(0, 0), (0, 0)]
-            store.flush()
-        assert store.counters["failed"] >= 4
+            found, _ = outputs_of([DOCUMENT, OTHER], store)
+        assert found == [(0, 0), (0, 0)] and store.counters["failed"] >= 1
         store._kv = whole
 
 
