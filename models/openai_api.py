@@ -249,7 +249,7 @@ def check_length(prompt: Sequence[int], wish: Wish, limits: Limits, param: str) 
     rest = limits.max_length - len(prompt)
     if rest < (wish.max_tokens or 1):
         more = f" and {wish.max_tokens} of its answer" if wish.max_tokens else ""
-        wanted = f"at most {limits.max_length} in all and one of them for the answer"
+        wanted = f"at most {limits.max_length} with at least one of the answer"
         message = f"{param}: got {len(prompt)} tokens{more}, wanted {wanted}"
         raise ApiError(400, message, param, "context_length_exceeded")
     return wish.max_tokens or rest

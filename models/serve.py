@@ -159,7 +159,7 @@ def _engine(
     _note("compiling")
     try:
         return Engine(
-            model, cache, scheduler=Scheduler(chunk=args.chunk), max_waiting=args.max_waiting,
+            model, cache, scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), max_waiting=args.max_waiting,
             num_stop_tokens=STOP_TOKENS, top_logprobs=args.top_logprobs, store=store, names=names, listener=listener,
         )  # fmt: skip
     except ValueError as error:

@@ -157,7 +157,7 @@ class Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], Any]):
+    def __init__(self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any]):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close = events, close
@@ -171,7 +171,7 @@ class Events(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with contextlib.suppress(OSError):  # the client has gone away
+        async with contextlib.aclosing(self._events):
             async for event in self._events:
                 data = json.dumps(event, ensure_ascii=False)  # of whole characters
                 await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
@@ -336,7 +336,7 @@ async def _whole(job: Job, form: Form) -> dict[str, Any]:
     return form.whole(choices, job.usage)
 
 
-async def _events(job: Job, form: Form, wish: Wish, *, is_chat: bool) -> AsyncIterator[dict[str, Any]]:
+async def _events(job: Job, form: Form, wish: Wish, *, is_chat: bool) -> AsyncGenerator[dict[str, Any]]:
     try:
         for index in range(job.size if is_chat else 0):
             yield form.first(index)
