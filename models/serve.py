@@ -8,6 +8,7 @@ a page that shows the cache at /cache. SIGTERM and Ctrl-C end it: open answers h
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -25,6 +26,7 @@ from .commands import number
 from .session import MOST, SIZES
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
+WRITE_SECONDS = 5  # for clients to read their last bytes
 STOP_TOKENS = 8  # of a request, those of the model included
 KEY = "KVJAX_API_KEY"  # a variable of the environment: other users can read a command line
 
@@ -176,16 +178,32 @@ def _run(parser: commands.Parser, args: argparse.Namespace, server: Server) -> N
     """Answers requests until SIGTERM or Ctrl-C."""
     import uvicorn
 
+    class EndingServer(uvicorn.Server):
+        """A server whose engine closes some seconds after it has stopped to accept connections."""
+
+        async def shutdown(self, sockets: list[Any] | None = None) -> None:
+            """Ends it."""
+            closing = asyncio.create_task(_close_later(server.engine, args.grace))
+            await super().shutdown(sockets)
+            closing.cancel()
+
     config = uvicorn.Config(
-        server.app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=args.grace
-    )
+        server.app, host=args.host, port=args.port, log_level="warning",
+        timeout_graceful_shutdown=args.grace + WRITE_SECONDS,
+    )  # fmt: skip
     try:
         listening = config.bind_socket()
     except (OSError, SystemExit) as error:
         parser.error(f"--port: {args.host}:{args.port}: cannot be listened at ({error})")
     _note(f"serving at http://{args.host}:{listening.getsockname()[1]}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn takes its place, and raises it again when it has ended
-    uvicorn.Server(config).run(sockets=[listening])
+    EndingServer(config).run(sockets=[listening])
+
+
+async def _close_later(engine: Engine[Any], seconds: float) -> None:
+    """Closes an engine, which ends open answers with an error."""
+    await asyncio.sleep(seconds)
+    await asyncio.to_thread(engine.close)
 
 
 def _note(text: str) -> None:
