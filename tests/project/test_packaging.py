@@ -49,7 +49,9 @@ def test_the_extra_of_tests_has_those_of_the_wires():
     assert names(extras["metrics"]) == {"prometheus-client"}
     assert names(extras["serve"]) == {"starlette", "uvicorn", "prometheus-client"}
     [included] = (one for one in extras["test"] if one.startswith("kvjax["))
-    assert {"wires", "agent", "metrics", "stores", "serve"} <= set(included.removeprefix("kvjax[").removesuffix("]").split(","))
+    assert {"wires", "agent", "metrics", "stores", "serve"} <= set(
+        included.removeprefix("kvjax[").removesuffix("]").split(",")
+    )
 
 
 def test_the_version_has_one_home():
