@@ -171,6 +171,7 @@ class EngineThread(threading.Thread):
         chosen = self._choose()
         if chosen or cancelled:
             self._apply(chosen, cancelled)
+            self.reading = self.reading[len(chosen) :]  # not before: after an error the others are chosen again
         if self.active:
             self._tier.empty_blocks()
             listens = any(one.handle.listens for one in self.active.values() if not one.handle.done)
@@ -213,7 +214,6 @@ class EngineThread(threading.Thread):
             if is_full or (self._stored and not self._stored.has_read(leader.number)):
                 break
             chosen += group
-        self.reading = self.reading[len(chosen) :]
         return chosen
 
     def _apply(self, chosen: list[Request], cancelled: list[Request]) -> None:
@@ -222,7 +222,10 @@ class EngineThread(threading.Thread):
         for n, request in enumerate(chosen):
             request.slot = self._free.popleft()
             request.generation, request.since = self._generations[request.slot], self._turn_number
-            self.active[request.slot], at[request.number] = request, n
+            self.active[request.slot] = request
+            # The first one that is left of a prompt's samples: the leader may have been cancelled.
+            entries.sample_of[n] = at.get(request.leader.number, -1)
+            at.setdefault(request.leader.number, n)
             end, options = start + len(request.tokens), request.options
             entries.tokens[start:end], start = request.tokens, end
             entries.lengths[n], entries.slots[n] = len(request.tokens), request.slot
@@ -232,7 +235,6 @@ class EngineThread(threading.Thread):
                 getattr(entries, name)[n] = options[name]
             for leaf, value in zip(*map(jax.tree.leaves, (entries.sampling, options["sampling"])), strict=True):
                 leaf[n] = value
-            entries.sample_of[n] = -1 if request.leader is request else at[request.leader.number]
         for n, request in enumerate(cancelled):
             entries.cancelled[n] = request.slot, request.generation
         self._state.serving, status = apply(self._state.serving, entries, scheduler=self._scheduler)
@@ -332,9 +334,7 @@ class EngineThread(threading.Thread):
         self._begin(self._empty_cache())
         self.reading = waiting
         if self._stored:
-            self._stored.begin(
-                {one.number: (one.tokens, one.options["namespace"]) for one in waiting if one.leader is one}
-            )
+            self._stored.begin({one.leader.number: (one.tokens, one.options["namespace"]) for one in waiting})
         _, events = _reset(self._state.cache.state)
         self._state.publish(events)
 
