@@ -25,7 +25,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo router rollout test test-long test-all test-oldest test-oldest-gpu test-tunix fingerprint bench \
+.PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix fingerprint bench \
 	$(BENCHMARKS:%=bench-%) gpu gpu-counts lint format wheel
 
 help: ## this list
@@ -39,6 +39,10 @@ demo: ## generate with the bundled model: reuse, forks, eviction, events
 router: ## two caches that publish their events, and a router that knows what each of them holds
 	@$(SETUP)
 	@$(PYTHON) -m models.router $(ARGS)
+
+serve: ## serve the bundled model with OpenAI's HTTP API (ARGS="--port 8000")
+	@$(SETUP)
+	@$(PYTHON) -m models.serve --checkpoint models/checkpoints/recall $(ARGS)
 
 rollout: ## a GRPO loop with the bundled model, each step in one program (ARGS="--plot reward.png")
 	@$(SETUP)

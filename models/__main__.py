@@ -5,6 +5,7 @@ from __future__ import annotations
 
 COMMANDS = {
     "generate": "text from a checkpoint in Hugging Face format, or a chat",
+    "serve": "a server with OpenAI's HTTP API, for a checkpoint",
     "demo": "what the cache does, with the bundled model",
     "router": "two caches that publish their events, and a router that knows what each holds",
     "prefill_decode": "a process that computes prompts, and one that answers them, through a store",

@@ -57,8 +57,12 @@ class Template:
             raise ValueError(f"chat template: {error}") from error
 
 
-def load_template(folder: str) -> Template | None:
+def load_template(folder: str, other: pathlib.Path | None = None) -> Template | None:
     """The template of a folder: chat_template.jinja, or what tokenizer_config.json has; None if neither.
+
+    Args:
+      folder: of a checkpoint.
+      other: a file to read in place of the folder's template.
 
     Raises:
       OSError, ValueError: if a file cannot be read, or is no template.
@@ -68,7 +72,8 @@ def load_template(folder: str) -> Template | None:
         fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     except ValueError as error:
         raise ValueError(f"{config}: not valid JSON") from error
-    text = file.read_text(encoding="utf-8") if file.exists() else fields.get("chat_template")
+    file = other or file
+    text = file.read_text(encoding="utf-8") if other or file.exists() else fields.get("chat_template")
     if isinstance(text, list):  # several, by name
         text = {one.get("name"): one.get("template") for one in text}.get("default")
     return None if text is None else Template(text, fields)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -20,13 +19,10 @@ import kvjax
 
 from . import chat, commands, demo, session, stores, wires
 from .commands import number
-from .families import AnyModel
-from .loading import load
-from .session import SIZES, Session
+from .session import MOST, SIZES, Session
 from .speech import Speech
 
 INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
-MOST = 2**30  # of what an option counts: sums of two are int32
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
     """Answers the prompts; returns the exit status."""
     texts = _texts(parser, args)
-    model, tokenizer = _load(parser, args)
+    model, tokenizer = session.load_model(parser, args)
     prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
     session.check_length(parser, args, model, prompts)
     speeches, has_store = [Speech(tokenizer, prompt) for prompt in prompts], args.store is not None
@@ -67,7 +63,7 @@ def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
 
 def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
     """Answers turns from standard input; returns the exit status."""
-    model, tokenizer = _load(parser, args)
+    model, tokenizer = session.load_model(parser, args)
     if tokenizer is None:
         parser.error(f"--chat: {args.checkpoint}: wanted a checkpoint with a tokenizer.json")
     try:
@@ -138,12 +134,7 @@ def _parser() -> commands.Parser:
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each prompt, a line each, and nothing else"
     )
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and K/V (default: %(default)s)",
-    )
+    session.add_dtype(parser)
     parser.add_argument(
         "--max-new-tokens", type=number(int, 1, MOST), default=SIZES["max_new_tokens"], metavar="N",
         help="default: %(default)s",
@@ -162,16 +153,7 @@ def _parser() -> commands.Parser:
         metavar="ID",
         help="a stop token; may be repeated (default: the checkpoint's)",
     )
-    sizes = (
-        ("--blocks", "N", 1, "blocks for each attention window (default: %(default)s)"),
-        ("--host-blocks", "N", 0, "and on the host, where blocks go that have to leave (default: %(default)s)"),
-        ("--block-size", "P", 1, "tokens a block (default: %(default)s)"),
-        ("--rows", "S", 1, f"sequences at a time (default: {SIZES['rows']}, in a chat 1)"),
-        ("--max-length", "N", 1, "tokens of a prompt with its answer (default: as many, up to a power of two)"),
-    )
-    for option, name, least, what in sizes:
-        default = None if option in ("--rows", "--max-length") else SIZES[option.removeprefix("--").replace("-", "_")]
-        parser.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
+    session.add_sizes(parser, rows=f"(default: {SIZES['rows']}, in a chat 1)", length="as many, up to a power of two")
     commands.add_scan(parser)
     commands.add_outputs(parser)
     stores.add_store(parser)
@@ -199,15 +181,6 @@ def _check_text(parser: commands.Parser, option: str, text: str, what: str) -> N
         text.encode()
     except UnicodeEncodeError:
         parser.error(f"{option}: got bytes that are not UTF-8 in {what}")
-
-
-def _load(parser: commands.Parser, args: argparse.Namespace) -> tuple[AnyModel, Any]:
-    if not os.path.isdir(args.checkpoint):
-        parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
-    try:
-        return load(args.checkpoint, dtype=args.dtype, scan=args.scan)
-    except (OSError, ValueError) as error:
-        parser.error(f"--checkpoint: {commands.reason(error)}")
 
 
 def _encode(parser: commands.Parser, texts: list[str], tokenizer: Any, vocab_size: int) -> list[list[int]]:

@@ -18,13 +18,50 @@ import kvjax
 from kvjax.ledger import human, make_ledger
 
 from . import commands, stores, wires
+from .commands import number
 from .families import AnyModel
+from .loading import load
 from .stopwatch import Stopwatch
 
 STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
 # The options that size a cache, with their defaults.
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
 LENGTH = 256  # tokens of a row, at least
+MOST = 2**30  # of what an option counts: sums of two are int32
+
+
+def add_dtype(parser: commands.Parser) -> None:
+    """The option that `load_model` reads; so is `commands.add_scan`'s."""
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and K/V (default: %(default)s)",
+    )
+
+
+def add_sizes(parser: commands.Parser, rows: str, length: str) -> None:
+    """The options that size a cache; `rows` and `length` are the help of defaults that the caller sets."""
+    sizes = (
+        ("--blocks", "N", 1, "blocks for each attention window (default: %(default)s)"),
+        ("--host-blocks", "N", 0, "and on the host, where blocks go that have to leave (default: %(default)s)"),
+        ("--block-size", "P", 1, "tokens a block (default: %(default)s)"),
+        ("--rows", "S", 1, f"sequences at a time {rows}"),
+        ("--max-length", "N", 1, f"tokens of a prompt with its answer (default: {length})"),
+    )
+    for option, name, least, what in sizes:
+        default = None if option in ("--rows", "--max-length") else SIZES[option.removeprefix("--").replace("-", "_")]
+        parser.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
+
+
+def load_model(parser: commands.Parser, args: argparse.Namespace) -> tuple[AnyModel, Any]:
+    """The model of a checkpoint's folder, and its tokenizer or None."""
+    if not os.path.isdir(args.checkpoint):
+        parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
+    try:
+        return load(args.checkpoint, dtype=args.dtype, scan=args.scan)
+    except (OSError, ValueError) as error:
+        parser.error(f"--checkpoint: {commands.reason(error)}")
 
 
 class Screen(Protocol):

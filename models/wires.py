@@ -22,27 +22,33 @@ from . import commands
 from .commands import number
 
 MOST_PORT = 65_535
+PORT = number(int, 0, MOST_PORT)  # of an option
 # The options that need a checkpoint, and the extras that they need; `--events` is the demo's too.
 _OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
 
 
 def add_wires(parser: commands.Parser) -> None:
     """The options that `check` and `Wires` read, but for `--events` (`commands.add_outputs`)."""
-    port = number(int, 0, MOST_PORT)
     parser.add_argument(
         "--trace", metavar="FILE.json", type=pathlib.Path, help="write a trace there, which Perfetto and Chrome open"
     )
+    add_publishers(parser)
+    parser.add_argument(
+        "--metrics", metavar="PORT", type=PORT, help="serve Prometheus numbers about the cache; 0 chooses a port"
+    )
+    parser.add_argument("--stay", action="store_true", help="serve on after the answers, until Ctrl-C")
+
+
+def add_publishers(parser: commands.Parser) -> None:
+    """Those of the options that publish what is cached; the others are as if nobody had set them."""
+    parser.set_defaults(events=None, trace=None, metrics=None, stay=False)
     parser.add_argument(
         "--publish", metavar="ENDPOINT", help="publish the cache's events there as vLLM does, such as tcp://*:5557"
     )
     parser.add_argument("--replay", metavar="ENDPOINT", help="answer there who missed some of them")
     parser.add_argument(
-        "--agent", metavar="PORT", type=port, help="serve over gRPC what is cached, as MAX does; 0 chooses a port"
+        "--agent", metavar="PORT", type=PORT, help="serve over gRPC what is cached, as MAX does; 0 chooses a port"
     )
-    parser.add_argument(
-        "--metrics", metavar="PORT", type=port, help="serve Prometheus numbers about the cache; 0 chooses a port"
-    )
-    parser.add_argument("--stay", action="store_true", help="serve on after the answers, until Ctrl-C")
 
 
 def check(parser: commands.Parser, args: argparse.Namespace) -> None:
@@ -68,6 +74,7 @@ class Wires:
 
     Attributes:
       listener: of the generation; None if nobody listens.
+      feeds: those with a queue, by their options' names.
     """
 
     def __init__(
@@ -80,7 +87,8 @@ class Wires:
         """Opens them, or refuses an option; `note` gets their addresses."""
         self._listeners: list[Callable[[Any], object]] = []
         self._watchers: list[Callable[[Any], object]] = []
-        self._feeds: dict[str, Any] = {}
+        self._setters: list[Callable[[Any], object]] = []
+        self.feeds: dict[str, Any] = {}
         self._files: list[_File] = []
         self._note = note
         openers = {
@@ -105,6 +113,13 @@ class Wires:
         """To be called with each `Progress`, as it comes."""
         for watcher in self._watchers:
             watcher(progress)
+        if self._setters:
+            self.set(progress.cache.state)
+
+    def set(self, state: kvjax.CacheState) -> None:
+        """Tells the wires how the cache stands."""
+        for setter in self._setters:
+            setter(state)
 
     @property
     def unwritten(self) -> bool:
@@ -122,10 +137,6 @@ class Wires:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         return self._stack.__exit__(kind, error, trace)
 
-    def _watch(self, setter: Callable[[Any], object]) -> None:
-        """Tells a setter how the cache stands."""
-        self._watchers.append(lambda progress: setter(progress.cache.state))
-
     def _open(self, option: str, path: pathlib.Path) -> TextIO:
         try:
             file = _File(path, lambda error: self._note(f"--{option}: {error}; the rest is not written"))
@@ -141,34 +152,34 @@ class Wires:
         trace = self._stack.enter_context(Trace(spec, self._open("trace", args.trace)))
         self._listeners.append(trace.write)
         self._watchers.append(trace.show)
-        self._watch(trace.set)
+        self._setters.append(trace.set)
 
     def _publish(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
 
         publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=_name(args))
-        self._feeds["publish"] = self._stack.enter_context(publisher)
+        self.feeds["publish"] = self._stack.enter_context(publisher)
         self._note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
         self._listeners.append(publisher.publish)
 
     def _serve(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         from kvjax.interop.agent import Agent
 
-        agent = self._feeds["agent"] = self._stack.enter_context(Agent(spec, port=args.agent, model=_name(args)))
+        agent = self.feeds["agent"] = self._stack.enter_context(Agent(spec, port=args.agent, model=_name(args)))
         self._note(f"an agent listens at {agent.address}")
         self._listeners.append(agent.publish)
-        self._watch(agent.set)
+        self._setters.append(agent.set)
 
     def _export(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         import prometheus_client
 
         from kvjax.interop.metrics import Metrics
 
-        metrics = Metrics(prometheus_client.CollectorRegistry(), spec, wires=self._feeds)
+        metrics = Metrics(prometheus_client.CollectorRegistry(), spec, wires=self.feeds)
         self._stack.enter_context(metrics)
         self._note(f"metrics are at {metrics.serve(args.metrics)}")
         self._listeners.append(metrics.observe)
-        self._watch(metrics.set)
+        self._setters.append(metrics.set)
 
 
 class _File(io.TextIOBase):

@@ -21,7 +21,7 @@ install() {
 }
 
 install alone
-install models "[models,wires,agent,metrics]"
+install models "[models,wires,agent,metrics,serve]"
 cp scripts/use_*.py "$work"
 cd "$work"
 export JAX_PLATFORMS=cpu
@@ -32,3 +32,4 @@ models/bin/python -m kvjax_models
 models/bin/python -m kvjax_models.demo
 models/bin/python -m kvjax_models.router --help >/dev/null
 models/bin/python -m kvjax_models.grpo --help >/dev/null
+models/bin/python -m kvjax_models.serve --help >/dev/null

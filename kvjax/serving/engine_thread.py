@@ -174,6 +174,7 @@ class EngineThread(threading.Thread):
         chosen = self._choose()
         if chosen or cancelled:
             self._apply(chosen, cancelled)
+            self.reading = self.reading[len(chosen) :]  # not before: after an error the others are chosen again
         if self.active:
             self._tier.empty_blocks()
             self._dispatch(self._scheduler if self._may_take_long() else self._quick)
@@ -205,13 +206,10 @@ class EngineThread(threading.Thread):
     def _choose(self) -> list[Request]:
         """The requests to submit: those that came first, as there are slots, once their prefixes have been read."""
         while self._inbox.queue and len(self.reading) < len(self._free):
-            self.reading.append(request := self._inbox.queue.popleft())
-            if self._stored and request.leader is request:
-                self._stored.begin({request.number: (request.tokens, request.options["namespace"])})
-        if self._stored:
-            size = self.spec.block_size
-            self._stored.adopt(self._tier.call, sum(-(-one.left // size) + 1 for one in self.active.values()))
+            self.reading.append(self._inbox.queue.popleft())
         self.reading = [request for request in self.reading if not request.handle.done]
+        if self._stored:
+            self._read_prefixes(self._stored)
         chosen, num_tokens = list[Request](), 0
         for leader, members in itertools.groupby(self.reading, key=lambda request: request.leader):
             group = list(members)
@@ -220,8 +218,16 @@ class EngineThread(threading.Thread):
             if is_full or (self._stored and not self._stored.has_read(leader.number)):
                 break
             chosen += group
-        self.reading = self.reading[len(chosen) :]
         return chosen
+
+    def _read_prefixes(self, stored: StoredPrefixes) -> None:
+        """Begins to read for prompts that are new, and adopts what has come."""
+        waiting = {one.leader.number: (one.tokens, one.options["namespace"]) for one in self.reading}
+        stored.forget_others({*waiting, *(request.leader.number for request in self.active.values())})
+        if new := {number: prompt for number, prompt in waiting.items() if number not in stored.prefixes}:
+            stored.begin(new)
+        size = self.spec.block_size
+        stored.adopt(self._tier.call, sum(-(-one.left // size) + 1 for one in self.active.values()))
 
     def _apply(self, chosen: list[Request], cancelled: list[Request]) -> None:
         """Submits and cancels requests by one call."""
@@ -229,7 +235,10 @@ class EngineThread(threading.Thread):
         for n, request in enumerate(chosen):
             request.slot = self._free.popleft()
             request.generation, request.since = self._generations[request.slot], self._turn_number
-            self.active[request.slot], at[request.number] = request, n
+            self.active[request.slot] = request
+            # The first one that is left of a prompt's samples: the leader may have been cancelled.
+            entries.sample_of[n] = at.get(request.leader.number, -1)
+            at.setdefault(request.leader.number, n)
             end, options = start + len(request.tokens), request.options
             entries.tokens[start:end], start = request.tokens, end
             entries.lengths[n], entries.slots[n] = len(request.tokens), request.slot
@@ -239,7 +248,6 @@ class EngineThread(threading.Thread):
                 getattr(entries, name)[n] = options[name]
             for leaf, value in zip(*map(jax.tree.leaves, (entries.sampling, options["sampling"])), strict=True):
                 leaf[n] = value
-            entries.sample_of[n] = -1 if request.leader is request else at[request.leader.number]
         for n, request in enumerate(cancelled):
             entries.cancelled[n] = request.slot, request.generation
         self._state.serving, status = apply(self._state.serving, entries, scheduler=self._scheduler)
@@ -290,8 +298,6 @@ class EngineThread(threading.Thread):
         del self.active[request.slot]
         self._free.append(request.slot)
         self._generations[request.slot] = generation
-        if self._stored and all(other.leader is not request.leader for other in self.active.values()):
-            self._stored.prefixes.pop(request.leader.number, None)
 
     def _update(self, request: Request, result: Any) -> None:
         """Adds a turn's tokens to a request's output."""
@@ -340,9 +346,6 @@ class EngineThread(threading.Thread):
         del self._state, self._tier, self._stored, self._turns, self._statuses  # the memory of the old cache
         self._begin(self._empty_cache())
         self.reading = waiting
-        firsts = [request for request in waiting if request.leader is request]
-        if stored := vars(self).get("_stored"):
-            stored.begin({one.number: (one.tokens, one.options["namespace"]) for one in firsts})
         _, events = _reset(self._state.cache.state)
         self._state.publish(events)
 

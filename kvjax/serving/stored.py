@@ -262,6 +262,13 @@ class StoredPrefixes:
             self._give_up(prefix)
         return prefix is None or prefix.is_done
 
+    def forget_others(self, prompts: set[int]) -> None:
+        """Forgets all prompts but these."""
+        gone = self.prefixes.keys() - prompts
+        self.drop(gone)
+        for n in gone:
+            del self.prefixes[n]
+
     def drop(self, prompts: Iterable[int] | None = None) -> None:
         """Drops what is read for these prompts, which have been admitted or are over; for all of None."""
         for n in list(self.waiting if prompts is None else prompts):

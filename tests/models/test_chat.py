@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from models.chat import Chat, load_template
+from models.demo import CHECKPOINT
 from models.recall import make_tokenizer
 
 # Like the templates of Llama 3 and Qwen: its own line breaks and indents must not show.
@@ -81,3 +82,10 @@ def test_turns_are_put_into_the_template(tmp_path):
     assert chat.ask("bob") == ask
     chat.answered(tokenizer.encode("oslo").ids, "oslo")
     assert chat.ask("alice") == tokenizer.encode("3 where is alice ?").ids
+
+
+def test_the_bundled_model_has_a_template():
+    messages = [{"role": "user", "content": "where is bob ?"}]
+    for answer in ("oslo", "oslo ."):
+        turns = [*messages, {"role": "assistant", "content": answer}, *messages]
+        assert load_template(str(CHECKPOINT)).render(turns) == "where is bob ? oslo . where is bob ? "

@@ -553,7 +553,7 @@ def test_ctrl_c_before_anything_was_generated(monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "load", interrupted)
+    monkeypatch.setattr(session, "load", interrupted)
     with pytest.raises(SystemExit) as caught:
         generate.main(["--checkpoint", "ids", "--prompt", "1"])
     assert (caught.value.code, capsys.readouterr().out) == (130, "")
@@ -565,7 +565,7 @@ def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
     def load(folder, **options):
         raise ValueError(f"scan={options['scan']}")
 
-    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(session, "load", load)
     monkeypatch.setattr(verify, "load", load)
     for flags in ([], ["--scan"]):
         message = f"scan={bool(flags)}"

@@ -37,7 +37,7 @@ def test_the_core_needs_jax_and_numpy_alone():
 
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
-    wanted = {"learn", "models", "plot", "wires", "agent", "metrics", "stores", "tunix", "test", "dev"}
+    wanted = {"learn", "models", "plot", "wires", "agent", "metrics", "stores", "serve", "tunix", "test", "dev"}
     assert {"cuda12", "cuda13", *wanted} <= set(extras)
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
@@ -47,8 +47,11 @@ def test_the_extra_of_tests_has_those_of_the_wires():
     extras = PROJECT["optional-dependencies"]
     assert names(extras["agent"]) == {"grpcio", "grpcio-tools", "protobuf"}
     assert names(extras["metrics"]) == {"prometheus-client"}
+    assert names(extras["serve"]) == {"starlette", "uvicorn", "prometheus-client"}
     [included] = (one for one in extras["test"] if one.startswith("kvjax["))
-    assert {"wires", "agent", "metrics", "stores"} <= set(included.removeprefix("kvjax[").removesuffix("]").split(","))
+    assert {"wires", "agent", "metrics", "stores", "serve"} <= set(
+        included.removeprefix("kvjax[").removesuffix("]").split(",")
+    )
 
 
 def test_the_version_has_one_home():

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of an answer that grows token by token: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from typing import Any
+
+from kvjax.serving import Handle
+
+_CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+Decode = Callable[[list[int]], str]
+
+
+class Detokenizer:
+    """The text of tokens, by decoding each a bounded number of times.
+
+    The bytes of an unfinished character wait for the others.
+
+    Args:
+      decode: from token ids to text.
+      prompt: the tokens before.
+
+    Source: text-generation-inference and vLLM, `detokenize_incrementally`.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int]):
+        self._decode, self._tokens = decode, list(prompt[-_CONTEXT:])
+        self._from, self._to = 0, len(self._tokens)  # the tokens that decide on the next text; those before are done
+
+    def add(self, token: int) -> str:
+        """The new text with this token; empty if a character is unfinished."""
+        self._tokens.append(token)
+        new = self._new()
+        if not new or new.endswith(_UNFINISHED):
+            return ""
+        self._from, self._to = self._to, len(self._tokens)
+        return new
+
+    def end(self) -> str:
+        """The text that waits: a character that nothing has finished."""
+        new, self._to = self._new(), len(self._tokens)
+        return new
+
+    def _new(self) -> str:
+        before, whole = self._decode(self._tokens[self._from : self._to]), self._decode(self._tokens[self._from :])
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return whole[len(before.rstrip(_UNFINISHED)) :]  # the prompt has ended within a character
+
+
+class Answer:
+    """An answer's text, and as much of it as may be shown.
+
+    Text that may become a stop string is held back; a stop string ends the answer and is no part of it.
+
+    Args:
+      decode: from token ids to text.
+      prompt: token ids.
+      stop: strings.
+
+    Attributes:
+      text: so far, with what is held back.
+      starts: for each token the index of its first character in the text.
+      stopped: whether a stop string was found.
+      num_tokens: that were added, those of the stop string included.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = ()):
+        self._words, self._stop = Detokenizer(decode, prompt), stop
+        self._longest = max(map(len, stop), default=0)
+        self.text, self.starts, self.stopped, self.num_tokens = "", list[int](), False, 0
+        self._shown = 0
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens that have begun in the text that was shown."""
+        return bisect.bisect_left(self.starts, self._shown)
+
+    def add(self, tokens: Sequence[int], *, done: bool = False) -> str:
+        """Adds tokens, the last ones if `done`; returns the text that may be shown now, and was not yet."""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.starts.append(len(self.text))
+            self.num_tokens += 1
+            self._add(self._words.add(token))
+        if done and not self.stopped:
+            self._add(self._words.end())
+        until = len(self.text) - (0 if done or self.stopped else self._held())
+        new, self._shown = self.text[self._shown : until], max(until, self._shown)
+        return new
+
+    def _add(self, new: str) -> None:
+        first = max(0, len(self.text) - self._longest + 1)
+        self.text += new
+        found = [at for stop in self._stop if (at := self.text.find(stop, first)) >= 0]
+        if new and found:
+            self.stopped, self.text = True, self.text[: min(found)]
+            while self.starts and self.starts[-1] >= len(self.text):
+                self.starts.pop()
+
+    def _held(self) -> int:
+        """The length of the longest end of the text that begins a stop string."""
+        most = min(len(self.text), self._longest - 1)
+        for length in range(most, 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+@dataclasses.dataclass
+class Piece:
+    """A part of an answer, as it comes.
+
+    Attributes:
+      text: new.
+      tokens: new ones, of which text may be held back; no stop token, and nothing of a stop string.
+      starts: the index of each one's first character in the answer.
+      logprobs, top_logprobs: of each; the latter is empty unless the engine notes them.
+      finish: "stop" or "length" with the last piece.
+      num_tokens: of the answer, as they are billed: all that were generated up to its end.
+    """
+
+    text: str
+    tokens: list[int]
+    starts: list[int]
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    finish: str | None
+    num_tokens: int
+
+
+class Failed(RuntimeError):
+    """The end of a request that is neither a stop nor a length, such as a refusal."""
+
+
+async def pieces(
+    handle: Handle, answer: Answer, stop_tokens: Collection[int], *, listens: bool, has_top: bool
+) -> AsyncGenerator[Piece]:
+    """An answer as it comes; a stop string cancels the request.
+
+    Args:
+      handle: of the request.
+      answer: empty.
+      stop_tokens: which end an answer, and have no text.
+      listens: whether the engine is to make few tokens at a time.
+      has_top: whether the engine notes the likeliest tokens.
+
+    Raises:
+      EngineError: if the engine has failed the request.
+      Failed: if it was not served.
+    """
+    seen = shown = 0
+    outputs: Any = handle.changes(listens=listens)  # a generator
+    async with contextlib.aclosing(outputs) as changes:
+        async for output in changes:
+            done = handle.done  # before the tokens are read: then they are all there
+            columns = (output.tokens, output.logprobs, *([output.top_logprobs] if has_top else []))
+            end = min(map(len, columns))  # another thread may be adding to them, one after the other
+            new = list(itertools.takewhile(lambda token: token not in stop_tokens, output.tokens[seen:end]))
+            is_stop = len(new) < end - seen
+            text, seen = answer.add(new, done=done or is_stop), end
+            if answer.stopped:
+                handle.cancel()
+            finish = "stop" if answer.stopped or is_stop else _finish(output.finish) if done else None
+            if text or finish:
+                part = slice(shown, len(answer.starts) if finish else answer.num_shown)
+                yield Piece(
+                    text, output.tokens[part], answer.starts[part], output.logprobs[part], output.top_logprobs[part],
+                    finish, answer.num_tokens + is_stop,
+                )  # fmt: skip
+                shown = part.stop
+            if finish:
+                return
+
+
+def _finish(finish: str | None) -> str:
+    if finish not in ("length", "row_full", "no_blocks", "stop"):
+        raise Failed(f"the request was not served: {finish}")
+    return "stop" if finish == "stop" else "length"

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and responses of OpenAI's HTTP API, as data: what a request asks of an engine, and the JSON of an answer.
+
+Fields that the API does not have are vLLM's: `top_k`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority` (lower
+first) and `cache_salt`. Other fields that it does not have are ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import kvjax
+
+from .answers import Decode, Piece
+
+MOST_INT = 2**30
+MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT = 4, 1024, 256
+
+
+class ApiError(Exception):
+    """An error in the API's form.
+
+    Attributes:
+      status: of HTTP.
+      headers: of the response.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, *,
+        kind: str = "invalid_request_error", headers: dict[str, str] | None = None,
+    ):  # fmt: skip
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        self._fields = {"message": message, "type": kind, "param": param, "code": code}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON."""
+        return {"error": self._fields}
+
+
+def refuse(name: str, got: Any, wanted: str) -> ApiError:
+    """The error of a field with a wrong value."""
+    return ApiError(400, f"{name}: got {_short(got)}, wanted {wanted}", name)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The limits of requests.
+
+    Attributes:
+      max_length: tokens of a prompt with its answer.
+      samples: the most of a prompt.
+      top_logprobs: the most that an engine notes.
+      prompts: the most of a request.
+    """
+
+    max_length: int
+    samples: int
+    top_logprobs: int
+    prompts: int = 64
+
+
+@dataclasses.dataclass
+class Wish:
+    """Everything of a request but its prompt.
+
+    Attributes:
+      max_tokens: None: as many as fit.
+      sampling, seed, priority: as of `Engine.submit`; a random seed without one.
+      n: samples.
+      stop: strings.
+      stop_tokens: besides the model's.
+      ignores_eos: whether the model's stop tokens do not end it.
+      logprobs: how many of the likeliest tokens to tell; None: no log-probabilities.
+      salt: of the namespace; None: the one of all who have none.
+      streams, includes_usage: whether it is answered by events, and usage is the last one.
+    """
+
+    max_tokens: int | None
+    sampling: kvjax.Sampling
+    seed: int
+    n: int
+    stop: list[str]
+    stop_tokens: list[int]
+    ignores_eos: bool
+    logprobs: int | None
+    priority: int
+    salt: str | None
+    streams: bool
+    includes_usage: bool
+
+
+class Fields:
+    """The fields of a request, each checked as it is read; null is like none."""
+
+    def __init__(self, fields: dict[str, Any]):
+        self._fields = fields
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field as it is."""
+        value = self._fields.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: Any, least: int = -MOST_INT, most: int = MOST_INT) -> Any:
+        """A whole number."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise refuse(name, value, f"an integer from {least} to {most}")
+        return value
+
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        """A number."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise refuse(name, value, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false, which is the default."""
+        value = self.get(name, False)
+        if not isinstance(value, bool):
+            raise refuse(name, value, "true or false")
+        return value
+
+    def strings(self, name: str, most: int, longest: int) -> list[str]:
+        """A string or a list of them, none of them empty."""
+        value = self.get(name, [])
+        values = [value] if isinstance(value, str) else value
+        if not _is_list(values, str) or len(values) > most or not all(0 < len(one) <= longest for one in values):
+            raise refuse(name, value, f"at most {most} strings of 1 to {longest} characters")
+        return [_text(name, one) for one in values]
+
+
+def read_json(body: bytes) -> Fields:
+    """The fields of a request's body."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    return Fields(fields)
+
+
+def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
+    """Everything of a request but its prompt; refuses what is not served."""
+    _check_unserved(fields)
+    max_tokens = fields.integer("max_completion_tokens", None, 1) if is_chat else None
+    max_tokens = fields.integer("max_tokens", None if is_chat else 16, 1) if max_tokens is None else max_tokens
+    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+        raise refuse("top_p", top_p, "a number above 0")
+    seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    stop_tokens = fields.get("stop_token_ids", [])
+    if not _is_list(stop_tokens, int) or any(not 0 <= token <= MOST_INT for token in stop_tokens):
+        raise refuse("stop_token_ids", stop_tokens, "a list of token ids")
+    options = fields.get("stream_options", {})
+    salts = fields.strings("cache_salt", 1, MOST_SALT)
+    return Wish(
+        max_tokens=max_tokens,
+        sampling=kvjax.Sampling(
+            temperature=fields.number("temperature", 1.0, 0.0, 100.0),
+            top_k=max(fields.integer("top_k", 0, -1), 0), top_p=top_p, min_tokens=fields.integer("min_tokens", 0, 0),
+        ),
+        seed=secrets.randbits(31) if seed is None else seed % 2**32,
+        n=fields.integer("n", 1, 1, limits.samples), stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
+        stop_tokens=stop_tokens, ignores_eos=fields.flag("ignore_eos"),
+        logprobs=_logprobs(fields, limits, is_chat=is_chat), priority=-fields.integer("priority", 0),
+        salt=salts[0] if salts else None, streams=fields.flag("stream"),
+        includes_usage=Fields(options if isinstance(options, dict) else {}).flag("include_usage"),
+    )  # fmt: skip
+
+
+def _logprobs(fields: Fields, limits: Limits, *, is_chat: bool) -> int | None:
+    if not is_chat:
+        return fields.integer("logprobs", None, 0, limits.top_logprobs)
+    most = fields.integer("top_logprobs", 0, 0, limits.top_logprobs)
+    has_logprobs = fields.flag("logprobs")
+    if most and not has_logprobs:
+        raise refuse("top_logprobs", most, "none without logprobs")
+    return most if has_logprobs else None
+
+
+def _check_unserved(fields: Fields) -> None:
+    """Refuses fields that would change an answer, and are not served."""
+    for name in ("frequency_penalty", "presence_penalty"):
+        if fields.number(name, 0.0, -2.0, 2.0):
+            raise refuse(name, fields.get(name), "0: penalties are not served")
+    for name in ("logit_bias", "tools", "functions", "suffix", "echo", "audio"):
+        if fields.get(name):
+            raise refuse(name, fields.get(name), "none: it is not served")
+    if fields.get("best_of", 1) not in (1, fields.get("n", 1)):
+        raise refuse("best_of", fields.get("best_of"), "as many as n")
+    if fields.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise refuse("response_format", fields.get("response_format"), 'none, or {"type": "text"}')
+
+
+def read_prompts(fields: Fields, encode: Callable[[str], list[int]] | None, limits: Limits) -> list[list[int]]:
+    """The token ids of the prompts of a completion."""
+    value = fields.get("prompt")
+    prompts = [value] if isinstance(value, str) or _is_list(value, int) else value
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= limits.prompts:
+        raise refuse("prompt", value, f"text, token ids, or a list of 1 to {limits.prompts} of them")
+    found = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if encode is None:
+                raise refuse("prompt", prompt, "token ids: the model has no tokenizer")
+            prompt = encode(_text("prompt", prompt))
+        if not _is_list(prompt, int):
+            raise refuse("prompt", prompt, "text or token ids")
+        found.append(prompt)
+    return found
+
+
+def read_messages(fields: Fields) -> list[dict[str, str]]:
+    """The messages of a chat, with the text of their parts joined."""
+    messages = fields.get("messages")
+    if not _is_list(messages, dict) or not messages:
+        raise refuse("messages", messages, "a list of messages")
+    found = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, list) and all(_is_text_part(part) for part in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise refuse("messages", message, "a role and a content of text")
+        found.append({"role": _text("messages", role), "content": _text("messages", content)})
+    return found
+
+
+def check_length(prompt: Sequence[int], wish: Wish, limits: Limits, param: str) -> int:
+    """The tokens to generate; refuses a prompt that does not fit with them."""
+    rest = limits.max_length - len(prompt)
+    if rest < (wish.max_tokens or 1):
+        more = f" and {wish.max_tokens} of its answer" if wish.max_tokens else ""
+        wanted = f"at most {limits.max_length} with at least one of the answer"
+        message = f"{param}: got {len(prompt)} tokens{more}, wanted {wanted}"
+        raise ApiError(400, message, param, "context_length_exceeded")
+    return wish.max_tokens or rest
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _text(name: str, text: str) -> str:
+    """Refuses lone surrogates, which JSON can have and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{name}: got text that is not Unicode", name) from None
+    return text
+
+
+@dataclasses.dataclass
+class Usage:
+    """The tokens of a request."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON."""
+        return {
+            "prompt_tokens": self.prompt, "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion, "prompt_tokens_details": {"cached_tokens": self.cached},
+        }  # fmt: skip
+
+
+class Form:
+    """The JSON of responses to one request.
+
+    Args:
+      model: its name.
+      is_chat: which of the two APIs.
+      wish: the request.
+      decode: from token ids to text, special tokens included.
+    """
+
+    def __init__(self, model: str, wish: Wish, decode: Decode, *, is_chat: bool):
+        self._model, self._is_chat, self._decode, self._most = model, is_chat, decode, wish.logprobs
+        self._usage_of_chunks = {"usage": None} if wish.includes_usage else {}
+        self._id, self._created = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex, int(time.time())
+
+    def _body(self, suffix: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
+        return {
+            "id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices,
+            **fields,
+        }  # fmt: skip
+
+    def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+        """The whole response, of the pieces of each choice."""
+        found = []
+        for index, pieces in enumerate(choices):
+            text, finish = "".join(piece.text for piece in pieces), pieces[-1].finish
+            shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            found.append(self._choice(index, shown if self._is_chat else {"text": text}, pieces, finish))
+        return self._body("", found, usage=usage.body)
+
+    def first(self, index: int) -> dict[str, Any]:
+        """The event that begins a choice of a chat."""
+        choice = self._choice(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
+        return self._body(".chunk", [choice], **self._usage_of_chunks)
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The event of a piece."""
+        shown = {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
+        return self._body(".chunk", [self._choice(index, shown, [piece], piece.finish)], **self._usage_of_chunks)
+
+    def last(self, usage: Usage) -> dict[str, Any]:
+        """The event of the usage."""
+        return self._body(".chunk", [], usage=usage.body)
+
+    def _choice(self, index: int, shown: dict[str, Any], pieces: list[Piece], finish: str | None) -> dict[str, Any]:
+        logprobs = None if self._most is None or not pieces else self._logprobs(pieces)
+        return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+        rows = []
+        for piece in pieces:
+            tops = piece.top_logprobs or [{}] * len(piece.tokens)
+            rows += zip(piece.tokens, piece.starts, piece.logprobs, tops, strict=True)
+        likeliest = [list(top.items())[: self._most] for *_, top in rows]
+        if self._is_chat:
+            content = [
+                self._token(token, logprob) | {"top_logprobs": [self._token(*one) for one in top]}
+                for (token, _, logprob, _), top in zip(rows, likeliest, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        # The chosen token comes last: another one may have the same text.
+        named = [
+            {self._decode([one]): _finite(logprob) for one, logprob in [*top, (row[0], row[2])]}
+            for row, top in zip(rows, likeliest, strict=True)
+        ]
+        return {
+            "tokens": [self._decode([row[0]]) for row in rows], "token_logprobs": [_finite(row[2]) for row in rows],
+            "top_logprobs": named if self._most else None, "text_offset": [row[1] for row in rows],
+        }  # fmt: skip
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._decode([token])
+        encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+
+
+def _finite(logprob: float) -> float:
+    """A number that JSON can hold; the API says -9999.0 for what is impossible."""
+    return logprob if math.isfinite(logprob) else -9999.0

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a checkpoint in Hugging Face format with OpenAI's HTTP API, through the paged cache.
+
+Completions, chats with the checkpoint's own template, and models are under /v1, metrics for Prometheus at /metrics, and
+a page that shows the cache at /cache. SIGTERM and Ctrl-C end it: open answers have some seconds to end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import kvjax
+from kvjax.interop import together
+from kvjax.serving import Engine, Scheduler
+
+from . import chat, commands, session, stores, wires
+from .commands import number
+from .session import MOST, SIZES
+
+MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
+WRITE_SECONDS = 5  # for clients to read their last bytes
+STOP_TOKENS = 8  # of a request, those of the model included
+KEY = "KVJAX_API_KEY"  # a variable of the environment: other users can read a command line
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; see --help."""
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    commands.check_extra(parser, "serve")
+    wires.check(parser, args)
+    stores.check(parser, args)
+    commands.keep_programs(not args.no_compile_cache)
+    with contextlib.suppress(KeyboardInterrupt), served(parser, args) as app:
+        _run(parser, args, app)
+
+
+def make_parser() -> commands.Parser:
+    """The parser of the command line."""
+    parser = commands.Parser("serve", __doc__)
+    parser.add_argument("--checkpoint", metavar="DIR", required=True, help="a Hugging Face folder")
+    parser.add_argument("--name", metavar="NAME", help="of the model in requests (default: the folder's)")
+    parser.add_argument("--chat-template", metavar="FILE", type=pathlib.Path, help="in place of the checkpoint's")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=wires.PORT, default=8000, help="to listen at; 0 chooses one (default: %(default)s)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help=f"that requests must have (default: ${KEY}, or none)")
+    session.add_dtype(parser)
+    session.add_sizes(parser, rows="(default: %(default)s)", length=f"the model's most, or {MOST_LENGTH}")
+    parser.set_defaults(rows=SIZES["rows"])
+    limits = (
+        ("--chunk", 1, Scheduler().chunk, "tokens of a prompt that a step computes"),
+        ("--top-logprobs", 0, 5, "the most that a request may want"),
+        ("--max-waiting", 1, 1024, "requests that wait for the scheduler; more get 429"),
+        ("--max-open", 1, 256, "answers that are open at a time; more get 429"),
+    )
+    for option, least, default, what in limits:
+        parser.add_argument(
+            option, type=number(int, least, MOST), default=default, metavar="N", help=f"{what} (default: %(default)s)"
+        )
+    parser.add_argument("--max-body", metavar="SIZE", type=commands.size, default=4 << 20, help="such as 1MB (4MiB)")
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=number(int, 0, MOST),
+        default=5,
+        help="for open answers (default: %(default)s)",
+    )
+    commands.add_scan(parser)
+    commands.add_compile_cache(parser)
+    stores.add_store(parser)
+    wires.add_publishers(parser)
+    return parser
+
+
+class Server(NamedTuple):
+    """A server that is ready to run: the application and its engine."""
+
+    app: Any
+    engine: Engine[Any]
+
+
+@contextlib.contextmanager
+def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server]:
+    """The application for a checkpoint; the end of a `with` closes its engine, its store and its wires."""
+    import prometheus_client  # late, as those below: they need the extra
+
+    from kvjax.interop.metrics import Metrics
+
+    from .openai_api import Limits
+    from .serve_app import Served, make_app
+    from .serve_pages import Pages
+
+    model, tokenizer = session.load_model(parser, args)
+    template = _template(parser, args)
+    spec = _spec(parser, args, model)
+    registry = prometheus_client.CollectorRegistry()
+    with contextlib.ExitStack() as stack:
+        wire = stack.enter_context(wires.Wires(parser, args, spec, _note))
+        store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint))
+        metrics = stack.enter_context(Metrics(registry, spec, wires=wire.feeds))
+        names = kvjax.Namespaces() if store is None else store.names
+        listeners = [metrics.observe, *([wire.listener] if wire.listener else [])]
+        cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec)
+        engine = stack.enter_context(_engine(parser, args, model, cache, together(spec, *listeners), names, store))
+        stop_tokens = _stop_tokens(model, tokenizer, template)
+        limits = Limits(
+            max_length=min(spec.max_length, session.most_tokens(args, model) or MOST),
+            samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
+        )  # fmt: skip
+        shown = Served(
+            args.name or os.path.basename(os.path.abspath(args.checkpoint)), tokenizer, template, stop_tokens, limits,
+            names, args.api_key or os.environ.get(KEY) or None, args.max_body, args.max_open,
+        )  # fmt: skip
+        pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
+        pages.engine = engine
+        yield Server(make_app(engine, shown, pages, sets_state=args.agent is not None), engine)
+
+
+def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
+    """The template of chats; None: the checkpoint has none."""
+    try:
+        return chat.load_template(args.checkpoint, args.chat_template)
+    except (OSError, ValueError) as error:
+        parser.error(f"--{'chat-template' if args.chat_template else 'checkpoint'}: {commands.reason(error)}")
+
+
+def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any) -> kvjax.CacheSpec:
+    """The spec of the cache; sets the length of a row if none was given."""
+    most, positions = session.most_tokens(args, model) or MOST, model.config.max_positions or MOST
+    if args.max_length is None:
+        args.max_length = min(most, positions, MOST_LENGTH)
+    elif args.max_length > min(most, positions):
+        wanted = f"at most {min(most, positions)}: the model has {positions} positions, and the cache {most} tokens"
+        parser.error(f"--max-length: got {args.max_length}, wanted {wanted}")
+    try:
+        spec = kvjax.make_spec(
+            model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
+            block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
+    session.check_memory(parser, args, model, spec)
+    return spec
+
+
+def _engine(
+    parser: commands.Parser, args: argparse.Namespace, model: Any, cache: Any, listener: Any,
+    names: kvjax.Namespaces, store: Any,
+) -> Engine[Any]:  # fmt: skip
+    """The engine, which compiles everything."""
+    _note("compiling")
+    try:
+        return Engine(
+            model, cache, scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), max_waiting=args.max_waiting,
+            num_stop_tokens=STOP_TOKENS, top_logprobs=args.top_logprobs, store=store, names=names, listener=listener,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _stop_tokens(model: Any, tokenizer: Any, template: chat.Template | None) -> list[int]:
+    """The tokens that end an answer: the model's, and the one that ends a turn."""
+    end = tokenizer.token_to_id(template.end) if tokenizer and template and template.end else None
+    return [*dict.fromkeys([*model.config.eos_token_ids, *([] if end is None else [end])])]
+
+
+def _run(parser: commands.Parser, args: argparse.Namespace, server: Server) -> None:
+    """Answers requests until SIGTERM or Ctrl-C."""
+    import uvicorn
+
+    class EndingServer(uvicorn.Server):
+        """A server whose engine closes some seconds after it has stopped to accept connections."""
+
+        async def shutdown(self, sockets: list[Any] | None = None) -> None:
+            """Ends it."""
+            closing = asyncio.create_task(_close_later(server.engine, args.grace))
+            await super().shutdown(sockets)
+            closing.cancel()
+
+    config = uvicorn.Config(
+        server.app, host=args.host, port=args.port, log_level="warning",
+        timeout_graceful_shutdown=args.grace + WRITE_SECONDS,
+    )  # fmt: skip
+    try:
+        listening = config.bind_socket()
+    except (OSError, SystemExit) as error:
+        parser.error(f"--port: {args.host}:{args.port}: cannot be listened at ({error})")
+    _note(f"serving at http://{args.host}:{listening.getsockname()[1]}/v1")
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn takes its place, and raises it again when it has ended
+    EndingServer(config).run(sockets=[listening])
+
+
+async def _close_later(engine: Engine[Any], seconds: float) -> None:
+    """Closes an engine, which ends open answers with an error."""
+    await asyncio.sleep(seconds)
+    await asyncio.to_thread(engine.close)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine behind OpenAI's HTTP API: completions, chats and models, as a Starlette application.
+
+A request whose client goes away is cancelled, whether it is answered by events or at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import kvjax
+from kvjax.serving import Engine, EngineError, Handle, QueueFull
+
+from . import openai_api
+from .answers import Answer, Failed, Piece, pieces
+from .chat import Template
+from .openai_api import ApiError, Fields, Form, Limits, Usage, Wish
+from .serve_pages import Pages
+
+try:
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
+    from starlette.types import Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
+
+RETRY_SECONDS = 1  # that a client is to wait before it tries again
+GONE = 499  # the status of a request whose client has gone away; nobody gets it
+# The arguments of `Engine.submit` by the names that requests have for them.
+_PARAMS = {"samples": "n", "stop_tokens": "stop_token_ids", "max_new_tokens": "max_tokens", "salt": "cache_salt"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model as it is served.
+
+    Attributes:
+      name: of the model.
+      tokenizer: a `tokenizers.Tokenizer`, or None: prompts are token ids.
+      template: of chats, or None: there are none.
+      stop_tokens: which end an answer.
+      limits: of requests.
+      names: the engine's.
+      api_key: which requests have to have; None: none.
+      max_body: bytes of a request.
+      max_open: answers that are open at a time.
+    """
+
+    name: str
+    tokenizer: Any
+    template: Template | None
+    stop_tokens: list[int]
+    limits: Limits
+    names: kvjax.Namespaces
+    api_key: str | None = None
+    max_body: int = 4 << 20
+    max_open: int = 256
+
+    def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
+        """The ids of a text; a whole one gets the tokenizer's special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=is_whole).ids
+
+    def decode(self, tokens: list[int], *, skips_special: bool = True) -> str:
+        """The text of ids."""
+        if self.tokenizer is None:
+            return " ".join(map(str, tokens))
+        return self.tokenizer.decode(tokens, skip_special_tokens=skips_special)
+
+    def decode_all(self, tokens: list[int]) -> str:
+        """The text of ids, special ones included."""
+        return self.decode(tokens, skips_special=False)
+
+
+class Job:
+    """The answers of one request, which an engine computes.
+
+    Args:
+      prompts: token ids.
+      handles: of each prompt's samples.
+      stop_tokens: of the engine's requests.
+    """
+
+    def __init__(
+        self, served: Served, pages: Pages, wish: Wish, prompts: list[list[int]], handles: list[list[Handle]],
+        stop_tokens: list[int],
+    ):  # fmt: skip
+        self._served, self._pages, self._wish, self._stop_tokens = served, pages, wish, frozenset(stop_tokens)
+        self._leaders = [of_prompt[0] for of_prompt in handles]
+        self._choices = [
+            (handle, Answer(served.decode, prompt, wish.stop))
+            for prompt, of_prompt in zip(prompts, handles, strict=True)
+            for handle in of_prompt
+        ]
+        self._num_tokens = [0] * len(self._choices)
+        self.usage = Usage(prompt=sum(map(len, prompts)))
+
+    @property
+    def size(self) -> int:
+        """The number of choices."""
+        return len(self._choices)
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
+        """The pieces of all choices, as they come, each with the choice's index."""
+        queue = asyncio.Queue[tuple[int, Piece | Exception]]()
+        options: Any = {"listens": self._wish.streams, "has_top": self._served.limits.top_logprobs > 0}
+
+        async def pump(index: int, handle: Handle, answer: Answer) -> None:
+            try:
+                async for piece in pieces(handle, answer, self._stop_tokens, **options):
+                    queue.put_nowait((index, piece))
+            except Exception as error:
+                queue.put_nowait((index, error))
+
+        tasks = [asyncio.create_task(pump(index, *choice)) for index, choice in enumerate(self._choices)]
+        left = len(tasks)
+        try:
+            while left:
+                index, piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= piece.finish is not None
+                self._count(index, piece)
+                yield index, piece
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _count(self, index: int, piece: Piece) -> None:
+        new = piece.num_tokens - self._num_tokens[index]
+        self._pages.count_tokens(self._choices[index][0], new, is_first=not self._num_tokens[index])
+        self._num_tokens[index] = piece.num_tokens
+        self.usage.completion += new
+        self.usage.cached = sum(handle.output.cached_tokens for handle in self._leaders)
+        if piece.finish is not None:
+            self._pages.count_end(self._choices[index][0], piece.finish, piece.num_tokens)
+
+    def cancel(self) -> None:
+        """Ends what is not over."""
+        for handle, _ in self._choices:
+            if not handle.done:
+                handle.cancel()
+
+
+class Events(Response):
+    """A response of events, which ends with its client."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any]):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them."""
+        try:
+            await while_connected(receive, self._send(send))
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events):
+            async for event in self._events:
+                data = json.dumps(event, ensure_ascii=False)  # of whole characters
+                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of some work, which is cancelled when the client goes away: then None."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = task, _ = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Api:
+    """The endpoints."""
+
+    def __init__(self, engine: Engine[Any], served: Served, pages: Pages):
+        self._engine, self._served, self._pages = engine, served, pages
+        self._open, self._created = 0, int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(request, is_chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(request, is_chat=True)
+
+    async def _answer(self, request: Request, *, is_chat: bool) -> Response:
+        served, limits = self._served, self._served.limits
+        fields = openai_api.read_json(await self._body(request))
+        self._check_model(fields.get("model", served.name))
+        wish = openai_api.read_wish(fields, limits, is_chat=is_chat)
+        prompts = await asyncio.to_thread(self._prompts, fields, is_chat=is_chat)
+        job = self._submit(prompts, wish, "messages" if is_chat else "prompt")
+        form = Form(served.name, wish, served.decode_all, is_chat=is_chat)
+
+        def close() -> None:
+            job.cancel()
+            self._open -= job.size
+
+        if wish.streams:
+            return Events(_events(job, form, wish, is_chat=is_chat), close)
+        try:
+            whole = await while_connected(request.receive, _whole(job, form))
+        finally:
+            close()
+        return Response(status_code=GONE) if whole is None else JSONResponse(whole)
+
+    async def _body(self, request: Request) -> bytes:
+        most, body = self._served.max_body, bytearray()
+        length = request.headers.get("content-length", "")
+        is_long = length.isdecimal() and int(length) > most
+        if not is_long:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    break
+        if is_long or len(body) > most:
+            raise ApiError(413, f"the body has more than {most:,} bytes", code="body_too_large")
+        return bytes(body)
+
+    def _check_model(self, name: Any) -> None:
+        if name != self._served.name:
+            message = f"the model {json.dumps(name)[:80]} does not exist, but {self._served.name!r} does"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _prompts(self, fields: Fields, *, is_chat: bool) -> list[list[int]]:
+        served = self._served
+        if not is_chat:
+            return openai_api.read_prompts(fields, served.encode if served.tokenizer else None, served.limits)
+        if served.template is None or served.tokenizer is None:
+            raise ApiError(400, "the model has no chat template", "messages")
+        messages = openai_api.read_messages(fields)
+        try:
+            return [served.encode(served.template.render(messages), is_whole=False)]
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
+
+    def _submit(self, prompts: list[list[int]], wish: Wish, param: str) -> Job:
+        """Submits all of a request, or nothing."""
+        served, stop_tokens = self._served, list(wish.stop_tokens)
+        stop_tokens += [] if wish.ignores_eos else served.stop_tokens
+        lengths = [openai_api.check_length(prompt, wish, served.limits, param) for prompt in prompts]
+        size = len(prompts) * wish.n
+        if self._open + size > served.max_open:
+            raise _busy(f"{self._open:,} answers are open, of at most {served.max_open:,}")
+        handles = list[list[Handle]]()
+        try:
+            for prompt, max_new_tokens in zip(prompts, lengths, strict=True):
+                handle = self._engine.submit(
+                    prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
+                    stop_tokens=stop_tokens, namespace=served.names(salt=wish.salt), priority=wish.priority,
+                    samples=wish.n,
+                )  # fmt: skip
+                handles.append(handle.samples)
+        except Exception as error:
+            for handle in (one for of_prompt in handles for one in of_prompt):
+                handle.cancel()
+            if isinstance(error, QueueFull):
+                raise _busy(str(error)) from None
+            if not isinstance(error, ValueError):
+                raise
+            name, _, rest = str(error).partition(": ")
+            name = param if name == "prompt" else _PARAMS.get(name, name)
+            raise ApiError(400, f"{name}: {rest}", name) from None
+        self._open += size
+        return Job(served, self._pages, wish, prompts, handles, stop_tokens)
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        length = self._served.limits.max_length
+        return {
+            "id": self._served.name, "object": "model", "created": self._created, "owned_by": "kvjax",
+            "max_model_len": length,
+        }  # fmt: skip
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: whether the engine answers."""
+        await self._pages.state()
+        return JSONResponse({})
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics."""
+        text, media_type = await self._pages.metrics()
+        return Response(text, media_type=media_type)
+
+    async def cache(self, _: Request) -> Response:
+        """GET /cache."""
+        policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+        return HTMLResponse(await self._pages.cache(), headers={"content-security-policy": policy})
+
+
+def _busy(message: str) -> ApiError:
+    headers = {"retry-after": str(RETRY_SECONDS)}
+    return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
+
+
+async def _whole(job: Job, form: Form) -> dict[str, Any]:
+    choices: list[list[Piece]] = [[] for _ in range(job.size)]
+    async with contextlib.aclosing(job.pieces()) as found:
+        async for index, piece in found:
+            choices[index].append(piece)
+    return form.whole(choices, job.usage)
+
+
+async def _events(job: Job, form: Form, wish: Wish, *, is_chat: bool) -> AsyncGenerator[dict[str, Any]]:
+    try:
+        for index in range(job.size if is_chat else 0):
+            yield form.first(index)
+        async with contextlib.aclosing(job.pieces()) as found:
+            async for index, piece in found:
+                yield form.chunk(index, piece)
+        if wish.includes_usage:
+            yield form.last(job.usage)
+    except (EngineError, Failed) as error:
+        yield failure(error).body
+
+
+def failure(error: Exception) -> ApiError:
+    """The error of a request that the engine has not served."""
+    status = 503 if isinstance(error, EngineError) else 500
+    return ApiError(status, str(error), code="engine_error", kind="server_error")
+
+
+def _has_key(request: Request, key: str) -> bool:
+    """Whether a request has the key: as API clients send it, or as a password, as browsers do."""
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            value = base64.b64decode(value, validate=True).decode().partition(":")[2]
+    return scheme.lower() in ("bearer", "basic") and secrets.compare_digest(value.encode(), key.encode())
+
+
+type Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def _guarded(endpoint: Endpoint, key: str | None) -> Endpoint:
+    """An endpoint whose errors have the API's form; with a key also one that wants it."""
+
+    async def call(request: Request) -> Response:
+        try:
+            if key is not None and not _has_key(request, key):
+                headers = {"www-authenticate": 'Basic realm="kvjax"'} if request.url.path == "/cache" else None
+                raise ApiError(401, "a wrong API key, or none", code="invalid_api_key", headers=headers)
+            return await endpoint(request)
+        except ApiError as error:
+            return _error_response(error)
+        except (EngineError, Failed, TimeoutError) as error:
+            return _error_response(failure(error))
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+
+    return call
+
+
+def _error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(ApiError(error.status_code, error.detail).body, error.status_code, error.headers)
+
+
+async def _server_error(*_: Any) -> Response:
+    return _error_response(ApiError(500, "internal error", kind="server_error"))
+
+
+def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: bool = False) -> Starlette:
+    """The application.
+
+    Only prompts and answers are behind the key: /health and /metrics are not.
+
+    Args:
+      engine: that answers.
+      served: the model.
+      pages: of the engine.
+      sets_state: whether the setters of `pages` are called every second; else before each scrape.
+    """
+    api, key = Api(engine, served, pages), served.api_key
+    endpoints: list[tuple[str, str, Endpoint, str | None]] = [
+        ("POST", "/v1/completions", api.completions, key),
+        ("POST", "/v1/chat/completions", api.chat, key),
+        ("GET", "/v1/models", api.models, key),
+        ("GET", "/v1/models/{name:path}", api.model, key),
+        ("GET", "/cache", api.cache, key),
+        ("GET", "/metrics", api.metrics, None),
+        ("GET", "/health", api.health, None),
+    ]
+    routes = [Route(path, _guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        setting = asyncio.create_task(_set_state(pages)) if sets_state else None
+        yield
+        if setting is not None:
+            setting.cancel()
+
+    errors = {HTTPException: _http_error, Exception: _server_error}
+    return Starlette(routes=routes, exception_handlers=errors, lifespan=lifespan)
+
+
+async def _set_state(pages: Pages) -> None:
+    while True:
+        with contextlib.suppress(EngineError, TimeoutError):
+            await pages.set()
+        await asyncio.sleep(1)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers about a server for Prometheus, and a page that shows its cache."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import collections
+import dataclasses
+import html
+import io
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.debug import plot_blocks, stats
+from kvjax.serving import Engine, Handle
+from kvjax.state import CacheState
+
+try:
+    import prometheus_client
+    from prometheus_client import core
+except ModuleNotFoundError as error:
+    raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
+
+from .answers import Decode
+
+PATIENCE = 30.0  # seconds in which an engine answers, unless something is wrong
+STALE = 0.1  # seconds for which a copy of the state will do
+_WINDOW = 10.0  # seconds of the tokens a second
+_PREFIXES, _HEAD, _TAIL = 50, 48, 32  # lines of the table; tokens that a line shows
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>kvjax: {name}</title>
+<style>body {{ font: 14px system-ui, sans-serif; margin: 1.5em; color: #2b2f36 }} img {{ max-width: 100% }}
+td, th {{ text-align: left; padding: 2px 12px 2px 0; vertical-align: top; white-space: pre-wrap }}
+td.n, th.n {{ text-align: right }}</style></head>
+<body><h1>{name}</h1><p>{counts}</p>{picture}<h2>Cached prompts</h2><p>{note}</p>
+<table><tr><th class="n">tokens</th><th class="n">hits</th><th>in use</th><th class="n">namespace</th><th>text</th></tr>
+{lines}
+</table></body></html>
+"""
+
+
+class Pages:
+    """The pages of a server, and what they count. All but the listener are for the thread of asyncio.
+
+    Args:
+      name: of the model.
+      registry: of Prometheus; the cache's metrics may be in it too.
+      decode: from token ids to text.
+      setters: to be called with each copy of the state before a scrape.
+
+    Attributes:
+      engine: has to be set before anything is shown.
+    """
+
+    engine: Engine[Any]
+
+    def __init__(self, name: str, registry: Any, decode: Decode, *setters: Callable[[CacheState], Any]):
+        self._name, self._registry, self._decode, self._setters = name, registry, decode, setters
+        self._reading: asyncio.Task[CacheState] | None = None
+        self._read_at, self._lock, self._page = -np.inf, asyncio.Lock(), (-np.inf, "")
+        self._recent = collections.deque[tuple[float, int]]()  # when tokens came, and how many
+        registry.register(self)
+
+        def histogram(what: str, text: str) -> Any:
+            return prometheus_client.Histogram(f"kvjax_{what}_seconds", text, buckets=_SECONDS, registry=registry)
+
+        def counter(what: str, text: str, *labels: str) -> Any:
+            return prometheus_client.Counter(f"kvjax_{what}", text, labels, registry=registry)
+
+        self._first_token = histogram("time_to_first_token", "From a request to its first token.")
+        self._queued = histogram("request_queue_time", "From a request to its row.")
+        self._each_token = histogram("request_time_per_output_token", "From one token to the next, by request.")
+        self._whole = histogram("e2e_request_latency", "From a request to its end.")
+        self._tokens = counter("generation_tokens", "Tokens that were generated.")
+        self._ended = counter("request_success", "Answers that have ended by themselves.", "finished_reason")
+
+    def collect(self) -> list[Any]:
+        """The gauges of a scrape."""
+        engine = getattr(self, "engine", None)
+        gauges = {
+            "num_requests_running": ("Requests that the scheduler has.", engine and engine.running),
+            "num_requests_waiting": ("Requests that wait for it.", engine and engine.waiting),
+            "generation_tokens_per_second": (f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
+        }
+        return [
+            core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0) for what, (text, value) in gauges.items()
+        ]
+
+    def _rate(self) -> float:
+        until = time.monotonic() - _WINDOW
+        while self._recent and self._recent[0][0] < until:
+            self._recent.popleft()
+        return sum(tokens for _, tokens in self._recent) / _WINDOW
+
+    def count_tokens(self, handle: Handle, tokens: int, *, is_first: bool) -> None:
+        """Counts new tokens of an answer."""
+        times = handle.times
+        self._tokens.inc(tokens)
+        self._recent.append((time.monotonic(), tokens))
+        if is_first and times.first_token is not None:
+            self._first_token.observe(times.first_token - times.queued)
+        if is_first and times.admitted is not None:
+            self._queued.observe(times.admitted - times.queued)
+
+    def count_end(self, handle: Handle, finish: str, tokens: int) -> None:
+        """Counts an answer that has ended by itself."""
+        now, times = time.monotonic(), handle.times
+        self._ended.labels(finish).inc()
+        self._whole.observe(now - times.queued)
+        if tokens > 1 and times.first_token is not None:
+            self._each_token.observe((now - times.first_token) / (tokens - 1))
+
+    async def state(self) -> CacheState:
+        """A copy of the cache's metadata, not older than `STALE`; all who want one at a time get the same.
+
+        Raises:
+          EngineError: if the engine is closed.
+          TimeoutError: if it does not answer.
+        """
+        reading = self._reading
+        if reading is None or (reading.done() and (reading.exception() or time.monotonic() - self._read_at > STALE)):
+            self._read_at = time.monotonic()
+            reading = self._reading = asyncio.create_task(asyncio.to_thread(lambda: self.engine.state))
+        try:
+            return await asyncio.wait_for(asyncio.shield(reading), PATIENCE)
+        except TimeoutError:
+            raise TimeoutError(f"the engine has not answered for {PATIENCE:.0f} s") from None
+
+    async def set(self) -> None:
+        """Calls the setters with a copy of the state."""
+        state = await self.state()
+        for setter in self._setters:
+            await asyncio.to_thread(setter, state)
+
+    async def metrics(self) -> tuple[bytes, str]:
+        """The text of a scrape, and its type."""
+        await self.set()
+        return prometheus_client.generate_latest(self._registry), prometheus_client.CONTENT_TYPE_LATEST
+
+    async def cache(self) -> str:
+        """The page, made at most once a second."""
+        async with self._lock:
+            made_at, page = self._page
+            if time.monotonic() - made_at > 1:
+                state, counts = await self.state(), f"{self.engine.running} running, {self.engine.waiting} waiting"
+                page = await asyncio.to_thread(_page, state, self._name, counts, self._decode)
+                self._page = time.monotonic(), page
+            return page
+
+
+def _page(state: CacheState, name: str, counts: str, decode: Decode) -> str:
+    try:
+        file = io.BytesIO()
+        plot_blocks(state, group=int(state.spec.bare)).get_figure(root=True).savefig(file, format="png", dpi=100)  # pyright: ignore[reportOptionalMemberAccess]
+        encoded = base64.b64encode(file.getvalue()).decode()
+        picture = f'<img alt="the blocks of the cache" src="data:image/png;base64,{encoded}">'
+    except ImportError as error:
+        picture = f"<p>{html.escape(str(error))}</p>"
+    (found, number), whole = cached_prefixes(state), stats(state, int(state.spec.bare))
+    lines = [
+        f'<tr><td class="n">{one.length}</td><td class="n">{one.hits}</td><td>{"yes" if one.in_use else ""}</td>'
+        f'<td class="n">{one.namespace}</td><td>{html.escape(one.text(decode))}</td></tr>'
+        for one in found
+    ]
+    counts += f", {whole.active_blocks:,} blocks in use, {whole.cached_blocks:,} cached"
+    note = f"The {len(lines)} that were used last, of {number:,}."
+    return _PAGE.format(name=html.escape(name), counts=counts, picture=picture, note=note, lines="\n".join(lines))
+
+
+@dataclasses.dataclass
+class Prefix:
+    """A cached prefix that no other one goes on.
+
+    Attributes:
+      length: tokens.
+      hits: of its last block.
+      in_use: whether a row holds it.
+      namespace: its number.
+      head, tail: the first and the last tokens; the tail is empty if the head is all.
+    """
+
+    length: int
+    hits: int
+    in_use: bool
+    namespace: int
+    head: list[int]
+    tail: list[int]
+
+    def text(self, decode: Callable[[list[int]], str]) -> str:
+        """Its text, without the middle of a long one."""
+        return decode(self.head) + (f" … {decode(self.tail)}" if self.tail else "")
+
+
+def cached_prefixes(state: CacheState, most: int = _PREFIXES) -> tuple[list[Prefix], int]:
+    """The prefixes of a cache that no other one goes on, those used last first; at most some, and of how many."""
+    blocks: Any = jax.device_get(state.groups[0].blocks)
+    findable = np.flatnonzero(blocks.fill > 0)
+    leaves = np.setdiff1d(findable, blocks.parent[findable, 0])
+    age = np.where(blocks.refcount > 0, -1, (blocks.clock - blocks.released).astype(np.int64))[leaves]
+    chosen = leaves[np.argsort(age, kind="stable")][:most].tolist()
+    return [_prefix(blocks, leaf) for leaf in chosen], len(leaves)
+
+
+def _prefix(blocks: Any, leaf: int) -> Prefix:
+    chain = [leaf]
+    while blocks.parent[chain[-1], 0] >= 0 and len(chain) <= len(blocks.fill):
+        chain.append(int(blocks.parent[chain[-1], 0]))
+    chain.reverse()
+
+    def tokens(of: Sequence[int]) -> list[int]:
+        return [token for block in of for token in blocks.text.tokens[block, : blocks.fill[block]].tolist()]
+
+    length, size = int(blocks.fill[chain].sum()), blocks.text.tokens.shape[1]
+    is_short = length <= _HEAD + _TAIL
+    head = tokens(chain if is_short else chain[: -(-_HEAD // size)])
+    tail = [] if is_short else tokens(chain[-(-_TAIL // size) - 1 :])[-_TAIL:]
+    in_use, namespace = bool(blocks.refcount[leaf] > 0), int(blocks.parent[chain[0], 1])
+    return Prefix(length, int(blocks.hits[leaf]), in_use, namespace, head if is_short else head[:_HEAD], tail)

@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server: text of tokens and stop strings, requests as they are read, and OpenAI's own client against all of it."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from models import load, openai_api, recall, serve
+from models.answers import Answer, Detokenizer
+from models.demo import CHECKPOINT
+from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
+from tests.drive import ROOT, TIMEOUT
+
+LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
+
+
+def decode(tokens):
+    """The text of tokens that are bytes."""
+    return bytes(tokens).decode(errors="replace")
+
+
+# Text of tokens.
+
+
+@given(st.text(max_size=12), st.text(max_size=12))
+def test_text_grows_by_whole_characters(prompt, text):
+    words, grown = Detokenizer(decode, list(prompt.encode())), ""
+    for token in text.encode():
+        new = words.add(token)
+        grown += new
+        assert text.startswith(grown)
+    assert grown + words.end() == text
+
+
+def test_an_unfinished_character_comes_at_the_end():
+    answer = Answer(decode, [])
+    assert answer.add(list("é€".encode()[:4])) == "é"
+    assert answer.add([], done=True) == "\N{REPLACEMENT CHARACTER}"
+    assert answer.starts == [0, 0, 1, 1]
+
+
+def test_a_prompt_may_end_within_a_character():
+    first, last = "é".encode()
+    assert Answer(decode, [97, first]).add([last, 98], done=True) == "éb"
+
+
+LETTERS = st.text("ab", max_size=12)
+
+
+@given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
+def test_nothing_of_a_stop_string_is_shown(text, stop, data):
+    """The stop string that is complete first ends the answer, however its tokens come."""
+    ends = [(at + len(one), at) for one in stop for at in range(len(text)) if text.startswith(one, at)]
+    end = min(ends, default=None)
+    wanted = text if end is None else text[: min(at for until, at in ends if until == end[0])]
+    answer, shown, left = Answer(decode, [], stop), "", list(text.encode())
+    while left and not answer.stopped:
+        size = data.draw(st.integers(1, len(left)))
+        shown += answer.add(left[:size])
+        left = left[size:]
+        assert wanted.startswith(shown) and answer.num_shown == len(shown)
+        longest = max(
+            (n for one in stop for n in range(1, len(one)) if text[: -len(left) or None].endswith(one[:n])), default=0
+        )
+        assert answer.stopped or len(shown) >= len(text) - len(left) - longest
+    assert shown + ("" if answer.stopped else answer.add([], done=True)) == wanted
+    assert answer.stopped == (end is not None)
+    assert len(answer.starts) == len(wanted) and answer.num_tokens == (len(text) if end is None else end[0])
+
+
+# Requests.
+
+
+def wish(is_chat=False, **fields):
+    return read_wish(read_json(json.dumps(fields).encode()), LIMITS, is_chat=is_chat)
+
+
+def test_fields_that_are_absent_or_null_have_the_apis_defaults():
+    for fields in ({}, {"temperature": None, "n": None, "stop": None, "seed": None, "unheard_of": 1}):
+        one, chat = wish(**fields), wish(is_chat=True, **fields)
+        assert (one.max_tokens, chat.max_tokens, one.n, one.stop, one.logprobs, one.salt) == (
+            16,
+            None,
+            1,
+            [],
+            None,
+            None,
+        )
+        assert one.sampling == kvjax.Sampling(1.0) and not one.streams
+    assert wish().seed != wish().seed
+
+
+def test_fields_become_arguments_of_the_engine():
+    one = wish(
+        is_chat=True, max_completion_tokens=7, max_tokens=9, temperature=0.5, top_p=0.9, top_k=-1, seed=-1, stop="x",
+        logprobs=True, top_logprobs=3, priority=2, cache_salt="a", stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    assert (one.max_tokens, one.seed, one.stop, one.logprobs, one.priority) == (7, 2**32 - 1, ["x"], 3, -2)
+    assert one.sampling == kvjax.Sampling(0.5, None, 0.9) and one.salt == "a" and one.streams and one.includes_usage
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": float("nan")}, "temperature: got NaN, wanted a number from 0 to 100"),
+        ({"temperature": "1"}, 'temperature: got "1", wanted a number from 0 to 100'),
+        ({"top_p": 0}, "top_p: got 0.0, wanted a number above 0"),
+        ({"n": 5}, "n: got 5, wanted an integer from 1 to 4"),
+        ({"n": True}, "n: got true, wanted an integer from 1 to 4"),
+        ({"max_tokens": 0}, "max_tokens: got 0, wanted an integer from 1 to 1073741824"),
+        ({"stop": ""}, 'stop: got "", wanted at most 4 strings of 1 to 1024 characters'),
+        ({"stop": [1]}, "stop: got [1], wanted at most 4 strings of 1 to 1024 characters"),
+        ({"logprobs": 6}, "logprobs: got 6, wanted an integer from 0 to 5"),
+        ({"stream": 1}, "stream: got 1, wanted true or false"),
+        ({"cache_salt": ["a", "b"]}, 'cache_salt: got ["a", "b"], wanted at most 1 strings of 1 to 256 characters'),
+        ({"cache_salt": "\ud800"}, "cache_salt: got text that is not Unicode"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: got [-1], wanted a list of token ids"),
+        ({"frequency_penalty": 1}, "frequency_penalty: got 1, wanted 0: penalties are not served"),
+        ({"presence_penalty": -0.1}, "presence_penalty: got -0.1, wanted 0: penalties are not served"),
+        ({"logit_bias": {"1": 5}}, 'logit_bias: got {"1": 5}, wanted none: it is not served'),
+        ({"tools": [{}]}, "tools: got [{}], wanted none: it is not served"),
+        ({"best_of": 2}, "best_of: got 2, wanted as many as n"),
+    ],
+)
+def test_wrong_fields_are_named(fields, message):
+    with pytest.raises(ApiError) as caught:
+        wish(**fields)
+    error = caught.value.body["error"]
+    assert (caught.value.status, error["message"], error["param"]) == (400, message, next(iter(fields)))
+    assert (error["type"], error["code"]) == ("invalid_request_error", None)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])
+def test_bodies_that_are_no_json_objects_are_refused(body):
+    with pytest.raises(ApiError, match=r"the body is not (valid JSON|a JSON object)"):
+        read_json(body)
+
+
+def test_prompts_are_texts_or_token_ids():
+    def prompts(prompt, encode=lambda text: list(text.encode())):
+        return read_prompts(openai_api.Fields({"prompt": prompt}), encode, LIMITS)
+
+    assert prompts("ab") == prompts([97, 98]) == prompts(["ab"]) == [[97, 98]]
+    assert prompts(["a", [1]]) == [[97], [1]]
+    for wrong in (None, {}, [[True]], [1, "a"], [["a"]], ["a"] * 65, "\udfff"):
+        with pytest.raises(ApiError, match="prompt: got"):
+            prompts(wrong)
+    with pytest.raises(ApiError, match="the model has no tokenizer"):
+        prompts("ab", None)
+
+
+def test_messages_have_a_role_and_text():
+    def messages(*found):
+        return read_messages(openai_api.Fields({"messages": list(found)}))
+
+    part = {"type": "text", "text": "a"}
+    assert messages({"role": "user", "content": [part, part]}) == [{"role": "user", "content": "aa"}]
+    for wrong in ((), ("a",), ({"role": "user"},), ({"role": "user", "content": [{"type": "image_url"}]},)):
+        with pytest.raises(ApiError, match="messages: got"):
+            messages(*wrong)
+
+
+def refused(capsys, *arguments):
+    """The one line that the command prints before it exits with 2."""
+    with pytest.raises(SystemExit) as caught:
+        serve.main([*arguments])
+    assert caught.value.code == 2
+    return capsys.readouterr().err.removeprefix("python -m models.serve: ").removesuffix("\n")
+
+
+def test_wrong_options_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(serve.commands.jax.config, "update", lambda *_: None)
+    folder = ["--checkpoint", str(CHECKPOINT)]
+    assert refused(capsys, "--checkpoint", str(tmp_path / "x")) == f"--checkpoint: {tmp_path}/x: no such folder"
+    assert refused(capsys, *folder, "--port", "65536").startswith("--port: got '65536', wanted")
+    assert refused(capsys, *folder, "--max-length", "2000").startswith("--max-length: got 2000, wanted at most 1024")
+    (tmp_path / "broken").write_text("{% if %}")
+    assert refused(capsys, *folder, "--chat-template", str(tmp_path / "broken")).startswith("--chat-template: chat")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name))
+    needs = 'needs starlette, uvicorn and prometheus-client: pip install "kvjax[serve]"'
+    assert refused(capsys, *folder) == needs
+
+
+# The server itself, with the bundled model.
+
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role == "tool" %}{{ raise_exception("no tools") }}{% endif %}
+    {{- message.content | trim }}{{ " " }}
+{%- endfor %}"""
+KEY, ROWS = "a secret", 8
+DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
+PEOPLE = list(DOCUMENT.facts)
+GREEDY = {"model": "recall", "temperature": 0}
+ON = {"ignore_eos": True}  # goes on after the model's stop token
+
+
+def prompt_of(person):
+    return f"{DOCUMENT.text} {recall.question(person)}"
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, folder, *options):
+        import uvicorn
+
+        parser, self._stack = serve.make_parser(), contextlib.ExitStack()
+        args = parser.parse_args(["--checkpoint", str(folder), "--rows", str(ROWS), "--api-key", KEY, *options])
+        found = self._stack.enter_context(serve.served(parser, args))
+        self.engine = found.engine
+        config = uvicorn.Config(found.app, log_level="error", port=0)
+        socket = config.bind_socket()
+        self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([socket],))
+        self._thread.start()
+
+    def close(self):
+        self._server.should_exit = True
+        self._thread.join()
+        self._stack.close()
+
+    @property
+    def rows(self):
+        """Rows in use."""
+        return int(np.sum(np.asarray(self.engine.state.seqs.length) > 0))
+
+    def wait_for(self, holds):
+        deadline = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "recall"
+    shutil.copytree(CHECKPOINT, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    running = Running(folder, "--max-open", "40", "--max-body", "100kB")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
+        yield one
+
+
+@functools.cache
+def batch(new=16):
+    """The answers of `run_batch`, which nothing ends before."""
+    model, tokenizer = load(CHECKPOINT)
+    spec = kvjax.make_spec(
+        model.layer_specs(), num_blocks=512, max_seqs=ROWS, max_length=1024, block_size=16, dtype="float32"
+    )
+    prompts = [recall.encode(prompt_of(person)) for person in PEOPLE]
+    outputs, *_ = kvjax.run_batch(model, kvjax.Cache.create(spec), prompts, max_new_tokens=new, log_events=False)
+    return {person: f" {tokenizer.decode(output.tokens)}" for person, output in zip(PEOPLE, outputs, strict=True)}
+
+
+@pytest.mark.long
+def test_a_completion_is_the_models_answer(client):
+    found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
+    (choice,), usage = found.choices, found.usage
+    assert (choice.text, choice.finish_reason) == (f" {DOCUMENT.facts[PEOPLE[0]]}", "stop")
+    prompt_tokens = len(recall.encode(prompt_of(PEOPLE[0])))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt_tokens, 2, prompt_tokens + 2)
+    cut = client.completions.create(prompt=recall.encode(prompt_of(PEOPLE[0])), max_tokens=4, extra_body=ON, **GREEDY)
+    assert cut.choices[0].finish_reason == "length" and batch()[PEOPLE[0]].startswith(cut.choices[0].text)
+    several = client.completions.create(prompt=[prompt_of(person) for person in PEOPLE[:3]], max_tokens=8, **GREEDY)
+    assert [one.text for one in several.choices] == [f" {DOCUMENT.facts[person]}" for person in PEOPLE[:3]]
+    assert [one.index for one in several.choices] == [0, 1, 2]
+
+
+@pytest.mark.long
+def test_a_chat_has_the_checkpoints_template_and_finds_its_turns_in_the_cache(client):
+    messages = [{"role": "user", "content": prompt_of(PEOPLE[1])}]
+    first = client.chat.completions.create(messages=messages, **GREEDY, extra_body={"cache_salt": "chat"})
+    answer = first.choices[0].message
+    assert (answer.role, answer.content) == ("assistant", f" {DOCUMENT.facts[PEOPLE[1]]}")
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    messages += [answer.model_dump(include={"role", "content"})]
+    messages += [{"role": "user", "content": f". {recall.question(PEOPLE[2])}"}]
+    second = client.chat.completions.create(messages=messages, **GREEDY, extra_body={"cache_salt": "chat"})
+    assert second.choices[0].message.content == f" {DOCUMENT.facts[PEOPLE[2]]}"
+    cached = first.usage.total_tokens - 1  # the last token was chosen and never computed
+    assert second.usage.prompt_tokens_details.cached_tokens == cached
+    parts = [{"role": "user", "content": [{"type": "text", "text": messages[0]["content"]}]}]
+    chunks = [*client.chat.completions.create(messages=parts, stream=True, **GREEDY)]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == answer.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+
+
+@pytest.mark.long
+def test_many_streams_say_what_a_batch_does(server, client):
+    def stream(number):
+        person, text, usage = PEOPLE[number % len(PEOPLE)], "", None
+        for chunk in client.completions.create(
+            prompt=prompt_of(person), max_tokens=16, stream=True, stream_options={"include_usage": True},
+            extra_body=ON, **GREEDY,
+        ):  # fmt: skip
+            text += "".join(choice.text for choice in chunk.choices)
+            usage = chunk.usage
+        return person, text, usage.completion_tokens
+
+    with concurrent.futures.ThreadPoolExecutor(32) as threads:
+        found = [*threads.map(stream, range(32))]
+    assert found == [(person, batch()[person], 16) for person, *_ in found]
+    server.wait_for(lambda: server.rows == 0)
+
+
+@pytest.mark.long
+def test_samples_differ_and_seeds_repeat_them(client):
+    options = {"prompt": "alice is in", "max_tokens": 6, "temperature": 1.5, "model": "recall", "extra_body": ON}
+    texts = [
+        [choice.text for choice in client.completions.create(n=4, seed=seed, **options).choices] for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) > 1
+    streamed = dict.fromkeys(range(4), "")
+    for chunk in client.completions.create(n=4, seed=1, stream=True, **options):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert [*streamed.values()] == texts[0]
+    cold = client.completions.create(**options | {"temperature": 5, "extra_body": {**ON, "top_k": 1}})
+    assert cold.choices[0].text == client.completions.create(**options | {"temperature": 0}).choices[0].text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string_ends_an_answer_and_frees_its_row(server, client, streams):
+    whole = batch()[PEOPLE[0]]
+    words = whole.split(" ")
+    stop = f"{words[5][-2:]} {words[6]}"  # across two tokens
+    wanted = whole[: whole.index(stop)]
+    found = client.completions.create(
+        prompt=prompt_of(PEOPLE[0]), max_tokens=800, stop=[stop, "never"], stream=streams, logprobs=0, extra_body=ON,
+        **GREEDY,
+    )  # fmt: skip
+    choices = [chunk.choices[0] for chunk in (found if streams else [found])]
+    assert "".join(choice.text for choice in choices) == wanted and choices[-1].finish_reason == "stop"
+    offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    assert len(offsets) == len(wanted.split()) and offsets[-1] < len(wanted)
+    if not streams:
+        assert found.usage.completion_tokens == len(wanted.split()) + 1
+    server.wait_for(lambda: server.rows == 0)
+
+
+@pytest.mark.long
+def test_logprobs_are_those_of_the_chosen_tokens(client):
+    options = {"prompt": prompt_of(PEOPLE[0]), "max_tokens": 5, "extra_body": ON, **GREEDY}
+    logprobs = client.completions.create(logprobs=2, **options).choices[0].logprobs
+    assert " " + " ".join(logprobs.tokens) == batch()[PEOPLE[0]][: logprobs.text_offset[-1]] + " " + logprobs.tokens[-1]
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert max(top.values()) == top[token] == pytest.approx(logprob) and len(top) == 2
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(logprobs=2, stream=True, **options)]
+    assert [token for one in streamed for token in one.tokens] == logprobs.tokens
+    messages = [{"role": "user", "content": prompt_of(PEOPLE[0])}]
+    chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=5, max_tokens=1, **GREEDY)
+    (one,) = chat.choices[0].logprobs.content
+    assert (one.token, bytes(one.bytes).decode()) == (logprobs.tokens[0],) * 2 and len(one.top_logprobs) == 5
+    assert one.logprob == pytest.approx(logprobs.token_logprobs[0], abs=1e-4)
+
+
+@pytest.mark.long
+def test_salts_share_nothing(client):
+    def cached(salt):
+        extra = {} if salt is None else {"cache_salt": salt}
+        found = client.completions.create(prompt="bob is in oslo . " * 8, max_tokens=1, extra_body=extra, **GREEDY)
+        return found.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(salt) for salt in ("a", "b", None, "a", "b", None)] == [0, 0, 0, 39, 39, 39]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_rows_of_a_client_that_goes_away_are_free(server, client, streams):
+    import httpx
+
+    cancels, cancel = [], server.engine._cancel
+    server.engine._cancel = lambda handle: cancels.append(handle) or cancel(handle)
+    headers = {"authorization": f"Bearer {KEY}"}
+    body = {"prompt": "alice is in", "n": 4, "max_tokens": 1000, "stream": streams, **ON, **GREEDY}
+    with httpx.Client(base_url=server.url, headers=headers) as one, contextlib.suppress(httpx.ReadTimeout):
+        if streams:
+            with one.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+                assert server.engine.running == 4
+        else:
+            one.post("/v1/completions", json=body, timeout=0.1)
+    server.wait_for(lambda: server.engine.running == 0 == server.rows)
+    assert len(cancels) == 4 and all(len(handle.output.tokens) < 1000 for handle in cancels)
+    assert {handle.output.finish for handle in cancels} == {"cancelled"}
+    cancels.clear()
+    client.completions.create(prompt="alice is in", n=2, max_tokens=4, **GREEDY)
+    [*client.completions.create(prompt="alice is in", n=2, max_tokens=4, stream=True, **GREEDY)]
+    del server.engine._cancel
+    assert not cancels  # of what ends by itself
+
+
+@pytest.mark.long
+def test_bad_requests_are_errors_of_the_api(server, client):
+    import httpx
+    import openai
+
+    def error(kind, **fields):
+        with pytest.raises(kind) as caught:
+            client.completions.create(**{"prompt": "alice", **GREEDY, **fields})
+        return caught.value.status_code, caught.value.param, caught.value.code
+
+    assert error(openai.BadRequestError, n=9) == (400, "n", None)
+    assert error(openai.BadRequestError, frequency_penalty=1) == (400, "frequency_penalty", None)
+    assert error(openai.BadRequestError, prompt=[249]) == (400, "prompt", None)
+    assert error(openai.BadRequestError, prompt="") == (400, "prompt", None)
+    assert error(openai.BadRequestError, prompt="a " * 1024) == (400, "prompt", "context_length_exceeded")
+    assert error(openai.BadRequestError, max_tokens=1024) == (400, "prompt", "context_length_exceeded")
+    assert error(openai.BadRequestError, extra_body={"stop_token_ids": [*range(9)]}) == (400, "stop_token_ids", None)
+    assert error(openai.BadRequestError, extra_body={"cache_salt": "kvjax-weights:1"}) == (400, "cache_salt", None)
+    assert error(openai.NotFoundError, model="other") == (404, "model", "model_not_found")
+    assert error(openai.APIStatusError, prompt="a" * 100_001) == (413, None, "body_too_large")
+    with pytest.raises(openai.BadRequestError, match="no tools"):
+        client.chat.completions.create(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}], **GREEDY)
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as one:
+        for response, status in (
+            (one.post("/v1/completions", content=b"{"), 400),
+            (one.get("/v1/completions"), 405),
+            (one.get("/v2"), 404),
+        ):
+            assert response.status_code == status and response.json()["error"].keys() >= {"message", "type", "code"}
+    server.wait_for(lambda: server.engine.running == 0 == server.rows)
+
+
+@pytest.mark.long
+def test_a_server_that_is_full_says_when_to_come_again(server, client):
+    import openai
+
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(prompt=["alice"] * 11, n=4, **GREEDY)
+    assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "rate_limit_exceeded"
+    most, server.engine._max_waiting = server.engine._max_waiting, 2
+    try:
+        with pytest.raises(openai.RateLimitError, match="wait already"):
+            client.completions.create(prompt=["alice"], n=3, **GREEDY)
+    finally:
+        server.engine._max_waiting = most
+    assert client.completions.create(prompt="alice", **GREEDY).choices
+
+
+@pytest.mark.long
+def test_a_key_is_wanted_for_prompts_and_answers(server, client):
+    import httpx
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0) as other:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            other.models.list()
+        assert caught.value.code == "invalid_api_key"
+    assert [model.id for model in client.models.list()] == ["recall"] == [client.models.retrieve("recall").id]
+    assert httpx.get(f"{server.url}/health").status_code == httpx.get(f"{server.url}/metrics").status_code == 200
+    refusal = httpx.get(f"{server.url}/cache")
+    assert refusal.status_code == 401 and refusal.headers["www-authenticate"].startswith("Basic")
+    assert httpx.get(f"{server.url}/cache", auth=("", KEY)).status_code == 200
+
+
+@pytest.mark.long
+def test_pages_show_the_cache_and_the_requests(server, client):
+    import httpx
+
+    client.completions.create(prompt="<pad> where is bob ?", max_tokens=3, extra_body=ON, **GREEDY)
+    time.sleep(1.1)  # a page is made anew
+    page = httpx.get(f"{server.url}/cache", auth=("", KEY)).text
+    assert 'src="data:image/png;base64,' in page and 'http-equiv="refresh"' in page
+    assert "where is bob ?" in page and "<pad>" not in page
+    text = httpx.get(f"{server.url}/metrics").text
+    numbers = dict(re.findall(r"^(kvjax_\w+)(?:{[^}]*})? ([\d.e+-]+)$", text, re.MULTILINE))
+    assert float(numbers["kvjax_generation_tokens_total"]) >= 3 and numbers["kvjax_num_requests_running"] == "0.0"
+    counts = [float(numbers[f"kvjax_{name}_seconds_count"]) for name in ("time_to_first_token", "e2e_request_latency")]
+    assert counts[0] >= counts[1] > 0
+    assert float(numbers["kvjax_queried_tokens_total"]) > 0 and "kvjax_num_requests_waiting" in numbers
+
+
+@contextlib.contextmanager
+def started(folder, *options):
+    """A server in a process of its own, which is to be ended by SIGTERM: the process, and its address."""
+    command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", serve.KEY: KEY}
+    with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(TIMEOUT, process.kill)
+        timer.start()
+        try:
+            lines = iter(process.stderr.readline, "")
+            address = next((line.split(" at ")[1].strip() for line in lines if line.startswith("serving at")), "")
+            assert address, "it has ended"
+            yield process, address
+            rest = process.stderr.read()
+        finally:
+            timer.cancel()
+            if sys.exc_info()[0] is not None:
+                process.kill()
+    assert (process.returncode, rest) == (0, "")
+
+
+@pytest.mark.long
+def test_sigterm_ends_a_server_and_the_next_one_finds_its_store(tmp_path):
+    import openai
+
+    options = ["--store", str(tmp_path / "store"), "--host-blocks", "64", "--grace", "0", "--rows", "2"]
+    for stored in (False, True):
+        with started(CHECKPOINT, *options) as (process, address), openai.OpenAI(base_url=address, api_key=KEY) as one:
+            found = one.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=2, **GREEDY)
+            assert found.choices[0].text == f" {DOCUMENT.facts[PEOPLE[0]]}"
+            whole = min(found.usage.prompt_tokens // 16 * 16, found.usage.prompt_tokens - 1)
+            assert found.usage.prompt_tokens_details.cached_tokens == (whole if stored else 0)
+            answer = one.completions.create(prompt="alice", max_tokens=1000, stream=True, extra_body=ON, **GREEDY)
+            next(answer)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="the engine was closed"):
+                list(answer)
+
+
+def test_a_client_that_goes_away_cancels_what_is_done_for_it():
+    from models.serve_app import while_connected
+
+    async def run(*messages):
+        ended, received = [], iter(messages)
+
+        async def receive():
+            await asyncio.sleep(0)
+            return {"type": next(received)} if messages else await asyncio.Event().wait()
+
+        async def work():
+            try:
+                await asyncio.sleep(0.01)
+                return "done"
+            finally:
+                ended.append(True)
+
+        result = await while_connected(receive, work())
+        assert ended
+        return result
+
+    assert asyncio.run(run("http.request", "http.disconnect")) is None
+    assert asyncio.run(run()) == "done"
