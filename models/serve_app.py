@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
 RETRY_SECONDS = 1  # that a client is to wait before it tries again
+REFUSED = ("row_full", "no_blocks", "bad_request")  # by the scheduler; the last one is a sample of such a prompt
 GONE = 499  # the status of a request whose client has gone away; nobody gets it
 # The arguments of `Engine.submit` by the names that requests have for them.
 _PARAMS = {"samples": "n", "stop_tokens": "stop_token_ids", "max_new_tokens": "max_tokens", "salt": "cache_salt"}
@@ -351,6 +352,9 @@ async def _events(job: Job, form: Form, wish: Wish, *, is_chat: bool) -> AsyncGe
 
 def failure(error: Exception) -> ApiError:
     """The error of a request that the engine has not served."""
+    if isinstance(error, Failed) and error.finish in REFUSED:
+        message = "the cache cannot hold the prompt with its answers: fewer tokens or samples would do"
+        return ApiError(400, message, code="context_length_exceeded")
     status = 503 if isinstance(error, EngineError) else 500
     return ApiError(status, str(error), code="engine_error", kind="server_error")
 
