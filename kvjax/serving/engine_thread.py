@@ -110,6 +110,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec, self._model, self._options, self._inbox = cache.state.spec, model, options, inbox
         self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None
+        self._prompts: dict[int, list[Handle]] = {}  # the samples of prompts that the store is read for, by the leader
         self._scheduler = options.scheduler
         self._quick = dataclasses.replace(self._scheduler, k=min(FEW, self._scheduler.most_steps(self.spec)))
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
@@ -180,6 +181,16 @@ class EngineThread(threading.Thread):
             time.sleep(_NAP)
         while len(self._turns) > (self._ahead if self.active else 0):
             self._read(*self._turns.popleft())
+        if self._stored:
+            self._drop_prefixes(self._stored)
+
+    def _drop_prefixes(self, stored: StoredPrefixes) -> None:
+        """Drops what the store is read for, for prompts whose samples are all over, admitted or not."""
+        over = [number for number, samples in self._prompts.items() if all(handle.done for handle in samples)]
+        stored.drop(over)
+        for number in over:
+            stored.prefixes.pop(number, None)
+            del self._prompts[number]
 
     def _take_cancels(self) -> list[Request]:
         """Requests to cancel that the scheduler has, at most so many as one call takes; others end at once."""
@@ -202,6 +213,7 @@ class EngineThread(threading.Thread):
             self.reading.append(request := self._inbox.queue.popleft())
             if self._stored and request.leader is request:
                 self._stored.begin({request.number: (request.tokens, request.options["namespace"])})
+                self._prompts[request.number] = request.handle.samples
         if self._stored:
             size = self.spec.block_size
             self._stored.adopt(self._tier.call, sum(-(-one.left // size) + 1 for one in self.active.values()))
@@ -284,8 +296,6 @@ class EngineThread(threading.Thread):
         del self.active[request.slot]
         self._free.append(request.slot)
         self._generations[request.slot] = generation
-        if self._stored and all(other.leader is not request.leader for other in self.active.values()):
-            self._stored.prefixes.pop(request.leader.number, None)
 
     def _update(self, request: Request, result: Any) -> None:
         """Adds a turn's tokens to a request's output."""
