@@ -553,6 +553,23 @@ def test_samples_that_the_cache_can_never_hold_are_refused(server, client):
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.long
+def test_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
+    """Some are cancelled before they are admitted, and samples of one prompt are admitted in several calls."""
+    prompt = recall.encode(prompt_of(PEOPLE[0]))
+    running = Running(CHECKPOINT, "--store", str(tmp_path / "store"))
+    try:
+        with running.engine._inbox.wake:
+            handles = [one for _ in range(9) for one in running.engine.submit(prompt, samples=7).samples]
+            for handle in handles[20:50]:
+                handle.cancel()
+        finished = [handle.result(60).finish for handle in handles]
+        assert finished == ["length"] * 20 + ["cancelled"] * 30 + ["length"] * 13
+        running.wait_for(lambda: not running.engine._thread._stored.prefixes)
+    finally:
+        running.close()
+
+
 @contextlib.contextmanager
 def started(folder, *options):
     """A server in a process of its own, which is to be ended by SIGTERM: the process, and its address."""
