@@ -98,7 +98,8 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
     from kvjax.interop.metrics import Metrics
 
     from .openai_api import Limits
-    from .serve_app import Served, make_app
+    from .serve_app import make_app
+    from .serve_job import Served
     from .serve_pages import Pages
 
     model, tokenizer = session.load_model(parser, args)

@@ -610,7 +610,7 @@ def test_sigterm_ends_a_server_and_the_next_one_finds_its_store(tmp_path):
 
 
 def test_a_client_that_goes_away_cancels_what_is_done_for_it():
-    from models.serve_app import while_connected
+    from models.serve_job import while_connected
 
     async def run(*messages):
         ended, received = [], iter(messages)
