@@ -416,9 +416,9 @@ def test_the_rows_of_a_client_that_goes_away_are_free(server, client, streams):
                 next(response.iter_lines())
                 assert server.engine.running == 4
         else:
-            one.post("/v1/completions", json=body, timeout=0.1)
-    server.wait_for(lambda: server.engine.running == 0 == server.rows)
-    assert len(cancels) == 4 and all(len(handle.output.tokens) < 1000 for handle in cancels)
+            one.post("/v1/completions", json=body, timeout=0.05)
+    server.wait_for(lambda: len(cancels) == 4 and server.engine.running == 0 == server.rows)
+    assert all(len(handle.output.tokens) < 1000 for handle in cancels)
     assert {handle.output.finish for handle in cancels} == {"cancelled"}
     cancels.clear()
     client.completions.create(prompt="alice is in", n=2, max_tokens=4, **GREEDY)
