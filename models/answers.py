@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any
 
-from kvjax.serving import Handle
+from kvjax.serving import Handle, Output
 
 _CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -138,7 +138,15 @@ class Piece:
 
 
 class Failed(RuntimeError):
-    """The end of a request that is neither a stop nor a length, such as a refusal."""
+    """The end of a request that is neither a stop nor a length.
+
+    Attributes:
+      finish: of its output.
+    """
+
+    def __init__(self, finish: str | None):
+        super().__init__(f"the request was not served: {finish}")
+        self.finish = finish
 
 
 async def pieces(
@@ -169,7 +177,7 @@ async def pieces(
             text, seen = answer.add(new, done=done or is_stop), end
             if answer.stopped:
                 handle.cancel()
-            finish = "stop" if answer.stopped or is_stop else _finish(output.finish) if done else None
+            finish = "stop" if answer.stopped or is_stop else _finish(output) if done else None
             if text or finish:
                 part = slice(shown, len(answer.starts) if finish else answer.num_shown)
                 yield Piece(
@@ -181,7 +189,9 @@ async def pieces(
                 return
 
 
-def _finish(finish: str | None) -> str:
-    if finish not in ("length", "row_full", "no_blocks", "stop"):
-        raise Failed(f"the request was not served: {finish}")
-    return "stop" if finish == "stop" else "length"
+def _finish(output: Output) -> str:
+    if output.finish in ("length", "stop"):
+        return output.finish
+    if output.finish in ("row_full", "no_blocks") and output.tokens:
+        return "length"  # of what the cache holds
+    raise Failed(output.finish)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -39,8 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     wires.check(parser, args)
     stores.check(parser, args)
     commands.keep_programs(not args.no_compile_cache)
-    with contextlib.suppress(KeyboardInterrupt), served(parser, args) as app:
-        _run(parser, args, app)
+    with contextlib.suppress(KeyboardInterrupt), _bound(parser, args) as listening, served(parser, args) as server:
+        _run(args, server, listening)
 
 
 def make_parser() -> commands.Parser:
@@ -97,7 +98,8 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
     from kvjax.interop.metrics import Metrics
 
     from .openai_api import Limits
-    from .serve_app import Served, make_app
+    from .serve_app import make_app
+    from .serve_job import Served
     from .serve_pages import Pages
 
     model, tokenizer = session.load_model(parser, args)
@@ -174,7 +176,19 @@ def _stop_tokens(model: Any, tokenizer: Any, template: chat.Template | None) -> 
     return [*dict.fromkeys([*model.config.eos_token_ids, *([] if end is None else [end])])]
 
 
-def _run(parser: commands.Parser, args: argparse.Namespace, server: Server) -> None:
+def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
+    """A socket at the address to listen at; until it listens, connections are refused."""
+    found = socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((args.host, args.port))
+    except OSError as error:
+        found.close()
+        parser.error(f"--port: {commands.reason(error, f'{args.host}:{args.port}')}")
+    return found
+
+
+def _run(args: argparse.Namespace, server: Server, listening: socket.socket) -> None:
     """Answers requests until SIGTERM or Ctrl-C."""
     import uvicorn
 
@@ -187,15 +201,9 @@ def _run(parser: commands.Parser, args: argparse.Namespace, server: Server) -> N
             await super().shutdown(sockets)
             closing.cancel()
 
-    config = uvicorn.Config(
-        server.app, host=args.host, port=args.port, log_level="warning",
-        timeout_graceful_shutdown=args.grace + WRITE_SECONDS,
-    )  # fmt: skip
-    try:
-        listening = config.bind_socket()
-    except (OSError, SystemExit) as error:
-        parser.error(f"--port: {args.host}:{args.port}: cannot be listened at ({error})")
-    _note(f"serving at http://{args.host}:{listening.getsockname()[1]}/v1")
+    config = uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=args.grace + WRITE_SECONDS)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    _note(f"serving at http://{host}:{listening.getsockname()[1]}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn takes its place, and raises it again when it has ended
     EndingServer(config).run(sockets=[listening])
 

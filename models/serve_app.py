@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import kvjax
 from kvjax.serving import Engine, EngineError, Handle, QueueFull
 
 from . import openai_api
-from .answers import Answer, Failed, Piece, pieces
-from .chat import Template
-from .openai_api import ApiError, Fields, Form, Limits, Usage, Wish
+from .answers import Failed
+from .openai_api import ApiError, Fields, Wish
+from .openai_replies import Form
+from .serve_job import Events, Job, Served, events, failure, while_connected, whole
 from .serve_pages import Pages
 
 try:
@@ -31,7 +30,6 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
-    from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
@@ -39,160 +37,6 @@ RETRY_SECONDS = 1  # that a client is to wait before it tries again
 GONE = 499  # the status of a request whose client has gone away; nobody gets it
 # The arguments of `Engine.submit` by the names that requests have for them.
 _PARAMS = {"samples": "n", "stop_tokens": "stop_token_ids", "max_new_tokens": "max_tokens", "salt": "cache_salt"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """A model as it is served.
-
-    Attributes:
-      name: of the model.
-      tokenizer: a `tokenizers.Tokenizer`, or None: prompts are token ids.
-      template: of chats, or None: there are none.
-      stop_tokens: which end an answer.
-      limits: of requests.
-      names: the engine's.
-      api_key: which requests have to have; None: none.
-      max_body: bytes of a request.
-      max_open: answers that are open at a time.
-    """
-
-    name: str
-    tokenizer: Any
-    template: Template | None
-    stop_tokens: list[int]
-    limits: Limits
-    names: kvjax.Namespaces
-    api_key: str | None = None
-    max_body: int = 4 << 20
-    max_open: int = 256
-
-    def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """The ids of a text; a whole one gets the tokenizer's special tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=is_whole).ids
-
-    def decode(self, tokens: list[int], *, skips_special: bool = True) -> str:
-        """The text of ids."""
-        if self.tokenizer is None:
-            return " ".join(map(str, tokens))
-        return self.tokenizer.decode(tokens, skip_special_tokens=skips_special)
-
-    def decode_all(self, tokens: list[int]) -> str:
-        """The text of ids, special ones included."""
-        return self.decode(tokens, skips_special=False)
-
-
-class Job:
-    """The answers of one request, which an engine computes.
-
-    Args:
-      prompts: token ids.
-      handles: of each prompt's samples.
-      stop_tokens: of the engine's requests.
-    """
-
-    def __init__(
-        self, served: Served, pages: Pages, wish: Wish, prompts: list[list[int]], handles: list[list[Handle]],
-        stop_tokens: list[int],
-    ):  # fmt: skip
-        self._served, self._pages, self._wish, self._stop_tokens = served, pages, wish, frozenset(stop_tokens)
-        self._leaders = [of_prompt[0] for of_prompt in handles]
-        self._choices = [
-            (handle, Answer(served.decode, prompt, wish.stop))
-            for prompt, of_prompt in zip(prompts, handles, strict=True)
-            for handle in of_prompt
-        ]
-        self._num_tokens = [0] * len(self._choices)
-        self.usage = Usage(prompt=sum(map(len, prompts)))
-
-    @property
-    def size(self) -> int:
-        """The number of choices."""
-        return len(self._choices)
-
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """The pieces of all choices, as they come, each with the choice's index."""
-        queue = asyncio.Queue[tuple[int, Piece | Exception]]()
-        options: Any = {"listens": self._wish.streams, "has_top": self._served.limits.top_logprobs > 0}
-
-        async def pump(index: int, handle: Handle, answer: Answer) -> None:
-            try:
-                async for piece in pieces(handle, answer, self._stop_tokens, **options):
-                    queue.put_nowait((index, piece))
-            except Exception as error:
-                queue.put_nowait((index, error))
-
-        tasks = [asyncio.create_task(pump(index, *choice)) for index, choice in enumerate(self._choices)]
-        left = len(tasks)
-        try:
-            while left:
-                index, piece = await queue.get()
-                if isinstance(piece, Exception):
-                    raise piece
-                left -= piece.finish is not None
-                self._count(index, piece)
-                yield index, piece
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    def _count(self, index: int, piece: Piece) -> None:
-        new = piece.num_tokens - self._num_tokens[index]
-        self._pages.count_tokens(self._choices[index][0], new, is_first=not self._num_tokens[index])
-        self._num_tokens[index] = piece.num_tokens
-        self.usage.completion += new
-        self.usage.cached = sum(handle.output.cached_tokens for handle in self._leaders)
-        if piece.finish is not None:
-            self._pages.count_end(self._choices[index][0], piece.finish, piece.num_tokens)
-
-    def cancel(self) -> None:
-        """Ends what is not over."""
-        for handle, _ in self._choices:
-            if not handle.done:
-                handle.cancel()
-
-
-class Events(Response):
-    """A response of events, which ends with its client."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any]):
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._close = events, close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them."""
-        try:
-            await while_connected(receive, self._send(send))
-        finally:
-            self._close()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._events):
-            async for event in self._events:
-                data = json.dumps(event, ensure_ascii=False)  # of whole characters
-                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
-async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of some work, which is cancelled when the client goes away: then None."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = task, _ = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for one in tasks:
-            one.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Api:
@@ -224,12 +68,12 @@ class Api:
             self._open -= job.size
 
         if wish.streams:
-            return Events(_events(job, form, wish, is_chat=is_chat), close)
+            return Events(events(job, form, wish, is_chat=is_chat), close)
         try:
-            whole = await while_connected(request.receive, _whole(job, form))
+            body = await while_connected(request.receive, whole(job, form))
         finally:
             close()
-        return Response(status_code=GONE) if whole is None else JSONResponse(whole)
+        return Response(status_code=GONE) if body is None else JSONResponse(body)
 
     async def _body(self, request: Request) -> bytes:
         most, body = self._served.max_body, bytearray()
@@ -326,33 +170,6 @@ class Api:
 def _busy(message: str) -> ApiError:
     headers = {"retry-after": str(RETRY_SECONDS)}
     return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
-
-
-async def _whole(job: Job, form: Form) -> dict[str, Any]:
-    choices: list[list[Piece]] = [[] for _ in range(job.size)]
-    async with contextlib.aclosing(job.pieces()) as found:
-        async for index, piece in found:
-            choices[index].append(piece)
-    return form.whole(choices, job.usage)
-
-
-async def _events(job: Job, form: Form, wish: Wish, *, is_chat: bool) -> AsyncGenerator[dict[str, Any]]:
-    try:
-        for index in range(job.size if is_chat else 0):
-            yield form.first(index)
-        async with contextlib.aclosing(job.pieces()) as found:
-            async for index, piece in found:
-                yield form.chunk(index, piece)
-        if wish.includes_usage:
-            yield form.last(job.usage)
-    except (EngineError, Failed) as error:
-        yield failure(error).body
-
-
-def failure(error: Exception) -> ApiError:
-    """The error of a request that the engine has not served."""
-    status = 503 if isinstance(error, EngineError) else 500
-    return ApiError(status, str(error), code="engine_error", kind="server_error")
 
 
 def _has_key(request: Request, key: str) -> bool:

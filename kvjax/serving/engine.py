@@ -49,7 +49,9 @@ class QueueFull(RuntimeError):
 
 
 class Engine[C: (Cache, TieredCache)]:
-    """Serves requests with a model and a cache, of which it is the only owner. It compiles everything when it starts.
+    """Serves requests with a model and a cache, of which it is the only owner.
+
+    Its programs are compiled when it starts; those that move blocks to a host tier or from a store at their first use.
 
     A step that fails costs the cache: the requests that it served end with an `EngineError`, the listener gets the
     event that all is cleared, and the engine goes on with an empty cache.

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from kvjax.serving.requests import Output
@@ -39,7 +39,7 @@ class Handle:
     """A request: an iterator of its tokens, for threads and for asyncio, and its output.
 
     Attributes:
-      output: so far; another thread may be adding to it.
+      output: so far; another thread may be adding to it, one list after the other.
       times: of the request.
       samples: the handles of all samples of the prompt, this one included.
     """
@@ -59,7 +59,7 @@ class Handle:
         return self.times.ended is not None
 
     def cancel(self) -> None:
-        """Ends the request, unless it is over; its row is free two steps later."""
+        """Ends the request, unless it is over; its row is free behind the turns that are under way."""
         if not self.done:
             self._cancel(self)
 
@@ -93,7 +93,7 @@ class Handle:
             number += len(new)
             yield from new
 
-    async def __aiter__(self) -> AsyncIterator[int]:
+    async def __aiter__(self) -> AsyncGenerator[int]:
         number = 0
         async for _ in self.changes():
             new = self.output.tokens[number:]
@@ -101,7 +101,7 @@ class Handle:
             for token in new:
                 yield token
 
-    async def changes(self, *, listens: bool = True) -> AsyncIterator[Output]:
+    async def changes(self, *, listens: bool = True) -> AsyncGenerator[Output]:
         """The output each time that it has changed, for asyncio; the last time it is over.
 
         Args:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -188,9 +189,16 @@ def refused(capsys, *arguments):
 def test_wrong_options_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(serve.commands.jax.config, "update", lambda *_: None)
     folder = ["--checkpoint", str(CHECKPOINT)]
-    assert refused(capsys, "--checkpoint", str(tmp_path / "x")) == f"--checkpoint: {tmp_path}/x: no such folder"
+    folder += ["--port", "0"]
+    assert (
+        refused(capsys, "--port", "0", "--checkpoint", str(tmp_path / "x"))
+        == f"--checkpoint: {tmp_path}/x: no such folder"
+    )
     assert refused(capsys, *folder, "--port", "65536").startswith("--port: got '65536', wanted")
     assert refused(capsys, *folder, "--max-length", "2000").startswith("--max-length: got 2000, wanted at most 1024")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert refused(capsys, *folder, "--port", str(port)) == f"--port: 127.0.0.1:{port}: address already in use"
     (tmp_path / "broken").write_text("{% if %}")
     assert refused(capsys, *folder, "--chat-template", str(tmp_path / "broken")).startswith("--chat-template: chat")
     find = importlib.util.find_spec
@@ -227,10 +235,10 @@ class Running:
         found = self._stack.enter_context(serve.served(parser, args))
         self.engine = found.engine
         config = uvicorn.Config(found.app, log_level="error", port=0)
-        socket = config.bind_socket()
-        self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        listening = config.bind_socket()
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([socket],))
+        self._thread = threading.Thread(target=self._server.run, args=([listening],))
         self._thread.start()
 
     def close(self):
@@ -408,9 +416,9 @@ def test_the_rows_of_a_client_that_goes_away_are_free(server, client, streams):
                 next(response.iter_lines())
                 assert server.engine.running == 4
         else:
-            one.post("/v1/completions", json=body, timeout=0.1)
-    server.wait_for(lambda: server.engine.running == 0 == server.rows)
-    assert len(cancels) == 4 and all(len(handle.output.tokens) < 1000 for handle in cancels)
+            one.post("/v1/completions", json=body, timeout=0.05)
+    server.wait_for(lambda: len(cancels) == 4 and server.engine.running == 0 == server.rows)
+    assert all(len(handle.output.tokens) < 1000 for handle in cancels)
     assert {handle.output.finish for handle in cancels} == {"cancelled"}
     cancels.clear()
     client.completions.create(prompt="alice is in", n=2, max_tokens=4, **GREEDY)
@@ -500,6 +508,68 @@ def test_pages_show_the_cache_and_the_requests(server, client):
     assert float(numbers["kvjax_queried_tokens_total"]) > 0 and "kvjax_num_requests_waiting" in numbers
 
 
+@pytest.mark.long
+def test_samples_are_served_without_the_one_that_was_cancelled_and_in_several_calls(server):
+    engine, tokenizer = server.engine, load(CHECKPOINT)[1]
+    prompt, wanted = recall.encode(prompt_of(PEOPLE[0])), batch()[PEOPLE[0]]
+    with engine._inbox.wake:  # the engine's thread sees all of it at once; it has slots for 32 requests
+        groups = [engine.submit(prompt, max_new_tokens=16, samples=7).samples for _ in range(5)]
+        groups[1][0].cancel()
+    outputs = [handle.result(20) for handles in groups for handle in handles]
+    assert [output.finish for output in outputs] == ["length"] * 7 + ["cancelled"] + ["length"] * 27
+    texts = {f" {tokenizer.decode(output.tokens)}" for output in outputs if output.tokens}
+    assert texts == {wanted}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_engine_that_fails_is_an_error_of_the_api_and_goes_on(server, client, monkeypatch, streams):
+    import openai
+
+    def fails(*_, **__):
+        monkeypatch.undo()
+        raise RuntimeError("broken")
+
+    server.engine.drain(20)
+    monkeypatch.setattr("kvjax.serving.engine_thread.turn", fails)
+    with pytest.raises(openai.APIError, match="the engine failed: RuntimeError: broken") as caught:
+        list(client.completions.create(prompt="alice", stream=streams, **GREEDY))
+    assert streams or caught.value.status_code == 503
+    found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
+    assert (
+        found.choices[0].text == f" {DOCUMENT.facts[PEOPLE[0]]}"
+        and found.usage.prompt_tokens_details.cached_tokens == 0
+    )
+
+
+@pytest.mark.long
+def test_samples_that_the_cache_can_never_hold_are_refused(server, client):
+    import openai
+
+    prompt = recall.encode("alice is in")
+    server.engine.drain(20)
+    with pytest.raises(openai.BadRequestError) as caught:  # 8 of 1,024 tokens are more than 512 blocks of 16
+        client.completions.create(prompt=prompt, n=8, max_tokens=1021, extra_body=ON, **GREEDY)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.long
+def test_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
+    """Some are cancelled before they are admitted, and samples of one prompt are admitted in several calls."""
+    prompt = recall.encode(prompt_of(PEOPLE[0]))
+    running = Running(CHECKPOINT, "--store", str(tmp_path / "store"))
+    try:
+        with running.engine._inbox.wake:
+            handles = [one for _ in range(9) for one in running.engine.submit(prompt, samples=7).samples]
+            for handle in handles[20:50]:
+                handle.cancel()
+        finished = [handle.result(60).finish for handle in handles]
+        assert finished == ["length"] * 20 + ["cancelled"] * 30 + ["length"] * 13
+        running.wait_for(lambda: not running.engine._thread._stored.prefixes)
+    finally:
+        running.close()
+
+
 @contextlib.contextmanager
 def started(folder, *options):
     """A server in a process of its own, which is to be ended by SIGTERM: the process, and its address."""
@@ -540,7 +610,7 @@ def test_sigterm_ends_a_server_and_the_next_one_finds_its_store(tmp_path):
 
 
 def test_a_client_that_goes_away_cancels_what_is_done_for_it():
-    from models.serve_app import while_connected
+    from models.serve_job import while_connected
 
     async def run(*messages):
         ended, received = [], iter(messages)

@@ -192,7 +192,7 @@ def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
         gate, whole = threading.Event(), engine_thread.apply
         monkeypatch.setattr(engine_thread, "apply", lambda *args, **options: (gate.wait(), whole(*args, **options))[1])
         handles = [engine.submit([1])]
-        while engine.waiting:
+        while engine._inbox.queue:
             time.sleep(0.001)
         handles += [engine.submit([n]) for n in range(3)]
         with pytest.raises(QueueFull, match="3 requests wait already") as refused:
