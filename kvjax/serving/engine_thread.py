@@ -182,6 +182,9 @@ class EngineThread(threading.Thread):
             time.sleep(_NAP)
         while len(self._turns) > (self._ahead if self.active else 0):
             self._read(*self._turns.popleft())
+        if self._stored:
+            waiting = [request for request in self.reading if not request.handle.done]
+            self._stored.forget_others({request.leader.number for request in [*waiting, *self.active.values()]})
 
     def _may_take_long(self) -> bool:
         """Whether the next turn may have many steps: nobody waits for tokens, and who comes now would wait anyway."""
@@ -223,7 +226,6 @@ class EngineThread(threading.Thread):
     def _read_prefixes(self, stored: StoredPrefixes) -> None:
         """Begins to read for prompts that are new, and adopts what has come."""
         waiting = {one.leader.number: (one.tokens, one.options["namespace"]) for one in self.reading}
-        stored.forget_others({*waiting, *(request.leader.number for request in self.active.values())})
         if new := {number: prompt for number, prompt in waiting.items() if number not in stored.prefixes}:
             stored.begin(new)
         size = self.spec.block_size
