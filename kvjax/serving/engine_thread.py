@@ -115,7 +115,8 @@ class EngineThread(threading.Thread):
         self._quick = dataclasses.replace(self._scheduler, k=min(FEW, self._scheduler.most_steps(self.spec)))
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
-        self._begin(cache)
+        # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
+        self._begin(jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache))
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""

@@ -131,6 +131,7 @@ def check(kind, seed, tmp_path, monkeypatch):
     return restored, moves.failures
 
 
+@pytest.mark.long
 @each_kind
 def test_answers_are_those_without_a_store_bit_for_bit(kind, tmp_path, monkeypatch):
     restored, failures = check(kind, 1, tmp_path, monkeypatch)
@@ -301,6 +302,15 @@ def test_the_first_loop_waits_no_longer_than_the_patience(tmp_path, monkeypatch)
         assert outputs_of([DOCUMENT, OTHER], store)[0] == [(0, 0), (0, 0)]
         assert time.monotonic() - began < 5
         assert store._in_flight == 0
+
+
+def test_what_has_come_by_then_is_adopted(tmp_path, monkeypatch):
+    with store_in(tmp_path) as store:
+        outputs_of([DOCUMENT], store)
+    with store_in(tmp_path, patience_ms=300) as store:
+        fast, read = store.blocks(np.array(DOCUMENT))[:2], store._read
+        monkeypatch.setattr(store, "_read", lambda *args: (time.sleep(1 if args[0] not in fast else 0), read(*args))[1])
+        assert outputs_of([DOCUMENT], store)[0] == [(32, 32)]
 
 
 def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
