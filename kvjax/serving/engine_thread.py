@@ -263,7 +263,8 @@ class EngineThread(threading.Thread):
         if options.listener is not None or self._stored:
             log = _init_log(self._log_size, self.spec.block_size, self.spec.extra_ids, self.spec.has_recurrent)
         self._state.serving, log, done = turn(
-            self._model, self._state.serving, log, scheduler=scheduler, steps=FEW if scheduler is self._quick else MANY,
+            self._model, self._state.serving, log, scheduler=scheduler, most_steps=MANY,
+            steps=np.int32(FEW if scheduler is self._quick else MANY),
             logits_fn=options.logits_fn, fixed_steps=options.fixed_steps, now=self._state.now(),
         )  # fmt: skip
         self._turns.append((self._turn_number, log, done))

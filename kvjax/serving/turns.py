@@ -117,21 +117,22 @@ def _turn(
     log: Log,
     *,
     scheduler: Scheduler,
-    steps: int,
+    steps: Any,
+    most_steps: int,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Turn]:
-    """Empties the slots of requests that are over, runs the loop for about `steps` steps, and says what it did."""
+    """Empties the slots of requests that are over, runs the loop for about i32[] `steps`, and says what it did."""
     serving = drain(serving)
     before = serving.requests.num_tokens
     serving, log = serve(
         model, serving, log, scheduler=scheduler, steps=steps, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
     )
-    return serving, log, Turn.of(serving, before, steps + scheduler.most_steps(serving.cache.state.spec))
+    return serving, log, Turn.of(serving, before, most_steps + scheduler.most_steps(serving.cache.state.spec))
 
 
 apply = OutermostJit(_apply, static_argnames="scheduler", donate_argnums=0)
 turn = OutermostJit(
-    _turn, static_argnames=("scheduler", "steps", "logits_fn", "fixed_steps"), donate_argnames=("serving", "log")
+    _turn, static_argnames=("scheduler", "most_steps", "logits_fn", "fixed_steps"), donate_argnames=("serving", "log")
 )

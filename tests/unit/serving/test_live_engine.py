@@ -29,6 +29,10 @@ BASE = RNG.integers(0, 40, LENGTH).tolist()
 PROMPTS = [[*BASE[: RNG.integers(0, 60)], *RNG.integers(0, 40, RNG.integers(1, 24)).tolist()] for _ in range(24)]
 
 
+# With k=1 turns of one step and of many are one program. Engines with events share it.
+SHARED = {"scheduler": Scheduler(k=1), "listener": lambda events: None}
+
+
 def empty(spec=SPEC, model=MODEL):
     if spec.has_host:
         return kvjax.tiers.TieredCache.create(spec)
@@ -48,7 +52,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(MODEL, empty(), listener=lambda events: None) as engine:  # with events, as most engines here
+    with Engine(MODEL, empty(), **SHARED) as engine:
         yield engine
 
 
@@ -188,7 +192,7 @@ def test_rows_are_free_two_turns_after_a_cancel(engine):
 
 
 def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
-    with Engine(MODEL, empty(), max_waiting=3, listener=lambda events: None) as engine:
+    with Engine(MODEL, empty(), max_waiting=3, **SHARED) as engine:
         gate, whole = threading.Event(), engine_thread.apply
         monkeypatch.setattr(engine_thread, "apply", lambda *args, **options: (gate.wait(), whole(*args, **options))[1])
         handles = [engine.submit([1])]
@@ -221,7 +225,7 @@ def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens
         return whole(model, serving, log, **options)
 
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
-    with Engine(MODEL, empty(spec), listener=found.append) as engine:
+    with Engine(MODEL, empty(spec), **SHARED | {"listener": found.append}) as engine:
         assert engine.submit(PROMPTS[3], max_new_tokens=NEW).result(60).tokens == tokens[3]
         monkeypatch.setattr(engine_thread, "turn", failing)
         handles = [engine.submit(prompt, max_new_tokens=90) for prompt in PROMPTS[:2]]
@@ -241,7 +245,7 @@ def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
     def failing(*args, **options):
         raise RuntimeError("no device")
 
-    engine = Engine(MODEL, empty(), listener=lambda events: None)
+    engine = Engine(MODEL, empty(), **SHARED)
     monkeypatch.setattr(engine_thread, "turn", failing)
     monkeypatch.setattr(threading, "excepthook", lambda error: None)  # pytest's own would report the thread's end
     handles = [engine.submit([n], max_new_tokens=90) for n in range(3)]
