@@ -306,6 +306,8 @@ class StoredPrefixes:
             return
         texts = np.stack([np.asarray(part).astype("<i4") for part in log.text.parts().values()], axis=1)
         state = self.state.cache.state
+        if len(self.hashes) > 4 * self.spec.groups[0].num_ids:  # most are of blocks that are gone; `_hash` finds others
+            self.hashes.clear()
         for of_group, group in enumerate(state.groups):
             found, rows = dict[Block, int](), np.asarray(group.pool_row(group.ids))
             fill, generations = np.asarray(group.blocks.fill), np.asarray(group.blocks.generation)
