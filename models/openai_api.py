@@ -16,7 +16,7 @@ from typing import Any
 import kvjax
 
 MOST_INT = 2**30
-MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT = 4, 1024, 256
+MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT, MOST_BIASES = 4, 1024, 256, 300
 
 
 class ApiError(Exception):
@@ -75,6 +75,7 @@ class Wish:
     Attributes:
       max_tokens: None: as many as fit.
       sampling, seed, priority: as of `Engine.submit`; a random seed without one.
+      penalties: as of `Penalties.of`; None: the request has none.
       n: samples.
       stop: strings.
       stop_tokens: besides the model's.
@@ -86,6 +87,7 @@ class Wish:
 
     max_tokens: int | None
     sampling: kvjax.Sampling
+    penalties: dict[str, Any] | None
     seed: int
     n: int
     stop: list[str]
@@ -172,13 +174,31 @@ def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
             temperature=fields.number("temperature", 1.0, 0.0, 100.0),
             top_k=max(fields.integer("top_k", 0, -1), 0), top_p=top_p, min_tokens=fields.integer("min_tokens", 0, 0),
         ),
-        seed=secrets.randbits(31) if seed is None else seed % 2**32,
+        penalties=_penalties(fields), seed=secrets.randbits(31) if seed is None else seed % 2**32,
         n=fields.integer("n", 1, 1, limits.samples), stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
         stop_tokens=stop_tokens, ignores_eos=fields.flag("ignore_eos"),
         logprobs=_logprobs(fields, limits, is_chat=is_chat), priority=-fields.integer("priority", 0),
         salt=salts[0] if salts else None, streams=fields.flag("stream"),
         includes_usage=Fields(options if isinstance(options, dict) else {}).flag("include_usage"),
     )  # fmt: skip
+
+
+def _penalties(fields: Fields) -> dict[str, Any] | None:
+    bias = fields.get("logit_bias", {})
+    if not isinstance(bias, dict) or len(bias) > MOST_BIASES or not all(map(_is_bias, bias, bias.values())):
+        wanted = f"an object of at most {MOST_BIASES} token ids, each with a number from -100 to 100"
+        raise refuse("logit_bias", bias, wanted)
+    found = {
+        "frequency": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        "presence": fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        "bias": {int(token): float(value) for token, value in bias.items()},
+    }
+    return found if any(found.values()) else None
+
+
+def _is_bias(token: str, value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return token.isascii() and token.isdecimal() and len(token) < 10 and is_number and -100 <= value <= 100
 
 
 def _logprobs(fields: Fields, limits: Limits, *, is_chat: bool) -> int | None:
@@ -193,10 +213,7 @@ def _logprobs(fields: Fields, limits: Limits, *, is_chat: bool) -> int | None:
 
 def _check_unserved(fields: Fields) -> None:
     """Refuses fields that would change an answer, and are not served."""
-    for name in ("frequency_penalty", "presence_penalty"):
-        if fields.number(name, 0.0, -2.0, 2.0):
-            raise refuse(name, fields.get(name), "0: penalties are not served")
-    for name in ("logit_bias", "tools", "functions", "suffix", "echo", "audio"):
+    for name in ("tools", "functions", "suffix", "echo", "audio"):
         if fields.get(name):
             raise refuse(name, fields.get(name), "none: it is not served")
     if fields.get("best_of", 1) not in (1, fields.get("n", 1)):

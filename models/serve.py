@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import kvjax
 from kvjax.interop import together
-from kvjax.serving import Engine, Scheduler
+from kvjax.serving import Engine, Penalties, Scheduler, penalize
 
 from . import chat, commands, session, stores, wires
 from .commands import number
+from .openai_api import MOST_BIASES, Limits
 from .session import MOST, SIZES
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
@@ -97,7 +98,6 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
     from kvjax.interop.metrics import Metrics
 
-    from .openai_api import Limits
     from .serve_app import make_app
     from .serve_job import Served
     from .serve_pages import Pages
@@ -165,6 +165,7 @@ def _engine(
         return Engine(
             model, cache, scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), max_waiting=args.max_waiting,
             num_stop_tokens=STOP_TOKENS, top_logprobs=args.top_logprobs, store=store, names=names, listener=listener,
+            logits_fn=penalize, logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))

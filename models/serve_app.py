@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from kvjax.serving import Engine, EngineError, Handle, QueueFull
+from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
 from . import openai_api
 from .answers import Failed
@@ -113,13 +113,13 @@ class Api:
         size = len(prompts) * wish.n
         if self._open + size > served.max_open:
             raise _busy(f"{self._open:,} answers are open, of at most {served.max_open:,}")
-        handles = list[list[Handle]]()
+        handles, state = list[list[Handle]](), self._penalties(wish)
         try:
             for prompt, max_new_tokens in zip(prompts, lengths, strict=True):
                 handle = self._engine.submit(
                     prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
                     stop_tokens=stop_tokens, namespace=served.names(salt=wish.salt), priority=wish.priority,
-                    samples=wish.n,
+                    samples=wish.n, logits_state=state,
                 )  # fmt: skip
                 handles.append(handle.samples)
         except Exception as error:
@@ -134,6 +134,14 @@ class Api:
             raise ApiError(400, f"{name}: {rest}", name) from None
         self._open += size
         return Job(served, self._pages, wish, prompts, handles, stop_tokens)
+
+    def _penalties(self, wish: Wish) -> Penalties | None:
+        if wish.penalties is None:
+            return None
+        most = self._engine.vocabulary - 1
+        if (largest := max(wish.penalties["bias"], default=0)) > most:
+            raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
+        return Penalties.of(self._engine.spec.max_length, **wish.penalties, most=openai_api.MOST_BIASES)
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""

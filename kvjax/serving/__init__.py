@@ -10,6 +10,7 @@ from kvjax.serving.generation import Progress, generate, run_batch, stream
 from kvjax.serving.handle import EngineError, Handle, Times
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.options import Scheduler
+from kvjax.serving.penalties import Penalties, penalize
 from kvjax.serving.requests import Finish, Output, Requests, Serving, init_serving, results
 from kvjax.serving.rollout import Rollout, rollout, rollout_log
 from kvjax.serving.sampling import Sampling
@@ -20,8 +21,8 @@ from kvjax.serving.submit import cancel, drain, submit
 
 __all__ = [
     "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output",
-    "Progress", "QueueFull", "Requests", "Rollout", "Rows", "Sampling", "Scheduler", "Serving", "Times", "cancel",
-    "compiler_options", "decode", "decode_log", "drain", "generate", "init_serving", "results", "rollout",
-    "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step", "stream",
-    "submit", "what_if", "worst_step",
+    "Penalties", "Progress", "QueueFull", "Requests", "Rollout", "Rows", "Sampling", "Scheduler", "Serving", "Times",
+    "cancel", "compiler_options", "decode", "decode_log", "drain", "generate", "init_serving", "penalize", "results",
+    "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step",
+    "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
@@ -77,6 +78,7 @@ class Engine[C: (Cache, TieredCache)]:
         listener: Listener | None = None,
         clock: Callable[[], int] | None = None,
         logits_fn: LogitsFn | None = None,
+        logits_state: Any = None,
         fixed_steps: bool = False,
     ):
         """Starts an engine.
@@ -93,7 +95,8 @@ class Engine[C: (Cache, TieredCache)]:
           names: the `Namespaces` of the requests; None: any number will do.
           listener: as of `generate`; called on the engine's thread.
           clock: as of `generate`.
-          logits_fn: as of `generate`.
+          logits_fn: as of `generate`; with a `logits_state` as of `rollout`.
+          logits_state: a tree of numpy arrays; what `logits_fn` keeps of a request that is submitted without one.
           fixed_steps: as of `generate`.
 
         Raises:
@@ -111,6 +114,9 @@ class Engine[C: (Cache, TieredCache)]:
             raise ValueError("cache: got one with rows in use, wanted one without")
         if store is not None:
             store.check(self.spec, [0], names)
+        if logits_state is not None and logits_fn is None:
+            raise ValueError("logits_state: got one, wanted None without a logits_fn")
+        self._logits_state = jax.tree.map(np.asarray, logits_state)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         self._stop_tokens = static_int("num_stop_tokens", num_stop_tokens, 1)
         slots = static_int("max_requests", 4 * self.spec.max_seqs if max_requests is None else max_requests, 1)
@@ -119,7 +125,8 @@ class Engine[C: (Cache, TieredCache)]:
         self._most_tokens = most_tokens(cache.state, options.scheduler)
         self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
         self._numbers, self._inbox = itertools.count(), Inbox()
-        self._thread = EngineThread(model, cache, options, self._inbox, slots, self._stop_tokens)
+        sizes = slots, self._stop_tokens, self._logits_state
+        self._thread = EngineThread(model, cache, options, self._inbox, *sizes)
         self._thread.start()
 
     def submit(
@@ -134,6 +141,7 @@ class Engine[C: (Cache, TieredCache)]:
         priority: int = 0,
         samples: int = 1,
         timeout: float | None = None,
+        logits_state: Any = None,
     ) -> Handle:
         """Submits a request, from any thread.
 
@@ -147,6 +155,7 @@ class Engine[C: (Cache, TieredCache)]:
           priority: higher first.
           samples: outputs of the prompt, which is computed once; see the handle's `samples`.
           timeout: seconds after which it is cancelled.
+          logits_state: what `logits_fn` gets with its first logits; None: as of the engine.
 
         Raises:
           ValueError: naming the argument.
@@ -167,6 +176,7 @@ class Engine[C: (Cache, TieredCache)]:
             self._store.root(namespace)
         options = {
             "sampling": sampling or Sampling(), "stop": stop, "priority": int(priority), "namespace": int(namespace),
+            "logits_state": self._checked_state(logits_state),
         }  # fmt: skip
         unlimited = len(tokens) + static_int("max_new_tokens", max_new_tokens, 1)
         limits = {
@@ -201,6 +211,14 @@ class Engine[C: (Cache, TieredCache)]:
         if len(tokens) > self.spec.max_length:
             raise ValueError(f"prompt: got {len(tokens)} tokens, wanted at most {self.spec.max_length}")
         return tokens
+
+    def _checked_state(self, state: Any) -> Any:
+        if state is None:
+            return self._logits_state
+        (got, tree), (wanted, own) = map(jax.tree.flatten, (state, self._logits_state))
+        if tree != own or any(np.shape(one) != two.shape for one, two in zip(got, wanted, strict=True)):
+            raise ValueError(f"logits_state: got {reprlib.repr(state)}, wanted arrays like those of the engine")
+        return state
 
     def _cancel(self, handle: Handle) -> None:
         with self._inbox.wake:

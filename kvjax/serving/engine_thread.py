@@ -33,7 +33,7 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Output, Stage, init_serving
 from kvjax.serving.runner import HostTier
 from kvjax.serving.stored import StoredPrefixes
-from kvjax.serving.turns import Entries, Turn, apply, turn
+from kvjax.serving.turns import Entries, Turn, apply, for_each, turn
 from kvjax.state import CacheState
 from kvjax.tiered import TieredCache
 from kvjax.verbs.control import reset
@@ -105,12 +105,14 @@ class EngineThread(threading.Thread):
     """
 
     def __init__(
-        self, model: Model, cache: Any, options: RunOptions, inbox: Inbox, max_requests: int, num_stop_tokens: int
-    ):
+        self, model: Model, cache: Any, options: RunOptions, inbox: Inbox, max_requests: int, num_stop_tokens: int,
+        logits_state: Any,
+    ):  # fmt: skip
         """Compiles everything; `cache` is donated. The thread is still to be started."""
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec, self._model, self._options, self._inbox = cache.state.spec, model, options, inbox
         self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None
+        self._logits_state = logits_state
         self._scheduler = options.scheduler
         self._quick = dataclasses.replace(self._scheduler, k=min(FEW, self._scheduler.most_steps(self.spec)))
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
@@ -124,6 +126,7 @@ class EngineThread(threading.Thread):
         serving = init_serving(
             cache.cache if is_tiered else cache, [self.spec.max_length + 1] * self._slots, width=self.spec.max_length,
             num_stop_tokens=self._stop_tokens, top_logprobs=self._options.top_logprobs,
+            logits_state=jax.device_put(for_each(self._logits_state, self._slots)),
         )  # fmt: skip
         host, rows = cache.host if is_tiered else None, np.ones((self.spec.max_seqs,), np.bool_)
         self._state: GenerationState[Any] = GenerationState(serving, host, rows, self._options)
@@ -234,7 +237,8 @@ class EngineThread(threading.Thread):
 
     def _apply(self, chosen: list[Request], cancelled: list[Request]) -> None:
         """Submits and cancels requests by one call."""
-        entries, start, at = Entries.none(ENTRIES, self._entry_tokens, self._stop_tokens), 0, {}
+        entries = Entries.none(ENTRIES, self._entry_tokens, self._stop_tokens, self._logits_state)
+        start, at = 0, {}
         for n, request in enumerate(chosen):
             request.slot = self._free.popleft()
             request.generation, request.since = self._generations[request.slot], self._turn_number
@@ -249,7 +253,9 @@ class EngineThread(threading.Thread):
             entries.stop_tokens[n, : len(options["stop"])] = options["stop"]
             for name in ("priority", "namespace", "seed"):
                 getattr(entries, name)[n] = options[name]
-            for leaf, value in zip(*map(jax.tree.leaves, (entries.sampling, options["sampling"])), strict=True):
+            of_request = options["sampling"], options["logits_state"]
+            leaves = map(jax.tree.leaves, ((entries.sampling, entries.logits_state), of_request))
+            for leaf, value in zip(*leaves, strict=True):
                 leaf[n] = value
         for n, request in enumerate(cancelled):
             entries.cancelled[n] = request.slot, request.generation

@@ -31,6 +31,7 @@ class Entries(Pytree):
       sampling: of each, [R].
       stop_tokens: i32[R, K].
       cancelled: i32[R, 2]; slots and generations; -1: none.
+      logits_state: a tree of arrays [R, ...]; or None.
     """
 
     tokens: Any
@@ -44,19 +45,25 @@ class Entries(Pytree):
     sampling: Sampling
     stop_tokens: Any
     cancelled: Any
+    logits_state: Any
 
     @classmethod
-    def none(cls, entries: int, tokens: int, stop_tokens: int) -> Entries:
-        """No requests: arrays to be written."""
+    def none(cls, entries: int, tokens: int, stop_tokens: int, logits_state: Any = None) -> Entries:
+        """No requests: arrays to be written; `logits_state` is that of one request."""
 
         def full(value: int = 0, *shape: int) -> np.ndarray:
             return np.full((entries, *shape), value, np.int32)
 
-        sampling = jax.tree.map(lambda leaf: np.full((entries,), leaf, leaf.dtype), Sampling())
+        sampling, logits_state = for_each((Sampling(), logits_state), entries)
         return cls(
             np.zeros((tokens,), np.int32), full(), full(), full(-1), full(), full(), full(-1),
-            np.zeros((entries,), np.uint32), sampling, full(-1, stop_tokens), full(-1, 2),
+            np.zeros((entries,), np.uint32), sampling, full(-1, stop_tokens), full(-1, 2), logits_state,
         )  # fmt: skip
+
+
+def for_each(tree: Any, number: int) -> Any:
+    """The arrays of a tree, one for each of so many entries, to be written."""
+    return jax.tree.map(lambda leaf: np.tile(leaf, (number, *[1] * np.ndim(leaf))), tree)
 
 
 def _apply(serving: Serving, entries: Entries, scheduler: Scheduler) -> tuple[Serving, jax.Array]:
@@ -65,7 +72,7 @@ def _apply(serving: Serving, entries: Entries, scheduler: Scheduler) -> tuple[Se
     serving, status, _, _ = submit(
         serving, entries.tokens, entries.lengths, entries.max_new_tokens, scheduler=scheduler, slots=entries.slots,
         priority=entries.priority, namespace=entries.namespace, seed=entries.seed, sampling=entries.sampling,
-        stop_tokens=entries.stop_tokens, sample_of=entries.sample_of,
+        stop_tokens=entries.stop_tokens, sample_of=entries.sample_of, logits_state=entries.logits_state,
     )  # fmt: skip
     return serving, status
 

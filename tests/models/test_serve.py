@@ -29,6 +29,7 @@ from models.demo import CHECKPOINT
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
 from tests.drive import ROOT, TIMEOUT
 
+BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
 LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
 
 
@@ -133,9 +134,11 @@ def test_fields_become_arguments_of_the_engine():
         ({"cache_salt": ["a", "b"]}, 'cache_salt: got ["a", "b"], wanted at most 1 strings of 1 to 256 characters'),
         ({"cache_salt": "\ud800"}, "cache_salt: got text that is not Unicode"),
         ({"stop_token_ids": [-1]}, "stop_token_ids: got [-1], wanted a list of token ids"),
-        ({"frequency_penalty": 1}, "frequency_penalty: got 1, wanted 0: penalties are not served"),
-        ({"presence_penalty": -0.1}, "presence_penalty: got -0.1, wanted 0: penalties are not served"),
-        ({"logit_bias": {"1": 5}}, 'logit_bias: got {"1": 5}, wanted none: it is not served'),
+        ({"frequency_penalty": 2.1}, "frequency_penalty: got 2.1, wanted a number from -2 to 2"),
+        ({"presence_penalty": "0"}, 'presence_penalty: got "0", wanted a number from -2 to 2'),
+        ({"logit_bias": {"1": 101}}, 'logit_bias: got {"1": 101}, ' + BIASES),
+        ({"logit_bias": {"a": 1}}, 'logit_bias: got {"a": 1}, ' + BIASES),
+        ({"logit_bias": [3]}, "logit_bias: got [3], " + BIASES),
         ({"tools": [{}]}, "tools: got [{}], wanted none: it is not served"),
         ({"best_of": 2}, "best_of: got 2, wanted as many as n"),
     ],
@@ -392,6 +395,20 @@ def test_logprobs_are_those_of_the_chosen_tokens(client):
 
 
 @pytest.mark.long
+def test_biases_and_penalties_change_the_tokens_of_those_who_ask(client):
+    options = {"prompt": prompt_of(PEOPLE[0]), "max_tokens": 6, "extra_body": ON, **GREEDY}
+    (token,) = recall.encode("paris")
+
+    def words(**fields):
+        return client.completions.create(**options, **fields).choices[0].text.split()
+
+    assert words(logit_bias={token: 100}) == ["paris"] * 6
+    penalized = words(logit_bias={token: 12}, frequency_penalty=2, presence_penalty=2)
+    assert 1 <= penalized.count("paris") < 6
+    assert words() == batch()[PEOPLE[0]].split()[:6]
+
+
+@pytest.mark.long
 def test_salts_share_nothing(client):
     def cached(salt):
         extra = {} if salt is None else {"cache_salt": salt}
@@ -438,7 +455,8 @@ def test_bad_requests_are_errors_of_the_api(server, client):
         return caught.value.status_code, caught.value.param, caught.value.code
 
     assert error(openai.BadRequestError, n=9) == (400, "n", None)
-    assert error(openai.BadRequestError, frequency_penalty=1) == (400, "frequency_penalty", None)
+    assert error(openai.BadRequestError, frequency_penalty=3) == (400, "frequency_penalty", None)
+    assert error(openai.BadRequestError, logit_bias={"100000": 1}) == (400, "logit_bias", None)
     assert error(openai.BadRequestError, prompt=[249]) == (400, "prompt", None)
     assert error(openai.BadRequestError, prompt="") == (400, "prompt", None)
     assert error(openai.BadRequestError, prompt="a " * 1024) == (400, "prompt", "context_length_exceeded")
