@@ -2,7 +2,7 @@
 """The thread of an engine: it has the cache, and runs turn after turn while there is something to do.
 
 choose    of what has come, requests whose prefixes have been read go in by one call, and cancels with them
-dispatch  the loop of the scheduler runs: one step while somebody waits for tokens, else many
+dispatch  the loop of the scheduler runs: few steps while somebody waits for tokens, else many
 read      what a turn did is read when the next one is under way, unless a host tier or a store has to come between
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from kvjax._compile import OutermostJit
 from kvjax.cache import Cache
-from kvjax.events.log import EventLog, init_log
+from kvjax.events.log import EventLog
 from kvjax.events.records import Status
 from kvjax.model import Model
 from kvjax.pools.host import init_host_pools
@@ -29,19 +29,18 @@ from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.inputs import RunOptions
 from kvjax.serving.interrupt import GenerationState
-from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Output, Stage, init_serving
 from kvjax.serving.runner import HostTier
 from kvjax.serving.stored import StoredPrefixes
-from kvjax.serving.turns import Entries, Turn, apply, for_each, turn
+from kvjax.serving.turns import Done, Entries, Turn, apply, for_each, turn
 from kvjax.state import CacheState
 from kvjax.tiered import TieredCache
 from kvjax.verbs.control import reset
 
-ENTRIES, FEW, MANY = 16, 1, 32  # requests of one call; steps of a turn while somebody waits for tokens, and else
+ENTRIES, MANY = 16, 32  # requests of one call; the most steps of a turn
+PACE = 0.02  # seconds of a turn while somebody waits for tokens
 _NAP = 0.001  # seconds between two looks at a store's reads, if there is nothing else to do
 
-_init_log = OutermostJit(init_log, static_argnums=(0, 1, 2, 3))
 _copy = OutermostJit(lambda state: jax.tree.map(jnp.copy, state))
 _reset = OutermostJit(reset)
 
@@ -114,7 +113,7 @@ class EngineThread(threading.Thread):
         self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None
         self._logits_state = logits_state
         self._scheduler = options.scheduler
-        self._quick = dataclasses.replace(self._scheduler, k=min(FEW, self._scheduler.most_steps(self.spec)))
+        self._quick = dataclasses.replace(self._scheduler, k=1)
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
         # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
@@ -136,15 +135,18 @@ class EngineThread(threading.Thread):
         self._free, self._generations = deque(range(self._slots)), [0] * self._slots
         self.active: dict[int, Request] = {}
         self.reading = list[Request]()
-        self._turns: deque[tuple[int, EventLog | None, Turn]] = deque()  # not read yet
+        self._turns: deque[tuple[int, float, EventLog | None, Turn]] = (
+            deque()
+        )  # not read yet; when they were dispatched
         self._statuses: deque[tuple[int, list[Request], jax.Array]] = deque()  # likewise
-        self._turn_number = 0
+        self._turn_number, self._read_at, self._step_seconds = 0, 0.0, PACE
         worst = worst_step(self.spec, self._scheduler) + admission_events(self.spec, serving.width)
-        self._log_size = 3 * worst + MANY * self.spec.max_seqs * len(self.spec.groups) // 2
+        listens = self._options.listener is not None or self._stored
+        self._log_size = 3 * worst + MANY * self.spec.max_seqs * len(self.spec.groups) // 2 if listens else 0
         self._entry_tokens = min(ENTRIES, self.spec.max_seqs) * self.spec.max_length
         self._apply([], [])
-        for scheduler in (self._quick, self._scheduler):
-            self._dispatch(scheduler)
+        for steps in (1, MANY):
+            self._dispatch(steps)
         while self._turns:
             self._read(*self._turns.popleft())
         jax.block_until_ready(_copy(self._state.cache.state))
@@ -181,7 +183,7 @@ class EngineThread(threading.Thread):
             self.reading = self.reading[len(chosen) :]  # not before: after an error the others are chosen again
         if self.active:
             self._tier.empty_blocks()
-            self._dispatch(self._scheduler if self._may_take_long() else self._quick)
+            self._dispatch(self._choose_steps())
         elif self.reading and not self._turns:
             time.sleep(_NAP)
         while len(self._turns) > (self._ahead if self.active else 0):
@@ -190,10 +192,14 @@ class EngineThread(threading.Thread):
             waiting = [request for request in self.reading if not request.handle.done]
             self._stored.forget_others({request.leader.number for request in [*waiting, *self.active.values()]})
 
-    def _may_take_long(self) -> bool:
-        """Whether the next turn may have many steps: nobody waits for tokens, and who comes now would wait anyway."""
+    def _choose_steps(self) -> int:
+        """Steps of the next turn: more than one if all rows run, since who comes now would wait anyway."""
         running = [request.handle for request in self.active.values() if not request.handle.done]
-        return len(running) >= self.spec.max_seqs and not any(handle.listens for handle in running)
+        if len(running) < self.spec.max_seqs:
+            return 1
+        if not any(handle.listens for handle in running):
+            return MANY
+        return int(min(max(PACE / self._step_seconds, 1), MANY))
 
     def _take_cancels(self) -> list[Request]:
         """Requests to cancel that the scheduler has, at most so many as one call takes; others end at once."""
@@ -263,22 +269,23 @@ class EngineThread(threading.Thread):
         if chosen:
             self._statuses.append((self._turn_number, chosen, status))
 
-    def _dispatch(self, scheduler: Scheduler) -> None:
+    def _dispatch(self, steps: int) -> None:
         """Starts a turn."""
-        options, log = self._options, None
-        if options.listener is not None or self._stored:
-            log = _init_log(self._log_size, self.spec.block_size, self.spec.extra_ids, self.spec.has_recurrent)
+        options = self._options
         self._state.serving, log, done = turn(
-            self._model, self._state.serving, log, scheduler=scheduler, most_steps=MANY,
-            steps=np.int32(FEW if scheduler is self._quick else MANY),
-            logits_fn=options.logits_fn, fixed_steps=options.fixed_steps, now=self._state.now(),
+            self._model, self._state.serving, scheduler=self._scheduler if steps == MANY else self._quick,
+            steps=np.int32(steps), most_steps=MANY, log_size=self._log_size, logits_fn=options.logits_fn,
+            fixed_steps=options.fixed_steps, now=self._state.now(),
         )  # fmt: skip
-        self._turns.append((self._turn_number, log, done))
+        self._turns.append((self._turn_number, time.monotonic(), log, done))
         self._turn_number += 1
 
-    def _read(self, number: int, log: EventLog | None, done: Turn) -> None:
+    def _read(self, number: int, dispatched_at: float, log: EventLog | None, done: Turn) -> None:
         """Reads what a turn did: new tokens, requests that are over, and slots that are empty again."""
-        result: Any = jax.device_get(done)
+        result = done.read()
+        began_at, self._read_at = max(dispatched_at, self._read_at), time.monotonic()
+        if result.steps:
+            self._step_seconds = (self._read_at - began_at) / result.steps
         while self._statuses and self._statuses[0][0] <= number:
             _, requests, statuses = self._statuses.popleft()
             for request, status in zip(requests, np.asarray(statuses).tolist(), strict=False):
@@ -309,7 +316,7 @@ class EngineThread(threading.Thread):
         self._free.append(request.slot)
         self._generations[request.slot] = generation
 
-    def _update(self, request: Request, result: Any) -> None:
+    def _update(self, request: Request, result: Done) -> None:
         """Adds a turn's tokens to a request's output."""
         slot, handle = request.slot, request.handle
         before, after = int(result.before[slot]), int(result.num_tokens[slot])
@@ -334,13 +341,13 @@ class EngineThread(threading.Thread):
 
         handle.update(change, ended=finish != Finish.NONE)
 
-    def _move(self, result: Any) -> None:
+    def _move(self, result: Done) -> None:
         """Moves blocks between the tiers for which the loop has stopped."""
         tier, requests = self._tier, self._state.serving.requests
         if result.refused == 1:
             tier.empty_refused()
         if result.onboard_slot >= 0:
-            tier.onboard(jax.device_get(requests), int(result.onboard_slot), int(np.argmax(result.row < 0)))
+            tier.onboard(jax.device_get(requests), result.onboard_slot, int(np.argmax(result.row < 0)))
         while tier.swap():
             pass
 

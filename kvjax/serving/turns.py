@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kvjax._arrays import Pytree, pick, runs
 from kvjax._compile import OutermostJit
-from kvjax.events.log import Log
+from kvjax.events.log import Log, init_log
 from kvjax.model import Model
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
@@ -77,69 +80,95 @@ def _apply(serving: Serving, entries: Entries, scheduler: Scheduler) -> tuple[Se
     return serving, status
 
 
+_OF_REQUESTS = "stage", "finish", "generation", "cached", "preemptions", "num_tokens"
+
+
 class Turn(Pytree):
-    """The results of a turn, in arrays of their own: the next turn may take the requests before these are read.
+    """What a turn did, in three arrays of their own: the next turn may take the requests before these are read.
 
     Attributes:
-      stage, finish, generation, cached, preemptions: i32[W]; of the requests.
-      before, num_tokens: i32[W]; tokens of each before and after it.
-      tokens: i32[W, N]; the new ones.
-      logprobs: f32[W, N].
-      top: i32[W, N, T] and f32[W, N, T], or None.
-      row: i32[S]; the slot of each row's request.
-      onboard_slot, refused: i32[]; of `Serving`.
+      numbers: i32[3 + S]; steps of the model; `onboard_slot`, `refused` and `row` of `Serving`.
+      requests: i32[7, W]; `_OF_REQUESTS`; and the tokens of each before the turn.
+      tokens: i32[2 + 2 T, W, N]; new ones, bits of their log-probabilities; the same of the T likeliest.
     """
 
-    stage: jax.Array
-    finish: jax.Array
-    generation: jax.Array
-    cached: jax.Array
-    preemptions: jax.Array
-    before: jax.Array
-    num_tokens: jax.Array
+    numbers: jax.Array
+    requests: jax.Array
     tokens: jax.Array
-    logprobs: jax.Array
-    top: tuple[jax.Array, jax.Array] | None
-    row: jax.Array
-    onboard_slot: jax.Array
-    refused: jax.Array
 
     @classmethod
-    def of(cls, serving: Serving, before: jax.Array, width: int) -> Turn:
-        """The turn that has led here from requests with `before` i32[W] tokens."""
+    def of(cls, serving: Serving, steps: jax.Array, before: jax.Array, width: int) -> Turn:
+        """The turn that has led here from so many steps i32[] and from requests with `before` i32[W] tokens."""
         requests: Requests = serving.requests
-        at = runs(requests.start + before, width)
-        names = "stage", "finish", "generation", "cached", "preemptions", "num_tokens"
-        return cls(
-            before=before, tokens=pick(requests.text, at), logprobs=pick(requests.logprobs, at),
-            top=None if requests.top is None else pick(requests.top, at), row=serving.row,
-            onboard_slot=serving.onboard_slot, refused=serving.refused,
-            **{name: getattr(requests, name) for name in names},
+        at, bits = (
+            runs(requests.start + before, width),
+            functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32),
+        )
+        columns = [pick(requests.text, at), bits(pick(requests.logprobs, at))]
+        if requests.top is not None:
+            tokens, logprobs = pick(requests.top, at)
+            columns += [*jnp.moveaxis(tokens, -1, 0), *jnp.moveaxis(bits(logprobs), -1, 0)]
+        numbers = jnp.stack([serving.steps - steps, serving.onboard_slot, serving.refused])
+        of_requests = jnp.stack([*(getattr(requests, name) for name in _OF_REQUESTS), before])
+        return cls(jnp.concatenate([numbers, serving.row]), of_requests, jnp.stack(columns))
+
+    def read(self) -> Done:
+        """The same on the host."""
+        numbers, requests, columns = jax.device_get((self.numbers, self.requests, self.tokens))
+        half = (len(columns) - 2) // 2
+        likeliest, logprobs = np.moveaxis(columns[2 : 2 + half], 0, -1), np.moveaxis(columns[2 + half :], 0, -1)
+        top = (likeliest, np.ascontiguousarray(logprobs).view(np.float32)) if half else None
+        steps, onboard_slot, refused = numbers[:3].tolist()
+        return Done(
+            steps, onboard_slot, refused, row=numbers[3:], tokens=columns[0], logprobs=columns[1].view(np.float32),
+            top=top, **dict(zip((*_OF_REQUESTS, "before"), requests, strict=True)),
         )  # fmt: skip
+
+
+class Done(NamedTuple):
+    """What a turn did, in numpy arrays."""
+
+    steps: int
+    onboard_slot: int
+    refused: int
+    row: np.ndarray  # i32[S]
+    stage: np.ndarray  # i32[W], as those below
+    finish: np.ndarray
+    generation: np.ndarray
+    cached: np.ndarray
+    preemptions: np.ndarray
+    num_tokens: np.ndarray
+    before: np.ndarray
+    tokens: np.ndarray  # i32[W, N]
+    logprobs: np.ndarray  # f32[W, N]
+    top: tuple[np.ndarray, np.ndarray] | None  # i32[W, N, T] and f32[W, N, T]
 
 
 def _turn(
     model: Model,
     serving: Serving,
-    log: Log,
     *,
     scheduler: Scheduler,
     steps: Any,
     most_steps: int,
+    log_size: int,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Turn]:
     """Empties the slots of requests that are over, runs the loop for about i32[] `steps`, and says what it did."""
-    serving = drain(serving)
-    before = serving.requests.num_tokens
+    spec, serving = serving.cache.state.spec, drain(serving)
+    log = init_log(log_size, spec.block_size, spec.extra_ids, spec.has_recurrent) if log_size else None
+    before = serving.steps, serving.requests.num_tokens
     serving, log = serve(
         model, serving, log, scheduler=scheduler, steps=steps, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
     )
-    return serving, log, Turn.of(serving, before, most_steps + scheduler.most_steps(serving.cache.state.spec))
+    return serving, log, Turn.of(serving, *before, most_steps + scheduler.most_steps(spec))
 
 
 apply = OutermostJit(_apply, static_argnames="scheduler", donate_argnums=0)
 turn = OutermostJit(
-    _turn, static_argnames=("scheduler", "most_steps", "logits_fn", "fixed_steps"), donate_argnames=("serving", "log")
+    _turn,
+    static_argnames=("scheduler", "most_steps", "log_size", "logits_fn", "fixed_steps"),
+    donate_argnames="serving",
 )

@@ -217,12 +217,12 @@ def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
 def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens):
     found, whole, left = [], engine_thread.turn, [3]
 
-    def failing(model, serving, log, **options):
+    def failing(model, serving, **options):
         left[0] -= 1
         if left[0] == 0:
             jax.tree.map(lambda x: x.delete(), serving)
             raise RuntimeError("out of memory")
-        return whole(model, serving, log, **options)
+        return whole(model, serving, **options)
 
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
     with Engine(MODEL, empty(spec), **SHARED | {"listener": found.append}) as engine:
