@@ -207,6 +207,15 @@ _copy = jax.jit(_copy_blocks, donate_argnums=0)
 _read = jax.jit(_read_blocks)
 
 
+def compile_moves(pools: Pools, host: HostPools, number: int) -> None:
+    """Compiles the programs of one group's moves, for whoever must not wait for them later; copies nothing."""
+    on_device, on_host = arrays_of(pools, number), arrays_of(host, number)
+    for size in BATCHES:
+        index = np.zeros((2, size), np.int32)
+        for target, source in (on_host, on_device), (on_device, on_host), (on_device, _read(on_host, index[0])):
+            _copy.lower(target, source, index).compile()
+
+
 def arrays_of(pools: Any, number: int) -> Any:
     """The arrays of one group of `Pools`, `HostPools` or `Staged`, with its scales if there are any."""
     return pools.arrays[number], None if pools.scales is None else pools.scales[number]

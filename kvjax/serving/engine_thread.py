@@ -144,8 +144,11 @@ class EngineThread(threading.Thread):
         listens = self._options.listener is not None or self._stored
         self._log_size = 3 * worst + MANY * self.spec.max_seqs * len(self.spec.groups) // 2 if listens else 0
         self._entry_tokens = min(ENTRIES, self.spec.max_seqs) * self.spec.max_length
-        self._apply([], [])
-        for steps in (1, MANY):
+        for steps in (1, MANY):  # jax compiles anew for what a program has returned
+            self._tier.compile()
+            if self._stored:
+                self._stored.compile(self._tier.call)
+            self._apply([], [])
             self._dispatch(steps)
         while self._turns:
             self._read(*self._turns.popleft())

@@ -22,6 +22,7 @@ from kvjax.events.records import Events, Status
 from kvjax.model import Model, forward
 from kvjax.policies.retention import is_retention
 from kvjax.pools import mixed
+from kvjax.pools.host import HostPools, compile_moves
 from kvjax.serving.admit import has_row
 from kvjax.serving.capacity import admission_events, most_blocks, worst_step
 from kvjax.serving.inputs import Inputs, bucket
@@ -234,6 +235,27 @@ class HostTier[C: (Cache, TieredCache)]:
         self.spec = state.cache.state.spec
         self.groups = () if state.host is None else self.spec.host_groups
 
+    def compile(self) -> None:
+        """Compiles all that moves blocks, while no request is there; changes nothing."""
+        state, host = self.state, self.state.host
+        for number in self.groups:
+            compile_moves(state.cache.pools, cast(HostPools, host), number)
+            self.call(TieredCache.watermark, 0, most=self._most_taken(number), group=number)
+        if self.groups:
+            self.onboard(jax.device_get(state.serving.requests), 0, 0)  # no tokens: it is refused
+            state.serving = _leave(state.serving, np.int32(0), np.bool_(False))
+        if self.scheduler.preempt == "swap":
+            rows = jax.device_get(_swaps(state.serving, scheduler=self.scheduler))
+            for verb in (TieredCache.swap_out, TieredCache.swap_in):
+                self.call(verb, rows.out)  # no row: it is refused
+
+    def _most_taken(self, number: int) -> int:
+        """The most blocks of a group that any loop takes."""
+        columns = -(-self.steps // self.spec.block_size) + 1
+        if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
+            columns += self.spec.max_blocks_per_seq
+        return min(self.spec.max_seqs * columns, self.spec.groups[number].num_blocks)
+
     def empty_blocks(self) -> None:
         """Offloads blocks until as many are empty as the next loop may take, if the host has space for them."""
         if not self.groups:
@@ -242,15 +264,13 @@ class HostTier[C: (Cache, TieredCache)]:
         num_tokens, max_tokens = (
             np.asarray(values)[slots[slots >= 0]] for values in (requests.num_tokens, requests.max_tokens)
         )
-        size, rows = self.spec.block_size, self.spec.max_seqs
+        size = self.spec.block_size
         need = int(np.sum(-(-np.minimum(max_tokens - num_tokens, self.steps) // size) + 1))
-        most = rows * (-(-self.steps // size) + 1)  # in any loop: static
-        if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
+        if len(self.spec.groups) > 1:
             need += int(np.sum(-(-num_tokens // size)))
-            most += rows * self.spec.max_blocks_per_seq
         for number in self.groups:
-            blocks = self.spec.groups[number].num_blocks
-            target, options = min(need, blocks), {"most": min(most, blocks), "group": number}
+            target = min(need, self.spec.groups[number].num_blocks)
+            options = {"most": self._most_taken(number), "group": number}
             while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
                 events, _ = self.call(TieredCache.watermark, target, **options)
                 target = empty if events.ok else (empty + target) // 2

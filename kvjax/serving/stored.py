@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax._compile import OutermostJit
@@ -24,7 +25,7 @@ from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Output, Stage
 from kvjax.state import NO_BLOCK, CacheState, Text
-from kvjax.stores.adoption import adopt_prefix
+from kvjax.stores.adoption import adopt_prefix, compile_adoption, widths
 from kvjax.stores.disk import DiskStore
 from kvjax.stores.values import Block
 from kvjax.verbs.admit import lookup
@@ -91,6 +92,23 @@ class StoredPrefixes:
         self.hashes: dict[tuple[int, int], bytes] = {}  # of the first group's nodes (block, generation)
         self.counted: set[int] = set()  # outputs
 
+    def compile(self, call: Any) -> None:
+        """Compiles all that reads and writes; `call` is as of `adopt`. The cache stays as it is."""
+        self._cached_tokens(np.zeros((0,), np.int32), 0)
+        state = self.state.cache.state  # operations outside a program are compiled too
+        jax.block_until_ready((state.groups[0].available, [group.pool_row(group.ids) for group in state.groups]))
+        for columns in widths():
+            call(compile_adoption, columns)
+            if columns >= self.spec.max_blocks_per_seq:
+                return
+
+    def _cached_tokens(self, prompt: np.ndarray, namespace: int) -> int:
+        """The tokens of a prompt that the cache has."""
+        tokens = np.zeros((self.state.serving.width,), np.int32)
+        tokens[: len(prompt)] = prompt
+        options = np.int32(len(prompt)), np.int32(namespace), self.scheduler.alignment_tokens
+        return int(_cached_tokens(self.state.cache.state, tokens, *options))
+
     def begin(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
         """Starts to read for prompts, {number: (tokens, namespace)}, in this order."""
         if self.store.readonly:
@@ -120,10 +138,7 @@ class StoredPrefixes:
         prefix.end, length = 0, len(prefix.tokens)
         if not any(self.store.has(block, number) for block in prefix.blocks for number in self._groups):
             return
-        tokens = np.zeros((self.state.serving.width,), np.int32)
-        tokens[:length] = prefix.tokens
-        prompt = tokens, np.int32(length), np.int32(prefix.namespace)
-        cached = int(_cached_tokens(self.state.cache.state, *prompt, self.scheduler.alignment_tokens))
+        cached = self._cached_tokens(prefix.tokens, prefix.namespace)
         whole = cached // self.size
         reached = whole
         while reached < len(prefix.blocks) and self.store.has(prefix.blocks[reached], 0):

@@ -84,7 +84,7 @@ _OF_REQUESTS = "stage", "finish", "generation", "cached", "preemptions", "num_to
 
 
 class Turn(Pytree):
-    """What a turn did, in three arrays of their own: the next turn may take the requests before these are read.
+    """The result of a turn, in three arrays of its own: the next turn may take the requests before these are read.
 
     Attributes:
       numbers: i32[3 + S]; steps of the model; `onboard_slot`, `refused` and `row` of `Serving`.
@@ -126,7 +126,7 @@ class Turn(Pytree):
 
 
 class Done(NamedTuple):
-    """What a turn did, in numpy arrays."""
+    """The result of a turn, in numpy arrays."""
 
     steps: int
     onboard_slot: int

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from kvjax.cache import Cache
 from kvjax.events.records import Events
 from kvjax.pools.device import Pools
 from kvjax.state import CacheState, Text
-from kvjax.stores.transport import write
+from kvjax.stores.transport import compile_pieces, write
 from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.adopt import adopt, land
 
@@ -23,6 +24,11 @@ COLUMNS, GROWTH = 8, 4  # of the smallest program, and from one program to the n
 
 _adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
 _land = OutermostJit(land, donate_argnums=0)
+
+
+def widths() -> Iterator[int]:
+    """Columns of each program, without an end."""
+    return (COLUMNS * GROWTH**n for n in itertools.count())
 
 
 def adopt_prefix(
@@ -55,9 +61,8 @@ def adopt_prefix(
     Raises:
       FailedTransfer: if a move between the tiers fails; nothing is reserved then.
     """
-    count, columns = len(text.tokens), COLUMNS
-    while columns < count:
-        columns *= GROWTH
+    count = len(text.tokens)
+    columns = next(size for size in widths() if size >= count)
 
     def padded(x: Any) -> np.ndarray:
         return np.pad(x, [(0, columns - count), *[(0, 0)] * (np.ndim(x) - 1)])
@@ -71,13 +76,31 @@ def adopt_prefix(
     if not bool(events.ok):
         return cache, events.replace(adopted=None)
     own = np.asarray(adopted.blocks) >= 0
-    arrived, pools = np.zeros_like(own), cache.pools
+    arrived, pools, pool_rows = np.zeros_like(own), cache.pools, np.asarray(adopted.pool_rows)
     for number, of_group in enumerate(own):
         found = read(number, np.flatnonzero(of_group).tolist())
         arrived[number, list(found)] = True
-        pools = write(pools, number, adopted.pool_rows[number], list(found), list(found.values()))
+        pools = write(pools, number, pool_rows[number], list(found), list(found.values()))
     state, landed = _land(cache.state, adopted, arrived, now=now)
     return with_state(cache, state, pools), events.followed_by(landed)
+
+
+def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCache, Events]:
+    """Compiles all that `adopt_prefix` runs for so many blocks, one of `widths`, by a prefix of no tokens.
+
+    It is refused: the cache that is returned is as it was.
+    """
+    spec = cache.state.spec
+    tokens, have = np.zeros((columns * spec.block_size,), np.int32), np.zeros((len(spec.groups), columns), np.bool_)
+    cache, events = _reserve(
+        cache, tokens, np.int32(0), have, namespace=np.int32(0), extra_ids=None, now=now
+    )  # fmt: skip
+    assert not events.ok
+    adopted: Any = events.adopted
+    for number, pool_rows in enumerate(np.asarray(adopted.pool_rows)):
+        compile_pieces(cache.pools, number, pool_rows)
+    state, landed = _land(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
+    return with_state(cache, state, cache.pools), events.followed_by(landed)
 
 
 def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Events]:

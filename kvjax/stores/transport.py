@@ -82,7 +82,7 @@ def _gather(pools: Pools, rows: jax.Array, number: int) -> list[jax.Array]:
 
 
 def write(
-    pools: Pools, number: int, pool_rows: jax.Array, columns: Sequence[int], blocks: Sequence[list[np.ndarray]]
+    pools: Pools, number: int, pool_rows: np.ndarray, columns: Sequence[int], blocks: Sequence[list[np.ndarray]]
 ) -> Pools:
     """Writes blocks, each a list of words, into pool_rows i32[F] at these columns, of one group; donates the pools."""
     leaves, most = leaves_of(pools.spec, number), most_blocks(pools.spec, number)
@@ -121,6 +121,22 @@ def _scatter(pools: Pools, leaves: list[jax.Array], pool_rows: jax.Array, index:
     )  # fmt: skip
     rows = jnp.where(index >= 0, pick(pool_rows, index), spec.groups[number].num_blocks)
     return scatter(pools, staged, [rows] * len(groups), [jnp.sum(index >= 0, dtype=jnp.int32)] * len(groups))
+
+
+def compile_pieces(pools: Pools, number: int, pool_rows: np.ndarray) -> None:
+    """Compiles the programs of one group's pieces, for whoever must not wait for them later.
+
+    Args:
+      pools: the device's; nothing is written.
+      number: of the group.
+      pool_rows: i32[F], as of `write`.
+    """
+    leaves = leaves_of(pools.spec, number)
+    for size in (1, FEW, most_blocks(pools.spec, number)) if leaves else ():
+        _gather(pools, np.zeros((size,), np.int32), number)
+        arrays = [np.zeros((size, *leaf.shape), leaf.dtype) for leaf in leaves]
+        if size in (FEW, MOST):
+            _scatter.lower(pools, arrays, pool_rows, np.zeros((size,), np.int32), number).compile()
 
 
 def checksum(start: int, words: Sequence[np.ndarray]) -> int:

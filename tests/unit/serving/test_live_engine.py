@@ -2,6 +2,7 @@
 """`Engine`: requests that come from threads and from asyncio while others run get what `run_batch` gives them."""
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -111,8 +112,9 @@ def test_threads_and_tasks_that_come_and_go_at_random(engine, tokens):
     idle(engine)
 
 
-def test_nothing_is_compiled_after_the_start(engine):
-    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)
+@contextlib.contextmanager
+def no_compiles():
+    """Requires that nothing is compiled."""
     compiled = []
 
     def note(event, *_, **__):
@@ -120,6 +122,15 @@ def test_nothing_is_compiled_after_the_start(engine):
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert COMPILED not in compiled
+
+
+def test_nothing_is_compiled_after_the_start(engine):
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)
+    with no_compiles():
         handles = [engine.submit(BASE[:length], max_new_tokens=3) for length in (1, 17, 90)]
         handles += [engine.submit(BASE, max_new_tokens=40), engine.submit([3], sampling=sampling, stop_tokens=[1, 2])]
         handles += [engine.submit(PROMPTS[1], samples=3, seed=5, sampling=sampling), engine.submit([1], namespace=7)]
@@ -127,10 +138,7 @@ def test_nothing_is_compiled_after_the_start(engine):
         handles[-1].cancel()
         for handle in handles:
             handle.result(60)
-        idle(engine)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    assert COMPILED not in compiled
+    idle(engine)
 
 
 def test_samples_seeds_and_stop_tokens(engine):
@@ -259,14 +267,18 @@ def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_store_serves_an_engine_after_a_restart(tmp_path, tokens):
+@pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_store_serves_an_engine_after_a_restart(host, tmp_path, tokens):
+    spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
+
     def opened():
-        return DiskStore(tmp_path, SPEC, model="m", names=kvjax.Namespaces(), max_bytes=1 << 30, patience_ms=60_000)
+        return DiskStore(tmp_path, spec, model="m", names=kvjax.Namespaces(), max_bytes=1 << 30, patience_ms=60_000)
 
     for turn in range(2):
-        with opened() as store, Engine(MODEL, empty(), store=store) as engine:
-            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-            assert [handle.result(60).tokens for handle in handles] == tokens
+        with opened() as store, Engine(MODEL, empty(spec), store=store) as engine:
+            with no_compiles():
+                handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+                assert [handle.result(60).tokens for handle in handles] == tokens
             if turn:
                 for handle, prompt in zip(handles, PROMPTS, strict=True):
                     output = handle.output
@@ -283,9 +295,10 @@ def test_an_engine_with_two_tiers(swap, tokens):
     scheduler = Scheduler(reserve="num_tokens", preempt="swap") if swap else None
     found = []
     with Engine(MODEL, empty(spec), scheduler=scheduler, listener=found.append) as engine:
-        for _ in range(2):
-            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-            assert [handle.result(60).tokens for handle in handles] == tokens
+        with no_compiles():
+            for _ in range(2):
+                handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+                assert [handle.result(60).tokens for handle in handles] == tokens
         idle(engine)
     cache = engine.close()
     kvjax.check(state_of(cache), rows=())

@@ -346,6 +346,7 @@ def test_a_full_cache_computes_the_rest(tmp_path):
     prompts = [DOCUMENT, OTHER, [3, *OTHER], [4, *DOCUMENT]]
     with store_in(tmp_path) as store:
         outputs_of(prompts, store)
+        store.flush()
         found, cache = outputs_of(prompts, store, empty(9))
         assert found[0] == (63, 63) and sum(stored for _, stored in found) > 100
         kvjax.check(state_of(cache), rows=())
