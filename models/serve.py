@@ -77,9 +77,11 @@ def make_parser() -> commands.Parser:
         default=5,
         help="for open answers (default: %(default)s)",
     )
+    session.add_mesh(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
     stores.add_store(parser)
+    parser.add_argument("--save", metavar="DIR", help="load what is cached from there, and save it there at the end")
     wires.add_publishers(parser)
     return parser
 
@@ -102,7 +104,8 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
     from .serve_job import Served
     from .serve_pages import Pages
 
-    model, tokenizer = session.load_model(parser, args)
+    where = session.make_mesh(parser, args)
+    model, tokenizer = session.load_model(parser, args, **where)
     template = _template(parser, args)
     spec = _spec(parser, args, model)
     registry = prometheus_client.CollectorRegistry()
@@ -112,8 +115,12 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         metrics = stack.enter_context(Metrics(registry, spec, wires=wire.feeds))
         names = kvjax.Namespaces() if store is None else store.names
         listeners = [metrics.observe, *([wire.listener] if wire.listener else [])]
-        cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec)
-        engine = stack.enter_context(_engine(parser, args, model, cache, together(spec, *listeners), names, store))
+        cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
+        saved = stack.enter_context(stores.saved(parser, args, cache, names, _note))
+        for feed in wire.feeds.values() if saved.loaded else ():
+            feed.attach(saved.cache.state)
+        engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store)
+        stack.callback(lambda: setattr(saved, "cache", engine.close()))
         stop_tokens = _stop_tokens(model, tokenizer, template)
         limits = Limits(
             max_length=min(spec.max_length, session.most_tokens(args, model) or MOST),

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType
 
 import kvjax
 from kvjax.ledger import human, make_ledger
@@ -54,14 +55,35 @@ def add_sizes(parser: commands.Parser, rows: str, length: str) -> None:
         parser.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
 
 
-def load_model(parser: commands.Parser, args: argparse.Namespace) -> tuple[AnyModel, Any]:
-    """The model of a checkpoint's folder, and its tokenizer or None."""
+def add_mesh(parser: commands.Parser) -> None:
+    """The option that `make_mesh` reads."""
+    parser.add_argument(
+        "--mesh",
+        metavar="N",
+        type=number(int, 1, MOST),
+        help="devices that divide weights and K/V by heads (default: one)",
+    )
+
+
+def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, Any]:
+    """The mesh that the option wants, and the axis that divides heads: arguments of `load` and `Cache.create`."""
+    if args.mesh is None:
+        return {}
+    if args.mesh > len(jax.devices()):
+        parser.error(f"--mesh: got {args.mesh}, wanted at most {len(jax.devices())}, the devices that there are")
+    devices = jax.devices()[: args.mesh]
+    return {"mesh": jax.make_mesh((args.mesh,), ("heads",), (AxisType.Auto,), devices=devices), "heads": "heads"}
+
+
+def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[AnyModel, Any]:
+    """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None."""
     if not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
-        return load(args.checkpoint, dtype=args.dtype, scan=args.scan)
+        return load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
     except (OSError, ValueError) as error:
-        parser.error(f"--checkpoint: {commands.reason(error)}")
+        message = commands.reason(error)
+        parser.error(f"--{message}" if message.startswith("mesh: ") else f"--checkpoint: {message}")
 
 
 class Screen(Protocol):

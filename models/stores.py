@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import pathlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import kvjax
-from kvjax.stores import DiskStore
+from kvjax.stores import DiskStore, load, save
 
 from . import commands
 from .loading import CONFIG, weight_files
@@ -33,6 +35,8 @@ def add_store(parser: commands.Parser) -> None:
 
 def check(parser: commands.Parser, args: Namespace) -> None:
     """Refuses the options without what they need."""
+    if getattr(args, "save", None) is not None:
+        commands.check_extra(parser, "stores", "--save")
     if args.store is not None:
         commands.check_extra(parser, "stores", "--store")
     elif args.store_bytes is not None:
@@ -59,6 +63,40 @@ def opened(
         parser.error(f"--store: {message.removeprefix('location: ')}")
     with store:
         yield store
+
+
+@dataclasses.dataclass
+class Saved:
+    """A cache that is saved when it is over.
+
+    Attributes:
+      cache: the latest one; None if it is lost.
+      loaded: whether it began with what an earlier run had saved.
+    """
+
+    cache: Any
+    loaded: bool = False
+
+
+@contextlib.contextmanager
+def saved(
+    parser: commands.Parser, args: Namespace, cache: Any, names: kvjax.Namespaces, note: Callable[[str], None]
+) -> Iterator[Saved]:
+    """A cache with what `--save` finds in its folder; the end of a `with` saves it there."""
+    if args.save is None:
+        yield Saved(cache)
+        return
+    options: Any = {"names": names, "model": checkpoint_name(args.checkpoint)}
+    found = Saved(cache, loaded=os.path.isdir(args.save) and bool(os.listdir(args.save)))
+    try:
+        if found.loaded:
+            found.cache, blocks = load(cache, args.save, **options)
+            note(f"{blocks.taken:,} blocks are loaded")
+    except (OSError, ValueError) as error:
+        parser.error(f"--save: {commands.reason(error, args.save).removeprefix('folder: ')}")
+    yield found
+    if found.cache is not None:
+        save(found.cache, args.save, **options)
 
 
 def checkpoint_name(folder: str | os.PathLike) -> str:
