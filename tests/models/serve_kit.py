@@ -89,7 +89,7 @@ class Expected:
 
     def agrees(self, text):
         """Whether a text is the answer's beginning, up to a token that hardly was the likeliest one."""
-        found = text.removeprefix(" ").split(" ")
+        found = text.split()
         same = [one == other for one, other in zip(found, self.words, strict=False)]
         end = same.index(False) if False in same else len(same)
         return len(found) <= len(self.words) and (end == len(found) or self._margins[end] <= MARGIN)
