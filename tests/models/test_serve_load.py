@@ -2,7 +2,11 @@
 """A server under load: many streams, clients that go away at any stage, tenants, a subscriber, and sudden ends."""
 
 import asyncio
+import collections
+import functools
+import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import kvjax
 from kvjax.serving import engine_thread
 from models import recall
 from tests.models.serve_kit import (
+    DOCUMENT,
     GREEDY,
     KEY,
     ON,
@@ -18,10 +23,14 @@ from tests.models.serve_kit import (
     PEOPLE,
     Running,
     batch,
+    expected,
     prompt_of,
     request_of,
     with_template,
 )
+
+FACTS = list(DOCUMENT.facts.items())
+LONG = " ".join(prompt_of(person) for person in PEOPLE)  # a prompt of several chunks
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +58,10 @@ async def texts_of(stream):
             texts[choice.index] = texts.get(choice.index, "") + (new or "")
             finishes[choice.index] = choice.finish_reason
     return [texts[n] for n in sorted(texts)], [finishes[n] for n in sorted(finishes)], usage
+
+
+def text_of(choice):
+    return choice.message.content if hasattr(choice, "message") else choice.text
 
 
 def idle(server):
@@ -96,10 +109,112 @@ def test_64_streams_at_a_time_say_what_a_batch_does(server):
     idle(server)
 
 
+# A thousand requests.
+
+WORDS = 8  # of an answer
+SAMPLED = 8  # prompts of which there are samples too
+SEED, SALTS = 7, ("a", "b")
+PROMPTS = [*map(prompt_of, PEOPLE), *(f"{who} is in {where} . {recall.question(who)}" for who, where in FACTS)]
+
+
+@functools.cache
+def table():
+    """The answers of `run_batch` by prompt and seed, None for the greedy one."""
+    keys = [(prompt, None) for prompt in PROMPTS]
+    keys += [(prompt, seed) for prompt in PROMPTS[:SAMPLED] for seed in (SEED, SEED + 1)]
+    sampling = [kvjax.Sampling(temperature=float(seed is not None)) for _, seed in keys]
+    answers = expected(
+        [recall.encode(prompt) for prompt, _ in keys], WORDS, sampling=sampling, seeds=[seed or 0 for _, seed in keys]
+    )
+    return dict(zip(keys, answers, strict=True))
+
+
+async def request(client, rng):
+    """A random request; returns what became of it: "same", "tie" or "cancelled"."""
+    is_sampled, n, streams = rng.random() < 0.1, rng.choice((1, 1, 1, 2)), rng.random() < 0.5
+    prompt = PROMPTS[rng.randrange(SAMPLED if is_sampled else len(PROMPTS))]
+    options = {"temperature": 1, "seed": SEED} if is_sampled else {}
+    sent = ask(
+        client, prompt, is_chat=rng.random() < 0.5, max_tokens=WORDS, n=n, stream=streams,
+        extra_body={"cache_salt": rng.choice(SALTS)}, **options,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(rng.uniform(0, 0.1) if rng.random() < 0.05 else None):
+            found = await sent
+            texts = (await texts_of(found))[0] if streams else [text_of(choice) for choice in found.choices]
+    except TimeoutError:
+        return "cancelled"
+    wanted = [table()[prompt, SEED + sample if is_sampled else None] for sample in range(n)]
+    if texts == [answer.text for answer in wanted]:
+        return "same"
+    assert not is_sampled and all(answer.agrees(text) for text, answer in zip(texts, wanted, strict=True))
+    return "tie"
+
+
+@pytest.mark.long
+def test_a_thousand_requests_get_what_a_batch_does_and_leave_nothing_in_use(server):
+    import openai
+
+    table()
+    rng = random.Random(5)
+    waiting = iter([random.Random(rng.random()) for _ in range(1000)])
+
+    async def work(client):
+        return [await request(client, one) for one in waiting]
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+            async with asyncio.timeout(180):
+                return await asyncio.gather(*(work(client) for _ in range(32)))
+
+    found = collections.Counter(outcome for outcomes in asyncio.run(run()) for outcome in outcomes)
+    print(found)
+    assert found.total() == 1000 and found["same"] >= 900 and found["tie"] <= 10 and found["cancelled"] >= 5
+    idle(server)
+
+
+# Tenants.
+
+
+@pytest.mark.long
+def test_a_prompt_of_another_tenant_takes_as_many_turns_as_one_that_is_new(server, watch):
+    """So no clock tells a tenant of another one's prompts."""
+    import openai
+
+    def ask_for(salt):
+        before = len(watch.rows)
+        found = client.completions.create(
+            prompt=LONG, max_tokens=1, extra_body={"cache_salt": f"turns {salt}"}, **GREEDY
+        )
+        idle(server)
+        return found.usage.prompt_tokens_details.cached_tokens, len(watch.rows) - before
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        cold, other, *again = [ask_for(salt) for salt in "abab"]
+    cached = len(recall.encode(LONG)) - 1
+    assert cold == other and cold[0] == 0 and again[0] == again[1]
+    assert again[0][0] == cached and again[0][1] + 5 <= cold[1]
+
+
+@pytest.mark.long
+def test_a_prompt_of_another_tenant_takes_as_long_as_one_that_is_new(server):
+    import openai
+
+    def seconds(prompt, salt):
+        begin = time.perf_counter()
+        client.completions.create(prompt=prompt, max_tokens=1, extra_body={"cache_salt": f"time {salt}"}, **GREEDY)
+        return time.perf_counter() - begin
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        times = [[seconds(f"{person} {LONG}", salt) for salt in "aba"] for person in PEOPLE[:9]]
+    cold, other, warm = np.median(times, axis=0)
+    print(f"{cold:.4f} s cold, {other:.4f} s of another tenant, {warm:.4f} s warm")
+    assert other > 1.5 * warm and cold / 2 < other < 2 * cold
+
+
 # Clients that go away.
 
 N, NEW = 4, 40
-LONG = " ".join(prompt_of(person) for person in PEOPLE)  # the prompt of several chunks
 
 
 class Watch:
