@@ -3,6 +3,7 @@
 
 import asyncio
 import collections
+import contextlib
 import functools
 import random
 import threading
@@ -13,7 +14,9 @@ import pytest
 
 import kvjax
 from kvjax.serving import engine_thread
-from models import recall
+from models import recall, serve
+from models.demo import CHECKPOINT
+from tests import wire_kit
 from tests.models.serve_kit import (
     DOCUMENT,
     GREEDY,
@@ -28,6 +31,7 @@ from tests.models.serve_kit import (
     request_of,
     with_template,
 )
+from tests.unit.interop.forest import named, projected
 
 FACTS = list(DOCUMENT.facts.items())
 LONG = " ".join(prompt_of(person) for person in PEOPLE)  # a prompt of several chunks
@@ -210,6 +214,53 @@ def test_a_prompt_of_another_tenant_takes_as_long_as_one_that_is_new(server):
     cold, other, warm = np.median(times, axis=0)
     print(f"{cold:.4f} s cold, {other:.4f} s of another tenant, {warm:.4f} s warm")
     assert other > 1.5 * warm and cold / 2 < other < 2 * cold
+
+
+# Subscribers.
+
+
+@pytest.mark.long
+def test_mirrors_of_what_is_published_under_load_are_the_engines_state(monkeypatch):
+    """One subscriber is there from the beginning, and one comes amid requests, which evict. There are many tenants."""
+    import openai
+
+    from kvjax.interop.vllm import Subscriber
+
+    def subscriber():
+        return stack.enter_context(Subscriber(*endpoints))
+
+    async def work(client, numbers, subs):
+        for number in numbers:
+            salt = {"cache_salt": str(number % 41)} if number % 41 else {}
+            person = PEOPLE[number % len(PEOPLE)]
+            found = await ask(client, prompt_of(person), max_tokens=16, n=1 + number % 2, extra_body=salt)
+            assert all(batch()[person].agrees(choice.text) for choice in found.choices)
+            if number == 100:
+                subs.append(subscriber())
+
+    async def run():
+        subs, numbers = [subscriber()], iter(range(240))
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+            await asyncio.gather(*(work(client, numbers, subs) for _ in range(24)))
+        return subs
+
+    with contextlib.ExitStack() as stack:
+        options = ("--publish", wire_kit.ANY, "--replay", wire_kit.ANY, "--agent", "0")
+        notes = list[str]()
+        monkeypatch.setattr(serve, "_note", notes.append)
+        server = Running(CHECKPOINT, *options)
+        stack.callback(server.close)
+        endpoints = notes[0].removeprefix("publishing at ").split(" and ")
+        reader = stack.enter_context(wire_kit.Reader(notes[1].removeprefix("an agent listens at ")))
+        subs = asyncio.run(run())
+        idle(server)
+        state, names = server.engine.state, server.engine.names
+        mirror = kvjax.fold(kvjax.events.snapshot(state))
+        assert kvjax.debug.stats(state).cached_blocks > 500 and len({one[0] for one in mirror.nodes.values()}) > 10
+        assert mirror.index == kvjax.events.index_of(state)
+        wanted = projected(mirror, state.spec, names)
+        assert len(subs) == 2 and all(wire_kit.agrees(sub, wanted) for sub in subs)
+        assert reader.agrees(named(mirror, state.spec, names, model="recall"))
 
 
 # Clients that go away.
