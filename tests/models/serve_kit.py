@@ -131,8 +131,8 @@ def with_template(folder):
 
 
 @contextlib.contextmanager
-def started(folder, *options):
-    """A server in a process of its own, which is to be ended by SIGTERM: the process, and its address."""
+def started(folder, *options, code=0):
+    """A server in a process of its own, which is to be ended by a signal: the process, and its address."""
     command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", serve.KEY: KEY}
     with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -148,4 +148,4 @@ def started(folder, *options):
             timer.cancel()
             if sys.exc_info()[0] is not None:
                 process.kill()
-    assert (process.returncode, rest) == (0, "")
+    assert (process.returncode, rest) == (code, "")
