@@ -127,6 +127,7 @@ def test_fields_become_arguments_of_the_engine():
         ({"temperature": float("nan")}, "temperature: got NaN, wanted a number from 0 to 100"),
         ({"temperature": "1"}, 'temperature: got "1", wanted a number from 0 to 100'),
         ({"top_p": 0}, "top_p: got 0.0, wanted a number above 0"),
+        ({"top_p": 1e-46}, "top_p: got 1e-46, wanted a number above 0"),
         ({"n": 5}, "n: got 5, wanted an integer from 1 to 4"),
         ({"n": True}, "n: got true, wanted an integer from 1 to 4"),
         ({"max_tokens": 0}, "max_tokens: got 0, wanted an integer from 1 to 1073741824"),
