@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 import kvjax
+from kvjax.serving import engine_thread
 from models import load, recall, serve
 from models.demo import CHECKPOINT
 from tests.drive import ROOT, TIMEOUT
@@ -34,6 +35,9 @@ def prompt_of(person):
     return f"{DOCUMENT.text} {recall.question(person)}"
 
 
+LONG = " ".join(prompt_of(person) for person in PEOPLE)  # a prompt of several chunks
+
+
 class Running:
     """A server in a thread."""
 
@@ -46,19 +50,26 @@ class Running:
         self.engine = found.engine
         config = uvicorn.Config(found.app, log_level="error", port=0)
         listening = config.bind_socket()
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
         self._thread.start()
+        self.wait_for(lambda: self._server.started)  # before, connections are refused
 
     def connect(self):
         """A connection."""
-        return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=PATIENCE)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
     def close(self):
         self._server.should_exit = True
         self._thread.join()
         self._stack.close()
+
+    @property
+    def connections(self):
+        """Connections that are open, and requests that are being answered."""
+        return len(self._server.server_state.connections), len(self._server.server_state.tasks)
 
     @property
     def rows(self):
@@ -70,6 +81,82 @@ class Running:
         while not holds():
             assert time.monotonic() < deadline
             time.sleep(0.002)
+
+
+def idle(server):
+    """Requires that nothing runs any more, and that all blocks are free or can be evicted."""
+    server.wait_for(lambda: server.connections[1] == 0)
+    assert server.engine.drain(PATIENCE) and server.engine.running == server.engine.waiting == 0
+    state = server.engine.state
+    kvjax.check(state, rows=())
+    assert all(not np.asarray(group.blocks.refcount).any() for group in state.groups)
+    assert kvjax.debug.stats(state).active_blocks == 0
+
+
+class Watch:
+    """The requests of an engine, what is cancelled, and the rows in use after each turn; a turn can be held.
+
+    Attributes:
+      handles: of all samples that were submitted.
+      cancels: the number of turns that had begun at each cancel.
+      rows: in use, after each turn.
+    """
+
+    def __init__(self, engine, monkeypatch):
+        self.handles, self.cancels, self.rows = [], [], []
+        self._stage, self._held, self._go = None, threading.Event(), threading.Event()
+        submit, cancel, turn = engine.submit, engine._cancel, engine_thread.turn
+
+        def submitting(*args, **options):
+            handle = submit(*args, **options)
+            self.handles += handle.samples
+            return handle
+
+        def cancelling(handle):
+            self.cancels.append(len(self.rows))
+            cancel(handle)
+
+        def turning(*args, **options):
+            if self._stage is not None and self._stage():
+                self._stage = None
+                self._held.set()
+                assert self._go.wait(PATIENCE)
+            found = turn(*args, **options)
+            self.rows.append(int(np.sum(np.asarray(found[0].cache.state.seqs.length) > 0)))
+            return found
+
+        monkeypatch.setattr(engine, "submit", submitting)
+        monkeypatch.setattr(engine, "_cancel", cancelling)
+        monkeypatch.setattr(engine_thread, "turn", turning)
+
+    def hold(self, stage):
+        """Holds the first turn before which something is true."""
+        self._held.clear()
+        self._go.clear()
+        self._stage = stage
+
+    def wait(self):
+        """Waits until a turn is held."""
+        assert self._held.wait(PATIENCE)
+
+    def go(self):
+        """Lets it begin."""
+        self._go.set()
+
+    @property
+    def lengths(self):
+        """The number of tokens of each answer so far."""
+        return [len(handle.output.tokens) for handle in self.handles]
+
+
+@contextlib.contextmanager
+def watched(server, monkeypatch):
+    """A `Watch` of a server that is idle before and after."""
+    assert server.engine.drain(PATIENCE)
+    found = Watch(server.engine, monkeypatch)
+    yield found
+    found.go()
+    assert server.engine.drain(PATIENCE)
 
 
 MARGIN = 1e-3  # between two logits, of which sums in another order may exchange the order

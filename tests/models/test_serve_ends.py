@@ -81,21 +81,30 @@ def cached_blocks(address, texts):
     return [one.usage.prompt_tokens_details.cached_tokens // SIZE for one in found]
 
 
-@pytest.mark.long
-def test_what_a_store_has_is_found_again_when_a_server_is_ended_under_load(tmp_path):
+LESS, MORE = pytest.param(1, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kills", [LESS, MORE])
+def test_what_a_store_has_is_found_again_when_a_server_is_ended_under_load(kills, tmp_path):
     """`kill -9` may lose blocks that were not written yet, and SIGTERM none of any text whose answer was there."""
     folder, numbers = tmp_path / "store", itertools.count()
     options = ["--store", str(folder), "--grace", "0", "--rows", "8"]
-    with started(CHECKPOINT, *options, code=-signal.SIGKILL) as (process, address):
-        first = answered(process, address, numbers, signal.SIGKILL)
-    blocks = stored_blocks(folder, first)
-    assert sum(blocks) >= ANSWERS  # the store writes behind the answers
+    first, blocks = list[list[int]](), list[int]()
+    for _ in range(kills):
+        with started(CHECKPOINT, *options, code=-signal.SIGKILL) as (process, address):
+            assert cached_blocks(address, first) == blocks
+            first = answered(process, address, numbers, signal.SIGKILL)
+        blocks = stored_blocks(folder, first)
+        assert sum(blocks) >= ANSWERS  # the store writes behind the answers
     with started(CHECKPOINT, *options) as (process, address):
         assert cached_blocks(address, first) == blocks
         second = answered(process, address, numbers, signal.SIGTERM)
     whole = [(len(text) - 1) // SIZE for text in second]  # the last token was chosen and never computed
     assert stored_blocks(folder, second) == whole
-    with started(CHECKPOINT, *options) as (process, address):
+    with started(CHECKPOINT, *options, "--grace", "60") as (process, address), client_of(address) as client:
         assert cached_blocks(address, second) == whole
         assert cached_blocks(address, first) == [len(text) // SIZE for text in first]  # computed with what follows
+        stream = client.completions.create(prompt=[5], max_tokens=300, stream=True, extra_body=ON, **GREEDY)
+        next(stream)
         process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"  # it has time to end

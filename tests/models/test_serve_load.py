@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server under load: many streams, clients that go away at any stage, tenants, a subscriber, and sudden ends."""
+"""A server under load: many streams, a thousand requests, tenants, and subscribers."""
 
 import asyncio
 import collections
 import contextlib
 import functools
 import random
-import threading
 import time
 
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import engine_thread
 from models import recall, serve
 from models.demo import CHECKPOINT
 from tests import wire_kit
@@ -21,20 +19,20 @@ from tests.models.serve_kit import (
     DOCUMENT,
     GREEDY,
     KEY,
+    LONG,
     ON,
-    PATIENCE,
     PEOPLE,
     Running,
     batch,
     expected,
+    idle,
     prompt_of,
-    request_of,
+    watched,
     with_template,
 )
 from tests.unit.interop.forest import named, projected
 
 FACTS = list(DOCUMENT.facts.items())
-LONG = " ".join(prompt_of(person) for person in PEOPLE)  # a prompt of several chunks
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +40,12 @@ def server(tmp_path_factory):
     running = Running(with_template(tmp_path_factory.mktemp("served") / "recall"), "--max-waiting", "256")
     yield running
     running.close()
+
+
+@pytest.fixture
+def watch(server, monkeypatch):
+    with watched(server, monkeypatch) as found:
+        yield found
 
 
 def ask(client, prompt, *, is_chat=False, **fields):
@@ -66,15 +70,6 @@ async def texts_of(stream):
 
 def text_of(choice):
     return choice.message.content if hasattr(choice, "message") else choice.text
-
-
-def idle(server):
-    """Requires that nothing runs any more, and that all blocks are free or can be evicted."""
-    server.wait_for(lambda: server.engine.running == server.engine.waiting == server.rows == 0)
-    state = server.engine.state
-    kvjax.check(state, rows=())
-    assert all(not np.asarray(group.blocks.refcount).any() for group in state.groups)
-    assert kvjax.debug.stats(state).active_blocks == 0
 
 
 async def stream_of(client, number):
@@ -261,168 +256,3 @@ def test_mirrors_of_what_is_published_under_load_are_the_engines_state(monkeypat
         wanted = projected(mirror, state.spec, names)
         assert len(subs) == 2 and all(wire_kit.agrees(sub, wanted) for sub in subs)
         assert reader.agrees(named(mirror, state.spec, names, model="recall"))
-
-
-# Clients that go away.
-
-N, NEW = 4, 40
-
-
-class Watch:
-    """The requests of an engine, what is cancelled, and the rows in use after each turn; a turn can be held.
-
-    Attributes:
-      handles: of all samples that were submitted.
-      cancels: the number of turns that had begun at each cancel.
-      rows: in use, after each turn.
-    """
-
-    def __init__(self, engine, monkeypatch):
-        self.handles, self.cancels, self.rows = [], [], []
-        self._stage, self._held, self._go = None, threading.Event(), threading.Event()
-        submit, cancel, turn = engine.submit, engine._cancel, engine_thread.turn
-
-        def submitting(*args, **options):
-            handle = submit(*args, **options)
-            self.handles += handle.samples
-            return handle
-
-        def cancelling(handle):
-            self.cancels.append(len(self.rows))
-            cancel(handle)
-
-        def turning(*args, **options):
-            if self._stage is not None and self._stage():
-                self._stage = None
-                self._held.set()
-                assert self._go.wait(PATIENCE)
-            found = turn(*args, **options)
-            self.rows.append(int(np.sum(np.asarray(found[0].cache.state.seqs.length) > 0)))
-            return found
-
-        monkeypatch.setattr(engine, "submit", submitting)
-        monkeypatch.setattr(engine, "_cancel", cancelling)
-        monkeypatch.setattr(engine_thread, "turn", turning)
-
-    def hold(self, stage):
-        """Holds the first turn before which something is true."""
-        self._held.clear()
-        self._go.clear()
-        self._stage = stage
-
-    def wait(self):
-        """Waits until a turn is held."""
-        assert self._held.wait(PATIENCE)
-
-    def go(self):
-        """Lets it begin."""
-        self._go.set()
-
-    @property
-    def lengths(self):
-        """The number of tokens of each answer so far."""
-        return [len(handle.output.tokens) for handle in self.handles]
-
-
-@pytest.fixture
-def watch(server, monkeypatch):
-    server.wait_for(lambda: server.engine.drain(0))
-    found = Watch(server.engine, monkeypatch)
-    yield found
-    found.go()
-    server.wait_for(lambda: server.engine.drain(0))
-
-
-def body_of(prompt="alice is in", *, streams=False, **fields):
-    return {"prompt": prompt, "n": N, "max_tokens": NEW, "stream": streams, **ON, **GREEDY, **fields}
-
-
-STAGES = {
-    "prefill": lambda watch: watch.handles and watch.handles[0].times.admitted and not any(watch.lengths),
-    "the first token": lambda watch: max(watch.lengths, default=0) >= 1,
-    "the middle": lambda watch: max(watch.lengths, default=0) >= NEW // 2,
-    "the last tokens": lambda watch: max(watch.lengths, default=0) >= NEW - 2,
-}
-each_way = pytest.mark.parametrize("streams", [False, True])
-
-
-@pytest.mark.long
-@each_way
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_turns_after_a_client_has_gone_its_rows_are_free(server, watch, stage, streams):
-    watch.hold(lambda: STAGES[stage](watch))
-    prompt = LONG if stage == "prefill" else "alice is in"
-    with server.connect() as connection:
-        connection.sendall(request_of("/v1/completions", body_of(prompt, streams=streams)))
-        watch.wait()
-        assert server.engine.running == N
-    server.wait_for(lambda: len(watch.cancels) == N)
-    assert {*watch.cancels} == {len(watch.rows)} and watch.rows[-1] > 0
-    watch.go()
-    idle(server)
-    assert watch.rows[watch.cancels[0] + 1] == 0
-    if stage != "the last tokens":
-        assert {handle.output.finish for handle in watch.handles} == {"cancelled"}
-    assert len(watch.cancels) == N
-
-
-@pytest.mark.long
-@each_way
-@pytest.mark.parametrize("has_slot", [False, True])
-def test_a_client_that_goes_away_while_it_waits_gets_no_row(server, watch, has_slot, streams):
-    """It waits for the scheduler, or has a slot of it already and waits for one of the rows, which others have."""
-    others = [server.engine.submit([5], max_new_tokens=1000) for _ in range(8)]
-    server.wait_for(lambda: all(handle.output.tokens for handle in others))
-    watch.handles.clear()
-
-    def holds():
-        return not has_slot or (len(watch.handles) == N and server.engine.running == len(others) + N)
-
-    watch.hold(holds)
-    if not has_slot:
-        watch.wait()
-    with server.connect() as connection:
-        connection.sendall(request_of("/v1/completions", body_of(streams=streams)))
-        if has_slot:
-            watch.wait()
-        server.wait_for(lambda: len(watch.handles) == N)
-        assert server.engine.waiting == (0 if has_slot else N)
-    server.wait_for(lambda: len(watch.cancels) == N)
-    watch.go()
-    for handle in watch.handles:
-        output = handle.result(PATIENCE)
-        assert (output.finish, output.tokens, handle.times.admitted) == ("cancelled", [], None)
-    assert not any(handle.done for handle in others)
-    for handle in others:
-        handle.cancel()
-    idle(server)
-
-
-@pytest.mark.long
-def test_a_client_that_goes_away_amid_its_request_has_submitted_nothing(server, watch):
-    import httpx
-
-    data = request_of("/v1/completions", body_of())
-    for size in (10, data.index(b"\r\n\r\n") + 4, len(data) - 1):
-        with server.connect() as connection:
-            connection.sendall(data[:size])
-        assert httpx.get(f"{server.url}/health").status_code == 200
-    idle(server)
-    assert watch.handles == watch.rows == []
-
-
-@pytest.mark.long
-@each_way
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_goes_away_after_the_end_cancels_nothing(server, watch, reads, streams):
-    with server.connect() as connection:
-        connection.sendall(request_of("/v1/completions", body_of(streams=streams)))
-        if reads:
-            found = b""
-            while not found.rstrip().endswith(b"\r\n0" if streams else b"}"):
-                found += connection.recv(1 << 16)
-            assert found.count(b'"length"') == N and (b"[DONE]" in found) == streams
-        server.wait_for(lambda: len(watch.handles) == N and all(handle.done for handle in watch.handles))
-    idle(server)
-    assert not watch.cancels
-    assert {handle.output.finish for handle in watch.handles} == {"length"}
