@@ -238,7 +238,7 @@ def test_other_paths_and_methods_are_errors(server, client, method):
             continue
         response = client.request(method, path)
         assert 400 <= response.status_code < 500, (path, response.status_code)
-        if method != "HEAD":
+        if method not in ("HEAD", "BREW"):  # uvicorn itself may refuse one that is no method
             assert_error(response)
     assert_idle(server, client)
 
@@ -291,12 +291,13 @@ CHUNKED = "transfer-encoding: chunked"
         (request_of(PATH, WHOLE, "content-length: -1"), 400),
         (request_of(PATH, WHOLE, "content-length: x"), 400),
         (request_of(PATH, WHOLE, "content-length: \N{ARABIC-INDIC DIGIT FIVE}"), 400),
-        (request_of(PATH, WHOLE, "content-length: 99999999999999999999"), 413),
+        (request_of(PATH, WHOLE, "content-length: 99999999999999999999"), 4),
+        (request_of(PATH, WHOLE, "content-length: 100001"), 413),
         (request_of(PATH, WHOLE, "content-length: 5", "content-length: 6"), 400),
         (request_of(PATH, b"", "content-length: 0"), 400),
         (f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n".encode(), 400),
-        (f"POST {PATH} HTTP/1.1\r\n\r\n".encode(), 400),
-        (f"POST {PATH} HTTP/9.9\r\nhost: x\r\n\r\n".encode(), 401),
+        (f"POST {PATH} HTTP/1.1\r\n\r\n".encode(), 4),
+        (f"POST {PATH} HTTP/9.9\r\nhost: x\r\n\r\n".encode(), 4),
         (b"POST /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20_000 + b"\r\n", 4),
         (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 4),
@@ -305,6 +306,7 @@ CHUNKED = "transfer-encoding: chunked"
     ],
 )
 def test_bytes_that_no_client_sends(server, client, data, status):
+    """The status begins with these digits: the two parsers that uvicorn may have differ in some of them."""
     found = answer_to(server, data)
     assert found.startswith(f"HTTP/1.1 {status}".encode()) and b"Traceback" not in found
     assert_idle(server, client)
