@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 import kvjax
 
 MOST_INT = 2**30
@@ -160,7 +162,7 @@ def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
     max_tokens = fields.integer("max_completion_tokens", None, 1) if is_chat else None
     max_tokens = fields.integer("max_tokens", None if is_chat else 16, 1) if max_tokens is None else max_tokens
     top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0:
+    if not np.float32(top_p):
         raise refuse("top_p", top_p, "a number above 0")
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
     stop_tokens = fields.get("stop_token_ids", [])

@@ -108,12 +108,11 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
     model, tokenizer = session.load_model(parser, args, **where)
     template = _template(parser, args)
     spec = _spec(parser, args, model)
-    registry = prometheus_client.CollectorRegistry()
+    registry, names = prometheus_client.CollectorRegistry(), kvjax.Namespaces()
     with contextlib.ExitStack() as stack:
-        wire = stack.enter_context(wires.Wires(parser, args, spec, _note))
-        store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint))
+        wire = stack.enter_context(wires.Wires(parser, args, spec, _note, names))
+        store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint, names=names))
         metrics = stack.enter_context(Metrics(registry, spec, wires=wire.feeds))
-        names = kvjax.Namespaces() if store is None else store.names
         listeners = [metrics.observe, *([wire.listener] if wire.listener else [])]
         cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
         saved = stack.enter_context(stores.saved(parser, args, cache, names, _note))

@@ -45,7 +45,12 @@ def check(parser: commands.Parser, args: Namespace) -> None:
 
 @contextlib.contextmanager
 def opened(
-    parser: commands.Parser, args: Namespace, spec: kvjax.CacheSpec, folder: str | os.PathLike, patience_ms: int = 1000
+    parser: commands.Parser,
+    args: Namespace,
+    spec: kvjax.CacheSpec,
+    folder: str | os.PathLike,
+    patience_ms: int = 1000,
+    names: kvjax.Namespaces | None = None,
 ) -> Iterator[DiskStore | None]:
     """The store that the options want, for caches like `spec` and the checkpoint in a folder; None without one."""
     if args.store is None:
@@ -53,7 +58,7 @@ def opened(
         return
     try:
         store = DiskStore(
-            args.store, spec, model=checkpoint_name(folder), names=kvjax.Namespaces(), patience_ms=patience_ms,
+            args.store, spec, model=checkpoint_name(folder), names=names or kvjax.Namespaces(), patience_ms=patience_ms,
             max_bytes=DEFAULT_BYTES if args.store_bytes is None else args.store_bytes,
         )  # fmt: skip
     except (OSError, ValueError) as error:

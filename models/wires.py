@@ -83,8 +83,10 @@ class Wires:
         args: argparse.Namespace,
         spec: kvjax.CacheSpec,
         note: Callable[[str], None],
+        names: kvjax.Namespaces | None = None,
     ):
-        """Opens them, or refuses an option; `note` gets their addresses."""
+        """Opens them, or refuses an option; `note` gets their addresses. Blocks of other namespaces are not sent."""
+        self._names = names
         self._listeners: list[Callable[[Any], object]] = []
         self._watchers: list[Callable[[Any], object]] = []
         self._setters: list[Callable[[Any], object]] = []
@@ -157,7 +159,7 @@ class Wires:
     def _publish(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
 
-        publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=_name(args))
+        publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=_name(args), names=self._names)
         self.feeds["publish"] = self._stack.enter_context(publisher)
         self._note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
         self._listeners.append(publisher.publish)
@@ -165,7 +167,9 @@ class Wires:
     def _serve(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         from kvjax.interop.agent import Agent
 
-        agent = self.feeds["agent"] = self._stack.enter_context(Agent(spec, port=args.agent, model=_name(args)))
+        agent = self.feeds["agent"] = self._stack.enter_context(
+            Agent(spec, port=args.agent, model=_name(args), names=self._names)
+        )
         self._note(f"an agent listens at {agent.address}")
         self._listeners.append(agent.publish)
         self._setters.append(agent.set)

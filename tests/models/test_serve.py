@@ -4,20 +4,13 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import importlib.util
 import json
-import os
 import re
-import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +20,18 @@ from models import load, openai_api, recall, serve
 from models.answers import Answer, Detokenizer
 from models.demo import CHECKPOINT
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
-from tests.drive import ROOT, TIMEOUT
+from tests.models.serve_kit import (
+    DOCUMENT,
+    GREEDY,
+    KEY,
+    ON,
+    PEOPLE,
+    Running,
+    batch,
+    prompt_of,
+    started,
+    with_template,
+)  # fmt: skip
 
 BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
 LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
@@ -124,6 +128,7 @@ def test_fields_become_arguments_of_the_engine():
         ({"temperature": float("nan")}, "temperature: got NaN, wanted a number from 0 to 100"),
         ({"temperature": "1"}, 'temperature: got "1", wanted a number from 0 to 100'),
         ({"top_p": 0}, "top_p: got 0.0, wanted a number above 0"),
+        ({"top_p": 1e-46}, "top_p: got 1e-46, wanted a number above 0"),
         ({"n": 5}, "n: got 5, wanted an integer from 1 to 4"),
         ({"n": True}, "n: got true, wanted an integer from 1 to 4"),
         ({"max_tokens": 0}, "max_tokens: got 0, wanted an integer from 1 to 1073741824"),
@@ -212,60 +217,10 @@ def test_wrong_options_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
 
 # The server itself, with the bundled model.
 
-TEMPLATE = """{%- for message in messages %}
-    {%- if message.role == "tool" %}{{ raise_exception("no tools") }}{% endif %}
-    {{- message.content | trim }}{{ " " }}
-{%- endfor %}"""
-KEY, ROWS = "a secret", 8
-DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
-PEOPLE = list(DOCUMENT.facts)
-GREEDY = {"model": "recall", "temperature": 0}
-ON = {"ignore_eos": True}  # goes on after the model's stop token
-
-
-def prompt_of(person):
-    return f"{DOCUMENT.text} {recall.question(person)}"
-
-
-class Running:
-    """A server in a thread."""
-
-    def __init__(self, folder, *options):
-        import uvicorn
-
-        parser, self._stack = serve.make_parser(), contextlib.ExitStack()
-        args = parser.parse_args(["--checkpoint", str(folder), "--rows", str(ROWS), "--api-key", KEY, *options])
-        found = self._stack.enter_context(serve.served(parser, args))
-        self.engine = found.engine
-        config = uvicorn.Config(found.app, log_level="error", port=0)
-        listening = config.bind_socket()
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([listening],))
-        self._thread.start()
-
-    def close(self):
-        self._server.should_exit = True
-        self._thread.join()
-        self._stack.close()
-
-    @property
-    def rows(self):
-        """Rows in use."""
-        return int(np.sum(np.asarray(self.engine.state.seqs.length) > 0))
-
-    def wait_for(self, holds):
-        deadline = time.monotonic() + 20
-        while not holds():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served") / "recall"
-    shutil.copytree(CHECKPOINT, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    folder = with_template(tmp_path_factory.mktemp("served") / "recall")
     running = Running(folder, "--max-open", "40", "--max-body", "100kB")
     yield running
     running.close()
@@ -279,18 +234,6 @@ def client(server):
         yield one
 
 
-@functools.cache
-def batch(new=16):
-    """The answers of `run_batch`, which nothing ends before."""
-    model, tokenizer = load(CHECKPOINT)
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=512, max_seqs=ROWS, max_length=1024, block_size=16, dtype="float32"
-    )
-    prompts = [recall.encode(prompt_of(person)) for person in PEOPLE]
-    outputs, *_ = kvjax.run_batch(model, kvjax.Cache.create(spec), prompts, max_new_tokens=new, log_events=False)
-    return {person: f" {tokenizer.decode(output.tokens)}" for person, output in zip(PEOPLE, outputs, strict=True)}
-
-
 @pytest.mark.long
 def test_a_completion_is_the_models_answer(client):
     found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
@@ -299,7 +242,7 @@ def test_a_completion_is_the_models_answer(client):
     prompt_tokens = len(recall.encode(prompt_of(PEOPLE[0])))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt_tokens, 2, prompt_tokens + 2)
     cut = client.completions.create(prompt=recall.encode(prompt_of(PEOPLE[0])), max_tokens=4, extra_body=ON, **GREEDY)
-    assert cut.choices[0].finish_reason == "length" and batch()[PEOPLE[0]].startswith(cut.choices[0].text)
+    assert cut.choices[0].finish_reason == "length" and batch()[PEOPLE[0]].text.startswith(cut.choices[0].text)
     several = client.completions.create(prompt=[prompt_of(person) for person in PEOPLE[:3]], max_tokens=8, **GREEDY)
     assert [one.text for one in several.choices] == [f" {DOCUMENT.facts[person]}" for person in PEOPLE[:3]]
     assert [one.index for one in several.choices] == [0, 1, 2]
@@ -339,7 +282,7 @@ def test_many_streams_say_what_a_batch_does(server, client):
 
     with concurrent.futures.ThreadPoolExecutor(32) as threads:
         found = [*threads.map(stream, range(32))]
-    assert found == [(person, batch()[person], 16) for person, *_ in found]
+    assert found == [(person, batch()[person].text, 16) for person, *_ in found]
     server.wait_for(lambda: server.rows == 0)
 
 
@@ -361,7 +304,7 @@ def test_samples_differ_and_seeds_repeat_them(client):
 @pytest.mark.long
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_stop_string_ends_an_answer_and_frees_its_row(server, client, streams):
-    whole = batch()[PEOPLE[0]]
+    whole = batch()[PEOPLE[0]].text
     words = whole.split(" ")
     stop = f"{words[5][-2:]} {words[6]}"  # across two tokens
     wanted = whole[: whole.index(stop)]
@@ -382,7 +325,10 @@ def test_a_stop_string_ends_an_answer_and_frees_its_row(server, client, streams)
 def test_logprobs_are_those_of_the_chosen_tokens(client):
     options = {"prompt": prompt_of(PEOPLE[0]), "max_tokens": 5, "extra_body": ON, **GREEDY}
     logprobs = client.completions.create(logprobs=2, **options).choices[0].logprobs
-    assert " " + " ".join(logprobs.tokens) == batch()[PEOPLE[0]][: logprobs.text_offset[-1]] + " " + logprobs.tokens[-1]
+    assert (
+        " " + " ".join(logprobs.tokens)
+        == batch()[PEOPLE[0]].text[: logprobs.text_offset[-1]] + " " + logprobs.tokens[-1]
+    )
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert max(top.values()) == top[token] == pytest.approx(logprob) and len(top) == 2
     streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(logprobs=2, stream=True, **options)]
@@ -529,7 +475,7 @@ def test_pages_show_the_cache_and_the_requests(server, client):
 @pytest.mark.long
 def test_samples_are_served_without_the_one_that_was_cancelled_and_in_several_calls(server):
     engine, tokenizer = server.engine, load(CHECKPOINT)[1]
-    prompt, wanted = recall.encode(prompt_of(PEOPLE[0])), batch()[PEOPLE[0]]
+    prompt, wanted = recall.encode(prompt_of(PEOPLE[0])), batch()[PEOPLE[0]].text
     with engine._inbox.wake:  # the engine's thread sees all of it at once; it has slots for 32 requests
         groups = [engine.submit(prompt, max_new_tokens=16, samples=7).samples for _ in range(5)]
         groups[1][0].cancel()
@@ -586,27 +532,6 @@ def test_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
         running.wait_for(lambda: not running.engine._thread._stored.prefixes)
     finally:
         running.close()
-
-
-@contextlib.contextmanager
-def started(folder, *options):
-    """A server in a process of its own, which is to be ended by SIGTERM: the process, and its address."""
-    command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", serve.KEY: KEY}
-    with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        timer = threading.Timer(TIMEOUT, process.kill)
-        timer.start()
-        try:
-            lines = iter(process.stderr.readline, "")
-            address = next((line.split(" at ")[1].strip() for line in lines if line.startswith("serving at")), "")
-            assert address, "it has ended"
-            yield process, address
-            rest = process.stderr.read()
-        finally:
-            timer.cancel()
-            if sys.exc_info()[0] is not None:
-                process.kill()
-    assert (process.returncode, rest) == (0, "")
 
 
 @pytest.mark.long
