@@ -351,7 +351,7 @@ def test_biases_and_penalties_change_the_tokens_of_those_who_ask(client):
     assert words(logit_bias={token: 100}) == ["paris"] * 6
     penalized = words(logit_bias={token: 12}, frequency_penalty=2, presence_penalty=2)
     assert 1 <= penalized.count("paris") < 6
-    assert words() == batch()[PEOPLE[0]].split()[:6]
+    assert words() == batch()[PEOPLE[0]].words[:6]
 
 
 @pytest.mark.long

@@ -135,7 +135,7 @@ def test_a_client_that_goes_away_after_the_end_cancels_nothing(server, watch, re
 @pytest.mark.long
 @each_way
 def test_also_while_turns_are_long_they_are_free_two_turns_after(server, watch, streams):
-    """Rows of which nobody reads the tokens at once take turns of many steps if all rows are in use."""
+    """If all rows are in use turns have many steps, the most where nobody reads the tokens as they come."""
     watch.hold(lambda: min(watch.lengths, default=0) > 40)
     with server.connect() as connection:
         connection.sendall(request_of("/v1/completions", body_of(n=8, max_tokens=900, streams=streams)))
@@ -144,7 +144,7 @@ def test_also_while_turns_are_long_they_are_free_two_turns_after(server, watch, 
     watch.go()
     idle(server)
     assert watch.rows[watch.cancels[0] + 1] == 0
-    assert (max(watch.lengths) > 100) == (not streams) and max(watch.lengths) < 900
+    assert max(watch.lengths) < 900 and (streams or max(watch.lengths) > 100)
 
 
 @pytest.mark.long
