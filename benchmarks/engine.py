@@ -178,7 +178,7 @@ class Turns:
         def turn(*args: Any, **options: Any) -> Any:
             found = self._whole(*args, **options)
             self.dispatched.append(time.monotonic())
-            self._outputs.append(found[-1].stage)
+            self._outputs.append(found[-1].numbers)
             self._more.release()
             return found
 

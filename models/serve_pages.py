@@ -35,10 +35,15 @@ _PREFIXES, _HEAD, _TAIL = 50, 48, 32  # lines of the table; tokens that a line s
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>kvjax: {name}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>body {{ font: 14px system-ui, sans-serif; margin: 1.5em; color: #2b2f36 }} img {{ max-width: 100% }}
 td, th {{ text-align: left; padding: 2px 12px 2px 0; vertical-align: top; white-space: pre-wrap }}
-td.n, th.n {{ text-align: right }}</style></head>
-<body><h1>{name}</h1><p>{counts}</p>{picture}<h2>Cached prompts</h2><p>{note}</p>
+td.n, th.n {{ text-align: right; white-space: nowrap }}
+@media (max-width: 40em) {{ body {{ margin: 1em }} .map {{ overflow-x: auto }}
+.map img {{ max-width: none; width: 42em }}
+tr {{ display: flex; flex-wrap: wrap; padding-bottom: 8px }} td, th {{ width: 5em; box-sizing: border-box }}
+td:last-child, th:last-child {{ width: 100% }} }}</style></head>
+<body><h1>{name}</h1><p>{counts}</p><div class="map">{picture}</div><h2>Cached prompts</h2><p>{note}</p>
 <table><tr><th class="n">tokens</th><th class="n">hits</th><th>in use</th><th class="n">namespace</th><th>text</th></tr>
 {lines}
 </table></body></html>
@@ -179,7 +184,7 @@ class Prefix:
 
     Attributes:
       length: tokens.
-      hits: of its last block.
+      hits: of its first block.
       in_use: whether a row holds it.
       namespace: its number.
       head, tail: the first and the last tokens; the tail is empty if the head is all.
@@ -221,4 +226,4 @@ def _prefix(blocks: Any, leaf: int) -> Prefix:
     head = tokens(chain if is_short else chain[: -(-_HEAD // size)])
     tail = [] if is_short else tokens(chain[-(-_TAIL // size) - 1 :])[-_TAIL:]
     in_use, namespace = bool(blocks.refcount[leaf] > 0), int(blocks.parent[chain[0], 1])
-    return Prefix(length, int(blocks.hits[leaf]), in_use, namespace, head if is_short else head[:_HEAD], tail)
+    return Prefix(length, int(blocks.hits[chain[0]]), in_use, namespace, head if is_short else head[:_HEAD], tail)

@@ -220,12 +220,13 @@ def rows_of(serving: Serving, active: jax.Array) -> Rows:
 
 
 def grow(
-    serving: Serving, scheduler: Scheduler, k: int, single: jax.Array, log_room: jax.Array, now: jax.Array
-) -> tuple[Serving, Events, jax.Array, jax.Array]:
+    serving: Serving, scheduler: Scheduler, k: int, most: jax.Array | int, single: jax.Array, log_room: jax.Array,
+    now: jax.Array,
+) -> tuple[Serving, Events, jax.Array, jax.Array]:  # fmt: skip
     """Takes blocks for the next tokens of all rows that decode: for k steps, or for one where `single` bool[].
 
-    For fewer, if there are too few blocks, or log_room i32[] for events. Also returns the number of steps i32[], 0 if
-    blocks were refused; and i32[S], the tokens that each row that decodes may write in them.
+    For at most `most` i32[]; and for fewer, if there are too few blocks, or log_room i32[] for events. Also returns the
+    number of steps i32[], 0 if blocks were refused; and i32[S], the tokens that each decode row may write in them.
     """
     requests, request, seqs, decode = serving.requests, serving.by_row, serving.cache.state.seqs, serving.decoding
     left = jnp.where(decode, request.max_tokens - request.num_tokens, 0)
@@ -233,7 +234,7 @@ def grow(
     waiting = jnp.any(requests.stage == Stage.WAITING)
     # While a request waits, a block of steps also ends where the first row is sure to end.
     first_end = jnp.min(jnp.where(decode, left, k))
-    limit = jnp.where(waiting, jnp.minimum(first_end, scheduler.k_waiting), k)
+    limit = jnp.minimum(most, jnp.where(waiting, jnp.minimum(first_end, scheduler.k_waiting), k))
     fitting = jnp.minimum(limit, num_steps(serving.cache.state, new, k, log_room))
     limit = jnp.where(single | (serving.refused > 1), 1, fitting)
     new = jnp.minimum(new, limit)

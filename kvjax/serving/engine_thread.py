@@ -113,7 +113,6 @@ class EngineThread(threading.Thread):
         self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None
         self._logits_state = logits_state
         self._scheduler = options.scheduler
-        self._quick = dataclasses.replace(self._scheduler, k=1)
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
         # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
@@ -276,8 +275,8 @@ class EngineThread(threading.Thread):
         """Starts a turn."""
         options = self._options
         self._state.serving, log, done = turn(
-            self._model, self._state.serving, scheduler=self._scheduler if steps == MANY else self._quick,
-            steps=np.int32(steps), most_steps=MANY, log_size=self._log_size, logits_fn=options.logits_fn,
+            self._model, self._state.serving, scheduler=self._scheduler, steps=np.int32(steps),
+            most_steps=MANY, log_size=self._log_size, logits_fn=options.logits_fn,
             fixed_steps=options.fixed_steps, now=self._state.now(),
         )  # fmt: skip
         self._turns.append((self._turn_number, time.monotonic(), log, done))

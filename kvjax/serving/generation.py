@@ -120,8 +120,8 @@ def generate[C: (Cache, TieredCache)](
         cache has and whoever runs beside it; see `Scheduler`. Reuse ends at multiples of `chunk` then.
       chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
       steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts.
-      k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
-        `steps`. What is chosen does not depend on it.
+      k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. What is chosen does not
+        depend on it.
       fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
         buffers, see `compiler_options`.
       log_events: whether to decode the events.
@@ -178,8 +178,7 @@ def stream[C: (Cache, TieredCache)](
 ) -> Generator[Progress[C], None, None]:
     """Generates for all prompts, handing out what is new after at most `steps` steps; the arguments are `generate`'s.
 
-    `steps` decides how many tokens come at a time; blocks of steps are of half as many at most, whatever `k` is. Fewer
-    come sooner, and cost a return to the host each.
+    `steps` decides how many tokens come at a time. Fewer come sooner, and cost a return to the host each.
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener

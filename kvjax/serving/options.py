@@ -40,8 +40,7 @@ class Scheduler:
       chunk_rows: R, the most rows that have chunks in a mixed step.
       budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`.
       chunks: "fcfs": rows get as many of them as they can use, in order; "equal": the same number each.
-      k: the most decode steps of a block, 1 to P; None: P. `serve` returns behind whole blocks alone, so tokens come
-        as many at a time.
+      k: the most decode steps of a block, 1 to P; None: P.
       k_waiting: the same while a request waits.
       watermark: blocks that stay available when "num_tokens" admits, unless no row runs.
       patience: how many later requests may be admitted before a request is late. Late requests are first in the order,

@@ -82,10 +82,8 @@ class GenerationRunner[C: (Cache, TieredCache)]:
 
     def __init__(self, inputs: Inputs[C]):
         self.inputs, self.spec, options = inputs, inputs.spec, inputs.options
-        # A loop ends behind the block of steps in which it reaches its limit. A turn has room for two blocks, so that
-        # a limit of k - 1 steps less is not far below what was asked for.
-        k = min(options.scheduler.most_steps(self.spec), (options.steps + 1) // 2)
-        self.scheduler, self.limit = dataclasses.replace(options.scheduler, k=k), np.int32(options.steps - k + 1)
+        k = min(options.scheduler.most_steps(self.spec), options.steps)
+        self.scheduler, self.limit = dataclasses.replace(options.scheduler, k=k), np.int32(options.steps)
         self.new: dict[int, list[int]] = {}  # output number: its tokens of the last turn
         self.closing: list[dict[str, Any]] = []  # decoded events of `close`
         self.outputs = [Output(len(prompt)) for prompt in inputs.prompts]

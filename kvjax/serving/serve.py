@@ -54,6 +54,7 @@ def serve_step(
     log: Log,
     *,
     scheduler: Scheduler,
+    steps: int | jax.Array | None = None,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
@@ -65,6 +66,7 @@ def serve_step(
       serving: the requests and their cache.
       log: takes the events; it has room for `worst_step` of them. None: nobody wants them.
       scheduler: static.
+      steps: i32[]; the most decode steps, below those of a block; None: no fewer.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       fixed_steps: static; see `kvjax.generate`.
       now: i32[] ms.
@@ -74,7 +76,8 @@ def serve_step(
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
     single = _has_chunks(serving, scheduler) | tried
-    serving, extended, n, new = grow(serving, scheduler, k, single, num_free(log) - log_room, now)
+    most = k if steps is None else steps
+    serving, extended, n, new = grow(serving, scheduler, k, most, single, num_free(log) - log_room, now)
     log = once(single, lambda log: note(log, extended), log)  # else there are no events between these and the commit's
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
@@ -85,7 +88,7 @@ def serve_step(
     serving, log, chunks, chosen = mixed_step(
         model, serving, log, scheduler, mixed, with_chunks, k, logits_fn=logits_fn, now=now
     )
-    steps = jnp.where(joint, 0, jnp.maximum(n, 1))
+    after_chunks = jnp.where(joint, 0, jnp.maximum(n, 1))
     new = jnp.where(decode, jnp.maximum(new, 1), 0)  # a row that was just admitted has a slot for one token
     requests, rows = fence(serving.requests, rows_of(serving, decode))  # it has read the text that is written below
     serving, cache = serving.replace(requests=requests), serving.cache
@@ -93,7 +96,7 @@ def serve_step(
     def block(carry: tuple[Pools, Written]) -> tuple[Pools, Written]:
         at, choose = cache.replace(pools=carry[0]), Chooser.of(serving, logits_fn)
         pools, _, written = compute(
-            model, at, rows, new, steps, choose, k, fixed_steps, fixed_split=scheduler.canonical
+            model, at, rows, new, after_chunks, choose, k, fixed_steps, fixed_split=scheduler.canonical
         )
         return pools, written
 
@@ -187,8 +190,7 @@ def serve(
       serving: the requests and their cache.
       log: takes the events. None: nobody wants them, and no loop ends for its log.
       scheduler: static.
-      steps: the most steps of the model. A loop ends behind a whole block of steps: `Scheduler(k=)`, by default the
-        block size, decides how coarsely tokens come, also with steps=1.
+      steps: the most steps of the model.
       logits_fn: static.
       fixed_steps: static.
       now: i32[] ms, the same for all steps.
@@ -203,8 +205,9 @@ def serve(
     def step(carry):
         _, serving, log = carry
         serving, log, _ = serve_step(
-            model, serving, log, scheduler=scheduler, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
-        )
+            model, serving, log, scheduler=scheduler, steps=end - serving.steps, logits_fn=logits_fn,
+            fixed_steps=fixed_steps, now=now,
+        )  # fmt: skip
         return going(serving, log) & (serving.refused != 1), serving, log
 
     _, serving, log = while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))

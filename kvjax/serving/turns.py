@@ -156,14 +156,14 @@ def _turn(
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Turn]:
-    """Empties the slots of requests that are over, runs the loop for about i32[] `steps`, and says what it did."""
+    """Empties the slots of requests that are over, runs the loop for i32[] `steps`, and says what it did."""
     spec, serving = serving.cache.state.spec, drain(serving)
     log = init_log(log_size, spec.block_size, spec.extra_ids, spec.has_recurrent) if log_size else None
     before = serving.steps, serving.requests.num_tokens
     serving, log = serve(
         model, serving, log, scheduler=scheduler, steps=steps, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
     )
-    return serving, log, Turn.of(serving, *before, most_steps + scheduler.most_steps(spec))
+    return serving, log, Turn.of(serving, *before, most_steps)
 
 
 apply = OutermostJit(_apply, static_argnames="scheduler", donate_argnums=0)

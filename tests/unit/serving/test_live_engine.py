@@ -30,8 +30,8 @@ BASE = RNG.integers(0, 40, LENGTH).tolist()
 PROMPTS = [[*BASE[: RNG.integers(0, 60)], *RNG.integers(0, 40, RNG.integers(1, 24)).tolist()] for _ in range(24)]
 
 
-# With k=1 turns of one step and of many are one program. Engines with events share it.
-SHARED = {"scheduler": Scheduler(k=1), "listener": lambda events: None}
+# Engines with events share a program.
+SHARED = {"listener": lambda events: None}
 
 
 def empty(spec=SPEC, model=MODEL):
