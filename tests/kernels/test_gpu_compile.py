@@ -93,7 +93,7 @@ def test_kernels_are_emitted_as_expected(target, case):
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
 
-@pytest.mark.parametrize("case", ["scatter", "adopt", "bookkeeping_16", *STEPS])
+@pytest.mark.parametrize("case", ["scatter", pytest.param("adopt", marks=pytest.mark.slow), "bookkeeping_16", *STEPS])
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0

@@ -86,7 +86,7 @@ def stored_tokens(folder):
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_demo_leaves_what_it_has_computed(tmp_path):
     """The second run computes no whole block that the folder had when the first one was killed."""
     folder, command = tmp_path / "store", [sys.executable, "-m", "models.demo", "--store"]

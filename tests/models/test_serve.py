@@ -534,7 +534,7 @@ def test_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
         running.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sigterm_ends_a_server_and_the_next_one_finds_its_store(tmp_path):
     import openai
 

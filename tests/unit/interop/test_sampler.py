@@ -71,7 +71,7 @@ def test_samples_of_groups_and_of_new_weights():
     kvjax.check(state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_larger_batch_gets_rows_unless_their_number_is_fixed():
     greedy = Options(MOST, temperature=0)
     for most, rows in ((None, [1, 2, 2]), (1, [1, 1, 1])):

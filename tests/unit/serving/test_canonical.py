@@ -42,7 +42,7 @@ def test_so_do_many_random_prompts(kind):
         check(kind, seed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rollout_is_the_same_bits_warm_and_cold_and_in_other_rows():
     model, rng = model_of("wide"), np.random.default_rng(2)
     prompts, lengths = rng.integers(0, 40, (3, 150)).astype(np.int32), np.array([150, 70, 131], np.int32)

@@ -141,7 +141,7 @@ def run(cache, scheduler, prompts, first_seed=0):
 
 
 CASES = [*itertools.product(("max_tokens", "num_tokens", "batch"), (1, 4, SIZE), (5, 12))]  # reserve, k, chunk
-LONG = [("num_tokens", 4, 12), ("max_tokens", 1, 5), ("batch", SIZE, 12)]
+LONG = [("num_tokens", 4, 12), ("max_tokens", 1, 5)]
 MARKS = {**dict.fromkeys(CASES, pytest.mark.slow), **dict.fromkeys(LONG, pytest.mark.long)}
 
 
@@ -161,9 +161,8 @@ def test_tokens_are_those_of_a_computation_from_scratch(reserve, k, chunk):
         assert name == "snapshots" or any(output.preemptions for output in outputs) == (reserve == "num_tokens")
 
 
-@pytest.mark.parametrize(
-    ("k", "chunk"), [pytest.param(SIZE, 5, marks=pytest.mark.long), pytest.param(1, 12, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("k", "chunk"), [(SIZE, 5), (1, 12)])
 def test_tokens_after_states_were_on_the_host_are_those_of_a_computation_from_scratch(k, chunk, monkeypatch):
     """Rows are swapped out and in, and prompts onboarded."""
     scheduler, moved = Scheduler("num_tokens", chunk=chunk, chunk_rows=2, k=k, preempt="swap"), count_swaps(monkeypatch)

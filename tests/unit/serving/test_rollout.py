@@ -79,7 +79,7 @@ def test_prompts_that_cannot_be_served_and_rows_of_others():
     kvjax.check(cache.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_row_too_many_tokens_and_too_few_blocks():
     cache, events = start().admit(0, np.full(16, 1, np.int32), 3)
     assert bool(events.ok)
@@ -93,7 +93,7 @@ def test_no_row_too_many_tokens_and_too_few_blocks():
     kvjax.check(cache.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_events_are_those_of_the_cache_and_a_full_log_ends_the_rollout():
     log = rollout_log(make_spec(), PROMPTS.shape, MOST, SAMPLES)
     found, cache, log = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY, log=log)
@@ -107,7 +107,7 @@ def test_events_are_those_of_the_cache_and_a_full_log_ends_the_rollout():
     assert np.all(np.asarray(cache.state.seqs.length) == 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_under_vmap_and_in_replicas():
     """A cache for each of two replicas, with `check_vma`; they choose as caches under `vmap` do."""
     if jax.version.__version_info__ < (0, 12):
@@ -177,7 +177,7 @@ def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("logprobs", ["raw", "sampling"])
+@pytest.mark.parametrize("logprobs", ["raw", pytest.param("sampling", marks=pytest.mark.slow)])
 def test_samples_are_those_of_run_batch(logprobs):
     """A model of a checkpoint, with a sampling for each prompt; log-probabilities of both kinds."""
     model, _ = load(GOLDENS / "llama")

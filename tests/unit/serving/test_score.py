@@ -57,7 +57,7 @@ def test_scores_are_those_of_whole_sequences_whatever_is_cached():
     assert score._cache_size() == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_windows_padding_on_the_left_and_other_rows():
     model, spec, _ = parts("mistral")
     cache, events = kvjax.Cache.create(spec).admit(2, np.full(P, 7, np.int32), 8)

@@ -455,7 +455,7 @@ def test_without_a_store_nothing_else_is_compiled_than_before():
     assert not any("store" in str(function) for function in (runner._serve, runner._serve_step, runner._submit))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_from_a_mesh_of_two_to_one_device_and_back(tmp_path):
     model, prompt = load(f"{GOLDENS}/llama_heads")[0], DOCUMENT[:40]
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=30, max_seqs=2, max_length=64, block_size=8, dtype="float32")

@@ -344,7 +344,7 @@ def test_mistakes_are_noticed(make):
         live(histories(*MANY), 12, (), make, **AT_ONCE)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scores_among_rows_of_other_versions():
     requests = histories(*MANY, *[SCORE] * 3)
     live(requests, 20, (*HAPPENS, "scored", "not scored"))
@@ -353,7 +353,7 @@ def test_scores_among_rows_of_other_versions():
         live(histories(SCORE, UPDATE), 20, (), shared, **AT_ONCE)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_batches_of_several_versions_over_two_tiers():
     six = st.tuples(st.just("rollout"), AGES, st.tuples(*[TEXT] * 6), SMALL, st.just(False), st.none())
     offload = st.tuples(st.just("offload"), SMALL)

@@ -48,7 +48,7 @@ def carried(first, second, prompt):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["plain", "windows"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("windows", marks=pytest.mark.slow)])
 def test_a_generation_goes_on_in_another_cache(kind):
     """The model writes wrong tokens if it sees a NaN."""
     prompt = serving_kit.prompts_of(39)[0]
@@ -59,10 +59,8 @@ def test_a_generation_goes_on_in_another_cache(kind):
     assert outputs[0].cached_tokens == len(prompt) // SIZE * SIZE
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "plain" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_generated_text_goes_on_in_a_cache_of_other_sizes(kind):
     name, options = KINDS[kind]
     model, _ = load(f"tests/data/goldens/{name}")

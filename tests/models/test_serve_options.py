@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers as README and docs/serving.md run them: a client, a router in front of two, a saved cache, and a mesh."""
+
+import contextlib
+import re
+
+import pytest
+
+from models import recall, serve
+from models.demo import CHECKPOINT
+from tests import wire_kit
+from tests.drive import ROOT
+from tests.models.serve_kit import GREEDY, KEY, PATIENCE, PEOPLE, Running, batch, prompt_of
+
+PUBLISH = ("--publish", wire_kit.ANY, "--replay", wire_kit.ANY)
+
+
+def client_of(server):
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+def code_of(page):
+    """The Python of a page that its other tests do not run, since it needs a server."""
+    (code,) = re.findall(r"^```python3\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    return code.replace('"none"', f'"{KEY}"')
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Starts servers: (server, the addresses at which it publishes)."""
+    notes = list[str]()
+    monkeypatch.setattr(serve, "_note", notes.append)
+    with contextlib.ExitStack() as stack:
+
+        def start(*options):
+            notes.clear()
+            server = Running(CHECKPOINT, *options)
+            stack.callback(server.close)
+            published = [note for note in notes if note.startswith("publishing")]
+            return server, *(note.removeprefix("publishing at ").split(" and ") for note in published)
+
+        yield start
+
+
+@pytest.mark.long
+def test_the_readmes_client_gets_an_answer(started):
+    server, *_ = started()
+    printed = list[object]()
+    names = {"print": printed.append}
+    exec(code_of("README.md").replace("http://127.0.0.1:8000", server.url), names)
+    names["client"].close()
+    assert [answer.choices[0].message.content.strip() for answer in printed] == ["oslo"]
+
+
+@pytest.mark.long
+def test_the_router_of_the_page_sends_prompts_where_they_are_cached(started):
+    found = [started(*PUBLISH) for _ in range(2)]
+    code = code_of("docs/serving.md")
+    for number, (server, (publish, replay)) in enumerate(found, 1):
+        code = code.replace(f"http://127.0.0.1:800{number}", server.url)
+        code = code.replace(f"tcp://127.0.0.1:560{number}", publish).replace(f"tcp://127.0.0.1:561{number}", replay)
+    names = {}
+    exec(code, names)
+    with contextlib.closing(names["router"]) as router:
+        documents = [prompt_of(PEOPLE[0]), " ".join(prompt_of(PEOPLE[0]).split()[::-1])]
+        for salt in (None, "a tenant"):
+            for text in documents:
+                names["complete"](text, salt, max_tokens=1, temperature=0)
+            for text in documents:
+                tokens, mirrors = recall.encode(text), router.mirrors.values()
+                for mirror in mirrors:
+                    mirror.wait(lambda one, text=tokens, salt=salt: one.lookup(text, salt).tokens > 0, timeout=1)
+                answer = names["complete"](text, salt, max_tokens=1, temperature=0)
+                assert answer.usage.prompt_tokens_details.cached_tokens == len(tokens) - 1
+
+
+@pytest.mark.long
+def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_path):
+    from kvjax.interop.vllm import Subscriber
+
+    options = ("--save", str(tmp_path / "saved"))
+    first, *_ = started(*options)
+    prompt = prompt_of(PEOPLE[0])
+    with client_of(first) as client:
+        for salt in ("a", "b"):
+            client.completions.create(prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}, **GREEDY)
+    first.close()
+    second, (publish, replay) = started(*options, *PUBLISH)
+    with Subscriber(publish, replay) as mirror, client_of(second) as client:
+        tokens = recall.encode(prompt)
+        whole, most = len(tokens) // 16 * 16, len(tokens) - 1
+        assert mirror.wait(lambda one: one.lookup(tokens, "b").tokens == whole, timeout=PATIENCE)
+        for salt, cached in (("b", most), ("a", most), ("c", 0)):
+            found = client.completions.create(prompt=prompt, max_tokens=16, extra_body={"cache_salt": salt}, **GREEDY)
+            assert found.usage.prompt_tokens_details.cached_tokens == cached
+            assert batch()[PEOPLE[0]].agrees(found.choices[0].text)
+
+
+@pytest.mark.long
+def test_a_mesh_of_two_devices_gives_the_same_answers(started):
+    server, *_ = started("--mesh", "2")
+    with client_of(server) as client:
+        for person in PEOPLE[:3]:
+            found = client.completions.create(prompt=prompt_of(person), max_tokens=8, **GREEDY)
+            assert batch()[person].agrees(found.choices[0].text)
+    (leaf, *_) = server.engine.close().pools.arrays[0]
+    assert len(leaf.sharding.device_set) == 2
+
+
+def test_options_that_cannot_be_are_errors_of_one_line(capsys, tmp_path):
+    (tmp_path / "other").write_text("no save")
+    for options, wanted in (
+        (("--mesh", "64"), "--mesh: got 64, wanted at most 8, the devices that there are"),
+        (("--mesh", "3"), "--mesh: got 3 devices along 'heads', wanted a divisor of"),
+        (("--save", str(tmp_path)), f"--save: got {str(tmp_path)!r} without manifest.json"),
+    ):
+        with pytest.raises(SystemExit):
+            serve.main(["--checkpoint", str(CHECKPOINT), "--port", "0", "--no-compile-cache", *options])
+        assert capsys.readouterr().err.removeprefix("python -m models.serve: ").startswith(wanted)
