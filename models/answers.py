@@ -12,6 +12,7 @@ from typing import Any
 
 from kvjax.serving import Handle, Output
 
+PERIOD = 0.02  # seconds from one piece of an answer to the next: nobody reads faster
 _CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -34,9 +35,9 @@ class Detokenizer:
         self._decode, self._tokens = decode, list(prompt[-_CONTEXT:])
         self._from, self._to = 0, len(self._tokens)  # the tokens that decide on the next text; those before are done
 
-    def add(self, token: int) -> str:
-        """The new text with this token; empty if a character is unfinished."""
-        self._tokens.append(token)
+    def add(self, *tokens: int) -> str:
+        """The new text with these tokens; empty if a character is unfinished."""
+        self._tokens += tokens
         new = self._new()
         if not new or new.endswith(_UNFINISHED):
             return ""
@@ -64,16 +65,19 @@ class Answer:
       decode: from token ids to text.
       prompt: token ids.
       stop: strings.
+      has_starts: whether the text is made token by token, which takes more time; it is for stop strings.
 
     Attributes:
       text: so far, with what is held back.
-      starts: for each token the index of its first character in the text.
+      starts: for each token the index of its first character in the text, or of those that came with it.
       stopped: whether a stop string was found.
       num_tokens: that were added, those of the stop string included.
     """
 
-    def __init__(self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = ()):
-        self._words, self._stop = Detokenizer(decode, prompt), stop
+    def __init__(
+        self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = (), *, has_starts: bool = True
+    ):  # fmt: skip
+        self._words, self._stop, self._by_token = Detokenizer(decode, prompt), stop, has_starts or bool(stop)
         self._longest = max(map(len, stop), default=0)
         self.text, self.starts, self.stopped, self.num_tokens = "", list[int](), False, 0
         self._shown = 0
@@ -85,12 +89,12 @@ class Answer:
 
     def add(self, tokens: Sequence[int], *, done: bool = False) -> str:
         """Adds tokens, the last ones if `done`; returns the text that may be shown now, and was not yet."""
-        for token in tokens:
+        for some in ([token] for token in tokens) if self._by_token else [tokens]:
             if self.stopped:
                 break
-            self.starts.append(len(self.text))
-            self.num_tokens += 1
-            self._add(self._words.add(token))
+            self.starts += [len(self.text)] * len(some)
+            self.num_tokens += len(some)
+            self._add(self._words.add(*some))
         if done and not self.stopped:
             self._add(self._words.end())
         until = len(self.text) - (0 if done or self.stopped else self._held())
@@ -166,7 +170,7 @@ async def pieces(
       Failed: if it was not served.
     """
     seen = shown = 0
-    outputs: Any = handle.changes(listens=listens)  # a generator
+    outputs: Any = handle.changes(listens=listens, period=PERIOD)  # a generator
     async with contextlib.aclosing(outputs) as changes:
         async for output in changes:
             done = handle.done  # before the tokens are read: then they are all there

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import json
 import secrets
 import time
@@ -33,6 +34,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
+SHORT = 10_000  # bytes of a request whose text takes less time to encode than another thread to begin
 RETRY_SECONDS = 1  # that a client is to wait before it tries again
 GONE = 499  # the status of a request whose client has gone away; nobody gets it
 # The arguments of `Engine.submit` by the names that requests have for them.
@@ -56,10 +58,12 @@ class Api:
 
     async def _answer(self, request: Request, *, is_chat: bool) -> Response:
         served, limits = self._served, self._served.limits
-        fields = openai_api.read_json(await self._body(request))
+        body = await self._body(request)
+        fields = openai_api.read_json(body)
         self._check_model(fields.get("model", served.name))
         wish = openai_api.read_wish(fields, limits, is_chat=is_chat)
-        prompts = await asyncio.to_thread(self._prompts, fields, is_chat=is_chat)
+        of_prompts = functools.partial(self._prompts, fields, is_chat=is_chat)
+        prompts = of_prompts() if len(body) < SHORT else await asyncio.to_thread(of_prompts)
         job = self._submit(prompts, wish, "messages" if is_chat else "prompt")
         form = Form(served.name, wish, served.decode_all, is_chat=is_chat)
 

@@ -85,7 +85,7 @@ class Job:
         self._served, self._pages, self._wish, self._stop_tokens = served, pages, wish, frozenset(stop_tokens)
         self._leaders = [of_prompt[0] for of_prompt in handles]
         self._choices = [
-            (handle, Answer(served.decode, prompt, wish.stop))
+            (handle, Answer(served.decode, prompt, wish.stop, has_starts=wish.logprobs is not None))
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
@@ -99,17 +99,31 @@ class Job:
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all choices, as they come, each with the choice's index."""
-        queue = asyncio.Queue[tuple[int, Piece | Exception]]()
-        options: Any = {"listens": self._wish.streams, "has_top": self._served.limits.top_logprobs > 0}
+        async with contextlib.aclosing(self._merged() if self.size > 1 else self._only()) as found:
+            async for index, piece in found:
+                self._count(index, piece)
+                yield index, piece
 
-        async def pump(index: int, handle: Handle, answer: Answer) -> None:
+    def _pieces(self, index: int) -> AsyncGenerator[Piece]:
+        options: Any = {"listens": self._wish.streams, "has_top": self._served.limits.top_logprobs > 0}
+        return pieces(*self._choices[index], self._stop_tokens, **options)
+
+    async def _only(self) -> AsyncGenerator[tuple[int, Piece]]:
+        async with contextlib.aclosing(self._pieces(0)) as found:
+            async for piece in found:
+                yield 0, piece
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, Piece]]:
+        queue = asyncio.Queue[tuple[int, Piece | Exception]]()
+
+        async def pump(index: int) -> None:
             try:
-                async for piece in pieces(handle, answer, self._stop_tokens, **options):
+                async for piece in self._pieces(index):
                     queue.put_nowait((index, piece))
             except Exception as error:
                 queue.put_nowait((index, error))
 
-        tasks = [asyncio.create_task(pump(index, *choice)) for index, choice in enumerate(self._choices)]
+        tasks = [asyncio.create_task(pump(index)) for index in range(self.size)]
         left = len(tasks)
         try:
             while left:
@@ -117,7 +131,6 @@ class Job:
                 if isinstance(piece, Exception):
                     raise piece
                 left -= piece.finish is not None
-                self._count(index, piece)
                 yield index, piece
         finally:
             for task in tasks:

@@ -286,24 +286,25 @@ class EngineThread(threading.Thread):
         """Reads what a turn did: new tokens, requests that are over, and slots that are empty again."""
         result = done.read()
         began_at, self._read_at = max(dispatched_at, self._read_at), time.monotonic()
-        if result.steps:
-            self._step_seconds = (self._read_at - began_at) / result.steps
+        # A mean in which turns of few steps, that are slower for each, count for less.
+        new = self._read_at - began_at - result.steps * self._step_seconds
+        self._step_seconds += new / (result.steps + 8) if result.steps else 0.0
         while self._statuses and self._statuses[0][0] <= number:
             _, requests, statuses = self._statuses.popleft()
             for request, status in zip(requests, np.asarray(statuses).tolist(), strict=False):
                 if status != Status.OK:
                     request.handle.end(Status(status).name.lower())
                     self._release(request, request.generation)
-        admitted = {}
+        admitted, rows = {}, set(result.row.tolist())
         for slot, request in list(self.active.items()):
             if number < request.since:
                 continue
-            if result.generation[slot] != request.generation:
-                self._release(request, int(result.generation[slot]))
-            elif not request.handle.done:
+            if not request.handle.done:
                 self._update(request, result)
                 if result.stage[slot] != Stage.WAITING:
                     admitted[request.number] = request.leader.number, request.handle.output
+            if result.stage[slot] in (Stage.DONE, Stage.CANCELLED) and slot not in rows:
+                self._release(request, result.generation[slot] + 1)
         if self._stored and log is not None:
             self._stored.after_loop(log, admitted)
         if log is not None:
@@ -312,8 +313,7 @@ class EngineThread(threading.Thread):
             self._move(result)
 
     def _release(self, request: Request, generation: int) -> None:
-        """Takes the slot of a request that is over. One that was cancelled while it waited was never seen to end."""
-        request.handle.end("cancelled")
+        """Takes the slot of a request that is over, as the turn's `drain` has; its next request has this generation."""
         del self.active[request.slot]
         self._free.append(request.slot)
         self._generations[request.slot] = generation
@@ -321,9 +321,9 @@ class EngineThread(threading.Thread):
     def _update(self, request: Request, result: Done) -> None:
         """Adds a turn's tokens to a request's output."""
         slot, handle = request.slot, request.handle
-        before, after = int(result.before[slot]), int(result.num_tokens[slot])
-        finish, stage = Finish(int(result.finish[slot])), int(result.stage[slot])
-        if stage != Stage.WAITING and handle.times.admitted is None:
+        before, after = result.before[slot], result.num_tokens[slot]
+        finish, stage = Finish(result.finish[slot]), result.stage[slot]
+        if stage in (Stage.RUNNING, Stage.DONE) and handle.times.admitted is None:
             handle.times.admitted = time.monotonic()
         if after == before and finish == Finish.NONE:
             return
@@ -335,7 +335,7 @@ class EngineThread(threading.Thread):
             if result.top is not None:
                 likeliest, logprobs = (column[slot, new].tolist() for column in result.top)
                 output.top_logprobs += [dict(zip(*one, strict=True)) for one in zip(likeliest, logprobs, strict=True)]
-            output.cached_tokens, output.preemptions = int(result.cached[slot]), int(result.preemptions[slot])
+            output.cached_tokens, output.preemptions = result.cached[slot], result.preemptions[slot]
             if finish != Finish.NONE:
                 is_cut = finish == Finish.LENGTH and after < request.unlimited
                 full = "row_full" if after > self.spec.max_length else "no_blocks"

@@ -101,11 +101,12 @@ class Handle:
             for token in new:
                 yield token
 
-    async def changes(self, *, listens: bool = True) -> AsyncGenerator[Output]:
+    async def changes(self, *, listens: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
         """The output each time that it has changed, for asyncio; the last time it is over.
 
         Args:
           listens: whether the engine is to make few tokens at a time.
+          period: seconds from one time to the next, at least, but for the first tokens and the end.
 
         Raises:
           EngineError: if the engine has failed the request.
@@ -125,8 +126,14 @@ class Handle:
                 yield self._ended()
                 if is_done:
                     return
+                seconds = period if self.output.tokens else 0.0
                 await changed.wait()
                 changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        while seconds and not self.done:
+                            await changed.wait()
+                            changed.clear()
         finally:
             with self._changed:
                 self._callbacks.remove(notify)

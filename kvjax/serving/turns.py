@@ -121,24 +121,24 @@ class Turn(Pytree):
         steps, onboard_slot, refused = numbers[:3].tolist()
         return Done(
             steps, onboard_slot, refused, row=numbers[3:], tokens=columns[0], logprobs=columns[1].view(np.float32),
-            top=top, **dict(zip((*_OF_REQUESTS, "before"), requests, strict=True)),
+            top=top, **dict(zip((*_OF_REQUESTS, "before"), requests.tolist(), strict=True)),
         )  # fmt: skip
 
 
 class Done(NamedTuple):
-    """The result of a turn, in numpy arrays."""
+    """The result of a turn, on the host."""
 
     steps: int
     onboard_slot: int
     refused: int
     row: np.ndarray  # i32[S]
-    stage: np.ndarray  # i32[W], as those below
-    finish: np.ndarray
-    generation: np.ndarray
-    cached: np.ndarray
-    preemptions: np.ndarray
-    num_tokens: np.ndarray
-    before: np.ndarray
+    stage: list[int]  # of W, as those below
+    finish: list[int]
+    generation: list[int]
+    cached: list[int]
+    preemptions: list[int]
+    num_tokens: list[int]
+    before: list[int]
     tokens: np.ndarray  # i32[W, N]
     logprobs: np.ndarray  # f32[W, N]
     top: tuple[np.ndarray, np.ndarray] | None  # i32[W, N, T] and f32[W, N, T]
@@ -156,14 +156,17 @@ def _turn(
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Turn]:
-    """Empties the slots of requests that are over, runs the loop for i32[] `steps`, and says what it did."""
-    spec, serving = serving.cache.state.spec, drain(serving)
+    """Runs the loop for i32[] `steps`, says what it did, and empties the slots of requests that are over.
+
+    Those that have a row then keep it, and their slots, until the next turn.
+    """
+    spec = serving.cache.state.spec
     log = init_log(log_size, spec.block_size, spec.extra_ids, spec.has_recurrent) if log_size else None
     before = serving.steps, serving.requests.num_tokens
     serving, log = serve(
         model, serving, log, scheduler=scheduler, steps=steps, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
     )
-    return serving, log, Turn.of(serving, *before, most_steps)
+    return drain(serving), log, Turn.of(serving, *before, most_steps)
 
 
 apply = OutermostJit(_apply, static_argnames="scheduler", donate_argnums=0)

@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+import warnings
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import kvjax
 from kvjax import Sampling
 from kvjax.events import fold, index_of
+from kvjax.pools import host as host_pool
 from kvjax.serving import Engine, EngineError, QueueFull, Scheduler, engine_thread
 from kvjax.stores import DiskStore
 from models import load
@@ -36,7 +38,8 @@ SHARED = {"listener": lambda events: None}
 
 def empty(spec=SPEC, model=MODEL):
     if spec.has_host:
-        return kvjax.tiers.TieredCache.create(spec)
+        tiered = kvjax.tiers.TieredCache.create(spec)
+        return tiered.replace(tiered.cache.replace(pools=poisoned(tiered.pools)))
     cache = kvjax.Cache.create(spec)
     return cache.replace(pools=poisoned(cache.pools))
 
@@ -305,6 +308,34 @@ def test_an_engine_with_two_tiers(swap, tokens):
     events = [event for one in found for event in kvjax.to_list(one)]
     assert any(event.get("level") == 1 for event in events)
     assert fold(events).index == index_of(state_of(cache))
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8)]])
+@pytest.mark.long
+def test_moves_that_fail_and_cancels_change_nobodys_tokens(seed, monkeypatch, tokens):
+    """Unused slots of the pools are NaN: what a failed move has lost is computed again, and never read."""
+    copy, rng, failed = host_pool._copy, random.Random(seed), []
+
+    def copy_or_fail(*args):
+        if rng.random() < 0.2:
+            failed.append(len(args))
+            raise RuntimeError("a move")
+        return copy(*args)
+
+    spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
+    scheduler = Scheduler(reserve="num_tokens", preempt="swap" if seed % 2 == 0 else "recompute")
+    with warnings.catch_warnings(), Engine(MODEL, empty(spec), scheduler=scheduler) as engine:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
+        for _ in range(4):
+            handles = [engine.submit(prompt, max_new_tokens=NEW, priority=rng.randrange(3)) for prompt in PROMPTS]
+            for handle in rng.sample(handles, 4):
+                handle.cancel()
+            for handle, wanted in zip(handles, tokens, strict=True):
+                output = handle.result(60)
+                assert output.tokens == (wanted if output.finish == "length" else wanted[: len(output.tokens)])
+        idle(engine)
+    assert failed
 
 
 @pytest.mark.slow

@@ -328,7 +328,7 @@ def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
                 time.sleep(0.6)
             first = False
 
-        outputs, _, _ = kvjax.generate(LLAMA, empty(), prompts, max_new_tokens=36, store=store, listener=wait)
+        outputs, _, _ = kvjax.generate(LLAMA, empty(), prompts, max_new_tokens=36, steps=12, store=store, listener=wait)
         assert [output.stored_tokens for output in outputs] == [0] * ROWS + [48]
 
 
