@@ -74,7 +74,7 @@ class Clients:
     """Clients in a process of their own."""
 
     def __init__(self):
-        command = [sys.executable, "-m", "benchmarks.http_clients"]
+        command = [sys.executable, "-c", "from benchmarks import http_clients; http_clients.main()"]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def answers(self, port: int, prompts: Sequence[Sequence[int]], new_tokens: int, open: int, streams: bool) -> Any:
@@ -88,9 +88,8 @@ class Clients:
 
     def close(self) -> None:
         """Ends the process."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # closes its standard input, and waits
+            pass
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a server of completions, for a process of their own: `python -m benchmarks.http_clients`.
+"""Clients of a server of completions, for a process of their own: `main`.
 
 Each line of standard input is a job as JSON: {"port", "prompts", "new_tokens", "open", "streams"}. The prompts are
 answered greedily, so many at a time; a line of standard output is the texts of the answers.
@@ -54,7 +54,3 @@ async def answers(job: dict[str, Any]) -> list[str]:
 def main() -> None:
     for line in sys.stdin:
         print(json.dumps(asyncio.run(answers(json.loads(line)))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -394,5 +394,5 @@ class EngineThread(threading.Thread):
             stored.drop()
         if state and state.alive:
             state.release_rows()
-            state.publish()
             self.last = state.result
+            state.publish()

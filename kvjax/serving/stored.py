@@ -254,6 +254,9 @@ class StoredPrefixes:
         have[[number for number in range(len(have)) if number not in self._groups]] = True
         have[tuple(np.array(list(words)).T)] = True
 
+        if len(self.adopted) > 4 * self.spec.groups[0].num_ids:  # most are of blocks that are gone
+            self.adopted.clear()
+
         def read(number: int, columns: list[int]) -> dict[int, Words]:
             self.adopted.update(prefix.blocks[column].hash for column in columns)
             return {column: words.get((number, column), []) for column in columns}

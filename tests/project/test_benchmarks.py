@@ -20,6 +20,7 @@ from benchmarks import (
     bookkeeping,
     common,
     decode_loop,
+    engine,
     events,
     gpu,
     gpu_step,
@@ -172,6 +173,16 @@ def test_other_bytes_end_the_benchmark_of_stores(tmp_path, monkeypatch):
     monkeypatch.setattr(stores.DiskStore, "read", other)
     with pytest.raises(SystemExit, match="store: other bytes than were written"):
         stores.measure_disk(stores.Bytes(stores.QUICK), tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_and_a_server_are_compared_with_a_batch(tmp_path, monkeypatch):
+    file = tmp_path / "engine.json"
+    monkeypatch.setattr(sys, "argv", ["engine", "--quick", "--rounds", "1", "--json", str(file)])
+    engine.main()
+    metrics = json.loads(file.read_text())["metrics"]
+    assert set(metrics) == {*engine.AT_LEAST, *engine.AT_MOST}
+    assert all(value > 0 for name, value in metrics.items() if name not in ("bubble", "ttft_steps_p99"))
 
 
 def test_other_tokens_end_the_benchmark_of_stores():
