@@ -4,7 +4,7 @@
 engine_x        the CPU time of `run_batch` to that of an engine, for the same prompts, all submitted at once
 http_x          the same for a server, with so many streams open; clients are a process of their own, not counted
 ttft_steps_p99  Poisson arrivals at half the capacity: turns from a request to its first token, less the chunks of
-                its prompt; 99 % have at most so many
+                what no prompt before it had computed when it came; 99 % have at most so many
 bubble          of a model of 10 million parameters, with all rows busy and listened to: the time in which no step
                 runs, to the time of the steps
 idle_cpu        CPU seconds of an idle engine in a second
@@ -58,7 +58,7 @@ class Size(NamedTuple):
 
     batch: Batch = Batch()
     open: int = 32  # streams
-    arrivals: int = 256
+    arrivals: int = 512
     config: ModelConfig = decode_loop.Size().config
     rows: int = 16
     new: int = 96  # tokens of each of the larger model's rows
@@ -207,6 +207,12 @@ async def listened_to(engine: Engine[Any], prompts: Sequence[Any], new: int, gap
     return await asyncio.gather(*tasks)
 
 
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens that two prompts begin with in common."""
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
 def measure_first_tokens(size: Size) -> tuple[dict[str, float], dict[str, float]]:
     """`ttft_steps_p99`."""
     (model, _), batch = loading.load(CHECKPOINT), size.batch
@@ -218,10 +224,13 @@ def measure_first_tokens(size: Size) -> tuple[dict[str, float], dict[str, float]
         with Turns() as turns:
             handles = asyncio.run(listened_to(engine, prompts, batch.new_tokens, gap))
     steps, seconds = [], []
-    for handle in handles:
-        times, output = handle.times, handle.output
+    for prompt, handle in zip(prompts, handles, strict=True):
+        times, computed = handle.times, 0
         assert times.first_token is not None
-        chunks = -(-(output.prompt_tokens - output.cached_tokens) // batch.scheduler.chunk)
+        for other, before in zip(prompts, handles, strict=True):
+            if before.times.first_token is not None and before.times.first_token <= times.queued:
+                computed = max(computed, common_prefix(prompt[:-1], other))
+        chunks = -(-(len(prompt) - computed) // batch.scheduler.chunk)
         waited = bisect.bisect(turns.done, times.first_token) - bisect.bisect(turns.done, times.queued)
         steps.append(waited - chunks)
         seconds.append(times.first_token - times.queued)

@@ -178,6 +178,8 @@ class EngineThread(threading.Thread):
                 copies.append(_copy(self._state.cache.state))
             finally:
                 event.set()
+        if self._turns and len(self._running) < self.spec.max_seqs:  # who comes while it runs is to be in the next one
+            jax.block_until_ready(self._turns[-1][-1].numbers)
         cancelled = self._take_cancels()
         chosen = self._choose()
         if chosen or cancelled:
@@ -194,9 +196,13 @@ class EngineThread(threading.Thread):
             waiting = [request for request in self.reading if not request.handle.done]
             self._stored.forget_others({request.leader.number for request in [*waiting, *self.active.values()]})
 
+    @property
+    def _running(self) -> list[Handle]:
+        return [request.handle for request in self.active.values() if not request.handle.done]
+
     def _choose_steps(self) -> int:
         """Steps of the next turn: more than one if all rows run, since who comes now would wait anyway."""
-        running = [request.handle for request in self.active.values() if not request.handle.done]
+        running = self._running
         if len(running) < self.spec.max_seqs:
             return 1
         if not any(handle.listens for handle in running):
