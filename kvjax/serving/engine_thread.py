@@ -134,9 +134,8 @@ class EngineThread(threading.Thread):
         self._free, self._generations = deque(range(self._slots)), [0] * self._slots
         self.active: dict[int, Request] = {}
         self.reading = list[Request]()
-        self._turns: deque[tuple[int, float, EventLog | None, Turn]] = (
-            deque()
-        )  # not read yet; when they were dispatched
+        # Those that are not read yet, with their numbers and the times at which they were dispatched.
+        self._turns: deque[tuple[int, float, EventLog | None, Turn]] = deque()
         self._statuses: deque[tuple[int, list[Request], jax.Array]] = deque()  # likewise
         self._turn_number, self._read_at, self._step_seconds = 0, 0.0, PACE
         worst = worst_step(self.spec, self._scheduler) + admission_events(self.spec, serving.width)

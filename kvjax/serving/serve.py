@@ -66,7 +66,7 @@ def serve_step(
       serving: the requests and their cache.
       log: takes the events; it has room for `worst_step` of them. None: nobody wants them.
       scheduler: static.
-      steps: i32[]; the most decode steps, below those of a block; None: no fewer.
+      steps: i32[]; the most decode steps; None: those of a block.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       fixed_steps: static; see `kvjax.generate`.
       now: i32[] ms.
