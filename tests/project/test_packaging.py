@@ -47,7 +47,7 @@ def test_the_extra_of_tests_has_those_of_the_wires():
     extras = PROJECT["optional-dependencies"]
     assert names(extras["agent"]) == {"grpcio", "grpcio-tools", "protobuf"}
     assert names(extras["metrics"]) == {"prometheus-client"}
-    assert names(extras["serve"]) == {"starlette", "uvicorn", "prometheus-client"}
+    assert names(extras["serve"]) == {"starlette", "uvicorn", "httptools", "uvloop", "prometheus-client"}
     [included] = (one for one in extras["test"] if one.startswith("kvjax["))
     assert {"wires", "agent", "metrics", "stores", "serve"} <= set(
         included.removeprefix("kvjax[").removesuffix("]").split(",")

@@ -55,6 +55,7 @@ def by_chunks(model):
     return np.concatenate(found, axis=1), last
 
 
+@pytest.mark.long
 def test_logits_are_the_modules_own_and_new_weights_compile_nothing():
     module, other = make(0), make(1)
     model = paged(module)

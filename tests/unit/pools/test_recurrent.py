@@ -81,7 +81,7 @@ def run(cache, tokens, counts, form="padded", width=64):
 @pytest.mark.parametrize(
     ("form", "width"),
     [
-        ("padded", 3),
+        pytest.param("padded", 3, marks=pytest.mark.long),
         ("ragged", 1),
         ("mixed", 2),
         *[pytest.param(form, 64, marks=pytest.mark.long) for form in ("padded", "ragged")],

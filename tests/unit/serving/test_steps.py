@@ -150,7 +150,7 @@ SIZES = [*range(7, 21)]
 @one_by_default
 @pytest.mark.parametrize(
     "num_blocks",
-    [n if n == 11 else pytest.param(n, marks=pytest.mark.long if n in (8, 14) else pytest.mark.slow) for n in SIZES],
+    [pytest.param(n, marks=pytest.mark.long if n in (8, 11, 14) else pytest.mark.slow) for n in SIZES],
 )
 def test_a_pool_that_runs_out_ends_both_at_the_same_token(num_blocks, loop, layers):
     one = alone(layers, EVICTS, num_blocks)

@@ -313,6 +313,7 @@ def test_what_has_come_by_then_is_adopted(tmp_path, monkeypatch):
         assert outputs_of([DOCUMENT], store)[0] == [(32, 32)]
 
 
+@pytest.mark.long
 def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
     """The last prompts wait for rows meanwhile."""
     prompts = [[n, *OTHER[:20]] for n in range(ROWS)] + [DOCUMENT[:50]]

@@ -154,7 +154,7 @@ def test_a_reader_gets_the_new_save_when_it_comes_in_between(tmp_path, monkeypat
     assert texts == texts_of(SECOND) and counts.broken == 0
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(10, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)])
 def test_a_save_survives_kill_9(kills, tmp_path):
     wanted, rng = [texts_of(FIRST), texts_of(SECOND)], np.random.default_rng(kills)
     context = multiprocessing.get_context("forkserver")

@@ -266,7 +266,7 @@ def context():
     return context
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(10, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)])
 def test_a_store_survives_kill_9_amid_writes_evictions_and_flushes(kills, tmp_path, context):
     rng, found = np.random.default_rng(kills), 0
     for _ in range(kills):
