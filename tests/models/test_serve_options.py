@@ -109,7 +109,8 @@ def test_a_mesh_of_two_devices_gives_the_same_answers(started):
     assert len(leaf.sharding.device_set) == 2
 
 
-def test_options_that_cannot_be_are_errors_of_one_line(capsys, tmp_path):
+def test_options_that_cannot_be_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(serve.commands.jax.config, "update", lambda *_: None)  # of this process
     (tmp_path / "other").write_text("no save")
     for options, wanted in (
         (("--mesh", "64"), "--mesh: got 64, wanted at most 8, the devices that there are"),
