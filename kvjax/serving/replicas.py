@@ -91,7 +91,7 @@ class Replicas:
     def route(self, prompts: Sequence[Sequence[int]], namespaces: Sequence[int] | None = None) -> list[Route]:
         """The replica that each prompt would go to, if all were given to `run_batch` now."""
         checked = check_prompts(prompts)
-        return self._route(checked, namespaces or [0] * len(checked), range(len(self._devices)))
+        return self._route(checked, _of_each("namespaces", namespaces, 0, len(checked)), range(len(self._devices)))
 
     def _route(self, prompts: Sequence[np.ndarray], namespaces: Sequence[int], among: Sequence[int]) -> list[Route]:
         size, load, found = self.spec.block_size, [0] * len(among), list[Route]()
@@ -113,7 +113,8 @@ class Replicas:
 
         Args:
           prompts: token ids.
-          options: of `kvjax.run_batch`; `listener` is called as (replica, events), on this thread.
+          options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread.
+            Events are not decoded.
 
         Raises:
           ValueError: as `kvjax.run_batch`, before anything is donated.
@@ -127,12 +128,14 @@ class Replicas:
 
     def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
         checked = check_prompts(prompts)
-        copies = np.broadcast_to(options.get("samples", 1), len(checked))
+        if options.get("progress") is not None:
+            raise ValueError("progress: got one, wanted None: replicas do not go on together")
+        copies = _of_each("samples", options.get("samples"), 1, len(checked))
+        namespaces = _of_each("namespaces", options.get("namespaces"), 0, len(checked))
         spans = [range(end - number, end) for end, number in zip(np.cumsum(copies).tolist(), copies, strict=True)]
-        options = options | {"seeds": _seeds(options, int(np.sum(copies))), "seed": None, "log_events": False}
+        options = options | {"seeds": _seeds(options, sum(copies)), "seed": None, "log_events": False}
         outputs = [Output(len(prompt)) for prompt, span in zip(checked, spans, strict=True) for _ in span]
         left, healthy = list(range(len(checked))), list(range(len(self._devices)))
-        namespaces = options.get("namespaces") or [0] * len(checked)
         while left:
             routes = self._route([checked[n] for n in left], [namespaces[n] for n in left], healthy)
             chosen = {r: [n for n, route in zip(left, routes, strict=True) if route.replica == r] for r in healthy}
@@ -156,6 +159,15 @@ class Replicas:
         if self._caches[number] is None:
             self._caches[number] = self._empty(number)
         self._prefixes[number].attach(self._caches[number].state)
+
+
+def _of_each(name: str, values: Any, default: int, number: int) -> list[int]:
+    """A number of each prompt, from one for all, a list or None."""
+    values = default if values is None else values
+    found = [values] * number if isinstance(values, int | np.integer) else list(values)
+    if len(found) != number:
+        raise ValueError(f"{name}: got {len(found)}, wanted one for each of {number} prompts")
+    return [int(one) for one in found]
 
 
 def _leading(hashes: Sequence[bytes], plan: set[bytes]) -> int:

@@ -102,7 +102,7 @@ def wanted():
     return [output.tokens for output in outputs]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(made, wanted):
     told = [[], []]
     outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, listener=lambda number, events: told[number].append(events))
@@ -124,19 +124,20 @@ def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(m
     assert [output.tokens for output in made.generate(PROMPTS[:3], max_new_tokens=NEW)] == wanted[:3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_prompts_of_a_replica_that_fails_go_to_the_others(made, wanted, monkeypatch, is_lost):
     whole, fails = replicas.run_batch, threading.Event()
     fails.set()
 
     def failing(model, cache, prompts, **options):
-        if threading.current_thread().name != "one that fails" and fails.is_set() and on_second(cache):
+        if fails.is_set() and on_second(cache):
             fails.clear()
             if is_lost:
                 jax.tree.map(lambda x: x.delete(), cache)
                 raise GenerationInterrupted("lost", None, [kvjax.serving.Output(1) for _ in prompts], [])
-            options["clock"] = lambda: 1 / 0
+            readings = [0]  # the second reading is between two calls
+            options["clock"] = lambda: readings.pop()
         return whole(model, cache, prompts, **options)
 
     def on_second(cache):
@@ -154,7 +155,7 @@ def test_prompts_of_a_replica_that_fails_go_to_the_others(made, wanted, monkeypa
     assert {output.replica for output in made.run_batch(PROMPTS[::-1], max_new_tokens=NEW)} >= {0}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_error_of_the_listener_ends_all_and_the_caches_go_on(made, wanted):
     def listener(number, events):
         raise KeyboardInterrupt
@@ -165,8 +166,15 @@ def test_an_error_of_the_listener_ends_all_and_the_caches_go_on(made, wanted):
     for cache in made.caches:
         kvjax.check(cache.state, rows=())
     assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
-    with pytest.raises(ValueError, match="max_new_tokens: got 0"):
-        made.run_batch(PROMPTS, max_new_tokens=0)
+    for options, message in (
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"samples": [1]}, "samples: got 1, wanted one for each of 12 prompts"),
+        ({"namespaces": [0, 1]}, "namespaces: got 2, wanted one for each of 12 prompts"),
+        ({"progress": print}, "progress: got one, wanted None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.run_batch(PROMPTS, **options)
+    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
 
 
 @pytest.mark.slow
