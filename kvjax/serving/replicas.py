@@ -72,7 +72,7 @@ class Replicas:
           ValueError: naming the argument, before a cache is made.
         """
         check_devices(devices, heads)
-        create = TieredCache.create if spec.has_host else Cache.create
+        create = (Cache, TieredCache)[spec.has_host].create
         self.spec, self._load_price, self._devices = spec, load_price, list(devices)
 
         def empty(number: int) -> Any:

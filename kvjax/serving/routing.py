@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to send a prompt: what each of several caches has of it, by their events alone, and one rule that chooses."""
+"""The cache that a prompt is sent to: what each of several has of it, by their events alone, and one rule."""
 
 from __future__ import annotations
 
