@@ -104,8 +104,8 @@ def wanted():
 
 @pytest.mark.slow
 def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(made, wanted):
-    heard = [[], []]
-    outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, listener=lambda number, events: heard[number].append(events))
+    seen = [[], []]
+    outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, listener=lambda number, events: seen[number].append(events))
     assert [output.tokens for output in outputs] == wanted
     first = {n % 4: output.replica for n, output in enumerate(outputs)}
     assert set(first.values()) == {0, 1}
@@ -113,7 +113,7 @@ def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(m
     for number, cache in enumerate(made.caches):
         kvjax.check(cache.state, rows=())
         assert {leaf.device for leaf in jax.tree.leaves(cache)} == {DEVICES[number]}
-        events = [event for one in heard[number] for event in kvjax.to_list(one)]
+        events = [event for one in seen[number] for event in kvjax.to_list(one)]
         assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
     routes = made.route(PROMPTS)
     assert [route.replica for route in routes] == [output.replica for output in outputs]
