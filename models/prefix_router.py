@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 
 from kvjax.interop.vllm import Subscriber
+from kvjax.serving import choose_replica
 
 
 class Router:
@@ -20,7 +21,7 @@ class Router:
     def route(self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None) -> str:
         """The cache that has most of a prompt; of equal ones, that which was sent least."""
         cached = {name: mirror.lookup(prompt, salt, lora).tokens for name, mirror in self.mirrors.items()}
-        best = max(cached, key=lambda name: (cached[name], -self.sent[name]))
+        best = list(cached)[choose_replica(list(cached.values()), list(self.sent.values()), len(prompt))]
         self.sent[best] += len(prompt) - cached[best]
         return best
 

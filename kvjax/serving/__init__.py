@@ -11,8 +11,10 @@ from kvjax.serving.handle import EngineError, Handle, Times
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.options import Scheduler
 from kvjax.serving.penalties import Penalties, penalize
+from kvjax.serving.replicas import Replicas, Route
 from kvjax.serving.requests import Finish, Output, Requests, Serving, init_serving, results
 from kvjax.serving.rollout import Rollout, rollout, rollout_log
+from kvjax.serving.routing import choose_replica
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.score import score
 from kvjax.serving.serve import serve, serve_step, what_if
@@ -20,9 +22,9 @@ from kvjax.serving.show import show_requests, show_step
 from kvjax.serving.submit import cancel, drain, submit
 
 __all__ = [
-    "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output",
-    "Penalties", "Progress", "QueueFull", "Requests", "Rollout", "Rows", "Sampling", "Scheduler", "Serving", "Times",
-    "cancel", "compiler_options", "decode", "decode_log", "drain", "generate", "init_serving", "penalize", "results",
-    "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step",
-    "stream", "submit", "what_if", "worst_step",
+    "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output", "Penalties",
+    "Progress", "QueueFull", "Replicas", "Requests", "Rollout", "Route", "Rows", "Sampling", "Scheduler", "Serving",
+    "Times", "cancel", "choose_replica", "compiler_options", "decode", "decode_log", "drain", "generate",
+    "init_serving", "penalize", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step",
+    "show_requests", "show_step", "step", "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

@@ -329,6 +329,7 @@ class Output:
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
       stored_tokens: those of the cached tokens that came from the store, in this generation.
       preemptions: how often it had to give its row up and wait again.
+      replica: the number of the replica that made it; None without replicas.
       finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks", "cancelled", "bad_request";
         None while it goes on, and if the generation was interrupted.
     """
@@ -341,6 +342,7 @@ class Output:
     finish: str | None = None
     preemptions: int = 0
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    replica: int | None = None
 
     def update(self, requests: Any, slot: int) -> list[int]:
         """Adds what a request in numpy arrays has got meanwhile; returns its new tokens."""

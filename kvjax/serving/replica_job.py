@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that run in several replicas at a time, a thread for each: none waits for another, nor fails with it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.policies.retention import Retention
+from kvjax.serving.interrupt import GenerationInterrupted
+from kvjax.serving.replica_devices import on
+from kvjax.serving.requests import Output
+from kvjax.serving.routing import CachedPrefixes
+from kvjax.serving.sampling import Sampling
+
+# Options that are of each prompt where they are lists.
+_OF_PROMPTS = "max_new_tokens", "sampling", "namespaces", "retention", "priorities", "samples"
+
+
+class _Stop(Exception):
+    """The end of a replica's run, because its caller is interrupted."""
+
+
+class ReplicaJob:
+    """Prompts for several replicas.
+
+    Args:
+      run: `run_batch` or `generate`.
+      prompts: all of them.
+      spans: the outputs of each.
+      outputs: of all, which are replaced as they come.
+      options: of `run`, with a seed for each output.
+      prefixes: of each replica, to which its events are told.
+
+    Attributes:
+      cause: Ctrl-C, or the error of the listener, that has ended all; or None.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], prompts: Sequence[np.ndarray], spans: Sequence[range], outputs: list[Output],
+        options: dict[str, Any], prefixes: Sequence[CachedPrefixes],
+    ):  # fmt: skip
+        self._run, self._prompts, self._spans = run, prompts, spans
+        self._outputs, self._options, self._prefixes = outputs, options, prefixes
+        self._reports: queue.Queue[tuple[int, Any]] = queue.Queue()  # of a replica: events, an error, or None: done
+        self.cause: BaseException | None = None
+
+    def run(self, chosen: dict[int, tuple[Any, Any, list[int]]], caches: list[Any]) -> dict[int, BaseException]:
+        """Runs {replica: (its device, its model, the numbers of its prompts)}; returns the errors of those that failed.
+
+        Args:
+          chosen: of each replica.
+          caches: are replaced by those that come of it, a lost one by None.
+        """
+        threads = [threading.Thread(target=self._work, args=(number, caches, *one)) for number, one in chosen.items()]
+        for thread in threads:
+            thread.start()
+        failed, left = dict[int, BaseException](), len(threads)
+        while left:
+            try:
+                number, report = self._reports.get()
+                if report is not None and not isinstance(report, BaseException):
+                    self._tell(number, report)
+                    continue
+                left -= 1
+                failed |= {} if report is None else {number: report}
+            except BaseException as error:  # Ctrl-C, or the listener's
+                self.cause = self.cause or error
+        for thread in threads:
+            thread.join()
+        for error in failed.values():
+            if not isinstance(error, GenerationInterrupted):  # of an argument: nothing was donated
+                raise error
+        return failed
+
+    def _tell(self, number: int, events: Any) -> None:
+        self._prefixes[number].observe(events)
+        listener = self._options.get("listener")
+        if listener is not None and self.cause is None:
+            listener(number, events)
+
+    def _work(self, number: int, caches: list[Any], device: Any, model: Any, prompts: list[int]) -> None:
+        """The thread of a replica."""
+
+        def listener(events: Any) -> None:
+            self._reports.put((number, jax.device_get(events)))  # a later call may take the arrays
+            if self.cause is not None:
+                raise _Stop
+
+        options, outputs, report = {**self._options, "listener": listener}, list[Output](), None
+        for name in _OF_PROMPTS:
+            value = options.get(name)
+            if value is not None and not isinstance(value, int | np.integer | Sampling | Retention):
+                options[name] = [value[n] for n in prompts]
+        at = [output for n in prompts for output in self._spans[n]]
+        options["seeds"] = [options["seeds"][output] for output in at]
+        try:
+            with on(device):
+                outputs, caches[number], _ = self._run(
+                    model, caches[number], [self._prompts[n] for n in prompts], **options
+                )
+        except GenerationInterrupted as error:
+            report, outputs, caches[number] = error, error.outputs, error.cache
+        except BaseException as error:
+            report = error
+        for output, one in zip(at, outputs, strict=False):
+            one.replica, self._outputs[output] = number, one
+        self._reports.put((number, report))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache that a prompt is sent to: what each of several has of it, by their events alone, and one rule."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.blocks.hashes import HASH_BYTES, block_hash
+from kvjax.events.log import EventLog
+from kvjax.events.mirror import snapshot, to_list
+from kvjax.events.records import Events
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+
+def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, load_price: float = 0.0) -> int:
+    """The number of the cache to send a prompt to: that which has most of it; of equal ones the least loaded.
+
+    One that has to compute more than twice its share of all tokens gets no more: prompts with a prefix in common stay
+    together only until then.
+
+    Args:
+      cached: tokens of the prompt that each cache has.
+      load: tokens that each was sent and has yet to compute.
+      length: tokens of the prompt.
+      load_price: tokens of the prompt that a token of load outweighs.
+    """
+    most = 2 * (sum(load) + length) / len(load)
+    candidates = [number for number, tokens in enumerate(load) if tokens <= most]
+    return max(candidates, key=lambda n: (cached[n] - load_price * load[n], -load[n], -n))
+
+
+def hashes_of(prompt: np.ndarray, namespace: int, size: int) -> list[bytes]:
+    """The hash of each whole block of a prompt; it stands for all of the prompt up to its end."""
+    parent, found = _root(namespace), list[bytes]()
+    for start in range(0, len(prompt) - size + 1, size):
+        parent = block_hash(parent, prompt[start : start + size])
+        found.append(parent)
+    return found
+
+
+class CachedPrefixes:
+    """The whole blocks that a cache has, by its events: no device is asked, and a cache in a loop is not read.
+
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+    """
+
+    def __init__(self, spec: CacheSpec):
+        self._spec = spec
+        self._of_block = [dict[int, bytes]() for _ in spec.groups]
+        self._counts = [collections.Counter[bytes]() for _ in spec.groups]
+
+    def attach(self, state: CacheState) -> None:
+        """Begins anew with a cache that is not empty."""
+        self.__init__(self._spec)
+        self._fold(snapshot(state))
+
+    def observe(self, events: Events | EventLog) -> None:
+        """Adds events, each once and in their order."""
+        self._fold(to_list(events))
+
+    def _fold(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            number, kind = event["group"], event["kind"]
+            if kind == "stored":
+                self._forget(number, event["block"])
+                if len(event["tokens"]) == self._spec.block_size:
+                    self._store(number, event)
+            elif kind == "removed":
+                self._forget(number, event["block"])
+            elif kind == "cleared":
+                self._of_block[number].clear()
+                self._counts[number].clear()
+
+    def _store(self, number: int, event: dict[str, Any]) -> None:
+        parent = event["parent"]
+        above = _root(event["namespace"]) if parent is None else self._of_block[0].get(parent[0])
+        if above is not None:  # else no prefix leads there
+            found = self._of_block[number][event["block"]] = block_hash(above, event["tokens"])
+            self._counts[number][found] += 1
+
+    def _forget(self, number: int, block: int) -> None:
+        found = self._of_block[number].pop(block, None)
+        if found is not None:
+            self._counts[number] -= collections.Counter([found])
+
+    def whole_blocks(self, hashes: Sequence[bytes], length: int) -> int:
+        """The number of whole blocks that an admission finds of a prompt with these hashes and so many tokens.
+
+        It is that of `lookup`, but for tokens of a block of which the prompt has a part.
+        """
+        spec, size = self._spec, self._spec.block_size
+        end, most = 0, min(len(hashes), (length - 1) // size)
+        while end < most and self._counts[0][hashes[end]]:
+            end += 1
+        columns = np.arange(spec.max_blocks_per_seq, dtype=np.int32)
+
+        def has_windows(end: int) -> bool:
+            written: Any = np.int32(end * size)
+            return all(
+                self._counts[number][hashes[column]]
+                for number, group in enumerate(spec.window_groups, 1)
+                for column in np.flatnonzero(np.asarray(group.keeps(columns, written, size))[:end]).tolist()
+            )
+
+        while end and not has_windows(end):
+            end -= 1
+        return end
+
+
+def _root(namespace: int) -> bytes:
+    return int(namespace).to_bytes(HASH_BYTES, "little")
