@@ -25,11 +25,12 @@ CASES = {
 STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_scanned", "step_sharded")]
 # By default each kernel once. `long` adds quantised pools, `slow` whole steps, further shapes and the other chip.
 QUICK = {
-    "adopt", "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
+    "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
     "scatter",
 }  # fmt: skip
 SLOW = {
-    "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
+    "adopt", "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256",
+    "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
     "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024", "latent_decode_128",
     "latent_prefill_128", "latent_prefill_int8", "step", "step_scanned", "step_sharded",

@@ -324,7 +324,7 @@ def test_moves_that_fail_and_cancels_change_nobodys_tokens(seed, monkeypatch, to
 
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
     scheduler = Scheduler(reserve="num_tokens", preempt="swap" if seed % 2 == 0 else "recompute")
-    with warnings.catch_warnings(), Engine(MODEL, empty(spec), scheduler=scheduler) as engine:
+    with warnings.catch_warnings(), Engine(MODEL, empty(spec), scheduler=scheduler, **SHARED) as engine:
         warnings.simplefilter("ignore", RuntimeWarning)
         monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
         for _ in range(4):

@@ -55,7 +55,7 @@ def test_wrong_penalties_are_named(options, message):
         Penalties.of(**{"max_tokens": 3, **options})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_penalizes_those_who_ask_and_nobody_else():
     model = load("tests/data/goldens/llama")[0]
     spec = kvjax.make_spec(
