@@ -1,25 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server: text of tokens and stop strings, requests as they are read, and OpenAI's own client against all of it."""
+"""The server, with the bundled model: OpenAI's own client against all of it."""
 
 import asyncio
 import concurrent.futures
 import contextlib
-import importlib.util
-import json
 import re
 import signal
-import socket
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import kvjax
-from models import load, openai_api, recall, serve
-from models.answers import Answer, Detokenizer
+from models import load, recall
 from models.demo import CHECKPOINT
-from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
 from tests.models.serve_kit import (
     DOCUMENT,
     GREEDY,
@@ -32,190 +24,6 @@ from tests.models.serve_kit import (
     started,
     with_template,
 )  # fmt: skip
-
-BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
-LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
-
-
-def decode(tokens):
-    """The text of tokens that are bytes."""
-    return bytes(tokens).decode(errors="replace")
-
-
-# Text of tokens.
-
-
-@given(st.text(max_size=12), st.text(max_size=12))
-def test_text_grows_by_whole_characters(prompt, text):
-    words, grown = Detokenizer(decode, list(prompt.encode())), ""
-    for token in text.encode():
-        new = words.add(token)
-        grown += new
-        assert text.startswith(grown)
-    assert grown + words.end() == text
-
-
-def test_an_unfinished_character_comes_at_the_end():
-    answer = Answer(decode, [])
-    assert answer.add(list("é€".encode()[:4])) == "é"
-    assert answer.add([], done=True) == "\N{REPLACEMENT CHARACTER}"
-    assert answer.starts == [0, 0, 1, 1]
-
-
-def test_a_prompt_may_end_within_a_character():
-    first, last = "é".encode()
-    assert Answer(decode, [97, first]).add([last, 98], done=True) == "éb"
-
-
-LETTERS = st.text("ab", max_size=12)
-
-
-@given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
-def test_nothing_of_a_stop_string_is_shown(text, stop, data):
-    """The stop string that is complete first ends the answer, however its tokens come."""
-    ends = [(at + len(one), at) for one in stop for at in range(len(text)) if text.startswith(one, at)]
-    end = min(ends, default=None)
-    wanted = text if end is None else text[: min(at for until, at in ends if until == end[0])]
-    answer, shown, left = Answer(decode, [], stop), "", list(text.encode())
-    while left and not answer.stopped:
-        size = data.draw(st.integers(1, len(left)))
-        shown += answer.add(left[:size])
-        left = left[size:]
-        assert wanted.startswith(shown) and answer.num_shown == len(shown)
-        longest = max(
-            (n for one in stop for n in range(1, len(one)) if text[: -len(left) or None].endswith(one[:n])), default=0
-        )
-        assert answer.stopped or len(shown) >= len(text) - len(left) - longest
-    assert shown + ("" if answer.stopped else answer.add([], done=True)) == wanted
-    assert answer.stopped == (end is not None)
-    assert len(answer.starts) == len(wanted) and answer.num_tokens == (len(text) if end is None else end[0])
-
-
-# Requests.
-
-
-def wish(is_chat=False, **fields):
-    return read_wish(read_json(json.dumps(fields).encode()), LIMITS, is_chat=is_chat)
-
-
-def test_fields_that_are_absent_or_null_have_the_apis_defaults():
-    for fields in ({}, {"temperature": None, "n": None, "stop": None, "seed": None, "unheard_of": 1}):
-        one, chat = wish(**fields), wish(is_chat=True, **fields)
-        assert (one.max_tokens, chat.max_tokens, one.n, one.stop, one.logprobs, one.salt) == (
-            16,
-            None,
-            1,
-            [],
-            None,
-            None,
-        )
-        assert one.sampling == kvjax.Sampling(1.0) and not one.streams
-    assert wish().seed != wish().seed
-
-
-def test_fields_become_arguments_of_the_engine():
-    one = wish(
-        is_chat=True, max_completion_tokens=7, max_tokens=9, temperature=0.5, top_p=0.9, top_k=-1, seed=-1, stop="x",
-        logprobs=True, top_logprobs=3, priority=2, cache_salt="a", stream=True, stream_options={"include_usage": True},
-    )  # fmt: skip
-    assert (one.max_tokens, one.seed, one.stop, one.logprobs, one.priority) == (7, 2**32 - 1, ["x"], 3, -2)
-    assert one.sampling == kvjax.Sampling(0.5, None, 0.9) and one.salt == "a" and one.streams and one.includes_usage
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"temperature": float("nan")}, "temperature: got NaN, wanted a number from 0 to 100"),
-        ({"temperature": "1"}, 'temperature: got "1", wanted a number from 0 to 100'),
-        ({"top_p": 0}, "top_p: got 0.0, wanted a number above 0"),
-        ({"top_p": 1e-46}, "top_p: got 1e-46, wanted a number above 0"),
-        ({"n": 5}, "n: got 5, wanted an integer from 1 to 4"),
-        ({"n": True}, "n: got true, wanted an integer from 1 to 4"),
-        ({"max_tokens": 0}, "max_tokens: got 0, wanted an integer from 1 to 1073741824"),
-        ({"stop": ""}, 'stop: got "", wanted at most 4 strings of 1 to 1024 characters'),
-        ({"stop": [1]}, "stop: got [1], wanted at most 4 strings of 1 to 1024 characters"),
-        ({"logprobs": 6}, "logprobs: got 6, wanted an integer from 0 to 5"),
-        ({"stream": 1}, "stream: got 1, wanted true or false"),
-        ({"cache_salt": ["a", "b"]}, 'cache_salt: got ["a", "b"], wanted at most 1 strings of 1 to 256 characters'),
-        ({"cache_salt": "\ud800"}, "cache_salt: got text that is not Unicode"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids: got [-1], wanted a list of token ids"),
-        ({"frequency_penalty": 2.1}, "frequency_penalty: got 2.1, wanted a number from -2 to 2"),
-        ({"presence_penalty": "0"}, 'presence_penalty: got "0", wanted a number from -2 to 2'),
-        ({"logit_bias": {"1": 101}}, 'logit_bias: got {"1": 101}, ' + BIASES),
-        ({"logit_bias": {"a": 1}}, 'logit_bias: got {"a": 1}, ' + BIASES),
-        ({"logit_bias": [3]}, "logit_bias: got [3], " + BIASES),
-        ({"tools": [{}]}, "tools: got [{}], wanted none: it is not served"),
-        ({"best_of": 2}, "best_of: got 2, wanted as many as n"),
-    ],
-)
-def test_wrong_fields_are_named(fields, message):
-    with pytest.raises(ApiError) as caught:
-        wish(**fields)
-    error = caught.value.body["error"]
-    assert (caught.value.status, error["message"], error["param"]) == (400, message, next(iter(fields)))
-    assert (error["type"], error["code"]) == ("invalid_request_error", None)
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])
-def test_bodies_that_are_no_json_objects_are_refused(body):
-    with pytest.raises(ApiError, match=r"the body is not (valid JSON|a JSON object)"):
-        read_json(body)
-
-
-def test_prompts_are_texts_or_token_ids():
-    def prompts(prompt, encode=lambda text: list(text.encode())):
-        return read_prompts(openai_api.Fields({"prompt": prompt}), encode, LIMITS)
-
-    assert prompts("ab") == prompts([97, 98]) == prompts(["ab"]) == [[97, 98]]
-    assert prompts(["a", [1]]) == [[97], [1]]
-    for wrong in (None, {}, [[True]], [1, "a"], [["a"]], ["a"] * 65, "\udfff"):
-        with pytest.raises(ApiError, match="prompt: got"):
-            prompts(wrong)
-    with pytest.raises(ApiError, match="the model has no tokenizer"):
-        prompts("ab", None)
-
-
-def test_messages_have_a_role_and_text():
-    def messages(*found):
-        return read_messages(openai_api.Fields({"messages": list(found)}))
-
-    part = {"type": "text", "text": "a"}
-    assert messages({"role": "user", "content": [part, part]}) == [{"role": "user", "content": "aa"}]
-    for wrong in ((), ("a",), ({"role": "user"},), ({"role": "user", "content": [{"type": "image_url"}]},)):
-        with pytest.raises(ApiError, match="messages: got"):
-            messages(*wrong)
-
-
-def refused(capsys, *arguments):
-    """The one line that the command prints before it exits with 2."""
-    with pytest.raises(SystemExit) as caught:
-        serve.main([*arguments])
-    assert caught.value.code == 2
-    return capsys.readouterr().err.removeprefix("python -m models.serve: ").removesuffix("\n")
-
-
-def test_wrong_options_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(serve.commands.jax.config, "update", lambda *_: None)
-    folder = ["--checkpoint", str(CHECKPOINT)]
-    folder += ["--port", "0"]
-    assert (
-        refused(capsys, "--port", "0", "--checkpoint", str(tmp_path / "x"))
-        == f"--checkpoint: {tmp_path}/x: no such folder"
-    )
-    assert refused(capsys, *folder, "--port", "65536").startswith("--port: got '65536', wanted")
-    assert refused(capsys, *folder, "--max-length", "2000").startswith("--max-length: got 2000, wanted at most 1024")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert refused(capsys, *folder, "--port", str(port)) == f"--port: 127.0.0.1:{port}: address already in use"
-    (tmp_path / "broken").write_text("{% if %}")
-    assert refused(capsys, *folder, "--chat-template", str(tmp_path / "broken")).startswith("--chat-template: chat")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name))
-    needs = 'needs starlette, uvicorn and prometheus-client: pip install "kvjax[serve]"'
-    assert refused(capsys, *folder) == needs
-
-
-# The server itself, with the bundled model.
 
 
 @pytest.fixture(scope="module")
