@@ -30,6 +30,7 @@ def check(kind, seed):
     kvjax.check(state_of(cache), rows=())
 
 
+@pytest.mark.long
 @each_kind
 def test_cold_warm_and_among_others_a_prompt_gives_the_same_bits(kind):
     check(kind, 1)
