@@ -94,6 +94,15 @@ def report(
     write(result, file)
 
 
+def show_bars(metrics: Mapping[str, float], at_least: Mapping[str, float], at_most: Mapping[str, float]) -> None:
+    """Prints each metric beside its bar."""
+    print(f"  {'':22} {'':>9} {'bar':>8}")
+    for name, value in metrics.items():
+        bar = at_most.get(name, at_least.get(name, 0))
+        is_met = value <= bar if name in at_most else value >= bar
+        print(f"  {name:22} {value:9.4f} {'<=' if name in at_most else '>='} {bar:5g}  {'met' if is_met else 'missed'}")
+
+
 def where() -> dict[str, Any]:
     """The machine and the versions, for every result."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}

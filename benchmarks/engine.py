@@ -277,15 +277,6 @@ def measure_memory(size: Size, clients: Clients) -> tuple[dict[str, float], dict
     return {"memory_growth": megabytes[-1] / megabytes[0]}, {"memory_mb": megabytes[0]}
 
 
-def show(metrics: dict[str, float]) -> None:
-    """Prints each metric beside its bar."""
-    print(f"  {'':22} {'':>9} {'bar':>8}")
-    for name, value in metrics.items():
-        at_most, bar = name in AT_MOST, AT_MOST.get(name, AT_LEAST.get(name, 0))
-        is_met = value <= bar if at_most else value >= bar
-        print(f"  {name:22} {value:9.4f} {'<=' if at_most else '>='} {bar:5g}  {'met' if is_met else 'missed'}")
-
-
 def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, default=5, help="how often the ways are timed (%(default)s)")
@@ -300,7 +291,7 @@ def main() -> None:
         ]  # fmt: skip
     found, details = ({name: value for part in parts for name, value in part[n].items()} for n in (0, 1))
     metrics = {name: found[name] for name in (*AT_LEAST, *AT_MOST)}
-    show(metrics)
+    common.show_bars(metrics, AT_LEAST, AT_MOST)
     common.report("engine", metrics, args.json, details)
 
 

@@ -316,15 +316,6 @@ def require_written(store: DiskStore, blocks: list[Any], data: np.ndarray) -> No
     require_equal(np.stack([arrays[0] for arrays in words]), data, "store")
 
 
-def show(metrics: dict[str, float]) -> None:
-    """Prints each metric beside its bar."""
-    print(f"  {'':22} {'':>9} {'bar':>8}")
-    for name, value in metrics.items():
-        at_most, bar = name in AT_MOST, AT_MOST.get(name, AT_LEAST.get(name, 0))
-        is_met = value <= bar if at_most else value >= bar
-        print(f"  {name:22} {value:9.3f} {'<=' if at_most else '>='} {bar:5g}  {'met' if is_met else 'missed'}")
-
-
 def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, help="how often the ways are timed")
@@ -347,7 +338,7 @@ def main() -> None:
         parts += [measure(generation, root) for measure in stored_prefixes.MEASURES]
     for more in parts:
         metrics, details = metrics | more[0], details | more[1]
-    show(metrics)
+    common.show_bars(metrics, AT_LEAST, AT_MOST)
     common.report("stores", metrics, args.json, details)
 
 
