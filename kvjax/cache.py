@@ -85,13 +85,14 @@ class Cache(Pytree):
         policy_state: Any = None,
         mesh: Mesh | None = None,
         heads: str | None = None,
+        context: str | None = None,
     ) -> Cache:
         """An empty cache with pools of zeros; see `init` and `init_pools` for the arguments.
 
         On a mesh the state is the same on every device.
         """
         state = init(spec, policy, num_blocks, policy_state=policy_state)
-        pools = init_pools(spec, mesh=mesh, heads=heads)
+        pools = init_pools(spec, mesh=mesh, heads=heads, context=context)
         if mesh is not None:
             state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         return cls(state, pools)

@@ -16,6 +16,19 @@ QUANTISED = ("int8", "float8_e4m3fn")
 NUM_TOKENS = "num_tokens"  # the array of a snapshot that says how many tokens it is after
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """The axes of an array that the devices of a mesh divide.
+
+    Attributes:
+      heads: the axis of the heads; None: each device has all.
+      slots: the axis of the P tokens of a block; likewise.
+    """
+
+    heads: int | None = None
+    slots: int | None = None
+
+
 class StateArray(NamedTuple):
     """One array of a recurrent layer's state.
 
@@ -151,10 +164,14 @@ class PoolSpec:
 
     @property
     def mesh_axes(self) -> Any:
-        """The axis of the pool's array, [N + 1, L, *`block_shape`], that a mesh divides; -1: none, as of latents."""
+        """The `MeshAxes` of the pool's arrays, [N + 1, L, *`block_shape`]; latents have one head, which is not divided.
+
+        What has a window or a state is not divided by tokens, whatever these say.
+        """
         if self.arrays:
-            return {NUM_TOKENS: -1} | {one.name: -1 if one.axis is None else 2 + one.axis for one in self.arrays}
-        return 3 if self.values is None else -1
+            axes = {one.name: MeshAxes(None if one.axis is None else 2 + one.axis) for one in self.arrays}
+            return {NUM_TOKENS: MeshAxes()} | axes
+        return MeshAxes(3 if self.values is None else None, 4)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block in every layer of the pool: `block_size` positions, or a snapshot; scales included."""

@@ -30,6 +30,7 @@ class Ledger:
       budget_bytes: bytes to spend on the device.
       entries: what they are spent on: the model, one entry per pool, the scratch rows, the metadata.
       spec: the cache; where devices divide the kv heads, with those of one device.
+      parts: the devices that divide each block of layers with full attention; the bytes are those of one.
       host_budget_bytes: bytes to spend on the host; None if not given.
       host_entries: what they are spent on, one entry per pool; none without a host tier.
     """
@@ -39,6 +40,7 @@ class Ledger:
     spec: CacheSpec
     host_budget_bytes: int | None = None
     host_entries: tuple[Entry, ...] = ()
+    parts: int = 1
 
     @property
     def used_bytes(self) -> int:
@@ -86,7 +88,7 @@ class Ledger:
 
     def _what_fits(self) -> list[str]:
         spec = self.spec
-        groups = [(group, group.block_bytes(spec.block_size)) for group in spec.groups]
+        groups = [(group, group.block_bytes(own_size(group, spec.block_size, self.parts))) for group in spec.groups]
         each = sum(num_bytes for group, num_bytes in groups if group.kind is not Kind.RECURRENT) // spec.block_size
         full_attention = sum(num_bytes for group, num_bytes in groups if group.kind is Kind.FULL) // spec.block_size
         fits = f"holds {self.num_tokens:,} tokens" + (f" of {each:,} K/V bytes each" if each else "")
@@ -115,26 +117,36 @@ def blocks_per_seq(spec: CacheSpec, group: GroupSpec) -> int:
     return group.max_blocks(spec.max_blocks_per_seq, spec.block_size, step=spec.block_size)
 
 
+def own_size(group: GroupSpec, block_size: int, parts: int) -> int:
+    """The tokens that a device has of each block, where so many divide those of layers with full attention."""
+    return block_size // parts if group.kind is Kind.FULL else block_size
+
+
 def make_ledger(
-    spec: CacheSpec, budget_bytes: int, policy: EvictionPolicy | None, model_bytes: int, host_budget_bytes: int | None
+    spec: CacheSpec,
+    budget_bytes: int,
+    policy: EvictionPolicy | None,
+    model_bytes: int,
+    host_budget_bytes: int | None,
+    parts: int = 1,
 ) -> Ledger:
     """The ledger of a cache."""
     entries = [Entry("model", model_bytes)] if model_bytes else []
-    entries += _pools(spec, [group.num_blocks for group in spec.groups])
-    scratch = sum(group.block_bytes(spec.block_size) for group in spec.groups)
+    entries += _pools(spec, [group.num_blocks for group in spec.groups], parts)
+    scratch = sum(group.block_bytes(own_size(group, spec.block_size, parts)) for group in spec.groups)
     entries += [Entry("scratch row" if len(spec.groups) == 1 else "scratch rows", scratch)] if scratch else []
     state = jax.eval_shape(lambda: init(spec, policy))
     entries.append(Entry("metadata", sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))))
-    host = _pools(spec, [group.num_host_blocks for group in spec.groups])
-    return Ledger(budget_bytes, tuple(entries), spec, host_budget_bytes, tuple(host))
+    host = _pools(spec, [group.num_host_blocks for group in spec.groups], parts)
+    return Ledger(budget_bytes, tuple(entries), spec, host_budget_bytes, tuple(host), parts)
 
 
-def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
+def _pools(spec: CacheSpec, num_blocks: Sequence[int], parts: int) -> list[Entry]:
     """One entry for each pool of so many blocks in each group."""
     entries = []
     for group, blocks in zip(spec.groups, num_blocks, strict=True):
         for pool in group.pools if blocks else ():
-            block = pool.block_bytes(spec.block_size)
+            block = pool.block_bytes(own_size(group, spec.block_size, parts))
             entries.append(Entry(_described(pool, block) + _window(group), blocks * block, f"{blocks:,} x {block:,}"))
     return entries
 

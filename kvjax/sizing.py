@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.ledger import Ledger, blocks_per_seq, make_ledger, table
+from kvjax.ledger import Ledger, blocks_per_seq, make_ledger, own_size, table
 from kvjax.pools.placement import num_shards
 from kvjax.spec import CacheSpec, GroupSpec, Kind, LayerSpec, make_spec
 from kvjax.state import EvictionPolicy
@@ -54,6 +54,7 @@ def plan(
     policy: EvictionPolicy | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
     **options: Any,
 ) -> Plan:
     """Sizes a cache: as many blocks as a budget holds, with their scratch rows and metadata.
@@ -81,6 +82,7 @@ def plan(
       mesh: the devices among which the kv heads are divided, as in `Cache.create`. All bytes, given and planned, are
         then those of one device: its heads of every block, all of every latent, and the whole metadata.
       heads: the mesh's axis that divides them.
+      context: the mesh's axis that divides blocks, as in `init_pools`; None: none.
       **options: passed to `make_spec`: block_size, dtype, extra_ids, partial_reuse, num_host_blocks, ...
 
     Returns:
@@ -95,10 +97,10 @@ def plan(
     if not isinstance(model_bytes, int) or model_bytes < 0:
         raise ValueError(f"model_bytes: got {model_bytes!r}, wanted an int of at least 0")
     shape = {"max_seqs": max_seqs, "max_length": max_length, **options}
-    own = _of_one_device(layers, make_spec(layers, num_blocks=1, **shape), mesh, heads)
+    own, parts = _of_one_device(layers, make_spec(layers, num_blocks=1, **shape), mesh, heads, context)
     one = make_spec(own, num_blocks=1, **shape)
-    keys, prices = _prices(one)
-    weights = _weights(one, keys, shares)
+    keys, prices = _prices(one, parts)
+    weights = _weights(one, keys, shares, parts)
     if host_budget_bytes is not None:
         if options.get("num_host_blocks"):
             raise ValueError("num_host_blocks, host_budget_bytes: wanted at most one of the two")
@@ -107,7 +109,7 @@ def plan(
     @functools.cache
     def ledger(counts: _Counts) -> Ledger:
         spec = make_spec(own, num_blocks=dict(zip(keys, counts, strict=True)), **shape)
-        return make_ledger(spec, budget, policy, model_bytes, host_budget_bytes)
+        return make_ledger(spec, budget, policy, model_bytes, host_budget_bytes, parts)
 
     least = ledger((1,) * len(keys))
     if least.left_bytes < 0:
@@ -124,11 +126,19 @@ def plan(
 
 
 def _of_one_device(
-    layers: Sequence[LayerSpec], spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None
-) -> list[LayerSpec]:
-    """The layers with what one device has of them: its kv heads, whole latents, its part of a recurrent state."""
-    shards = 1 if mesh is None and heads is None else num_shards(spec, mesh, heads)
-    return [_part_of(layer, shards) for layer in layers]
+    layers: Sequence[LayerSpec],
+    spec: CacheSpec,
+    mesh: Mesh | AbstractMesh | None,
+    heads: str | None,
+    context: str | None,
+) -> tuple[list[LayerSpec], int]:
+    """The layers with what one device has of them: its kv heads, whole latents, its part of a recurrent state.
+
+    And the number of devices that divide each block.
+    """
+    alone = mesh is None and heads is None and context is None
+    shards, parts = (1, 1) if alone else num_shards(spec, mesh, heads, context)
+    return [_part_of(layer, shards) for layer in layers], parts
 
 
 def _part_of(layer: LayerSpec, shards: int) -> LayerSpec:
@@ -142,19 +152,23 @@ def _divided(shape: tuple[int, ...], axis: int | None, shards: int) -> tuple[int
     return shape if axis is None else (*shape[:axis], shape[axis] // shards, *shape[axis + 1 :])
 
 
-def _prices(spec: CacheSpec) -> tuple[list[_Key], list[int]]:
+def _prices(spec: CacheSpec, parts: int) -> tuple[list[_Key], list[int]]:
     """The keys that share a budget, and what a block of each takes of it: bytes of pools, or 1 where there are none."""
     keys = list(dict.fromkeys(group.key for group in spec.groups[spec.bare :]))
-    prices = [sum(group.block_bytes(spec.block_size) for group in spec.groups if group.key == key) for key in keys]
+    sizes = [(group.key, group.block_bytes(own_size(group, spec.block_size, parts))) for group in spec.groups]
+    prices = [sum(size for of, size in sizes if of == key) for key in keys]
     return keys, [price or 1 for price in prices]
 
 
-def _weights(spec: CacheSpec, keys: Sequence[_Key], shares: str | Mapping[int | str | None, float]) -> list[int]:
+def _weights(
+    spec: CacheSpec, keys: Sequence[_Key], shares: str | Mapping[int | str | None, float], parts: int
+) -> list[int]:
     """The exact weight of each key's share."""
     if shares == "equal":
         return [1] * len(keys)
     if shares == "bytes":
-        held = [(group.key, _tokens_held(spec, group) * group.block_bytes(spec.block_size)) for group in spec.groups]
+        sizes = [(group, group.block_bytes(own_size(group, spec.block_size, parts))) for group in spec.groups]
+        held = [(group.key, _tokens_held(spec, group) * size) for group, size in sizes]
         return [sum(num_bytes for of, num_bytes in held if of == key) or 1 for key in keys]
     wanted = f"wanted 'equal', 'bytes' or a weight for each of the windows {keys}"
     if not isinstance(shares, Mapping) or set(shares) != set(keys):

@@ -133,6 +133,7 @@ class TieredCache:
         policy_state: Any = None,
         mesh: Mesh | None = None,
         heads: str | None = None,
+        context: str | None = None,
     ) -> TieredCache:
         """An empty cache with pools of zeros and host pools; see `init` and `init_pools` for the arguments.
 
@@ -141,7 +142,8 @@ class TieredCache:
         """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
-        empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, mesh=mesh, heads=heads)
+        where = {"mesh": mesh, "heads": heads, "context": context}
+        empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, **where)
         pools, host = init_host_pools(empty.pools)
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # committed like moved pools
         return cls(Cache(state, pools), host)

@@ -48,9 +48,11 @@ def decode_attention(
 
 def prefill_attention(
     q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    scales=None, values=None, return_lse=False, interpret=False,
+    scales=None, values=None, return_lse=False, stride=1, offset=0, interpret=False,
 ):  # fmt: skip
     """As `xla.prefill_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
+    if stride > 1:
+        raise NotImplementedError(f"mosaic: got a stride of {stride}, wanted 1; xla has others")
     tokens, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
     group = heads // kv_heads

@@ -124,9 +124,11 @@ def decode_attention(
 
 def prefill_attention(
     q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    scales=None, values=None, return_lse=False, interpret=False,
+    scales=None, values=None, return_lse=False, stride=1, offset=0, interpret=False,
 ):  # fmt: skip
     """As `xla.prefill_attention`; `interpret` runs the kernel's Python on any platform."""
+    if stride > 1:
+        raise NotImplementedError(f"triton: got a stride of {stride}, wanted 1; xla has others")
     tokens, heads, width = q.shape
     tiles = tuning.triton_prefill(width, q.dtype.itemsize, pool.dtype.itemsize)
     tiles = tiles if values is None else tuning.TRITON_LATENTS

@@ -90,6 +90,8 @@ def prefill_attention(
     scales: jax.Array | None = None,
     values: int | None = None,
     return_lse: bool = False,
+    stride: int = 1,
+    offset: jax.Array | int = 0,
     attend: Callable[..., Any] | None = None,
 ):
     """Causal attention of each row's last tokens, any number of them, over the row's paged K/V.
@@ -110,6 +112,9 @@ def prefill_attention(
       scales: f32[N + 1, L, 2, K, P], or None.
       values: columns of V in a latent, or None.
       return_lse: whether to return the logarithm of the softmax's denominator too.
+      stride: slot j of a row holds its token j * stride + `offset`, so that a row's K/V can be divided among as many
+        pools; above 1 without a window.
+      offset: i32[]; from 0 to stride - 1.
       attend: computes the tiles; None: the loops below.
 
     Returns:
@@ -124,6 +129,7 @@ def prefill_attention(
     out, lse = (attend or _attend)(
         q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
         work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, values=values,
+        stride=stride, offset=offset,
     )  # fmt: skip
     # Back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
@@ -136,7 +142,9 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values):
+def _attend(
+    q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset: Any = 0
+):
     """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
 
     q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
@@ -151,6 +159,9 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
     position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     length = jnp.where(count > 0, first + count, 0)
+    if stride > 1:
+        position, length = in_slots(position, length, window, stride, offset)
+        first = position[:, 0]
     blocks = min(max(_slots_per_tile(num * kv_heads * width) // size, 1), tables.shape[1])
     tile_slots = blocks * size
     # A row's tiles start at the first block that its first query sees. The first `whole` of them are seen whole by
@@ -202,6 +213,16 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     out = out if values is None else out[..., :values]
     lse = (highest + jnp.log(denominator)).reshape(split).swapaxes(1, 2).reshape(q.shape[:-1])
     return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
+
+
+def in_slots(position, length, window, stride, offset):
+    """Positions and lengths as slots, of which slot j holds token j * `stride` + `offset`.
+
+    Returns the last slot with a token up to each position, -1 if there is none, and the number of slots.
+    """
+    if window is not None:
+        raise NotImplementedError(f"xla: got a window of {window} with a stride of {stride}, wanted one of the two")
+    return (position - offset) // stride, (length - offset + stride - 1) // stride
 
 
 def _runs(shape, run, layer, block):

@@ -13,10 +13,10 @@ _COLLECTIVE = re.compile(r"= (\S+?)(?:\{\S*)? (all-reduce|all-gather|all-to-all|
 
 
 @contextlib.contextmanager
-def mesh_of(data: int, heads: int, kind: AxisType = AUTO):
+def mesh_of(first: int, second: int, kind: AxisType = AUTO, names: tuple[str, str] = ("data", "heads")):
     """A mesh of the first devices; in context if its axes are Explicit."""
-    devices = jax.devices()[: data * heads]
-    mesh = jax.make_mesh((data, heads), ("data", "heads"), axis_types=(kind, kind), devices=devices)
+    devices = jax.devices()[: first * second]
+    mesh = jax.make_mesh((first, second), names, axis_types=(kind, kind), devices=devices)
     with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
         yield mesh
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import pallas_kernels
+from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit
 from kvjax.pools.views import View
 
@@ -60,24 +61,31 @@ def attend(
 
     Raises:
       ValueError: on an argument that does not fit, while tracing; on a view of a cache with another spec; on a
-        recurrent layer; on query heads of latents that a mesh cannot divide.
+        recurrent layer; on query heads of latents that a mesh cannot divide; on a window that the layer's spec lacks,
+        where a mesh divides blocks.
       NotImplementedError: if the named implementation cannot serve this call.
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     _check(q, array, view, window, soft_cap, sinks)
+    context = pools.context(group)
+    if context is not None and window is not None:
+        whole = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
+        raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {whole}")
     shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1
     decodes = q.shape[0] if is_decode else view.decodes
     call = functools.partial(
         pallas_kernels.call, scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window, soft_cap=soft_cap,
-        values=spec.values, return_lse=return_lse, implementation=implementation,
+        values=spec.values, return_lse=return_lse or context is not None, implementation=implementation,
     )  # fmt: skip
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
         q, parts, options = q.reshape(-1, *q.shape[2:]), [], {"scales": scales, "sinks": sinks}
+        if context is not None:
+            options["sinks"] = None  # the merge has them once
         if decodes:
             first = slice(0, decodes)
-            rows = table[first], lengths[first]
+            rows = table[first], lengths[first] if context is None else context.own_lengths(lengths[first])
             parts.append(
                 call("decode_attention", q[first], pool, index, *rows, fixed_split=view.fixed_split, **options)
             )
@@ -86,8 +94,14 @@ def attend(
             starts = jnp.arange(shape[0], dtype=jnp.int32) * shape[1] if starts is None else starts
             rows = table[rest], lengths[rest], starts[rest] - decodes, num_tokens[rest]
             options["max_count"] = shape[1] - decodes
+            if context is not None:
+                options |= {"stride": context.size, "offset": context.shard()}
             parts.append(call("prefill_attention", q[rest], pool, index, *rows, **options))
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        result = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        if context is None:
+            return result
+        out, lse = context.merge(result[0], result[1], sinks)
+        return (out, lse) if return_lse else out
 
     operands = {
         "q": q, "pool": array, "index": index, "table": view.tables[group], "scales": pools.scales_of(group, pool),
@@ -95,8 +109,9 @@ def attend(
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
     }  # fmt: skip
     with jax.named_scope("attend"):
-        axes = {"q": 2, "pool": spec.mesh_axes, "scales": spec.mesh_axes, "sinks": 0}
-        result = pools.over_heads(compute, operands, axes, (1, 1) if return_lse else 1)
+        own, of_results = spec.mesh_axes, MeshAxes(1)
+        axes = {"q": MeshAxes(2), "pool": own, "scales": own, "sinks": MeshAxes(0)}
+        result = pools.over_devices(group, compute, operands, axes, (of_results,) * 2 if return_lse else of_results)
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 
 

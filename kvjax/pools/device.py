@@ -28,6 +28,8 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax._arrays import Pytree, count, pick, put, rank
 from kvjax.events.records import EventKind, Events
+from kvjax.layers import MeshAxes
+from kvjax.pools.context import Context
 from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
@@ -41,7 +43,8 @@ class Pools(Pytree, static=("spec", "placement")):
         {name: [N + 1, L, ...]}.
       spec: static; shapes.
       scales: per group, per pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
-      placement: static; how the kv heads are divided among devices. None: not at all.
+      placement: static; how the kv heads are divided among devices, and the tokens of blocks, whose P then has them in
+        another order (`pools/context.py`). None: not at all.
     """
 
     arrays: tuple[tuple[Any, ...], ...]
@@ -81,13 +84,23 @@ class Pools(Pytree, static=("spec", "placement")):
         """The scales of a quantised pool, None for others."""
         return None if self.scales is None else self.scales[group][pool]
 
-    def over_heads(
-        self, function: Callable[..., Any], operands: dict[str, Any], axes: dict[str, int], out_axes: Any
+    def over_devices(
+        self,
+        group: int,
+        function: Callable[..., Any],
+        operands: dict[str, Any],
+        axes: dict[str, MeshAxes],
+        out_axes: Any,
     ) -> Any:
-        """function(**operands), on each device with its own heads; see `Placement.over_heads`."""
+        """function(**operands), on each device with its own part of a group; see `Placement.over_devices`."""
         if self.placement is None:
             return function(**operands)
-        return self.placement.over_heads(function, operands, axes, out_axes)
+        placement = self.placement.of_group(self.spec.groups[group])
+        return placement.over_devices(function, operands, axes, out_axes)
+
+    def context(self, group: int) -> Context | None:
+        """The mesh axis that divides the blocks of a group; None: they are whole."""
+        return None if self.placement is None else self.placement.of_group(self.spec.groups[group]).context
 
     def with_pool(self, group: int, pool: int, array: Any, scales: jax.Array | None = None) -> Pools:
         """These pools with another array for one pool, and its scales if it has any."""
@@ -151,35 +164,41 @@ def _with(arrays, group: int, pool: int, array: Any):
     return tuple(map(tuple, arrays))
 
 
-def init_pools(spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None = None) -> Pools:
+def init_pools(
+    spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None = None, context: str | None = None
+) -> Pools:
     """Pools of zeros, all of them separate arrays, so that they can be donated.
 
     Args:
       spec: shapes.
       mesh: the devices among which the kv heads are divided; None: one device has all of them.
       heads: the mesh's axis that divides them. Along other axes the pools are copies of each other.
+      context: another axis, which divides the tokens of each block of layers with full attention: for models with
+        fewer kv heads than devices, and for sequences that are longer than a device can hold. Blocks of layers with
+        windows or states stay whole. None: none.
 
     Raises:
-      ValueError: if `mesh` has no axis `heads`, or its size does not divide the kv heads of a layer.
+      ValueError: if `mesh` lacks one of the axes, or its size does not divide the kv heads of a layer, or the tokens
+        of a block.
     """
-    placement, sharding = placement_of(spec, mesh, heads)
+    placement, sharding = placement_of(spec, mesh, heads, context)
 
-    def zeros(shape: tuple[int, ...], dtype: Any, axis: int) -> jax.Array:
+    def zeros(group: GroupSpec, shape: tuple[int, ...], dtype: Any, axes: MeshAxes) -> jax.Array:
         if sharding is None:
             return jnp.zeros(shape, dtype)
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding(axis))()
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding(group, axes))()
 
     def arrays(group: GroupSpec, pool: PoolSpec) -> Any:
         rows = group.num_blocks + 1, len(pool.layers)
         return jax.tree.map(
-            lambda block, axis: zeros((*rows, *block.shape), block.dtype, axis),
+            lambda block, axes: zeros(group, (*rows, *block.shape), block.dtype, axes),
             pool.block_shape(spec.block_size), pool.mesh_axes,
         )  # fmt: skip
 
     def scales(group: GroupSpec, pool: PoolSpec) -> jax.Array | None:
         block = pool.block_shape(spec.block_size)
         shape = group.num_blocks + 1, len(pool.layers), *block.shape[:-1]
-        return zeros(shape, jnp.float32, pool.mesh_axes) if pool.quantised else None
+        return zeros(group, shape, jnp.float32, pool.mesh_axes) if pool.quantised else None
 
     def each(make: Callable[[GroupSpec, PoolSpec], Any]) -> Any:
         return tuple(tuple(make(group, pool) for pool in group.pools) for group in spec.groups)
@@ -232,19 +251,20 @@ def write(
         got = "None" if x is None else f"shape {x.shape}"
         if x is None or x.shape != shape:
             raise ValueError(f"{name}: got {got}, wanted {shape} for this view and layer {layer}")
-    scales, slots = pools.scales_of(group, pool), view.slots[group]
+    scales, slots, context = pools.scales_of(group, pool), view.slots[group], pools.context(group)
     operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 
     def append(pool, scales, index, k, v, slots):
         k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v))
-        args = (pool, index, k, v, slots.reshape(-1)) + (() if scales is None else (scales,))
+        slots = slots.reshape(-1) if context is None else context.own_slots(slots.reshape(-1), pool)
+        args = (pool, index, k, v, slots) + (() if scales is None else (scales,))
         return pallas_kernels.call("append_kv", *args, implementation=implementation)
 
     quantised = operands["scales"] is not None
     with jax.named_scope("write"):
-        axis, of_tokens = spec.mesh_axes, 2 if spec.values is None else -1
-        axes = {"pool": axis, "scales": axis, "k": of_tokens, "v": of_tokens}
-        written = pools.over_heads(append, operands, axes, (axis, axis) if quantised else axis)
+        own, of_tokens = spec.mesh_axes, MeshAxes(2 if spec.values is None else None)
+        axes = {"pool": own, "scales": own, "k": of_tokens, "v": of_tokens}
+        written = pools.over_devices(group, append, operands, axes, (own, own) if quantised else own)
     return pools.with_pool(group, pool, *(written if quantised else (written,)))
 
 
@@ -267,8 +287,8 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
     def copy(pool, sources, targets, num_copies):
         return pallas_kernels.call("copy_blocks", pool, sources, targets, num_copies, implementation=implementation)
 
-    def copied(array: jax.Array, axis: int, copies: dict[str, jax.Array]) -> jax.Array:
-        return given.over_heads(copy, {"pool": array, **copies}, {"pool": axis}, axis)
+    def copied(array: jax.Array, axes: MeshAxes, number: int, copies: dict[str, jax.Array]) -> jax.Array:
+        return given.over_devices(number, copy, {"pool": array, **copies}, {"pool": axes}, axes)
 
     given = pools
     for number, group in enumerate(pools.spec.groups):
@@ -277,7 +297,7 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
         index = jnp.arange(wanted.size, dtype=jnp.int32)
         order = put(jnp.zeros_like(index), rank(wanted), index, wanted)
         copies = {"sources": events.source[order], "targets": events.block[order], "num_copies": count(wanted)}
-        each = functools.partial(copied, copies=copies)
+        each = functools.partial(copied, number=number, copies=copies)
         for pool, spec in enumerate(group.pools):
             scales = pools.scales_of(number, pool)
             with jax.named_scope("copy_blocks"):

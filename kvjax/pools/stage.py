@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from kvjax._arrays import Pytree, pick, put
 from kvjax.checks import integers
+from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
 
@@ -40,13 +41,18 @@ def gather(pools: Pools, rows: Sequence[Any] | jax.Array) -> Staged:
       rows: for each group i32[K_g]; pool rows on the device; the scratch row is padding.
     """
 
-    def read(number: int, pool: jax.Array, axis: int) -> jax.Array:
+    def read(number: int, pool: jax.Array, axes: MeshAxes) -> jax.Array:
         blocks = integers(f"rows[{number}]", rows[number], ("K",))
         if pool.ndim == 2:  # of snapshots, after how many tokens they are
             return pick(pool, blocks)
+        context = pools.context(number)
+
+        def whole(pool, blocks):
+            found = pallas_kernels.call("gather_blocks", pool, blocks)
+            return found if context is None else context.whole(found)
+
         operands = {"pool": pool, "blocks": blocks}
-        call = functools.partial(pallas_kernels.call, "gather_blocks")
-        return pools.over_heads(call, operands, {"pool": axis}, axis)
+        return pools.over_devices(number, whole, operands, {"pool": axes}, MeshAxes(axes.heads))
 
     return Staged(_each(read, pools, pools.arrays), pools.spec, _each(read, pools, pools.scales))
 
@@ -61,13 +67,19 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
       counts: for each group i32[]; how many leading ones are written. The cost follows them.
     """
 
-    def write(number: int, pool: jax.Array, axis: int, blocks: jax.Array) -> jax.Array:
+    def write(number: int, pool: jax.Array, axes: MeshAxes, blocks: jax.Array) -> jax.Array:
         target, most = integers(f"rows[{number}]", rows[number], ("K",)), jnp.asarray(counts[number], jnp.int32)
         if pool.ndim == 2:
             return put(pool, target, blocks, jnp.arange(target.shape[0], dtype=jnp.int32) < most)
+        context = pools.context(number)
+
+        def put_part(pool, staged, blocks, count):
+            staged = staged if context is None else context.part(staged)
+            return pallas_kernels.call("scatter_blocks", pool, staged, blocks, count)
+
         operands = {"pool": pool, "staged": blocks, "blocks": target, "count": most}
-        call = functools.partial(pallas_kernels.call, "scatter_blocks")
-        return pools.over_heads(call, operands, {"pool": axis, "staged": axis}, axis)
+        of_operands = {"pool": axes, "staged": MeshAxes(axes.heads)}
+        return pools.over_devices(number, put_part, operands, of_operands, axes)
 
     return pools.replace(
         arrays=_each(write, pools, pools.arrays, staged.arrays), scales=_each(write, pools, pools.scales, staged.scales)
@@ -75,7 +87,7 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
 
 
 def _each(function: Callable[..., jax.Array], pools: Pools, *trees: Any) -> Any:
-    """function(number of the group, array, axis of the heads, ...) for each array of a tree of the pools' form."""
+    """function(number of the group, array, its `MeshAxes`, ...) for each array of a tree of the pools' form."""
     if trees[0] is None:
         return None
 

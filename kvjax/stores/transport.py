@@ -44,6 +44,7 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
       pool_rows: i32[n].
     """
     on_device, most = pools.spec.groups[number].num_blocks, most_blocks(pools.spec, number)
+    context = pools.context(number)
     for first in range(0, len(pool_rows), most):
         rows = pool_rows[first : first + most]
         found: list[np.ndarray] | None = None
@@ -54,6 +55,8 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
             index[: where.sum()] = rows[where] - offset
             leaves = _gather(pools, index, number) if offset == 0 else jax.tree.leaves(read_blocks(host, number, index))
             blocks = [np.asarray(leaf)[: where.sum()] for leaf in leaves]
+            if offset and context is not None:  # the host's blocks are parts of devices, one after the other
+                blocks = [context.ordered(block) for block in blocks]
             if where.all():
                 found = blocks
                 break

@@ -189,8 +189,10 @@ def visible(spec: Any, position: Any, written: Any) -> Any:
 
 
 def read(pools: Any, group: int, pool: int) -> Any:
-    """f32[N + 1, L, 2, K, P, D]: the K/V of a pool, of jax or of numpy."""
+    """f32[N + 1, L, 2, K, P, D]: the K/V of a pool, of jax or, with blocks in order, of numpy."""
     array, scales = pools.arrays[group][pool], pools.scales and pools.scales[group][pool]
+    if isinstance(array, jax.Array) and (context := pools.context(group)):
+        array, scales = context.ordered(array), None if scales is None else context.ordered(scales)
     if array.shape[2] == 1:  # a latent is K, then V
         xp = jnp if isinstance(array, jax.Array) else np
         return xp.moveaxis(array[:, :, 0].reshape(*array.shape[:2], 1, SIZE, 2, 2), 4, 2)
@@ -373,6 +375,7 @@ class Config:
       methods: whether moves are made by `TieredCache`, or by verb, `move`, `apply` and `complete`.
       reserve_tokens: for admit, of prompts that are computed in chunks.
       heads: kv heads; if more than one, a mesh of as many devices divides them.
+      context: devices that divide blocks.
       generate: whether `generate` is among the requests.
       kernels: whether the transitions of a decode step are interpreted kernels.
       verbs: those that may be called, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
@@ -390,6 +393,7 @@ class Config:
     methods: bool = False
     reserve_tokens: int | None = None
     heads: int = 1
+    context: int = 1
     generate: bool = True
     kernels: bool = False
     verbs: tuple[str, ...] | None = None
@@ -409,10 +413,12 @@ class Config:
 
     def placement(self) -> dict[str, Any]:
         """The placement of the pools, for `create`."""
-        if self.heads == 1:
+        shape, auto = (self.heads, self.context), jax.sharding.AxisType.Auto
+        if shape == (1, 1):
             return {}
-        axes = {"axis_types": (jax.sharding.AxisType.Auto,), "devices": jax.devices()[: self.heads]}
-        return {"mesh": jax.make_mesh((self.heads,), ("heads",), **axes), "heads": "heads"}
+        axes = {"axis_types": (auto, auto), "devices": jax.devices()[: self.heads * self.context]}
+        mesh = jax.make_mesh(shape, ("heads", "context"), **axes)
+        return {"mesh": mesh, "heads": "heads"} | ({"context": "context"} if self.context > 1 else {})
 
 
 @dataclasses.dataclass
@@ -498,11 +504,23 @@ class Life:
         take = functools.partial(jax.tree.map, lambda x: np.array(x))
         self.state: Any = take(jax.device_get(self.cache.state))
         self.tables = take(jax.device_get(self.programs["view"](self.cache.state, 1).tables))
-        self.bytes = take(jax.device_get((self.cache.pools, self.host)))
+        self.bytes = self.by_token(take(jax.device_get((self.cache.pools, self.host))))
+
+    def by_token(self, tiers: Any, back: bool = False) -> Any:
+        """Pools of both tiers, of numpy, with the tokens of each block in order; or `back` in that of the devices."""
+        for number in range(len(self.spec.groups)):
+            if context := self.cache.pools.context(number):
+                context = dataclasses.replace(context, size=SIZE // context.size) if back else context
+                ordered = functools.partial(jax.tree.map, context.ordered)
+                tiers = [
+                    None if tier is None else host_pool._with(tier, number, ordered(host_pool.arrays_of(tier, number)))
+                    for tier in tiers
+                ]
+        return tuple(tiers)
 
     def verify(self) -> None:
         kvjax.check(self.state)
-        for leaf in jax.tree.leaves(self.cache.state) if self.config.heads > 1 else ():
+        for leaf in jax.tree.leaves(self.cache.state) if self.config.placement() else ():
             first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
             assert all(np.array_equal(first, other) for other in others), "the devices have different states"
         assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
@@ -630,7 +648,7 @@ class Life:
             copy[...] = new
             return jax.device_put(copy, old.sharding)
 
-        pools, host = jax.tree.map(put, self.bytes, (self.cache.pools, self.host))
+        pools, host = jax.tree.map(put, self.by_token(self.bytes, back=True), (self.cache.pools, self.host))
         self.cache, self.host = Cache(self.cache.state, pools), host
 
     # How verbs are run.
@@ -1413,6 +1431,9 @@ CONFIGS = {
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", methods=True, heads=2),
+    "fast context": Config(host=5, heads=2, context=2, generate=False, verbs=FAST),
+    "context, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8", methods=True, heads=2, context=2),
+    "context, latents": Config((FULL, LATENT, RECURRENT), host=5, context=4),
     "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, reserve_tokens=5, methods=True),
 }
 

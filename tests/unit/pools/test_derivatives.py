@@ -189,6 +189,23 @@ def test_gradients_with_heads_on_two_devices(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_gradients_with_blocks_on_two_devices(kind):
+    with mesh_of(1, 2, kind, ("heads", "context")) as mesh:
+        spec = dataclasses.replace(SPEC, groups=(dataclasses.replace(SPEC.groups[0], pools=SPEC.groups[0].pools[:1]),))
+        x, pools = layers_inputs(), init_pools(spec, mesh=mesh, heads="heads", context="context")
+        context, (array,) = pools.context(0), pools.arrays[0]
+        size = array.shape[4]
+        parts = dataclasses.replace(context, size=size // 2).ordered(x["pools"].arrays[0][0])  # as the devices have it
+        x["pools"] = pools.replace(arrays=((jax.device_put(parts, array.sharding),),))
+        got = jax.jit(jax.grad(lambda x: loss(layers, x, "unrolled")))(x)
+        of_pool = context.ordered(np.asarray(got["pools"].arrays[0][0]))
+    wanted = layers_gradients()
+    close((got["q"], got["new"]), (wanted["q"], wanted["new"]))
+    close(of_pool, wanted["pools"].arrays[0][0])
+
+
+@pytest.mark.slow
 def test_gradients_through_a_decode_loop():
     """A prompt, a fork, and a scan whose steps extend, the first by a copy on write, then write, attend and commit."""
     sizes = {"num_blocks": 12, "max_seqs": 2, "max_length": 12, "block_size": 4, "dtype": "float32"}
