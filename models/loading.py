@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from .decoder import scanned, unrolled
 from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
 from .language_config import LanguageConfig
-from .placement import check_axis, placed
+from .placement import check_axes, placed
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jax.numpy.bfloat16}  # a weight's dtypes
@@ -41,6 +41,7 @@ def load(
     scan: bool = False,
     mesh: Mesh | None = None,
     heads: str | None = None,
+    context: str | None = None,
 ) -> tuple[AnyModel, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
@@ -52,6 +53,7 @@ def load(
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
         that this process's devices need. None: one device has all. Only a `Decoder` can be divided.
       heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
+      context: likewise, its other axis; what both axes can divide is divided by both. None: none.
 
     Returns:
       The model; and the `tokenizers.Tokenizer`, None if the folder has none.
@@ -63,7 +65,7 @@ def load(
         anything is built.
     """
     folder = pathlib.Path(folder)
-    check_axis(mesh, heads)
+    check_axes(mesh, heads, context)
     fields, files = _json(folder / CONFIG), weight_files(folder)
     config, tokenizer = _config(folder / CONFIG, fields, files), load_tokenizer(folder)
     _check_mesh(config, mesh)
@@ -81,7 +83,9 @@ def load(
             leaf = parameters[path]
             read = functools.partial(_read, tensor, path[-1] == "kernel", leaf.dtype)
             if expert is None:
-                flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads))))
+                flat.append(
+                    (path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads, context)))
+                )
             else:
                 stacks.setdefault(path, _Stack(leaf)).put(expert, read)
                 if stacks[path].missing == 0:

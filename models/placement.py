@@ -2,7 +2,8 @@
 """The decoder's weights on several devices: attention divided by heads, the MLP by its inner width.
 
 One device has whole heads, so it needs no other for attention. Each layer adds up its devices' results twice, after
-`o_proj` and after `down_proj`. The matrices of the vocabulary are divided by tokens.
+`o_proj` and after `down_proj`. The matrices of the vocabulary are divided by tokens. Where the cache's blocks are
+divided too (`context`), weights are divided over both axes, and a layer's queries, keys and values gathered over one.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ DIVIDED = (
 VOCABULARY = ((r"^embed_tokens(_per_layer)?\.embedding$", 0), (r"^lm_head\.kernel$", 1))
 
 
-def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str) -> P:
-    """The partition of a parameter over an axis of a mesh.
+def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str, context: str | None = None) -> P:
+    """The partition of a parameter over one axis of a mesh, or two.
 
     Args:
       path: where the decoder has it, such as layers.0.mlp.up_proj.kernel.
       shape: of the parameter.
       mesh: the devices.
       heads: name of the axis.
+      context: of another, which divides each part further where it can; None: none.
 
     Raises:
       ValueError: if heads or an inner width cannot be divided by the devices.
     """
     for pattern, axis in (*DIVIDED, *VOCABULARY):
         if re.search(pattern, path):
+            if context is not None and shape[axis] % (mesh.shape[heads] * mesh.shape[context]) == 0:
+                return P(*[None] * axis, (heads, context))
             if shape[axis] % mesh.shape[heads] == 0:
                 return P(*[None] * axis, heads)
             if (pattern, axis) in DIVIDED:
@@ -50,12 +54,15 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str) ->
     return P()
 
 
-def check_axis(mesh: Mesh | None, heads: str | None) -> None:
-    """Raises a ValueError unless `heads` is an axis of the mesh, or both are None."""
-    if mesh is None and heads is not None:
-        raise ValueError(f"heads: got {heads!r} without a mesh, wanted None")
+def check_axes(mesh: Mesh | None, heads: str | None, context: str | None) -> None:
+    """Raises a ValueError unless `heads` is an axis of the mesh, and `context` another or None; or all are None."""
+    for name, axis in (("heads", heads), ("context", context)):
+        if mesh is None and axis is not None:
+            raise ValueError(f"{name}: got {axis!r} without a mesh, wanted None")
     if mesh is not None and heads not in mesh.axis_names:
         raise ValueError(f"heads: got {heads!r}, wanted one of the mesh's axes {mesh.axis_names}")
+    if mesh is not None and context is not None and (context not in mesh.axis_names or context == heads):
+        raise ValueError(f"context: got {context!r}, wanted another of the mesh's axes {mesh.axis_names}")
 
 
 def placed(
@@ -64,6 +71,7 @@ def placed(
     shape: tuple[int, ...],
     mesh: Mesh | None,
     heads: str | None,
+    context: str | None,
 ) -> jax.Array:
     """A parameter made of the parts that `read` gives; called once for each part that this process needs."""
     if mesh is None or heads is None:
@@ -75,7 +83,7 @@ def placed(
             parts[str(index)] = read(index)
         return parts[str(index)]
 
-    sharding = NamedSharding(mesh, partition_spec(path, shape, mesh, heads))
+    sharding = NamedSharding(mesh, partition_spec(path, shape, mesh, heads, context))
     return jax.make_array_from_callback(shape, sharding, part)
 
 

@@ -114,7 +114,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint, names=names))
         metrics = stack.enter_context(Metrics(registry, spec, wires=wire.feeds))
         listeners = [metrics.observe, *([wire.listener] if wire.listener else [])]
-        cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
+        cache = _cache(parser, args, spec, where)
         saved = stack.enter_context(stores.saved(parser, args, cache, names, _note))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
@@ -159,6 +159,14 @@ def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any) -> kvja
         parser.error(str(error))
     session.check_memory(parser, args, model, spec)
     return spec
+
+
+def _cache(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec, where: dict[str, Any]) -> Any:
+    """An empty cache, on the devices of `session.make_mesh`."""
+    try:
+        return (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
+    except ValueError as error:
+        parser.error(f"--{error}")
 
 
 def _engine(

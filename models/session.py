@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -56,23 +57,33 @@ def add_sizes(parser: commands.Parser, rows: str, length: str) -> None:
 
 
 def add_mesh(parser: commands.Parser) -> None:
-    """The option that `make_mesh` reads."""
+    """The options that `make_mesh` reads."""
     parser.add_argument(
         "--mesh",
         metavar="N",
         type=number(int, 1, MOST),
         help="devices that divide weights and K/V by heads (default: one)",
     )
+    parser.add_argument(
+        "--context",
+        metavar="C",
+        type=number(int, 1, MOST),
+        default=1,
+        help="for each of these, devices that divide the tokens of blocks (default: %(default)s)",
+    )
 
 
 def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, Any]:
-    """The mesh that the option wants, and the axis that divides heads: arguments of `load` and `Cache.create`."""
-    if args.mesh is None:
+    """The mesh that the options want, and its axes: arguments of `load` and `Cache.create`."""
+    if args.mesh is None and args.context == 1:
         return {}
-    if args.mesh > len(jax.devices()):
-        parser.error(f"--mesh: got {args.mesh}, wanted at most {len(jax.devices())}, the devices that there are")
-    devices = jax.devices()[: args.mesh]
-    return {"mesh": jax.make_mesh((args.mesh,), ("heads",), (AxisType.Auto,), devices=devices), "heads": "heads"}
+    sizes = {"heads": args.mesh or 1} | ({"context": args.context} if args.context > 1 else {})
+    total, devices = math.prod(sizes.values()), jax.devices()
+    if total > len(devices):
+        names = "--mesh" if args.context == 1 else "--mesh times --context"
+        parser.error(f"{names}: got {total}, wanted at most {len(devices)}, the devices that there are")
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes), devices=devices[:total])
+    return {"mesh": mesh, **{name: name for name in sizes}}
 
 
 def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[AnyModel, Any]:

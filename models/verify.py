@@ -30,6 +30,7 @@ from .commands import Parser, add_scan
 from .families import AnyModel
 from .golden import Golden, read_golden
 from .loading import load
+from .session import add_mesh, make_mesh
 
 TOLERANCE = 1e-3  # |a - b| <= TOLERANCE * (1 + |b|)
 MARGIN = 2e-3  # between the reference's two best logits; below it either token is right
@@ -112,14 +113,14 @@ def _num_evicted(events: kvjax.Events) -> jax.Array:
 class Runner:
     """Puts prompts through a cache and compares every logit that is computed."""
 
-    def __init__(self, model: AnyModel, golden: Golden, spec: kvjax.CacheSpec):
-        self.model, self.golden, self.spec = model, golden, spec
+    def __init__(self, model: AnyModel, golden: Golden, spec: kvjax.CacheSpec, where: dict[str, Any]):
+        self.model, self.golden, self.spec, self.where = model, golden, spec, where
         self.width = spec.max_length
         self.cache: Any = None
 
     def start(self, num_blocks: Sequence[int], seed: int) -> None:
         """Begins with an empty cache of so many blocks in each group, taken in random order; pools hold no number."""
-        cache, rng = kvjax.Cache.create(self.spec, _LRU), np.random.default_rng(seed)
+        cache, rng = kvjax.Cache.create(self.spec, _LRU, **self.where), np.random.default_rng(seed)
         groups = []
         for group, count in zip(cache.state.groups, num_blocks, strict=True):
             empty = np.arange(group.empty.shape[0], dtype=np.int32)
@@ -199,10 +200,16 @@ def _without_numbers(array: jax.Array) -> jax.Array:
 _LRU = kvjax.lru()  # one object, so that all ways share their compiled programs
 
 
-def verify(folder: pathlib.Path, kv_dtype: str = "float32", *, scan: bool = False) -> dict[str, Tally]:
-    """Runs a golden folder's prompts through the cache in the three ways; errors as for `load` and `read_golden`."""
+def verify(
+    folder: pathlib.Path, kv_dtype: str = "float32", *, scan: bool = False, where: dict[str, Any] | None = None
+) -> dict[str, Tally]:
+    """Runs a golden folder's prompts through the cache in the three ways; errors as for `load` and `read_golden`.
+
+    `where` are the arguments `mesh`, `heads` and `context` of `load` and of `Cache.create`; None: one device.
+    """
+    where = where or {}
     with jax.default_matmul_precision("highest"):
-        model, _ = load(folder, dtype=jnp.float32, scan=scan)
+        model, _ = load(folder, dtype=jnp.float32, scan=scan, **where)
         golden = read_golden(folder, model.config.vocab_size)
         longest = max(len(golden.text(row)) for row in range(len(golden.lengths)))
         blocks = ROWS * -(-longest // BLOCK_SIZE)
@@ -210,7 +217,7 @@ def verify(folder: pathlib.Path, kv_dtype: str = "float32", *, scan: bool = Fals
             model.layer_specs(), num_blocks=2 * blocks, max_seqs=ROWS, max_length=longest, block_size=BLOCK_SIZE,
             dtype=kv_dtype,
         )  # fmt: skip
-        runner = Runner(model, golden, spec)
+        runner = Runner(model, golden, spec, where)
         tallies = {"cold": Tally(), "reuse": Tally(), "churn": Tally()}
         for first in range(0, len(golden.lengths), ROWS):
             _three_ways(runner, range(first, min(first + ROWS, len(golden.lengths))), tallies)
@@ -269,11 +276,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folders", metavar="DIR", nargs="+", type=pathlib.Path, help="a golden folder")
     parser.add_argument("--kv-dtype", default="float32", help="format of the K/V, such as int8 (default: %(default)s)")
     add_scan(parser)
+    add_mesh(parser)
     args = parser.parse_args(arguments)
+    where = make_mesh(parser, args)
     failed, judged = 0, args.kv_dtype == "float32"
     for folder in args.folders:
         try:
-            tallies = verify(folder, args.kv_dtype, scan=args.scan)
+            tallies = verify(folder, args.kv_dtype, scan=args.scan, where=where)
         except (OSError, ValueError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             failed += 1
