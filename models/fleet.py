@@ -64,9 +64,8 @@ class Fleet:
         actor = ray.remote(**restarts, num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD")(Replica)
         self.actors = {name: actor.remote(host, server, keep_programs) for name in names}
         self.router, self._addresses = Router({}), dict[str, tuple[str, str]]()
-        self._starts = {
-            one.publish.remote(): name for name, one in self.actors.items()
-        }  # calls, of those that are down
+        # Calls that have not returned, of the replicas that are down.
+        self._starts = {one.publish.remote(): name for name, one in self.actors.items()}
         for ref in list(self._starts):
             self._welcome(ref)
 
@@ -153,13 +152,13 @@ class Fleet:
         from kvjax.interop.vllm import Subscriber
 
         name, mirrors = self._starts[ref], self.router.mirrors
-        addresses, last = self._ray.get(ref, timeout=router.SECONDS)
+        is_first, (addresses, last) = name not in mirrors, self._ray.get(ref, timeout=router.SECONDS)
         if addresses != self._addresses.get(name):  # it is new, on another machine, or its ports were taken
-            if name in mirrors:
+            if not is_first:
                 mirrors[name].close()
             mirrors[name], self._addresses[name] = Subscriber(*addresses, **self._options), addresses
             self.router.sent.setdefault(name, 0)
-        if not self.follow(name, last):
+        if not self.follow(name, last) and is_first:  # later on it may have ended again
             raise SystemExit(f"fleet failed: replica {name}: nothing comes from {addresses[0]}; see --bind")
         del self._starts[ref]
 
@@ -199,6 +198,14 @@ def run(parser: commands.Parser, args: argparse.Namespace, pairs: Sequence[demo.
         }
 
 
+def _address(text: str) -> ipaddress.IPv4Address:
+    """A type of an argument."""
+    try:
+        return ipaddress.IPv4Address(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted an IPv4 address") from None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; see --help.
 
@@ -210,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     option = parser.add_argument
     option("--replicas", metavar="N", type=commands.number(int, 2), default=2, help="actors (default: %(default)s)")
     option("--address", metavar="HOST:PORT", help="a cluster's, which is joined (default: Ray starts on this machine)")
-    option("--bind", metavar="IP", type=ipaddress.IPv4Address, default=ipaddress.IPv4Address(LOOPBACK),
+    option("--bind", metavar="IP", type=_address, default=ipaddress.IPv4Address(LOOPBACK),
            help="address that replicas publish at; 0.0.0.0 is all of a machine's (default: %(default)s)")  # fmt: skip
     option("--curve", action="store_true", help="encrypt events, with new keys")
     option("--gpus", metavar="N", type=commands.number(float, 0), default=0, help="of each replica (default: none)")
@@ -225,8 +232,11 @@ def main(arguments: list[str] | None = None) -> None:
     pairs = router.questions(each[0] * args.replicas, each[1])
     try:
         router.report("fleet", run(parser, args, pairs), len(pairs))
-    except OSError as error:  # a replica's; Ray puts its traceback into the message
-        parser.error(f"--{getattr(error, 'cause', error)}")
+    except OSError as error:
+        message = str(getattr(error, "cause", error))  # of a replica's error, into which Ray puts a traceback
+        if message.startswith("bind: "):
+            parser.error(f"--{message}")
+        raise SystemExit(f"fleet failed: {message}") from error
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
 
