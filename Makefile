@@ -14,6 +14,7 @@ BASE ?= HEAD~1
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=25
 OLDEST := .venv-jax0112
 TUNIX := .venv-tunix
+FLEET := .venv-fleet
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
@@ -25,8 +26,8 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix fingerprint bench \
-	$(BENCHMARKS:%=bench-%) gpu gpu-counts lint format wheel
+.PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet fingerprint \
+	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts lint format wheel
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -63,7 +64,7 @@ test-all: ## what a night adds: the same at length, with other seeds, specs, sha
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
-	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix wheel)
+	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-fleet wheel)
 
 test-oldest: ## the default tests on the oldest jax that CI covers; a part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
@@ -78,6 +79,10 @@ test-tunix: ## rollouts of Tunix' trainers, with Tunix in an environment of its 
 	@scripts/setup.sh $(TUNIX) test,tunix
 	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/unit/interop/test_tunix.py \
 	  tests/project/test_pages.py $(ARGS)
+
+test-fleet: ## replicas in actors of Ray's, with Ray in an environment of its own; a part of test-all
+	@scripts/setup.sh $(FLEET) test,fleet
+	@$(FLEET)/bin/python $(PYTEST) -m "long and not slow and not gpu" tests/models/test_fleet.py $(ARGS)
 
 fingerprint: ## which programs of the verbs differ from those of another commit, and how (BASE=HEAD~1)
 	@$(SETUP)

@@ -8,6 +8,7 @@ COMMANDS = {
     "serve": "a server with OpenAI's HTTP API, for a checkpoint",
     "demo": "what the cache does, with the bundled model",
     "router": "two caches that publish their events, and a router that knows what each holds",
+    "fleet": "caches in Ray actors, on one machine or several, behind the same router",
     "prefill_decode": "a process that computes prompts, and one that answers them, through a store",
     "verify": "logits and tokens of a checkpoint against a golden folder",
     "grpo": "a training loop around `rollout`, which teaches the bundled model to end its answers",

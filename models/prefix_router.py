@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A router: sends each prompt to the cache that has most of it, by mirrors of what the caches publish."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvjax.interop.vllm import Subscriber
 from kvjax.serving import choose_replica
@@ -18,10 +18,14 @@ class Router:
         self.mirrors = {name: Subscriber(*addresses) for name, addresses in endpoints.items()}
         self.sent = dict.fromkeys(endpoints, 0)
 
-    def route(self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None) -> str:
-        """The cache that has most of a prompt; of equal ones, that which was sent least."""
-        cached = {name: mirror.lookup(prompt, salt, lora).tokens for name, mirror in self.mirrors.items()}
-        best = list(cached)[choose_replica(list(cached.values()), list(self.sent.values()), len(prompt))]
+    def route(
+        self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None, *, without: Collection[str] = ()
+    ) -> str:
+        """The cache that has most of a prompt, but for those in `without`; of equal ones, that which was sent least."""
+        mirrors = {name: mirror for name, mirror in self.mirrors.items() if name not in without}
+        cached = {name: mirror.lookup(prompt, salt, lora).tokens for name, mirror in mirrors.items()}
+        sent = [self.sent[name] for name in cached]
+        best = list(cached)[choose_replica(list(cached.values()), sent, len(prompt))]
         self.sent[best] += len(prompt) - cached[best]
         return best
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import multiprocessing
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,17 +80,22 @@ class Engine:
         return {path for _, _, path in index if len(path) % self.spec.block_size == 0}
 
 
+def bundled() -> tuple[Any, kvjax.CacheSpec]:
+    """The bundled model, and the spec of a cache that holds three documents."""
+    model, _ = load(demo.CHECKPOINT)
+    return model, kvjax.make_spec(
+        model.layer_specs(), num_blocks=BLOCKS, max_seqs=1, max_length=BLOCK * 40, block_size=BLOCK,
+        dtype="float32",
+    )  # fmt: skip
+
+
 def serve(pipe: Connection, keep_programs: bool) -> None:
     """The process of an engine: answers calls until the other end of the pipe is closed."""
     from kvjax.interop.vllm import Publisher
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears Ctrl-C, and closes the pipe
     commands.keep_programs(keep_programs)
-    model, _ = load(demo.CHECKPOINT)
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=BLOCKS, max_seqs=1, max_length=BLOCK * 40, block_size=BLOCK,
-        dtype="float32",
-    )  # fmt: skip
+    model, spec = bundled()
     with contextlib.suppress(EOFError, BrokenPipeError), Publisher(spec, bind=ANY, replay=ANY) as source:
         engine = Engine(model, source, spec)
         pipe.send((source.endpoint, source.replay_endpoint))
@@ -146,13 +151,25 @@ class Tally(NamedTuple):
     Attributes:
       prompted, reused: tokens, for each cache.
       right: answers.
-      mirrored: whether both mirrors equal both caches.
+      mirrored: whether all mirrors equal their caches.
     """
 
     prompted: dict[str, int]
     reused: dict[str, int]
     right: int
     mirrored: bool
+
+
+def count(
+    names: Iterable[str], pairs: Sequence[demo.Question], answers: Sequence[tuple[str, Answer]], mirrored: bool
+) -> Tally:
+    """The counts over questions, each with its answer and the name of the cache that gave it."""
+    prompted, reused = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for (prompt, _), (name, answer) in zip(pairs, answers, strict=True):
+        prompted[name] += len(prompt)
+        reused[name] += answer.cached
+    right = sum(answer.tokens[0] == wanted for (_, wanted), (_, answer) in zip(pairs, answers, strict=True))
+    return Tally(prompted, reused, right, mirrored)
 
 
 def play(
@@ -166,19 +183,17 @@ def play(
 
     for name, engine in engines.items():
         followed(name, engine.call("empty"))
-    prompted, reused, right = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0), 0
-    for prompt, answer in pairs:
+    answers = list[tuple[str, Answer]]()
+    for prompt, _ in pairs:
         name = choose(prompt)
         got = engines[name].call("ask", prompt)
         followed(name, got.last)
-        prompted[name] += len(prompt)
-        reused[name] += got.cached
-        right += got.tokens[0] == answer
+        answers.append((name, got))
     mirrored = all(
         engine.call("index") == {prefix.tokens for prefix in router.mirrors[name].index}
         for name, engine in engines.items()
     )
-    return Tally(prompted, reused, right, mirrored)
+    return count(engines, pairs, answers, mirrored)
 
 
 def questions(documents: int, each: int) -> list[demo.Question]:
@@ -213,16 +228,34 @@ def run(pairs: Sequence[demo.Question], keep_programs: bool) -> dict[str, Tally]
 
 def table(tallies: Mapping[str, Tally], number: int) -> rich.table.Table:
     """A table of reused tokens, a line for each way to deal the questions out."""
-    result = rich.table.Table(title=f"{number} questions, two caches")
-    for name in ("", "prompted", "reused", "computed", *(f"reused by {name}" for name in NAMES), "right"):
+    names = list(next(iter(tallies.values())).prompted)
+    result = rich.table.Table(title=f"{number} questions, {len(names)} caches")
+    for name in ("", "prompted", "reused", "computed", *(f"reused by {name}" for name in names), "right"):
         result.add_column(name, justify="left" if not name else "right")
     for name, tally in tallies.items():
         prompted, reused = sum(tally.prompted.values()), sum(tally.reused.values())
-        parts = [f"{tally.reused[one]:,} of {tally.prompted[one]:,}" for one in NAMES]
+        parts = [f"{tally.reused[one]:,} of {tally.prompted[one]:,}" for one in names]
         result.add_row(
             name, f"{prompted:,}", f"{reused:,}", f"{prompted - reused:,}", *parts, f"{tally.right} of {number}"
         )
     return result
+
+
+def report(command: str, tallies: Mapping[str, Tally], number: int) -> None:
+    """Prints the table, and whether the mirrors equal the caches.
+
+    Raises:
+      SystemExit: if they do not, if the second way to deal the questions out reuses no more than the first one, or if
+        too many answers are wrong.
+    """
+    console = rich.console.Console(width=120)
+    console.print(table(tallies, number))
+    mirrored = all(tally.mirrored for tally in tallies.values())
+    console.print(f"The router's mirrors equal the caches: {mirrored}")
+    first, second = (sum(tally.reused.values()) for tally in tallies.values())
+    right = min(tally.right for tally in tallies.values())
+    if not mirrored or second <= first or right < 0.98 * number:
+        raise SystemExit(f"{command} failed: {second} tokens reused to {first}, {right} of {number} answers right")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -241,14 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
         tallies = run(pairs, not args.no_compile_cache)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    console = rich.console.Console(width=120)
-    console.print(table(tallies, len(pairs)))
-    mirrored = all(tally.mirrored for tally in tallies.values())
-    console.print(f"The router's mirrors equal the caches: {mirrored}")
-    first, second = (sum(tally.reused.values()) for tally in tallies.values())
-    right = min(tally.right for tally in tallies.values())
-    if not mirrored or second <= first or right < 0.98 * len(pairs):
-        raise SystemExit(f"router failed: {second} tokens reused to {first}, {right} of {len(pairs)} answers right")
+    report("router", tallies, len(pairs))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from models import (
     __main__,
     commands,
     demo,
+    fleet,
     generate,
     prefill_decode,
     router,
@@ -629,7 +630,7 @@ def test_commands_cache_compiled_programs_by_default(monkeypatch):
     assert calls == [True] and settings == {"jax_enable_compilation_cache": False}
 
 
-@pytest.mark.parametrize("command", [demo, generate, prefill_decode, router, train, verify])
+@pytest.mark.parametrize("command", [demo, fleet, generate, prefill_decode, router, train, verify])
 def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
     with pytest.raises(SystemExit) as caught:
         command.main(["--help"])
@@ -663,6 +664,9 @@ def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     assert refused(capsys, main=prefill_decode.main, command="prefill_decode") == needed
     needed = 'needs msgspec and pyzmq: pip install "kvjax[wires]"'
     assert refused(capsys, main=router.main, command="router") == needed
+    needed = 'needs ray, msgspec and pyzmq: pip install "kvjax[fleet]"'
+    assert refused(capsys, main=fleet.main, command="fleet") == needed
+    needed = 'needs msgspec and pyzmq: pip install "kvjax[wires]"'
     wanting = ["--checkpoint", "ids", "--prompt", "1", "--publish", "tcp://127.0.0.1:*"]
     assert refused(capsys, *wanting) == f"--publish: {needed}"
     wanting[-2:] = ["--agent", "0"]
@@ -670,6 +674,24 @@ def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     assert refused(capsys, *wanting) == f"--agent: {needed}"
     wanting[-2:] = ["--metrics", "0"]
     assert refused(capsys, *wanting) == '--metrics: needs prometheus-client: pip install "kvjax[metrics]"'
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "1"], "--replicas: got '1', wanted an int of at least 2"),
+        (["--replicas", "two"], "--replicas: got 'two', wanted an int of at least 2"),
+        (["--gpus", "-1"], "--gpus: got '-1', wanted a number of at least 0"),
+        (["--bind", "tcp://127.0.0.1:5557"], "--bind: got 'tcp://127.0.0.1:5557', wanted an IPv4 address"),
+        (
+            ["--bind", "0.0.0.0"],
+            "--bind: got 0.0.0.0 without --curve, wanted a loopback address or keys: whoever reaches the port reads "
+            "which prompts are cached",
+        ),
+    ],
+)
+def test_a_fleet_refuses_options_before_it_starts(capsys, options, message):
+    assert refused(capsys, *options, main=fleet.main, command="fleet") == message
 
 
 def test_an_engine_that_ends_or_is_silent_ends_the_router(monkeypatch):

@@ -37,7 +37,9 @@ def test_the_core_needs_jax_and_numpy_alone():
 
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
-    wanted = {"learn", "models", "plot", "wires", "agent", "metrics", "stores", "serve", "tunix", "test", "dev"}
+    wanted = {
+        "learn", "models", "plot", "wires", "agent", "metrics", "stores", "serve", "tunix", "fleet", "test", "dev",
+    }  # fmt: skip
     assert {"cuda12", "cuda13", *wanted} <= set(extras)
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
