@@ -67,27 +67,35 @@ def inputs(seed, rows, length, parts=2, kv_heads=2):
 
 
 def history(cache, kv_heads=2, parts=2):
-    """Prompts of three lengths in chunks, a fork, copies on write; each step's attention, and the cache after it."""
-    step, seen = jax.jit(compute, donate_argnums=0), []
+    """Prompts of three lengths in chunks, a fork, copies on write.
+
+    Returns the cache, each step's attention, and the metadata after each verb.
+    """
+    step, seen, states = jax.jit(compute, donate_argnums=0), [], []
+
+    def done(cache, events=None):
+        assert events is None or events.ok.all()
+        kvjax.check(cache.state)
+        states.append(jax.tree.map(np.array, cache.state))
+        return cache
+
     cache = cache.replace(pools=poisoned(cache.pools))
     lengths = np.array([13, 9, 1], np.int32)
     tokens = np.arange(39, dtype=np.int32).reshape(3, 13)
-    cache, events = jax.jit(kvjax.Cache.admit, donate_argnums=0)(cache, np.arange(3), tokens, lengths)
-    assert events.ok.all()
+    cache = done(*jax.jit(kvjax.Cache.admit, donate_argnums=0)(cache, np.arange(3), tokens, lengths))
     for start, length in ((0, 7), (7, 6), (13, 1), (14, 1)):
         if length == 1:
-            cache, events = jax.jit(kvjax.Cache.extend, donate_argnums=0)(cache, np.ones(3, bool))
-            assert events.ok.all()
+            cache = done(*jax.jit(kvjax.Cache.extend, donate_argnums=0)(cache, np.ones(3, bool)))
         count = np.clip(lengths - start, 0, length) if length > 1 else np.ones(3, np.int32)
         text = tokens[:, start : start + length] if length > 1 else tokens[:, start - 13 : start - 12] + 50
         cache, out, view = step(cache, text, count, *inputs(length + start, 3, length, parts, kv_heads))
+        done(cache)
         real = np.arange(length)[None, :, None] < np.asarray(view.num_tokens)[:, None, None]
         seen += [(np.asarray(y), np.where(real, lse, 0)) for y, lse in out]
         if start == 7:
-            cache, _ = jax.jit(kvjax.Cache.release, donate_argnums=0)(cache, 2)
-            cache, events = jax.jit(kvjax.Cache.fork, donate_argnums=0)(cache, 0, 2)
-            assert events.ok
-    return cache, seen
+            cache = done(*jax.jit(kvjax.Cache.release, donate_argnums=0)(cache, 2))
+            cache = done(*jax.jit(kvjax.Cache.fork, donate_argnums=0)(cache, 0, 2))
+    return cache, seen, states
 
 
 def view_of(state, start, count):
@@ -134,14 +142,13 @@ def test_a_chunk_is_that_on_one_device():
 )
 def test_a_history_is_that_on_one_device(shape, dtype, layer):
     spec, parts = spec_of(layer, dtype=dtype), 1 if layer.values else 2
-    alone, wanted = history(kvjax.Cache.create(spec), layer.kv_heads, parts)
+    alone, wanted, states = history(kvjax.Cache.create(spec), layer.kv_heads, parts)
     with meshes(*shape) as mesh:
-        cache, seen = history(kvjax.Cache.create(spec, mesh=mesh, **AXES), layer.kv_heads, parts)
+        cache, seen, found = history(kvjax.Cache.create(spec, mesh=mesh, **AXES), layer.kv_heads, parts)
         for leaf in jax.tree.leaves(cache.pools):
             (own,) = {shard.data.shape for shard in leaf.addressable_shards}
             assert own[4] == 8 // shape[1] and own[3] == (1 if layer.values else layer.kv_heads // shape[0])
-        kvjax.check(cache.state)
-        chex.assert_trees_all_equal(jax.tree.map(np.asarray, cache.state), jax.tree.map(np.asarray, alone.state))
+        chex.assert_trees_all_equal(found, states)
         # K/V that depend on attention differ in their last bits; one step of int8 is a whole one.
         for got, want in zip(by_token(cache.pools), by_token(alone.pools), strict=True):
             close = np.isclose(got, want, rtol=0.1, atol=1.01 if dtype == "int8" else 1e-5, equal_nan=True)
