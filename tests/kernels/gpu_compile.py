@@ -31,6 +31,7 @@ import kvjax
 import kvjax.stores
 import pallas_kernels
 from kvjax.gpu import lowering_for
+from kvjax.pools.context import Context
 from kvjax.pools.placement import Placement
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -151,23 +152,27 @@ def whole_step(scan=False):
     return step, (model, cache, i32(ROWS, 1)), (1,)
 
 
-def divided(model, cache):
-    """A model and a cache for a mesh of four, with their shardings: heads, the MLP's inner width, the vocabulary."""
-    mesh = AbstractMesh((4,), ("x",))
+def divided(model, cache, context: int = 1):
+    """A model and a cache for a mesh of four, with their shardings: heads, the MLP's inner width, the vocabulary.
+
+    `context` devices of each heads' divide blocks.
+    """
+    mesh = AbstractMesh((4 // context, context), ("x", "c")) if context > 1 else AbstractMesh((4,), ("x",))
+    parts = Context("c", context) if context > 1 else None
 
     def weight(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         return partition_spec(name, leaf.shape, mesh, "x")
 
-    cache = cache.replace(pools=cache.pools.replace(placement=Placement(mesh, "x")))
+    cache = cache.replace(pools=cache.pools.replace(placement=Placement(mesh, "x", parts)))
     weights = jax.tree_util.tree_map_with_path(weight, model)
-    return cache, (weights, kvjax.Cache(P(), P(None, None, None, "x")))
+    return cache, (weights, kvjax.Cache(P(), P(None, None, None, "x", "c" if parts else None)))
 
 
-def sharded_step():
+def sharded_step(context: int = 1):
     """The same step on a mesh; the metadata is not divided."""
     step, (model, cache, tokens), donate = whole_step()
-    cache, specs = divided(model, cache)
+    cache, specs = divided(model, cache, context)
     return step, (model, cache, tokens), donate, (*specs, P())
 
 
@@ -245,14 +250,16 @@ CASES = {
     "step": whole_step,
     "step_scanned": functools.partial(whole_step, scan=True),
     "step_sharded": sharded_step,
+    "step_context": functools.partial(sharded_step, 2),
 }  # fmt: skip
-GPUS = {"step_sharded": 4}  # all others: one
+GPUS: dict[str, dict[str, int]] = {"step_sharded": {"x": 4}, "step_context": {"x": 2, "c": 2}}  # all others: one
 
 
-def on_gpus(target: str, gpus: int, args, *specs):
-    """The arguments on so many GPUs, divided by a prefix of specs if one is given; and the mesh."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target][1], topology=f"1x1x{gpus}")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(gpus,), axis_names=("x",))
+def on_gpus(target: str, gpus: dict[str, int], args, *specs):
+    """The arguments on a mesh of so many GPUs along each axis, divided by a prefix of specs if one is given; and it."""
+    layout = f"1x1x{math.prod(gpus.values())}"
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target][1], topology=layout)
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(*gpus.values(),), axis_names=(*gpus,))
 
     def put(arg, spec):
         return jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=NamedSharding(mesh, spec))
@@ -323,7 +330,7 @@ def layer_bytes(args) -> int:
 def measure(target: str, case: str) -> dict[str, Any]:
     """Compiles one case, and returns its measurements."""
     function, args, donate, *specs = CASES[case]()
-    args, mesh = on_gpus(target, GPUS.get(case, 1), args, *specs)
+    args, mesh = on_gpus(target, GPUS.get(case, {"x": 1}), args, *specs)
     with tempfile.TemporaryDirectory() as dump:
         os.environ["MOSAIC_GPU_DUMP_TO"] = dump
         lowered, compiled = compile_for(mesh, function, args, donate, dump, xla_dump_emitter_re=".*")

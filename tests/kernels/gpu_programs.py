@@ -238,7 +238,7 @@ def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
     """Compiles one program for an H200, and returns its counts."""
     make, buffers, gpus = PROGRAMS[name]
     function, args, donate, *specs = make()
-    args, mesh = on_gpus("h200", gpus, args, *specs)
+    args, mesh = on_gpus("h200", {"x": gpus}, args, *specs)
     options = {} if buffers is None else gpu.DECIDES["device"] | {"xla_gpu_enable_command_buffer": buffers}
     with tempfile.TemporaryDirectory() as dump:
         _, compiled = compile_for(mesh, function, args, donate, dump, **options)

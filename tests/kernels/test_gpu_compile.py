@@ -22,7 +22,7 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_scanned", "step_sharded")]
+STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in gpu_compile.CASES if case.startswith("step")]
 # By default each kernel once. `long` adds quantised pools, `slow` whole steps, further shapes and the other chip.
 QUICK = {
     "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
@@ -33,7 +33,7 @@ SLOW = {
     "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
     "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024", "latent_decode_128",
-    "latent_prefill_128", "latent_prefill_int8", "step", "step_scanned", "step_sharded",
+    "latent_prefill_128", "latent_prefill_int8", "step", "step_scanned", "step_sharded", "step_context",
 }  # fmt: skip
 ALL = [
     pytest.param(
@@ -137,3 +137,12 @@ def test_four_gpus_talk_once_for_attention_and_once_for_the_mlp():
     assert [one for one in sent if "layer" in one] == layers
     assert len(sent) == len(layers) + 2, sent  # the embeddings' sum, and the likeliest token of each part
     assert result_of("h200", "step")["collectives"] == []
+
+
+@pytest.mark.slow
+def test_four_gpus_that_divide_blocks_merge_attention_by_a_maximum_and_a_sum():
+    """The others are those of GPUs that divide heads alone."""
+    sent = result_of("h200", "step_context")["collectives"]
+    attends = [one for one in sent if "attend" in one]
+    assert len(attends) == 2 * gpu_compile.LAYERS and {one.split()[0] for one in attends} == {"all-reduce"}, sent
+    assert len(sent) - len(attends) == len(result_of("h200", "step_sharded")["collectives"]), sent

@@ -104,7 +104,7 @@ def compile_for_gpu():
 
     prepare()
     for function, who in PROGRAMS.values():
-        args, mesh = on_gpus("h200", 1, (i32(8),))
+        args, mesh = on_gpus("h200", {"x": 1}, (i32(8),))
         with tempfile.TemporaryDirectory() as dump:
             _, compiled = compile_for(mesh, function, args, (), dump, **gpu.DECIDES[who])
             root = gpu_thunks.read(pathlib.Path(dump), compiled.as_text())

@@ -271,6 +271,7 @@ def of_processes(count, *options):
 def test_two_processes_do_what_one_does():
     (alone,) = of_processes(1)
     assert of_processes(2) == [alone, alone]  # the clock too is the first one's
+    assert of_processes(2, "--context") == [alone, alone]
     cached = [cached for outputs in alone["results"][::2] for _, cached, _ in outputs]
     kinds = {event["kind"] for events in alone["results"][1::2] for event in events}
     assert max(cached) >= 32 and {"stored", "removed", "updated"} <= kinds and not alone["lost"]

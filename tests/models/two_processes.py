@@ -3,7 +3,7 @@
 
 PORT is the coordinator's, 0 for one process alone; NUMBER is this process's. Prints a line of JSON: the outputs, the
 decoded events, and a digest of the state. The clocks of the processes differ. With `--fail` process number 1 cannot
-start a move.
+start a move; with `--context` the processes divide the tokens of blocks, in place of the heads.
 """
 
 import argparse
@@ -18,23 +18,25 @@ import numpy as np
 PROMPTS, LENGTH = 3, 40
 
 
-def generate_all(fail: bool, start: int):
+def generate_all(fail: bool, start: int, context: bool):
     """Three documents twice, through a cache that holds one of them on the device and all on the host."""
     import kvjax
     from kvjax.pools import host
     from models import load
     from tests.models.families import GOLDENS
 
-    # The heads of a layer are in different processes.
+    # The heads of a layer are in different processes, or the tokens of a block.
     devices = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
     axes = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Auto
-    mesh = jax.sharding.Mesh(devices.reshape(2, 2).T, ("data", "heads"), axis_types=axes)
-    model, _ = load(GOLDENS / "llama_heads", mesh=mesh, heads="heads")
+    names = ("heads", "context") if context else ("data", "heads")
+    mesh = jax.sharding.Mesh(devices.reshape(2, 2).T, names, axis_types=axes)
+    where = {"mesh": mesh, "heads": "heads"} | ({"context": "context"} if context else {})
+    model, _ = load(GOLDENS / "llama_heads", **where)
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=10, num_host_blocks=14, max_seqs=2, max_length=64, block_size=8,
         dtype="float32", retention=True,
     )  # fmt: skip
-    cache = kvjax.tiers.TieredCache.create(spec, mesh=mesh, heads="heads")
+    cache = kvjax.tiers.TieredCache.create(spec, **where)
     numbers = np.random.default_rng(0).integers(0, 64, (PROMPTS, LENGTH)).tolist()
     if fail:
         copy, calls = host._copy, itertools.count()
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("number", type=int)
     parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--context", action="store_true")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2 if args.port else 4)
     jax.config.update("jax_disable_most_optimizations", True)
@@ -64,7 +67,7 @@ def main() -> None:
         jax.distributed.initialize(f"localhost:{args.port}", 2, args.number)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = generate_all(args.fail and args.number == 1, start=1_000_000 * args.number)
+        result = generate_all(args.fail and args.number == 1, 1_000_000 * args.number, args.context)
     lost = [str(one.message) for one in caught if "computed again" in str(one.message)]
     print(json.dumps(result | {"lost": lost}))
 

@@ -310,7 +310,7 @@ def compile_for_gpu():
     """Prints XLA's results for each program for a GPU, as lines of JSON."""
     from tests.kernels.gpu_compile import on_gpus
 
-    _, mesh = on_gpus("h200", 1, ())
+    _, mesh = on_gpus("h200", {"x": 1}, ())
     Space = jax.memory.Space
     ir = importlib.import_module("jax._src.lib.mlir").ir  # jax does not pass on the memory kind of a ShapeDtypeStruct
 
