@@ -99,14 +99,18 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
 
 
 @pytest.mark.long
-def test_a_mesh_of_two_devices_gives_the_same_answers(started):
-    server, *_ = started("--mesh", "2")
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [(("--mesh", "2"), 2), pytest.param(("--mesh", "2", "--context", "2"), 4, marks=pytest.mark.slow)],
+)
+def test_a_mesh_gives_the_same_answers(started, options, devices):
+    server, *_ = started(*options)
     with client_of(server) as client:
         for person in PEOPLE[:3]:
             found = client.completions.create(prompt=prompt_of(person), max_tokens=8, **GREEDY)
             assert batch()[person].agrees(found.choices[0].text)
     (leaf, *_) = server.engine.close().pools.arrays[0]
-    assert len(leaf.sharding.device_set) == 2
+    assert len(leaf.sharding.device_set) == devices
 
 
 def test_options_that_cannot_be_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
@@ -114,6 +118,8 @@ def test_options_that_cannot_be_are_errors_of_one_line(capsys, monkeypatch, tmp_
     (tmp_path / "other").write_text("no save")
     for options, wanted in (
         (("--mesh", "64"), "--mesh: got 64, wanted at most 8, the devices that there are"),
+        (("--mesh", "4", "--context", "4"), "--mesh times --context: got 16, wanted at most 8, the devices that there"),
+        (("--context", "3"), "--context: got axis 'context' of 3 devices, wanted one that divides blocks of"),
         (("--mesh", "3"), "--mesh: got 3 devices along 'heads', wanted a divisor of"),
         (("--save", str(tmp_path)), f"--save: got {str(tmp_path)!r} without manifest.json"),
     ):

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 import pallas_kernels
 from kvjax import LayerSpec
+from kvjax.pools import host as host_pool
+from kvjax.pools.host import arrays_of
 from tests.mesh import AUTO, EXPLICIT, collectives, mesh_of, sent_shapes
 from tests.poison import poisoned
 from tests.unit.pools.hand_made import copied, no_events
@@ -257,6 +259,9 @@ def test_blocks_move_to_the_host_and_back():
         pools, host = kvjax.tiers.move(pools, tiered.host, kvjax.tiers.Transfer(records))
         for leaf in jax.tree.leaves(host):
             assert leaf.sharding.memory_kind == "pinned_host" and leaf.addressable_shards[0].data.shape[4] == 2
+        one, (of_device, of_host) = np.zeros((2, 1), np.int32), (arrays_of(tier, 0) for tier in (pools, host))
+        for target, source in (of_host, of_device), (of_device, of_host):
+            assert not collectives(host_pool._copy.lower(target, source, one).compile())
         back = records[:, [0, 1, 2, 4, 3]] + np.array([0, 0, 0, 0, 1], np.int32)
         pools, _ = kvjax.tiers.move(pools, host, kvjax.tiers.Transfer(back))
         for got, want in zip(jax.tree.leaves(pools), jax.tree.leaves(before), strict=True):
