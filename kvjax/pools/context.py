@@ -76,7 +76,9 @@ class Context:
 
     def whole(self, blocks: jax.Array) -> jax.Array:
         """Whole blocks, their tokens in order, from each device's part [B, L, 2, K, P / C, ...] of them."""
-        parts = lax.all_gather(blocks, self.axis, axis=_SLOTS + 1)
+        # As words: XLA's CPU sends narrow floats as float32, which changes the bits of a NaN.
+        words = lax.bitcast_convert_type(blocks, f"uint{8 * blocks.dtype.itemsize}")
+        parts = lax.bitcast_convert_type(lax.all_gather(words, self.axis, axis=_SLOTS + 1), blocks.dtype)
         return parts.reshape(*blocks.shape[:_SLOTS], -1, *blocks.shape[_SLOTS + 1 :])
 
     def part(self, blocks: jax.Array) -> jax.Array:

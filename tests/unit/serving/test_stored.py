@@ -457,13 +457,18 @@ def test_without_a_store_nothing_else_is_compiled_than_before():
 
 
 @pytest.mark.slow
-def test_from_a_mesh_of_two_to_one_device_and_back(tmp_path):
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_from_a_mesh_to_one_device_and_back(shape, tmp_path):
+    """The first axis, if longer than one, divides blocks by token."""
     model, prompt = load(f"{GOLDENS}/llama_heads")[0], DOCUMENT[:40]
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=30, max_seqs=2, max_length=64, block_size=8, dtype="float32")
     wanted = kvjax.generate(model, kvjax.Cache.create(spec), [prompt], max_new_tokens=9)[0][0].tokens
     for turn, divided in enumerate([True, False, True]):
-        with mesh_of(1, 2) as mesh, store_in(tmp_path, spec, max_bytes=1 << 30) as store:
-            where = {"mesh": mesh, "heads": "heads"} if divided else {}
+        axes = {"heads": "heads"} | ({"context": "context"} if shape[0] > 1 else {})
+        with (
+            mesh_of(*shape, names=("context", "heads")) as mesh, store_in(tmp_path, spec, max_bytes=1 << 30) as store,
+        ):  # fmt: skip
+            where = {"mesh": mesh, **axes} if divided else {}
             loaded = load(f"{GOLDENS}/llama_heads", **where)[0]
             (output,), _, _ = kvjax.generate(
                 loaded, kvjax.Cache.create(spec, **where), [prompt], max_new_tokens=9, store=store

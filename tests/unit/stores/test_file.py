@@ -317,17 +317,30 @@ def test_without_safetensors_an_error_names_the_extra(name, tmp_path, monkeypatc
 # From one device to several and back; and real models.
 
 
-@pytest.mark.parametrize(("kind", "axes"), [("int8", AUTO), pytest.param("windows", EXPLICIT, marks=pytest.mark.slow)])
+HEADS, BLOCKS = (1, 2), (2, 1)  # devices that divide blocks by token, and heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "shape"),
+    [
+        ("int8", AUTO, HEADS),
+        pytest.param("windows", EXPLICIT, HEADS, marks=pytest.mark.slow),
+        pytest.param("int8", AUTO, BLOCKS, marks=pytest.mark.slow),
+        pytest.param("windows", EXPLICIT, (2, 2), marks=pytest.mark.slow),
+        pytest.param("latents", AUTO, BLOCKS, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.long
-def test_from_one_device_to_a_mesh_of_two_and_back(kind, axes, tmp_path):
+def test_from_one_device_to_a_mesh_and_back(kind, axes, shape, tmp_path):
     spec, names = make_spec(kind), Namespaces()
     cache = history(create(spec), 4)
     wanted = findable(cache)
     save(cache, tmp_path, names=names, model=MODEL)
-    with mesh_of(1, 2, axes) as mesh:
-        divided, counts = load(create(spec, mesh=mesh, heads="heads"), tmp_path, names=names, model=MODEL)
+    with mesh_of(*shape, axes, ("context", "heads")) as mesh:
+        where = {"mesh": mesh, "heads": "heads"} | ({"context": "context"} if shape[0] > 1 else {})
+        divided, counts = load(create(spec, **where), tmp_path, names=names, model=MODEL)
         assert counts == Loaded(total(cache), 0, 0) and findable(divided) == wanted
-        assert all(len(pool.sharding.device_set) == 2 for pool in jax.tree.leaves(divided.pools.arrays))
+        assert all(len(pool.sharding.device_set) == mesh.size for pool in jax.tree.leaves(divided.pools.arrays))
         assert not divided.pools.arrays[0][0].is_fully_replicated
         save(divided, tmp_path, names=names, model=MODEL)
     whole, counts = load(create(spec), tmp_path, names=names, model=MODEL)
@@ -335,13 +348,18 @@ def test_from_one_device_to_a_mesh_of_two_and_back(kind, axes, tmp_path):
 
 
 @pytest.mark.slow
-def test_tiers_on_a_mesh(tmp_path):
+@pytest.mark.parametrize("shape", [HEADS, BLOCKS])
+def test_tiers_on_a_mesh(shape, tmp_path):
     spec, names = make_spec("tiers"), Namespaces()
-    with mesh_of(1, 2) as mesh:
-        cache = history(create(spec, mesh=mesh, heads="heads"), 4)
+    with mesh_of(*shape, names=("context", "heads")) as mesh:
+        where = {"mesh": mesh, "heads": "heads"} | ({"context": "context"} if shape[0] > 1 else {})
+        cache = history(create(spec, **where), 4)
         save(cache, tmp_path, names=names, model=MODEL)
-        again, counts = load(create(spec, mesh=mesh, heads="heads"), tmp_path, names=names, model=MODEL)
-        assert counts == Loaded(total(cache), 0, 0) and findable(again) == findable(cache)
+        again, counts = load(create(spec, **where), tmp_path, names=names, model=MODEL)
+        wanted = findable(cache)
+        assert counts == Loaded(total(cache), 0, 0) and findable(again) == wanted
+    alone, _ = load(create(spec), tmp_path, names=names, model=MODEL)
+    assert findable(alone) == wanted
 
 
 @pytest.mark.slow
