@@ -141,6 +141,7 @@ class TieredCache:
         """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
+        check_on_host("TieredCache.create", (num_blocks, policy_state), "inside one make a Cache: it has no host pools")
         empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, mesh=mesh, heads=heads)
         pools, host = init_host_pools(empty.pools)
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # committed like moved pools

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.cache import Cache
+from kvjax.checks import check_on_host
 from kvjax.model import Model
 from kvjax.serving.generation import generate, run_batch
 from kvjax.serving.inputs import check_prompts
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.replica_devices import check_devices, on, where, with_weights
-from kvjax.serving.replica_job import ReplicaJob
+from kvjax.serving.replica_job import ReplicaJob, check_lengths
 from kvjax.serving.requests import Output
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
 from kvjax.serving.sampling import output_seeds
@@ -90,6 +91,7 @@ class Replicas:
 
     def route(self, prompts: Sequence[Sequence[int]], namespaces: Sequence[int] | None = None) -> list[Route]:
         """The replica that each prompt would go to, if all were given to `run_batch` now."""
+        _check_on_host(prompts, namespaces)
         checked = check_prompts(prompts)
         return self._route(checked, _of_each("namespaces", namespaces, 0, len(checked)), range(len(self._devices)))
 
@@ -127,11 +129,13 @@ class Replicas:
         return self._run(generate, prompts, options)
 
     def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
+        _check_on_host(prompts, options)
         checked = check_prompts(prompts)
         if options.get("progress") is not None:
             raise ValueError("progress: got one, wanted None: replicas do not go on together")
         copies = _of_each("samples", options.get("samples"), 1, len(checked))
         namespaces = _of_each("namespaces", options.get("namespaces"), 0, len(checked))
+        check_lengths(options, len(checked), sum(copies))
         spans = [range(end - number, end) for end, number in zip(np.cumsum(copies).tolist(), copies, strict=True)]
         options = options | {"seeds": _seeds(options, sum(copies)), "seed": None, "log_events": False}
         outputs = [Output(len(prompt)) for prompt, span in zip(checked, spans, strict=True) for _ in span]
@@ -159,6 +163,10 @@ class Replicas:
         if self._caches[number] is None:
             self._caches[number] = self._empty(number)
         self._prefixes[number].attach(self._caches[number].state)
+
+
+def _check_on_host(*arguments: Any) -> None:
+    check_on_host("Replicas", arguments, "inside one use kvjax.serving.serve under shard_map")
 
 
 def _of_each(name: str, values: Any, default: int, number: int) -> list[int]:
