@@ -16,7 +16,7 @@ from kvjax.serving.replica_devices import on
 from kvjax.serving.requests import Output
 from kvjax.serving.routing import CachedPrefixes
 
-_LOOK = 0.1  # seconds between two looks for Ctrl-C
+_POLL = 0.1  # seconds of waiting for a report until Ctrl-C acts
 
 # Options that are of each prompt where they are lists.
 _OF_PROMPTS = "max_new_tokens", "sampling", "namespaces", "retention", "priorities", "samples"
@@ -26,7 +26,7 @@ def check_lengths(options: dict[str, Any], prompts: int, outputs: int) -> None:
     """Raises a ValueError that names an option whose list has not one entry for each prompt, or output."""
     for name in (*_OF_PROMPTS, "seeds"):
         number, of = (outputs, "outputs") if name == "seeds" else (prompts, "prompts")
-        value = options.get(name)
+        value: Any = options.get(name)
         if _is_list(value) and len(value) != number:
             raise ValueError(f"{name}: got {len(value)}, wanted one for each of {number} {of}")
 
@@ -78,7 +78,7 @@ class ReplicaJob:
             while left:
                 try:
                     ctrl_c.act()
-                    number, report = self._reports.get(timeout=_LOOK)
+                    number, report = self._reports.get(timeout=_POLL)
                     if report is None or isinstance(report, BaseException):
                         left -= 1
                         failed |= {} if report is None else {number: report}
@@ -114,10 +114,11 @@ class ReplicaJob:
                 raise _Stop
 
         options, outputs, report = {**self._options, "listener": listener}, list[Output](), None
-        options |= {name: [options[name][n] for n in prompts] for name in _OF_PROMPTS if _is_list(options.get(name))}
         at = [output for n in prompts for output in self._spans[n]]
-        options["seeds"] = [options["seeds"][output] for output in at]
-        try:
+        try:  # all of it: `run` waits for a report
+            lists = [name for name in _OF_PROMPTS if _is_list(options.get(name))]
+            options |= {name: [options[name][n] for n in prompts] for name in lists}
+            options["seeds"] = [options["seeds"][output] for output in at]
             with on(device):
                 outputs, caches[number], _ = self._run(
                     model, caches[number], [self._prompts[n] for n in prompts], **options

@@ -116,7 +116,7 @@ class Replicas:
         Args:
           prompts: token ids.
           options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread.
-            Events are not decoded.
+            Events are not decoded. All replicas use the same `store`.
 
         Raises:
           ValueError: as `kvjax.run_batch`, before anything is donated.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve` under `shard_map` over replicas: `python -m tests.unit.serving.served_replicas PORT NUMBER`, in two processes.
+"""`serve` under `shard_map` over replicas: `python -m tests.unit.serving.served_replicas PORT NUMBER`.
 
-PORT is the coordinator's; NUMBER is this process's, which has one device and the replica on it. Prints a line of JSON:
-what `serve_replicas` returns. `test_several_devices.py` runs the same in one process.
+PORT is the coordinator's; NUMBER is this process's, which has one device and the replica on it, of two. Prints a
+line of JSON: what `serve_replicas` returns. `test_several_devices.py` runs the same in one process.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def begin(device):
 
 
 def outcome(serving, logs):
-    """What a replica has done, after its cache and its events are verified."""
+    """The tokens and steps of a replica, after its cache and its events are verified."""
     import kvjax
     from kvjax.serving import results
 
@@ -71,7 +71,7 @@ def outcome(serving, logs):
 
 
 def serve_alone(number):
-    """What a replica does by itself."""
+    """The outcome of a replica that runs by itself."""
     from tests.serving_kit import MODEL
 
     (serving, log), run, logs = begin(jax.devices()[0]), jax.jit(programs()[1]), []
