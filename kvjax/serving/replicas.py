@@ -25,7 +25,7 @@ from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.replica_devices import check_devices, on, where, with_weights
 from kvjax.serving.replica_job import ReplicaJob, check_lengths
 from kvjax.serving.requests import Output
-from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
+from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of, num_leading
 from kvjax.serving.sampling import output_seeds
 from kvjax.spec import CacheSpec
 from kvjax.state import EvictionPolicy
@@ -91,7 +91,6 @@ class Replicas:
 
     def route(self, prompts: Sequence[Sequence[int]], namespaces: Sequence[int] | None = None) -> list[Route]:
         """The replica that each prompt would go to, if all were given to `run_batch` now."""
-        _check_on_host(prompts, namespaces)
         checked = check_prompts(prompts)
         return self._route(checked, _of_each("namespaces", namespaces, 0, len(checked)), range(len(self._devices)))
 
@@ -101,7 +100,7 @@ class Replicas:
         for prompt, namespace in zip(prompts, namespaces, strict=True):
             hashes = hashes_of(prompt, namespace, size)
             has = [self._prefixes[number].whole_blocks(hashes, len(prompt)) for number in among]
-            will = [max(now, _leading(hashes, plan)) for now, plan in zip(has, planned, strict=True)]
+            will = [max(now, num_leading(hashes, plan)) for now, plan in zip(has, planned, strict=True)]
             at = choose_replica([blocks * size for blocks in will], load, len(prompt), load_price=self._load_price)
             load[at] += len(prompt) - will[at] * size
             planned[at].update(hashes)
@@ -129,7 +128,7 @@ class Replicas:
         return self._run(generate, prompts, options)
 
     def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
-        _check_on_host(prompts, options)
+        check_on_host("Replicas", (prompts, options), "inside one use kvjax.serving.serve under shard_map")
         checked = check_prompts(prompts)
         if options.get("progress") is not None:
             raise ValueError("progress: got one, wanted None: replicas do not go on together")
@@ -165,10 +164,6 @@ class Replicas:
         self._prefixes[number].attach(self._caches[number].state)
 
 
-def _check_on_host(*arguments: Any) -> None:
-    check_on_host("Replicas", arguments, "inside one use kvjax.serving.serve under shard_map")
-
-
 def _of_each(name: str, values: Any, default: int, number: int) -> list[int]:
     """A number of each prompt, from one for all, a list or None."""
     values = default if values is None else values
@@ -176,11 +171,6 @@ def _of_each(name: str, values: Any, default: int, number: int) -> list[int]:
     if len(found) != number:
         raise ValueError(f"{name}: got {len(found)}, wanted one for each of {number} prompts")
     return [int(one) for one in found]
-
-
-def _leading(hashes: Sequence[bytes], plan: set[bytes]) -> int:
-    """The number of leading hashes that are in a set."""
-    return next((n for n, one in enumerate(hashes) if one not in plan), len(hashes))
 
 
 def _seeds(options: dict[str, Any], outputs: int) -> list[int]:

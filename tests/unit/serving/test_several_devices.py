@@ -87,7 +87,7 @@ INSIDE = r"got a call inside a program \(jit, vmap, shard_map\), wanted host cod
 def test_what_makes_and_runs_caches_from_the_host_is_refused_inside_a_program(program):
     """`test_hints.py` has `generate`, `stream`, `run_batch` and the verbs of a `TieredCache`."""
     replicas, prompt = Replicas(MODEL, make_spec(), jax.devices()[:1]), jnp.arange(3)
-    for use in (replicas.run_batch, replicas.generate, replicas.route):
+    for use in (replicas.run_batch, replicas.generate):
         for call in (lambda prompt, use=use: use([prompt]), lambda _, use=use: use([[1, 2]])):
             with pytest.raises(ValueError, match=rf"^Replicas: {INSIDE}use kvjax\.serving\.serve under shard_map"):
                 program(call)(prompt)
