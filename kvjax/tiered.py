@@ -142,6 +142,7 @@ class TieredCache:
         """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
+        check_on_host("TieredCache.create", (num_blocks, policy_state), "inside one make a Cache: it has no host pools")
         where = {"mesh": mesh, "heads": heads, "context": context}
         empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, **where)
         pools, host = init_host_pools(empty.pools)

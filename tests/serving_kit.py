@@ -92,8 +92,8 @@ def assert_whole(cache, events, prompts=(), outputs=()):
 # Three ways to run prompts.
 
 
-def together(cache, prompts, **options):
-    return kvjax.generate(MODEL, cache, prompts, **OPTIONS, **options)
+def together(cache, prompts, model=MODEL, **options):
+    return kvjax.generate(model, cache, prompts, **OPTIONS, **options)
 
 
 def spread(cache, prompts, **options):

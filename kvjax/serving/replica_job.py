@@ -11,15 +11,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.policies.retention import Retention
-from kvjax.serving.interrupt import GenerationInterrupted
+from kvjax.serving.interrupt import CtrlC, GenerationInterrupted
 from kvjax.serving.replica_devices import on
 from kvjax.serving.requests import Output
 from kvjax.serving.routing import CachedPrefixes
-from kvjax.serving.sampling import Sampling
+
+_POLL = 0.1  # seconds of waiting for a report until Ctrl-C acts
 
 # Options that are of each prompt where they are lists.
 _OF_PROMPTS = "max_new_tokens", "sampling", "namespaces", "retention", "priorities", "samples"
+
+
+def check_lengths(options: dict[str, Any], prompts: int, outputs: int) -> None:
+    """Raises a ValueError that names an option whose list has not one entry for each prompt, or output."""
+    for name in (*_OF_PROMPTS, "seeds"):
+        number, of = (outputs, "outputs") if name == "seeds" else (prompts, "prompts")
+        value: Any = options.get(name)
+        if _is_list(value) and len(value) != number:
+            raise ValueError(f"{name}: got {len(value)}, wanted one for each of {number} {of}")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
 
 
 class _Stop(Exception):
@@ -58,21 +71,29 @@ class ReplicaJob:
           caches: are replaced by those that come of it, a lost one by None.
         """
         threads = [threading.Thread(target=self._work, args=(number, caches, *one)) for number, one in chosen.items()]
-        for thread in threads:
-            thread.start()
         failed, left = dict[int, BaseException](), len(threads)
-        while left:
+        with CtrlC() as ctrl_c:  # it acts between two reports, so that none is lost
+            for thread in threads:
+                thread.start()
+            while left:
+                try:
+                    ctrl_c.act()
+                    number, report = self._reports.get(timeout=_POLL)
+                    if report is None or isinstance(report, BaseException):
+                        left -= 1
+                        failed |= {} if report is None else {number: report}
+                    else:
+                        self._tell(number, report)
+                except queue.Empty:
+                    pass
+                except BaseException as error:  # Ctrl-C, or the listener's
+                    self.cause = self.cause or error
+            for thread in threads:
+                thread.join()
             try:
-                number, report = self._reports.get()
-                if report is not None and not isinstance(report, BaseException):
-                    self._tell(number, report)
-                    continue
-                left -= 1
-                failed |= {} if report is None else {number: report}
-            except BaseException as error:  # Ctrl-C, or the listener's
+                ctrl_c.act()
+            except BaseException as error:
                 self.cause = self.cause or error
-        for thread in threads:
-            thread.join()
         for error in failed.values():
             if not isinstance(error, GenerationInterrupted):  # of an argument: nothing was donated
                 raise error
@@ -93,13 +114,11 @@ class ReplicaJob:
                 raise _Stop
 
         options, outputs, report = {**self._options, "listener": listener}, list[Output](), None
-        for name in _OF_PROMPTS:
-            value = options.get(name)
-            if value is not None and not isinstance(value, int | np.integer | Sampling | Retention):
-                options[name] = [value[n] for n in prompts]
         at = [output for n in prompts for output in self._spans[n]]
-        options["seeds"] = [options["seeds"][output] for output in at]
-        try:
+        try:  # all of it: `run` waits for a report
+            lists = [name for name in _OF_PROMPTS if _is_list(options.get(name))]
+            options |= {name: [options[name][n] for n in prompts] for name in lists}
+            options["seeds"] = [options["seeds"][output] for output in at]
             with on(device):
                 outputs, caches[number], _ = self._run(
                     model, caches[number], [self._prompts[n] for n in prompts], **options

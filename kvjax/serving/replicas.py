@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.cache import Cache
+from kvjax.checks import check_on_host
 from kvjax.model import Model
 from kvjax.serving.generation import generate, run_batch
 from kvjax.serving.inputs import check_prompts
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.replica_devices import check_devices, on, where, with_weights
-from kvjax.serving.replica_job import ReplicaJob
+from kvjax.serving.replica_job import ReplicaJob, check_lengths
 from kvjax.serving.requests import Output
-from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
+from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of, num_leading
 from kvjax.serving.sampling import output_seeds
 from kvjax.spec import CacheSpec
 from kvjax.state import EvictionPolicy
@@ -99,7 +100,7 @@ class Replicas:
         for prompt, namespace in zip(prompts, namespaces, strict=True):
             hashes = hashes_of(prompt, namespace, size)
             has = [self._prefixes[number].whole_blocks(hashes, len(prompt)) for number in among]
-            will = [max(now, _leading(hashes, plan)) for now, plan in zip(has, planned, strict=True)]
+            will = [max(now, num_leading(hashes, plan)) for now, plan in zip(has, planned, strict=True)]
             at = choose_replica([blocks * size for blocks in will], load, len(prompt), load_price=self._load_price)
             load[at] += len(prompt) - will[at] * size
             planned[at].update(hashes)
@@ -114,7 +115,7 @@ class Replicas:
         Args:
           prompts: token ids.
           options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread.
-            Events are not decoded.
+            Events are not decoded. All replicas use the same `store`.
 
         Raises:
           ValueError: as `kvjax.run_batch`, before anything is donated.
@@ -127,11 +128,13 @@ class Replicas:
         return self._run(generate, prompts, options)
 
     def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
+        check_on_host("Replicas", (prompts, options), "inside one use kvjax.serving.serve under shard_map")
         checked = check_prompts(prompts)
         if options.get("progress") is not None:
             raise ValueError("progress: got one, wanted None: replicas do not go on together")
         copies = _of_each("samples", options.get("samples"), 1, len(checked))
         namespaces = _of_each("namespaces", options.get("namespaces"), 0, len(checked))
+        check_lengths(options, len(checked), sum(copies))
         spans = [range(end - number, end) for end, number in zip(np.cumsum(copies).tolist(), copies, strict=True)]
         options = options | {"seeds": _seeds(options, sum(copies)), "seed": None, "log_events": False}
         outputs = [Output(len(prompt)) for prompt, span in zip(checked, spans, strict=True) for _ in span]
@@ -168,11 +171,6 @@ def _of_each(name: str, values: Any, default: int, number: int) -> list[int]:
     if len(found) != number:
         raise ValueError(f"{name}: got {len(found)}, wanted one for each of {number} prompts")
     return [int(one) for one in found]
-
-
-def _leading(hashes: Sequence[bytes], plan: set[bytes]) -> int:
-    """The number of leading hashes that are in a set."""
-    return next((n for n, one in enumerate(hashes) if one not in plan), len(hashes))
 
 
 def _seeds(options: dict[str, Any], outputs: int) -> list[int]:

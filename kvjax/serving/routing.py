@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import itertools
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,11 @@ def hashes_of(prompt: np.ndarray, namespace: int, size: int) -> list[bytes]:
     return found
 
 
+def num_leading(hashes: Sequence[bytes], found: Container[bytes]) -> int:
+    """The number of leading hashes that are found."""
+    return len([*itertools.takewhile(found.__contains__, hashes)])
+
+
 class CachedPrefixes:
     """The whole blocks that a cache has, by its events: no device is asked, and a cache in a loop is not read.
 
@@ -53,7 +59,7 @@ class CachedPrefixes:
     def __init__(self, spec: CacheSpec):
         self._spec = spec
         self._of_block = [dict[int, bytes]() for _ in spec.groups]
-        self._counts = [collections.Counter[bytes]() for _ in spec.groups]
+        self._counts = [collections.Counter[bytes]() for _ in spec.groups]  # none is 0
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty."""
@@ -85,9 +91,11 @@ class CachedPrefixes:
             self._counts[number][found] += 1
 
     def _forget(self, number: int, block: int) -> None:
-        found = self._of_block[number].pop(block, None)
-        if found is not None:
-            self._counts[number] -= collections.Counter([found])
+        found, counts = self._of_block[number].pop(block, None), self._counts[number]
+        if found is not None and counts[found] > 1:
+            counts[found] -= 1
+        elif found is not None:
+            del counts[found]
 
     def whole_blocks(self, hashes: Sequence[bytes], length: int) -> int:
         """The number of whole blocks that an admission finds of a prompt with these hashes and so many tokens.
@@ -95,15 +103,13 @@ class CachedPrefixes:
         It is that of `lookup`, but for tokens of a block of which the prompt has a part.
         """
         spec, size = self._spec, self._spec.block_size
-        end, most = 0, min(len(hashes), (length - 1) // size)
-        while end < most and self._counts[0][hashes[end]]:
-            end += 1
+        end = min(num_leading(hashes, self._counts[0]), (length - 1) // size)
         columns = np.arange(spec.max_blocks_per_seq, dtype=np.int32)
 
         def has_windows(end: int) -> bool:
             written: Any = np.int32(end * size)
             return all(
-                self._counts[number][hashes[column]]
+                hashes[column] in self._counts[number]
                 for number, group in enumerate(spec.window_groups, 1)
                 for column in np.flatnonzero(np.asarray(group.keeps(columns, written, size))[:end]).tolist()
             )

@@ -31,6 +31,7 @@ from benchmarks import (
     memory,
     offload,
     replay,
+    replicas,
     research,
     rollout,
     sampling,
@@ -183,6 +184,32 @@ def test_an_engine_and_a_server_are_compared_with_a_batch(tmp_path, monkeypatch)
     metrics = json.loads(file.read_text())["metrics"]
     assert set(metrics) == {*engine.AT_LEAST, *engine.AT_MOST}
     assert all(value > 0 for name, value in metrics.items() if name not in ("bubble", "ttft_steps_p99"))
+
+
+@pytest.mark.slow
+def test_replicas_are_compared_with_one(tmp_path, monkeypatch):
+    file = tmp_path / "replicas.json"
+    monkeypatch.setattr(sys, "argv", ["replicas", "--quick", "--json", str(file)])
+    # In this process, which has the devices already, and compiles faster.
+    monkeypatch.setattr(replicas, "measure_apart", lambda part, options: replicas.PARTS[part].measure(replicas.QUICK))
+    replicas.main()
+    result = json.loads(file.read_text())
+    assert set(result["metrics"]) == {*replicas.AT_LEAST, *replicas.AT_MOST}
+    assert all(value > 0 for name, value in {**result["metrics"], **result["details"]}.items() if "in_turn" not in name)
+
+
+def test_a_part_that_fails_ends_the_benchmark_of_replicas():
+    with pytest.raises(SystemExit, match=r"benchmark failed: speed: (.|\n)*unrecognized arguments: --slow"):
+        replicas.measure_apart("speed", ["--slow"])
+
+
+def test_other_tokens_end_the_benchmark_of_replicas(monkeypatch):
+    calls = iter(range(9))
+    monkeypatch.setattr(replicas, "Replicas", lambda *_: None)
+    monkeypatch.setattr(replicas, "run", lambda *_: [types.SimpleNamespace(tokens=[next(calls)])])
+    monkeypatch.setattr(batch_job, "margin", lambda *_: batch_job.TIE)
+    with pytest.raises(SystemExit, match="one and two chose different tokens for prompt 0"):
+        replicas.compare_speed(replicas.QUICK._replace(questions=1))
 
 
 def test_other_tokens_end_the_benchmark_of_stores():

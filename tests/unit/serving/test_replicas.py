@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas: answers are those of one cache, prompts go where they are cached, and a failure is one replica's."""
 
+import collections
+import sys
 import threading
 import warnings
 
@@ -11,7 +13,9 @@ import pytest
 import kvjax
 from kvjax.serving import GenerationInterrupted, Replicas, replicas
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
+from kvjax.stores import DiskStore
 from models import load
+from tests.drive import ROOT, output_of
 from tests.mesh import mesh_of
 
 SIZE, NEW, ROWS = 8, 6, 4
@@ -170,11 +174,114 @@ def test_an_error_of_the_listener_ends_all_and_the_caches_go_on(made, wanted):
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
         ({"samples": [1]}, "samples: got 1, wanted one for each of 12 prompts"),
         ({"namespaces": [0, 1]}, "namespaces: got 2, wanted one for each of 12 prompts"),
+        ({"max_new_tokens": [1]}, "max_new_tokens: got 1, wanted one for each of 12 prompts"),
+        ({"priorities": [1] * 13}, "priorities: got 13, wanted one for each of 12 prompts"),
+        ({"samples": 2, "seeds": range(12)}, "seeds: got 12, wanted one for each of 24 outputs"),
         ({"progress": print}, "progress: got one, wanted None"),
     ):
         with pytest.raises(ValueError, match=message):
             made.run_batch(PROMPTS, **options)
     assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
+
+
+@pytest.mark.slow
+def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
+    """Three replicas. The run ends with an error if all fail at a time, or if a prompt's second replica fails too."""
+    made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replicas.run_batch, set()
+    for run in range(10):
+        rng = np.random.default_rng(run)
+        # By the number of a replica: readings of the clock until it fails, once.
+        left = {n: int(rng.integers(1, 4)) for n in range(3) if run == 9 or rng.random() < 0.4}
+        failed, times = [], collections.Counter()
+
+        def failing(model, cache, prompts, left=left, failed=failed, times=times, **options):
+            number = jax.devices().index(cache.state.seqs.length.device)
+            if (readings := left.pop(number, None)) is not None:
+                options["clock"] = lambda counted=[0] * readings: counted.pop()
+            try:
+                return whole(model, cache, prompts, **options)
+            except GenerationInterrupted:
+                failed.append(number)
+                times.update(tuple(prompt.tolist()) for prompt in prompts)
+                raise
+
+        monkeypatch.setattr(replicas, "run_batch", failing)
+        ended = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                outputs = made.run_batch(PROMPTS, max_new_tokens=NEW)
+            except GenerationInterrupted as error:
+                ended, outputs = error, error.outputs
+        assert (ended is not None) == (len(failed) == 3 or max(times.values(), default=0) == 2)
+        ends.add("all" if ended else len(failed))
+        if ended is None:
+            assert [output.tokens for output in outputs] == wanted and len(caught) == bool(failed)
+        else:
+            assert isinstance(ended.__cause__, GenerationInterrupted)
+            assert ended.cache == made.caches and any(output.finish is None for output in outputs)
+        for cache in made.caches:
+            kvjax.check(cache.state, rows=())
+        monkeypatch.setattr(replicas, "run_batch", whole)
+    assert ends >= {"all", 0, 1, 2}
+    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
+
+
+@pytest.mark.slow
+def test_replicas_share_a_store(wanted, tmp_path):
+    """All write to it, and others begin with what they have written."""
+    options = {"model": "llama", "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000}
+    for turn, devices in enumerate((DEVICES, jax.devices()[1:3])):
+        made = Replicas(MODEL, SPEC, devices)
+        with DiskStore(tmp_path, SPEC, **options) as store:
+            outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, store=store)
+            assert {output.replica for output in outputs} == {0, 1}
+            assert not any(store.counters[name] for name in ("broken", "failed", "dropped"))
+        assert [output.tokens for output in outputs] == wanted
+        assert (sum(output.stored_tokens for output in outputs) >= 4 * 24) == bool(turn)
+        for cache in made.caches:
+            kvjax.check(cache.state, rows=())
+
+
+# Prompts that take long, in two replicas, and Ctrl-C when both have begun.
+INTERRUPTED = """
+import json, os, signal, threading
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_disable_most_optimizations", True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+import kvjax
+from kvjax.serving import GenerationInterrupted, Replicas
+from tests.unit.serving.test_replicas import MODEL, PROMPTS, SPEC
+
+seen = [0, 0]
+
+def listener(number, events):
+    seen[number] += 1
+    if min(seen) >= 2 and not pressed.is_set():
+        pressed.set()
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+
+pressed, made = threading.Event(), Replicas(MODEL, SPEC, jax.devices())
+try:
+    made.run_batch(PROMPTS, max_new_tokens=40, steps=2, listener=listener)
+except GenerationInterrupted as error:
+    assert isinstance(error.__cause__, KeyboardInterrupt), error.__cause__
+    for cache, own in zip(error.cache, made.caches, strict=True):
+        kvjax.check(cache.state, rows=())
+        assert cache is own and not cache.state.seqs.length.any()
+    tokens = [output.tokens for output in error.outputs]
+    assert any(tokens) and any(output.finish is None for output in error.outputs)
+    outputs = made.run_batch(PROMPTS, max_new_tokens=40)
+    assert all(output.tokens[: len(one)] == one for one, output in zip(tokens, outputs))
+    assert {output.replica for output in outputs} == {0, 1}
+    print("interrupted and went on")
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_replicas_and_their_caches_go_on():
+    assert output_of(sys.executable, "-c", INTERRUPTED, PYTHONPATH=str(ROOT)).endswith("interrupted and went on\n")
 
 
 @pytest.mark.slow
