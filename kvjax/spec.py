@@ -138,6 +138,13 @@ class CacheSpec:
                     check_positive("kv_heads", pool.kv_heads)
                     check_positive("head_dim", pool.head_dim)
 
+    def seen_columns(self, written: int, end: int) -> list[tuple[int, int]]:
+        """(group, column) of the window groups' blocks below column `end` that the token after `written` ones sees."""
+        columns = np.arange(self.max_blocks_per_seq, dtype=np.int32)  # all of them: another shape is compiled anew
+        tokens: Any = np.int32(written)
+        seen = [np.asarray(group.keeps(columns, tokens, self.block_size)) for group in self.window_groups]
+        return [(number, at) for number, one in enumerate(seen, 1) for at in np.flatnonzero(one[:end]).tolist()]
+
     @property
     def window_groups(self) -> tuple[GroupSpec, ...]:
         """The groups but the first: those of windows, and of recurrent layers."""

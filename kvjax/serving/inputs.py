@@ -92,8 +92,8 @@ class Inputs[C: (Cache, TieredCache)]:
 
         checked = check_prompts(prompts)
         number = len(checked)
-        most = _positive("max_new_tokens", max_new_tokens, number)
-        copies = _positive("samples", samples, number)
+        most = positive("max_new_tokens", max_new_tokens, number)
+        copies = positive("samples", samples, number)
         of_prompt = np.repeat(np.arange(number), copies)
         outputs = len(of_prompt)
         whose = "prompts" if outputs == number else f"outputs, or None ({number} prompts with samples={samples})"
@@ -106,16 +106,13 @@ class Inputs[C: (Cache, TieredCache)]:
         self.first_sample = each(np.cumsum(copies) - copies)  # the output that is the first one of the same prompt
         self.max_new_tokens = each(most)
         self.sampling: Sampling | None = each(samplings(sampling, number))
-        if seed is not None and seeds is not None:
-            raise ValueError(f"seed: got {seed!r:.80} and seeds, wanted one of them")
-        default = range(outputs) if seed is None else np.asarray(output_seeds(seed, outputs))
-        self.seeds = _of_each("seeds", seeds, outputs, np.uint32, default=default, of=whose)
+        self.seeds = seeds_of(seed, seeds, outputs, whose)
         self.namespaces = each(_namespaces(namespaces, number, names))
         if options.store is not None:
             if why := unreadable((self.cache, self.host)):
                 raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
             options.store.check(self.spec, np.unique(self.namespaces).tolist(), names)
-        self.priorities = each(_of_each("priorities", priorities, number, default=[0] * number))
+        self.priorities = each(of_each("priorities", priorities, number, default=[0] * number))
         stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
         self.stop_tokens = np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)  # i32[K]
         self.retention: Retention | None = each(retentions(retention, number, self.spec.retention))
@@ -181,7 +178,7 @@ def check_prompts(prompts: Any) -> list[np.ndarray]:
     return checked
 
 
-def _of_each(
+def of_each(
     name: str, values: Any, number: int, dtype: Any = np.int32, *, default: Any = None, wanted="a number", of="prompts"
 ) -> np.ndarray:
     """A number for each of `number` prompts, or of what else `of` names, [number]; `default`: the numbers for None."""
@@ -192,13 +189,21 @@ def _of_each(
     return numbers
 
 
-def _positive(name: str, value: int | Sequence[int], number: int) -> np.ndarray:
+def positive(name: str, value: int | Sequence[int], number: int) -> np.ndarray:
     """A number of at least 1 for each prompt, [number], from one for all or a list."""
     is_one = isinstance(value, int | np.integer)
-    numbers = _of_each(name, [value] * number if is_one else value, number)
+    numbers = of_each(name, [value] * number if is_one else value, number)
     if np.any(numbers < 1) or (is_one and value < 1):
         raise ValueError(f"{name}: got {value}, wanted at least 1")
     return numbers
+
+
+def seeds_of(seed: Any, seeds: Sequence[int] | None, outputs: int, of: str) -> np.ndarray:
+    """The seed of each output, u32[outputs]: given, made of one for all, or 0, 1, and so on."""
+    if seed is not None and seeds is not None:
+        raise ValueError(f"seed: got {seed!r:.80} and seeds, wanted one of them")
+    default = range(outputs) if seed is None else np.asarray(output_seeds(seed, outputs))
+    return of_each("seeds", seeds, outputs, np.uint32, default=default, of=of)
 
 
 def _namespaces(namespaces: Any, number: int, names: Namespaces | None) -> np.ndarray:
@@ -206,7 +211,7 @@ def _namespaces(namespaces: Any, number: int, names: Namespaces | None) -> np.nd
     if not isinstance(names, Namespaces | None):
         raise ValueError(f"names: got {reprlib.repr(names)}, wanted a kvjax.Namespaces or None")
     wanted = "a number, as kvjax.Namespaces gives,"
-    checked = _of_each("namespaces", namespaces, number, default=[0] * number, wanted=wanted)
+    checked = of_each("namespaces", namespaces, number, default=[0] * number, wanted=wanted)
     for prompt, namespace in enumerate(checked.tolist()):
         if names is not None and namespace not in names:
             raise ValueError(

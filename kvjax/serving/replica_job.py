@@ -22,13 +22,12 @@ _POLL = 0.1  # seconds of waiting for a report until Ctrl-C acts
 _OF_PROMPTS = "max_new_tokens", "sampling", "namespaces", "retention", "priorities", "samples"
 
 
-def check_lengths(options: dict[str, Any], prompts: int, outputs: int) -> None:
-    """Raises a ValueError that names an option whose list has not one entry for each prompt, or output."""
-    for name in (*_OF_PROMPTS, "seeds"):
-        number, of = (outputs, "outputs") if name == "seeds" else (prompts, "prompts")
+def check_lengths(options: dict[str, Any], number: int) -> None:
+    """Raises a ValueError that names an option whose list has not one entry for each of so many prompts."""
+    for name in _OF_PROMPTS:
         value: Any = options.get(name)
         if _is_list(value) and len(value) != number:
-            raise ValueError(f"{name}: got {len(value)}, wanted one for each of {number} {of}")
+            raise ValueError(f"{name}: got {len(value)}, wanted one for each of {number} prompts")
 
 
 def _is_list(value: Any) -> bool:

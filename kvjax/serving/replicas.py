@@ -20,13 +20,12 @@ from kvjax.cache import Cache
 from kvjax.checks import check_on_host
 from kvjax.model import Model
 from kvjax.serving.generation import generate, run_batch
-from kvjax.serving.inputs import check_prompts
+from kvjax.serving.inputs import check_prompts, of_each, positive, seeds_of
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.replica_devices import check_devices, on, where, with_weights
 from kvjax.serving.replica_job import ReplicaJob, check_lengths
 from kvjax.serving.requests import Output
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of, num_leading
-from kvjax.serving.sampling import output_seeds
 from kvjax.spec import CacheSpec
 from kvjax.state import EvictionPolicy
 from kvjax.tiered import TieredCache
@@ -92,7 +91,7 @@ class Replicas:
     def route(self, prompts: Sequence[Sequence[int]], namespaces: Sequence[int] | None = None) -> list[Route]:
         """The replica that each prompt would go to, if all were given to `run_batch` now."""
         checked = check_prompts(prompts)
-        return self._route(checked, _of_each("namespaces", namespaces, 0, len(checked)), range(len(self._devices)))
+        return self._route(checked, _namespaces(namespaces, len(checked)), range(len(self._devices)))
 
     def _route(self, prompts: Sequence[np.ndarray], namespaces: Sequence[int], among: Sequence[int]) -> list[Route]:
         size, load, found = self.spec.block_size, [0] * len(among), list[Route]()
@@ -132,11 +131,12 @@ class Replicas:
         checked = check_prompts(prompts)
         if options.get("progress") is not None:
             raise ValueError("progress: got one, wanted None: replicas do not go on together")
-        copies = _of_each("samples", options.get("samples"), 1, len(checked))
-        namespaces = _of_each("namespaces", options.get("namespaces"), 0, len(checked))
-        check_lengths(options, len(checked), sum(copies))
+        copies = positive("samples", options.get("samples", 1), len(checked)).tolist()
+        namespaces = _namespaces(options.get("namespaces"), len(checked))
+        check_lengths(options, len(checked))
         spans = [range(end - number, end) for end, number in zip(np.cumsum(copies).tolist(), copies, strict=True)]
-        options = options | {"seeds": _seeds(options, sum(copies)), "seed": None, "log_events": False}
+        seeds = seeds_of(options.get("seed"), options.get("seeds"), sum(copies), "outputs").tolist()
+        options = options | {"seeds": seeds, "seed": None, "log_events": False}
         outputs = [Output(len(prompt)) for prompt, span in zip(checked, spans, strict=True) for _ in span]
         left, healthy = list(range(len(checked))), list(range(len(self._devices)))
         while left:
@@ -164,18 +164,6 @@ class Replicas:
         self._prefixes[number].attach(self._caches[number].state)
 
 
-def _of_each(name: str, values: Any, default: int, number: int) -> list[int]:
-    """A number of each prompt, from one for all, a list or None."""
-    values = default if values is None else values
-    found = [values] * number if isinstance(values, int | np.integer) else list(values)
-    if len(found) != number:
-        raise ValueError(f"{name}: got {len(found)}, wanted one for each of {number} prompts")
-    return [int(one) for one in found]
-
-
-def _seeds(options: dict[str, Any], outputs: int) -> list[int]:
-    """The seed of each output, as `run_batch` makes them."""
-    if options.get("seeds") is not None:
-        return list(options["seeds"])
-    seed = options.get("seed")
-    return list(range(outputs)) if seed is None else np.asarray(output_seeds(seed, outputs)).tolist()
+def _namespaces(namespaces: Sequence[int] | None, number: int) -> list[int]:
+    """The namespace of each prompt."""
+    return of_each("namespaces", namespaces, number, default=[0] * number).tolist()

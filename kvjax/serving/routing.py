@@ -58,12 +58,15 @@ class CachedPrefixes:
 
     def __init__(self, spec: CacheSpec):
         self._spec = spec
-        self._of_block = [dict[int, bytes]() for _ in spec.groups]
-        self._counts = [collections.Counter[bytes]() for _ in spec.groups]  # none is 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._of_block = [dict[int, bytes]() for _ in self._spec.groups]
+        self._counts = [collections.Counter[bytes]() for _ in self._spec.groups]  # none is 0
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty."""
-        self.__init__(self._spec)
+        self._clear()
         self._fold(snapshot(state))
 
     def observe(self, events: Events | EventLog) -> None:
@@ -104,17 +107,9 @@ class CachedPrefixes:
         """
         spec, size = self._spec, self._spec.block_size
         end = min(num_leading(hashes, self._counts[0]), (length - 1) // size)
-        columns = np.arange(spec.max_blocks_per_seq, dtype=np.int32)
-
-        def has_windows(end: int) -> bool:
-            written: Any = np.int32(end * size)
-            return all(
-                hashes[column] in self._counts[number]
-                for number, group in enumerate(spec.window_groups, 1)
-                for column in np.flatnonzero(np.asarray(group.keeps(columns, written, size))[:end]).tolist()
-            )
-
-        while end and not has_windows(end):
+        while end and any(
+            hashes[column] not in self._counts[number] for number, column in spec.seen_columns(end * size, end)
+        ):
             end -= 1
         return end
 

@@ -168,11 +168,7 @@ class StoredPrefixes:
 
     def _wanted(self, used: int, whole: int, end: int) -> list[tuple[int, int]]:
         """(group, column) of what is needed behind `used` tokens, below `end`; of the first group without `whole`."""
-        columns, found = np.arange(self.spec.max_blocks_per_seq, dtype=np.int32), [(0, at) for at in range(whole, end)]
-        written: Any = np.int32(used)
-        for number, group in enumerate(self.spec.window_groups, 1):
-            seen = np.flatnonzero(np.asarray(group.keeps(columns, written, self.size))[:end])
-            found += [(number, column) for column in seen.tolist()]
+        found = [*((0, column) for column in range(whole, end)), *self.spec.seen_columns(used, end)]
         return [(number, column) for number, column in found if number in self._groups]
 
     def _is_new(self, prefix: Prefix, number: int, column: int) -> bool:
