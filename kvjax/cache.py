@@ -89,7 +89,7 @@ class Cache(Pytree):
     ) -> Cache:
         """An empty cache with pools of zeros; see `init` and `init_pools` for the arguments.
 
-        On a mesh the state is the same on every device.
+        On a mesh the state is the same on every device, and each has its part of the pools.
         """
         state = init(spec, policy, num_blocks, policy_state=policy_state)
         pools = init_pools(spec, mesh=mesh, heads=heads, context=context)

@@ -79,7 +79,9 @@ def _moving_method[**P](
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         name, arguments = f"TieredCache.{verb.__name__}", (self.cache, self.host, args, kwargs)
-        check_on_host(name, arguments, "it moves blocks; inside one use the verbs of its `cache`")
+        check_on_host(
+            name, arguments, "it moves blocks; inside one use the verbs of its `cache`, or kvjax.serving.serve"
+        )
         check_alive(self.cache, self.host)
         shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
         if shapes not in compiled:
