@@ -11,7 +11,7 @@ import pytest
 
 import pallas_kernels
 from kvjax.pools.attention import IMPLEMENTATIONS
-from pallas_kernels import tuning
+from pallas_kernels import derivative, tuning, xla
 from tests.kernels.attention import OPTIONS, Case, check_decode, check_prefill, how, options_for, prefill
 
 # (kv heads, queries per kv head, head width, block size)
@@ -84,7 +84,7 @@ LATENTS = [
 
 @pytest.mark.parametrize(
     ("shape", "name", "stored"),
-    [pytest.param(*case, marks=() if number < 3 or case[2] == "int8" else pytest.mark.long)
+    [pytest.param(*case, marks=() if number == 0 or case[1:] == ("sinks", "int8") else pytest.mark.long)
      for number, case in enumerate(LATENTS)],
 )  # fmt: skip
 def test_latents(shape, name, stored, implementation):
@@ -104,6 +104,33 @@ def test_latents(shape, name, stored, implementation):
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_pools_of_bytes_without_scales(stored, implementation):
     check_decode(Case([37, 70], stored=stored, scaled=False), implementation, scale=0.005)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", [xla, derivative], ids=["xla", "derivative"])
+@pytest.mark.parametrize(("parts", "stored"), [(2, None), (4, "int8"), (8, None)])
+def test_parts_of_blocks_merge_to_the_whole(parts, stored, module):
+    """Part s of a row has its tokens s, s + parts, ... in order, and NaN elsewhere; some parts have none."""
+    counts = np.array([9, 1, 0, 90, 1, 3], np.int32)
+    case = Case([9, 1, 0, 131, 70, 3], block_size=8, stored=stored)
+    q, starts = case.queries(int(counts.sum()) + 4), np.cumsum(counts) - counts
+    rows = jnp.asarray(case.tables), jnp.asarray(case.lengths, jnp.int32), jnp.asarray(starts, jnp.int32)
+    mixed, total = np.zeros(q.shape), np.zeros(q.shape[:2])
+    for offset in range(parts):
+        part = functools.partial(
+            module.prefill_attention, max_count=90, scale=0.25, soft_cap=3.0, return_lse=True, stride=parts,
+            scales=None if case.scales is None else case.scales[..., offset::parts], offset=jnp.int32(offset),
+        )  # fmt: skip
+        out, lse = jax.jit(part)(q, case.pool[..., offset::parts, :], case.layer, *rows, jnp.asarray(counts))
+        weight = np.exp(np.asarray(lse, np.float64))
+        mixed, total = mixed + weight[..., None] * np.asarray(out, np.float64), total + weight
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        own = slice(start, start + count)
+        if count:
+            wanted, lse = case.expect(q[own], row, count, scale=0.25, soft_cap=3.0)
+            case.close(mixed[own] / total[own, :, None], wanted)
+            case.close(np.log(total[own]), lse)
+    np.testing.assert_array_equal(mixed[counts.sum() :], 0)
 
 
 @pytest.mark.long
@@ -149,7 +176,7 @@ def test_one_row_and_one_block(implementation):
 
 
 @pytest.mark.parametrize("kernel", ["triton", "xla"])
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("window", [None, pytest.param(90, marks=pytest.mark.long)])
 def test_with_a_fixed_split_the_other_rows_change_no_bit_of_a_row(kernel, window, monkeypatch):
     monkeypatch.setattr(tuning, "decode_programs", lambda: 16)
     monkeypatch.setattr(tuning, "FIXED_SPLIT", 40)

@@ -71,6 +71,7 @@ def test_a_token_gets_the_sum_of_the_experts_that_it_chose(config):
         np.testing.assert_allclose(got[1][index], y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_outputs_have_the_streams_dtype():
     mixture = make(GROUPED, jnp.bfloat16)
     assert mixture.gate.e_score_correction_bias[...].dtype == jnp.float32

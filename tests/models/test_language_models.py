@@ -163,6 +163,7 @@ def test_weights_are_not_divided():
         load(GOLDENS / "qwen3_next", mesh=mesh, heads="heads")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.long) for name in MAIN if name != "kimi_linear"] + ["kimi_linear"]
 )

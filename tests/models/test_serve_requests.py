@@ -27,6 +27,7 @@ def decode(tokens):
 # Text of tokens.
 
 
+@pytest.mark.long
 @given(st.text(max_size=12), st.text(max_size=12))
 def test_text_grows_by_whole_characters(prompt, text):
     words, grown = Detokenizer(decode, list(prompt.encode())), ""

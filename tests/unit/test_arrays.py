@@ -44,6 +44,7 @@ def test_one_entry_is_written_for_each_of_several_caches(size, x64):
         assert float(got.sum()) == 2 and got[3, 1].tolist() == [1, 1]
 
 
+@pytest.mark.long
 def test_verbs_run_one_after_the_other_in_a_scan():
     """With scalars picked by `dynamic_slice`, jaxlib 0.12 compiles this to a program that overflows the stack."""
     length, rows, blocks = 32, 2, 64

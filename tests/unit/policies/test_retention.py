@@ -59,6 +59,7 @@ def priorities(cache):
     return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.events.index_of(cache.state).items()}
 
 
+@pytest.mark.long
 def test_a_found_block_takes_the_new_priority_and_says_so():
     cache, prompt = cache_of(4), np.repeat([1, 2, 3], 4)[:9]
     serve(cache, 0, prompt, stated((0, 4, 80)))

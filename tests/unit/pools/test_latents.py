@@ -193,6 +193,7 @@ def write_attend_copy(pools, state, q, latents, kv, sinks):
     return apply(pools, no_events(copied([2], [4]))), out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [("float32", AUTO), pytest.param("int8", EXPLICIT, marks=pytest.mark.long)],

@@ -139,6 +139,7 @@ def test_a_token_that_was_computed_twice_is_seen():
     assert np.isnan(second).all()
 
 
+@pytest.mark.long
 def test_draft_tokens_leave_no_snapshot_behind():
     cache, _ = one_row([5])
     view = cache.view(np.asarray([2, 0, 0], np.int32), 2)
@@ -160,6 +161,7 @@ def test_reuse_begins_at_the_end_of_a_block():
     np.testing.assert_allclose(outputs, whole(prompt)[20:28], atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_cut_is_made_where_a_snapshot_is():
     cache, _ = one_row([8, 7])
     state = cache.state
@@ -171,6 +173,7 @@ def test_a_cut_is_made_where_a_snapshot_is():
     np.testing.assert_allclose(outputs, whole(TEXTS[0])[8:12], atol=1e-5)
 
 
+@pytest.mark.long
 def test_reserved_tokens_are_cut_anywhere():
     state = one_row([5])[0].state
     state, events = VERBS["truncate"](state, 0, 7)

@@ -131,6 +131,7 @@ def test_a_learned_policy_keeps_what_comes_back(hazard):
     assert sum(plain[200:]) == 0 and sum(hits[200:]) > 0.9 * 100 * 2
 
 
+@pytest.mark.long
 def test_what_was_fitted_explains_what_was_held_out_better_than_what_was_counted():
     trace = cases.cut(600)
     all_releases = releases(trace, "papers")

@@ -23,6 +23,7 @@ from tests.compiles import COMPILED
 from tests.poison import poisoned
 from tests.serving_kit import state_of
 
+pytestmark = pytest.mark.long  # by default the tests of servers run an engine
 ROWS, LENGTH, SIZE, NEW = 4, 96, 16, 10
 MODEL = load("tests/data/goldens/llama")[0]
 OPTIONS = {"max_seqs": ROWS, "max_length": LENGTH, "block_size": SIZE, "dtype": "float32"}
@@ -269,7 +270,6 @@ def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
     kvjax.check(engine.close().state, rows=())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_store_serves_an_engine_after_a_restart(host, tmp_path, tokens):
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
@@ -311,7 +311,6 @@ def test_an_engine_with_two_tiers(swap, tokens):
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8)]])
-@pytest.mark.long
 def test_moves_that_fail_and_cancels_change_nobodys_tokens(seed, monkeypatch, tokens):
     """Unused slots of the pools are NaN: what a failed move has lost is computed again, and never read."""
     copy, rng, failed = host_pool._copy, random.Random(seed), []

@@ -160,12 +160,14 @@ def test_a_pool_that_runs_out_ends_both_at_the_same_token(num_blocks, loop, laye
         assert blocks.steps == most_written(blocks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", ["full", pytest.param("windows", marks=pytest.mark.long)])
 def test_pools_of_these_sizes_run_out_and_do_not(layers):
     ends = [alone(layers, EVICTS, n) for n in (SIZES[0], 11, SIZES[-1])]
     assert [(end.evicts, end.out_of_blocks) for end in ends] == [(False, True), (True, True), (True, False)]
 
 
+@pytest.mark.long
 @one_by_default
 def test_a_log_too_small_for_a_block_makes_it_shorter(loop, layers):
     """The log holds the events of a single step. Four rows share a block, and each would enter two in four steps."""

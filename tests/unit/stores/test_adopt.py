@@ -246,6 +246,7 @@ def test_the_pools_are_written_in_place():
     assert memory.temp_size_in_bytes <= 2 * size(kv) + 20_000
 
 
+@pytest.mark.long
 def test_blocks_land_once():
     state, events = jax.jit(adopt)(Cache.create(SPEC).state, TEXT, np.int32(WIDTH), HAVE)
     step = jax.jit(land)
@@ -260,6 +261,7 @@ def test_blocks_land_once():
     assert [int(group.num_empty) for group in dropped.groups] == [8, 8]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [SPEC, pytest.param(TIERED, marks=pytest.mark.long)], ids=["one tier", "two tiers"])
 def test_a_refused_adoption_changes_nothing(spec):
     cache = empty(spec, num_blocks=3 if spec is SPEC else None)
@@ -297,6 +299,7 @@ def test_two_caches_under_vmap():
         assert assert_bytes(one) == 2 * (4, 2)[number]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mask", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
 def test_keys_of_other_contents_end_a_prefix(mask, monkeypatch):
     """Keys have only a few values. A hit may be missed, and none is wrong."""

@@ -81,6 +81,7 @@ class Killed(BaseException):
     """The end of a process."""
 
 
+@pytest.mark.long
 def test_a_save_is_the_old_one_or_the_new_one_at_each_step(tmp_path, monkeypatch):
     wanted = [texts_of(FIRST), texts_of(SECOND)]
     steps = [(manifest, "_sync"), (file, "write_part"), (manifest.PartWriter, "write"), (manifest.os, "replace"),

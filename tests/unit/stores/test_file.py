@@ -122,6 +122,7 @@ def closed(prefixes):
     return all(len(prefix) == 2 or prefix[:-1] in prefixes for prefix in prefixes)
 
 
+@pytest.mark.long
 @each_kind
 @pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)]])
 def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path):
@@ -180,6 +181,7 @@ def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     assert counts.taken == 6 and findable(again) == after
 
 
+@pytest.mark.long
 def test_namespaces_keep_apart_what_they_did_before(tmp_path):
     """Two salts, versions and LoRAs with the same tokens, whose numbers are others after the restart."""
     names, loras = Namespaces(), {0: "french", 5: "legal"}
@@ -387,6 +389,7 @@ def test_golden_logits_after_a_restart(family, tmp_path):
         np.testing.assert_allclose(output.logprobs, wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 def test_an_empty_cache_and_one_without_bytes(tmp_path):
     spec = make_spec("plain")
     save(create(spec), tmp_path, names=Namespaces(), model=MODEL)

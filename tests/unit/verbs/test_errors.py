@@ -401,6 +401,7 @@ def test_a_full_pool():
     assert cache.admit(2, [4] * 8) == ["OK"]  # cached blocks are evicted
 
 
+@pytest.mark.long
 def test_an_admission_that_only_its_own_prefix_could_pay_for():
     cache = cache_of(3)
     assert (
@@ -527,6 +528,7 @@ def test_commits_that_cannot_be():
     assert cache.state.seqs.committed.tolist() == [0, 4, 0, 0]
 
 
+@pytest.mark.long
 def test_the_same_row_twice_in_one_call():
     cache = cache_of(12)
     rows, lengths = np.array([2, 2, 1, 7], np.int32), np.array([3, 3, 3, 3], np.int32)
@@ -585,6 +587,7 @@ def test_blocks_that_cannot_be_pinned_evicted_or_let_go():
     assert cache.status("reset") == ["OK"]
 
 
+@pytest.mark.long
 def test_namespaces_are_forgotten_but_for_what_is_held():
     cache = cache_of(12)
     for row, namespace in enumerate((3, 5, 7)):

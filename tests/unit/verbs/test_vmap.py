@@ -63,6 +63,7 @@ def assert_small(verb, layers, batch, policy=None):
     assert [line for line in found if policy is None or "/cond/branch" not in line] == []
 
 
+@pytest.mark.long
 def test_no_select_and_no_copy_of_all_blocks():
     assert_small("commit", "windows", "2 x 4 caches")
 
