@@ -64,8 +64,9 @@ def test_int8_is_that_of_one_device():
         assert tally.compared == alone[way].compared and abs(tally.error - alone[way].error) < 0.05, way
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((2, 2), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.slow)]
+)
 def test_a_layer_sends_one_maximum_and_one_sum_more(shape):
     """A decode step with weights that heads alone divide; then with weights that both axes do."""
     with context_mesh(*shape) as mesh:

@@ -69,6 +69,7 @@ def test_small_decays_after_large_ones_keep_their_digits(by_channel):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_a_cell_goes_on_where_it_ended_and_padding_changes_nothing(by_channel):
     """Whole rows at once, and the same rows in parts of other lengths whose padding is NaN."""

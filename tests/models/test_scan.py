@@ -112,6 +112,7 @@ def test_dense_logits_and_gradients_are_those_of_the_unrolled_model(of, dtype):
     chex.assert_trees_all_close(unrolled(gradient), wanted_gradient, **close)
 
 
+@pytest.mark.long
 def test_a_scanned_model_is_made_in_two_ways_and_back():
     model = Decoder(gemma4(), rngs=nnx.Rngs(0))
     one, other = scanned(model), Decoder(gemma4(), scan=True, rngs=nnx.Rngs(0))

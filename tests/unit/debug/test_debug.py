@@ -203,6 +203,7 @@ def moved(x, by):
     return (x.astype(np.int64) + by).astype(np.uint32).view(np.int32)
 
 
+@pytest.mark.long
 def test_index_of_is_what_the_rows_and_the_released_rows_left():
     one, two, four = (1,) * 4, (1,) * 4 + (2,) * 4, (1,) * 4 + (4,) * 4
     paths = {one, two, four, four + (5,) * 4, (7,) * 4, (7, 7, 7, 7, 8)}

@@ -346,6 +346,7 @@ def test_many_peers_at_once_are_answered():
         assert all(len(answers(peer)) >= 2 for peer in peers)
 
 
+@pytest.mark.long
 def test_a_peer_that_reads_late_gets_all_and_one_that_does_not_read_is_given_up():
     """A plain ROUTER silently drops messages beyond its queue."""
     spec, small = kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=2048, block_size=2048), {"rcvhwm": 10}
@@ -366,6 +367,7 @@ def test_a_peer_that_reads_late_gets_all_and_one_that_does_not_read_is_given_up(
         assert answers(late) == []
 
 
+@pytest.mark.long
 def test_four_replays_run_at_a_time_and_a_fifth_waits_for_one_to_end():
     spec = kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=2048, block_size=2048)
     with publisher(spec, replay_timeout=1.5, heartbeat=None) as source, contextlib.ExitStack() as stack:

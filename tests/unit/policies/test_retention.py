@@ -30,6 +30,7 @@ def test_bad_ranges_are_refused_by_name(ranges, options, message):
         kvjax.Retention.of(ranges, **options)
 
 
+@pytest.mark.long
 def test_a_spec_without_retention_takes_none():
     state = kvjax.init(kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=8, block_size=4))
     with pytest.raises(ValueError, match="retention: got one, wanted None"):
@@ -91,6 +92,7 @@ def test_a_time_to_live_ends(now, left):
     assert set(priorities(cache)) == left
 
 
+@pytest.mark.long
 def test_a_time_to_live_that_ended_stays_over():
     """2^31 ms are 24 days. By the difference alone it would seem to begin anew from day 25 to 49."""
     day = 24 * 60 * 60 * 1000

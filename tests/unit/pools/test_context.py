@@ -133,7 +133,7 @@ def test_a_chunk_is_that_on_one_device():
 @pytest.mark.parametrize(
     ("shape", "dtype", "layer"),
     [
-        pytest.param(MESHES[1], "float32", PLAIN, marks=pytest.mark.long),
+        pytest.param(MESHES[1], "float32", PLAIN, marks=pytest.mark.slow),
         pytest.param(MESHES[0], "float32", PLAIN, marks=pytest.mark.slow),
         pytest.param(MESHES[2], "int8", PLAIN, marks=pytest.mark.slow),
         pytest.param(MESHES[1], "float8_e4m3fn", PLAIN, marks=pytest.mark.slow),
@@ -186,8 +186,9 @@ def test_a_mixed_step_is_that_on_one_device(shape):
     chex.assert_trees_all_close(seen, wanted, atol=2e-6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((1, 4), marks=pytest.mark.long), pytest.param((2, 2), marks=pytest.mark.slow)]
+)
 def test_a_layer_sends_its_attention_and_verbs_send_nothing(shape):
     """One maximum of f32[T, Q] and one sum of f32[T, Q, D + 1] a layer; no copy of a pool."""
     with meshes(*shape) as mesh:
@@ -211,7 +212,7 @@ def test_a_layer_sends_its_attention_and_verbs_send_nothing(shape):
             assert memory.alias_size_in_bytes > own and memory.temp_size_in_bytes < own / 2, (name, memory)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_queries_that_both_axes_divide_are_gathered_over_one():
     with meshes(2, 2) as mesh:
         cache, _ = kvjax.Cache.create(spec_of(), mesh=mesh, **AXES).admit(0, np.arange(6, dtype=np.int32), 6)
@@ -321,7 +322,7 @@ def test_what_cannot_be_divided_is_refused():
         jax.eval_shape(kvjax.write, cache.pools, 0, *kv, view)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_step_that_its_caller_maps_over_the_heads():
     q, kv, sinks = inputs(1, 3, 6)
     with meshes(2, 2) as mesh:

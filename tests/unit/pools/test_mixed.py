@@ -136,6 +136,7 @@ def one_line_and_apart(cache, q, kv, **options):
     return (written, together), as_ragged, (pools, apart)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "options", "implementation"),
     [

@@ -31,6 +31,7 @@ from tests.unit.research.policies import (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", marked())
 @given(st.data())
 def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):

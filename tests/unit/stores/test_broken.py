@@ -141,6 +141,7 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path):
         save(FIRST, tmp_path / "save", names=Namespaces(), model=MODEL)
 
 
+@pytest.mark.long
 def test_a_reader_gets_the_new_save_when_it_comes_in_between(tmp_path, monkeypatch, small_parts):
     save(FIRST, tmp_path, names=Namespaces(), model=MODEL)
     waiting, whole = [SECOND], file.open_part
