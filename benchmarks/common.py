@@ -118,7 +118,9 @@ def write(result: dict[str, Any], file: pathlib.Path | None) -> None:
     """Writes a result as JSON, if there is a file to write it to."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        new = file.with_name(f"{file.name}.new")
+        new.write_text(json.dumps(result, indent=2) + "\n")
+        new.replace(file)  # at once: who is killed meanwhile leaves the old one whole
 
 
 def _cpu() -> str:

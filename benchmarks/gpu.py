@@ -29,6 +29,7 @@ from jax import lax
 import kvjax
 import pallas_kernels
 from benchmarks import common
+from pallas_kernels import tuning
 
 # Options of XLA, by who decides how a loop goes on: the device (command buffers), or the host, for which it stops.
 DECIDES = {
@@ -152,9 +153,10 @@ def has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def served() -> list[str]:
-    """The implementations that this machine can run."""
-    return [who for who in pallas_kernels.IMPLEMENTATIONS if has_gpu() or who not in pallas_kernels.PLATFORMS]
+def served(function: str) -> list[str]:
+    """The implementations of a function that this machine can run, less those that `tuning.switched` has off."""
+    usable = [who for who in pallas_kernels.IMPLEMENTATIONS if has_gpu() or who not in pallas_kernels.PLATFORMS]
+    return [who for who in usable if who in ("xla", tuning.SWITCHED.get(function, who))]
 
 
 def key(seed: int) -> jax.Array:

@@ -19,7 +19,9 @@ TOLERANCE = 0.03  # relative error of a head's result, bf16
 
 
 class Shape(NamedTuple):
-    """A batch of `rows` of `length` tokens, or of lengths from 1 to `length`, over a pool of so many layers.
+    """A batch of `rows` of `length` tokens over a pool of so many layers.
+
+    If it is ragged, lengths are from 1 to `length`; if it is skewed, all rows but one have a 32nd of it.
 
     Prefill: the last `chunk` tokens of each row are its queries.
     """
@@ -30,6 +32,7 @@ class Shape(NamedTuple):
     layers: int = 32
     dtype: str = "bfloat16"
     ragged: bool = False
+    skewed: bool = False
     chunk: int = 0
     heads: tuple[int, int, int] = (32, 8, 128)  # Q, K, D
 
@@ -51,6 +54,8 @@ def make_case(shape: Shape) -> Case:
     lengths = np.full(shape.rows, shape.length)
     if shape.ragged:
         lengths = np.r_[1, rng.integers(1, shape.length, shape.rows - 2), shape.length]
+    if shape.skewed:
+        lengths[1:] = max(shape.length // 32, 1)
     blocks = -(-lengths // shape.block)
     tables = np.full((shape.rows, blocks.max()), blocks.sum())  # scratch
     tables[np.arange(blocks.max()) < blocks[:, None]] = rng.permutation(blocks.sum())
@@ -72,6 +77,11 @@ def attend(who: str, shape: Shape, q, layer, pool, scales, tables, lengths):
         name, options["max_count"] = "prefill_attention", shape.chunk
         more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
     return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
+
+
+def caller(who: str, shape: Shape) -> Callable[..., Any]:
+    """`attend` by one implementation, for `chain`."""
+    return functools.partial(attend, who, shape)
 
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
@@ -102,13 +112,13 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
     copies = max(2, int(2**27 / case.read_bytes))
     most_calls = min(shape.layers, max(8, copies))
     # Large queries make a few keys count, so that one wrong block shows.
-    twin = chain(functools.partial(attend, "xla", shape), 1)
+    twin = chain(caller("xla", shape), 1)
     wanted = twin(4 * case.q, *args)
-    for who in gpu.served():
+    for who in gpu.served(f"{kind}_attention"):
         with record.guard(f"{kind}_{name} {who}"):
             calls, program = 1, twin  # more of the twin would take long to compile
             if who != "xla":
-                calls, function = most_calls, functools.partial(attend, who, shape)
+                calls, function = most_calls, caller(who, shape)
                 error = gpu.differs(chain(function, 1)(4 * case.q, *args), wanted)
                 common.require(error <= TOLERANCE, f"{who} differs from its twin by {error}")
                 program = chain(function, calls)
@@ -116,7 +126,7 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
             rates(who, seconds / calls)
             if not shape.chunk and case.read_bytes < 2**26 and gpu.has_gpu():
                 gpu.profiled(record, who, f"{kind}_{name}", program, case.q, args, calls)
-    if shape.ragged or case.scales is not None:
+    if shape.ragged or shape.skewed or case.scales is not None:
         return
     for who, function in jax_own(shape).items():
         with record.guard(f"{kind}_{name} {who}", ours=False):

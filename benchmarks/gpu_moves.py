@@ -54,7 +54,7 @@ def moves(record: Record, size: Size, effort: Effort) -> None:
     for move in ("copy", "gather", "scatter"):
         check = jnp.ones((1, *block), jnp.bfloat16), few, few + size.calls
         wanted = program(move, "xla", 1)(jnp.copy(small), *check)
-        for who in gpu.served():
+        for who in gpu.served(f"{move}_blocks"):
             with record.guard(f"{move} {who}"):
                 got = program(move, who, 1)(jnp.copy(small), *check)
                 require_same(got, wanted, who)
@@ -90,7 +90,7 @@ def append(record: Record, size: Size, effort: Effort) -> None:
         return pool
 
     wanted = jax.jit(functools.partial(run, "xla"))(pool, *args)
-    for who in gpu.served():
+    for who in gpu.served("append_kv"):
         with record.guard(f"append {who}"):
             program = jax.jit(functools.partial(run, who), donate_argnums=0)
             require_same(program(jnp.copy(pool), *args), wanted, who)

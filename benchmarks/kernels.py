@@ -46,6 +46,8 @@ FULL = Size(
         "ragged_b16": Shape(32, 16_384, layers=8, ragged=True),
         "32x4096_int8": Shape(32, 4096, dtype="int8"),
         "32x4096_fp8": Shape(32, 4096, dtype="float8_e4m3fn"),
+        "skewed_b16": Shape(128, 32_768, layers=4, skewed=True),
+        "one_layer_b16": Shape(32, 4096, layers=1),
     },
     prefill={f"{n // 1024}k": Shape(1, n + CHUNK, layers=4, chunk=CHUNK) for n in (4096, 8192, 16_384, 32_768)},
     moves=gpu_moves.Size({"64mb": 32, "256mb": 128, "1gb": 512}),
@@ -57,6 +59,7 @@ QUICK = Size(
     decode={
         "2x64_b16": Shape(2, 64, **TINY),
         "ragged_b16": Shape(3, 80, ragged=True, **TINY),
+        "skewed_b16": Shape(3, 80, skewed=True, **TINY),
         "2x64_int8": Shape(2, 64, dtype="int8", **TINY),
     },
     prefill={"tiny": Shape(1, 64, chunk=32, **TINY)},

@@ -121,7 +121,11 @@ def _serve(name: str, implementation: str | None, *args, **options) -> Any:
 
 
 def _function(implementation: str, name: str, options: dict[str, Any]) -> Callable[..., Any]:
-    function = getattr(importlib.import_module(f"{__name__}.{implementation}"), name, None)
+    try:
+        module = importlib.import_module(f"{__name__}.{implementation}")
+    except ImportError as error:  # such as that of a Pallas backend which jax has no more
+        raise NotImplementedError(f"{implementation}: {error}") from error
+    function = getattr(module, name, None)
     if function is None:
         raise NotImplementedError(f"{implementation}: has no {name}")
     return functools.partial(function, **options)

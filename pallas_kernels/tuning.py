@@ -7,13 +7,43 @@ from what others measured; `python -m benchmarks.kernels` measures them.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import jax
 
+SWITCHES = "KVJAX_KERNELS"  # the variable of `switched`
+# All that an implementation can be named for there: the functions of `pallas_kernels`, and the kernels of `kvjax.gpu`.
+_SWITCHED = {
+    **dict.fromkeys(("decode_attention", "prefill_attention"), ("triton", "mosaic", "xla")),
+    **dict.fromkeys(("append_kv", "copy_blocks", "gather_blocks", "scatter_blocks"), ("triton", "xla")),
+    "transitions": ("xla",),
+}
+
+
+def switched(text: str) -> dict[str, str]:
+    """The implementation of each function that a variable names: "decode_attention=xla,transitions=xla".
+
+    It serves in place of the usual choice, for a kernel that is wrong or hangs on some machine. The variable is read
+    once, since a program that was traced before would not change.
+
+    Raises:
+      ValueError: naming the variable, on a function that has no such implementation.
+    """
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, implementation = part.partition("=")
+        if implementation not in _SWITCHED.get(name, ()):
+            wanted = "; ".join(f"{name}={'|'.join(kinds)}" for name, kinds in _SWITCHED.items())
+            raise ValueError(f"{SWITCHES}: got {part!r}, wanted some of {wanted}")
+        found[name] = implementation
+    return found
+
+
+SWITCHED = switched(os.environ.get(SWITCHES, ""))
 # Decode is never bound by the products, and Triton's kernel serves every chip and dtype. In prefill only Mosaic's
 # wgmma reaches a Hopper's full rate.
-FIRST = {"prefill_attention": "mosaic"}
+FIRST = {"prefill_attention": "mosaic", **SWITCHED}
 
 
 def chip() -> str | None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs everything that needs a GPU: its tests, then the benchmark of the kernels, whose result goes to
-# benchmarks/results/ whether or not the tests passed. Arguments go to pytest. A PYTHON other than the checkout's .venv
-# must have jax with CUDA and what the tests need; without one .venv-gpu is made, with the jax extra named by CUDA
-# (cuda13 or cuda12).
+# Runs what needs a GPU, the most telling first: `benchmarks.gpu_first`, whose file in benchmarks/results/ it goes on
+# with, then the tests of the kernels. Arguments go to `benchmarks.gpu_first`, such as --minutes.
+# The Python is PYTHON, else one that has jax with CUDA, else .venv-gpu, which is made for it with the jax extra named
+# by CUDA (cuda13 or cuda12) and needs a package index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,17 +12,21 @@ no_gpu() {
   exit 1
 }
 
+export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
+find_devices='import jax; print("make gpu: jax", jax.__version__, "on", jax.devices("cuda"))'
 python=${PYTHON:-.venv/bin/python}
 if [ "$python" = .venv/bin/python ]; then
   nvidia-smi -L >/dev/null 2>&1 || no_gpu "nvidia-smi finds none"
-  scripts/setup.sh .venv-gpu "test,${CUDA:-cuda13}"
-  python=.venv-gpu/bin/python
+  python=python3
+  if ! python3 -c "$find_devices" >/dev/null 2>&1; then
+    scripts/setup.sh .venv-gpu "test,${CUDA:-cuda13}"
+    python=.venv-gpu/bin/python
+  fi
 fi
-export JAX_PLATFORMS=cuda,cpu
-"$python" -c 'import jax; print("make gpu: jax", jax.__version__, "on", jax.devices("cuda"))' 2>/dev/null ||
-  no_gpu "jax of $python finds none"
+"$python" -c "$find_devices" || no_gpu "$python says why above"
 failed=0
-"$python" -m pytest -m gpu --continue-on-collection-errors "$@" || failed=1
-name=$("$python" -c 'import jax; print(jax.devices("cuda")[0].device_kind.lower().replace(" ", "-"))')
-"$python" -m benchmarks.kernels --json "benchmarks/results/$name.json" || failed=1
+"$python" -m benchmarks.gpu_first "$@" || failed=1
+# Without the project's options, which want the newest pytest; and Triton's kernels warn that they are deprecated.
+"$python" -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m gpu -W error \
+  -W "ignore:The Pallas Triton backend is deprecated:DeprecationWarning" tests/kernels || failed=1
 exit "$failed"

@@ -27,8 +27,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-# Programs run for microseconds here and take seconds to compile. Only a night's tests let the optimiser work.
-jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_PROFILE") != "nightly")
+# Programs run for microseconds here and take seconds to compile. Only a night's tests let the optimiser work, and those
+# of a GPU, whose kernels would be others without it.
+OPTIMISED = os.environ.get("HYPOTHESIS_PROFILE") == "nightly" or "cuda" in os.environ["JAX_PLATFORMS"]
+jax.config.update("jax_disable_most_optimizations", not OPTIMISED)
 
 
 # A trace makes many objects at a time and little garbage. Collecting after every 700 takes a fifth of its time.

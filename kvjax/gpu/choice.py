@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from jax.custom_batching import custom_vmap
 import pallas_kernels
 from kvjax.policies.ring import lru
 from kvjax.state import CacheState
+from pallas_kernels import tuning
 
 MAX_ROWS = 1024  # a kernel has a lane for each, or two
 MAX_RECORDS = 4 * MAX_ROWS  # likewise of a transition's events
@@ -33,11 +36,12 @@ def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T
     """kernel(*args) in a program for a CUDA GPU; plain(*args), which is equal, on other platforms and under `vmap`.
 
     The kernel, which takes `interpret` as well, is traced only if this process has such a GPU, or within
-    `lowering_for`. The arguments are pytrees of all arrays that both use.
+    `lowering_for`; not if `tuning.switched` has it off, or jax lacks Triton. The arguments are pytrees of all arrays
+    that both use.
     """
     if _interpreted.value:
         return kernel(*args, interpret=True)
-    if not pallas_kernels.lowers_for("cuda"):
+    if not pallas_kernels.lowers_for("cuda") or "transitions" in tuning.SWITCHED or not _has_triton():
         return plain(*args)
     leaves, tree = jax.tree.flatten(args)
 
@@ -56,6 +60,16 @@ def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*leaves)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether jax still has Pallas's Triton, which it has deprecated."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return False
+    return True
 
 
 def interpreted() -> contextlib.AbstractContextManager[None]:

@@ -17,8 +17,11 @@ needs_toolchain = pytest.mark.skipif(
 )
 
 
-def results_of(module: str, *args: str, **environment: str) -> list[Any]:
-    """The lines of JSON that a module prints, run as a process that finds the compilers."""
-    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
+def results_of(module: str, *args: str, first: str = "", **environment: str) -> list[Any]:
+    """The lines of JSON that a module prints, run as a process that finds the compilers.
+
+    The folder `first` stands before all others that Python imports from.
+    """
+    path = os.pathsep.join(filter(None, (first, str(TOOLCHAIN), str(ROOT))))
     printed = output_of(sys.executable, "-m", module, *args, PYTHONPATH=path, **environment)
     return [json.loads(line) for line in printed.splitlines()]

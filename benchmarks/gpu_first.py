@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU's first minutes: what is wrong there, what is slow, and what to change, the most telling first.
+
+    first ten minutes   python -m benchmarks.gpu_first --out benchmarks/results
+    go on               the same again: what is done is not measured again, but for --again NAME
+
+It needs jax, numpy and, for whole models, flax. Sections run one after the other in a process that is killed when one
+takes longer than it may, and begun anew after a failure, so that a kernel that hangs or breaks the device costs its
+section alone. A kernel that is wrong, raises or hangs is switched off for the sections after it, by the variable
+KVJAX_KERNELS (`pallas_kernels.tuning.switched`), which also switches it off for users. The result is one file, whole at
+any time. Without a GPU only `--quick` measures: tiny shapes and interpreted kernels, to see that all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from pallas_kernels.tuning import SWITCHES
+
+FILE, BEGIN, END = "gpu_first.json", "== begin ", "== end "
+START = 60.0  # seconds that a process gets to start jax
+MINUTES, RESULTS = 9.0, pathlib.Path("benchmarks/results")
+KINDS = ("wrong", "raising", "hanging")
+
+
+class Section(NamedTuple):
+    """Something to measure.
+
+    Attributes:
+      run: measures it, given a `benchmarks.gpu.Record`.
+      seconds: that it may take.
+    """
+
+    run: Callable[[Any], None]
+    seconds: float = 120
+
+
+# Sections of `benchmarks.kernels` and others, by how they begin; what is not among them comes last.
+ORDER = (
+    "device", "check", "loop, ", "ceilings", "decode_32x4096_b16", "decode_32x4096_int8", "decode_32x4096_fp8",
+    "decode_ragged", "decode_skewed", "step_8b_b32", "tuning", "decode_one_layer", "prefill", "moves", "",
+)  # fmt: skip
+
+
+def sections(quick: bool) -> dict[str, Section]:
+    """All sections, in their order."""
+    from benchmarks import gpu_checks, gpu_tuning, kernels
+
+    size = kernels.QUICK if quick else kernels.FULL
+
+    def checked(function: str, who: str) -> Section:
+        def run(record: Any) -> None:
+            gpu_checks.check(function, who)
+            record.add(who, f"{function}_is_right", 1.0)
+
+        return Section(run, 90)
+
+    def loops(record: Any) -> None:
+        from benchmarks import gpu_step  # late: it needs flax
+
+        gpu_step.measure_loops(record, "tiny", 2, quick=True)
+
+    found = {
+        "device": Section(describe, 60),
+        "loop, twice, with command buffers and without": Section(loops),
+        "tuning": Section(
+            lambda record: gpu_tuning.measure(record, gpu_tuning.QUICK if quick else gpu_tuning.CHOICES, size.effort),
+            180,
+        ),
+        **{check_name(function, who): checked(function, who) for function, who in gpu_checks.CHECKS},
+        **{name: Section(run) for name, run in kernels.sections(size, quick).items()},
+    }
+
+    def rank(name: str) -> int:
+        return next(number for number, start in enumerate(ORDER) if name.startswith(start))
+
+    return {name: found[name] for name in sorted(found, key=rank)}
+
+
+def check_name(function: str, who: str) -> str:
+    """The section of a check."""
+    return f"check {function} {who}"
+
+
+def switches(failed: Collection[str]) -> dict[str, str]:
+    """What serves the functions whose checks are among the sections that failed: Triton's kernel, if it has not."""
+    from benchmarks.gpu_checks import CHECKS
+
+    found = {}
+    for function, who in CHECKS:
+        if check_name(function, who) in failed:
+            other = check_name(function, "triton")
+            found[function] = "triton" if who == "mosaic" and other not in failed else "xla"
+    return found
+
+
+def describe(record: Any) -> None:
+    """The device and the versions are in the record; one product says that it computes."""
+    import jax.numpy as jnp
+
+    x = jnp.ones((256, 256), jnp.bfloat16)
+    record.add("device", "computes", float((x @ x)[0, 0] == 256))
+
+
+# A process that measures.
+
+
+def work(names: Sequence[str], quick: bool, planted: str | None, ceilings: dict[str, float]) -> None:
+    """Runs sections; prints a line when each begins, and one of JSON when it has ended. It ends after a failure.
+
+    `ceilings` are those of the device, if they are measured.
+    """
+    from benchmarks import common
+    from benchmarks.gpu import Record
+
+    if planted is not None:
+        plant(*planted.split("="))
+    chosen = sections(quick)
+    for name in names:
+        print(f"{BEGIN}{name}", flush=True)
+        began, record = time.monotonic(), Record("gpu_first", [], None, quick=quick)
+        record.result["metrics"]["device"].update(ceilings)
+        with record.guard(name):
+            try:
+                chosen[name].run(record)
+            except ModuleNotFoundError as missing:
+                record.skip(name, missing)
+        result = {key: record.result[key] for key in ("metrics", "not_measured", "errors", "kernels_us", "faster")
+                  if record.result.get(key)}  # fmt: skip
+        if name == "ceilings":
+            ceilings = record.result["metrics"]["device"]
+        about = {key: record.result[key] for key in ("device", "driver", "versions", "cpu")}
+        result |= {"seconds": common.rounded(time.monotonic() - began), "about": about}
+        print(f"{END}{json.dumps(result)}", flush=True)
+        if record.result["errors"]:
+            raise SystemExit(1)  # a broken device would fail all that follows
+
+
+def plant(function: str, kind: str) -> None:
+    """Replaces one of Triton's kernels by one that is wrong, raises or hangs: a rehearsal."""
+    from pallas_kernels import triton
+
+    own = getattr(triton, function)
+
+    def bad(*args: Any, **options: Any) -> Any:
+        if kind == "raising":
+            raise RuntimeError("planted")
+        if kind == "hanging":
+            time.sleep(3600)
+        out = own(*args, **options)
+        return (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
+
+    setattr(triton, function, bad)
+
+
+# The process that watches it.
+
+
+class Watch:
+    """Runs sections in processes, and keeps the file.
+
+    Args:
+      file: of the result, which is gone on with.
+      options: of the processes.
+      end: the time, by the monotonic clock, after which no section goes on.
+    """
+
+    def __init__(self, file: pathlib.Path, options: Sequence[str], end: float):
+        self.file, self.options, self.end = file, options, end
+        self.result: dict[str, Any] = {"benchmark": "gpu_first", "about": {}, "sections": {}}
+        with contextlib.suppress(FileNotFoundError):
+            self.result = json.loads(file.read_text())
+
+    def run(self, chosen: dict[str, Section], scale: float) -> None:
+        """Runs what is not done yet; `scale` multiplies the seconds that sections may take."""
+        while left := [name for name in chosen if name not in self.result["sections"]]:
+            if time.monotonic() >= self.end or not self._some(left, chosen, scale):
+                return
+
+    def _some(self, names: Sequence[str], chosen: dict[str, Section], scale: float) -> bool:
+        """Runs sections in one process until one fails; False if the time is over."""
+        ceilings = json.dumps(self.result["sections"].get("ceilings", {}).get("metrics", {}).get("device", {}))
+        command = [sys.executable, "-m", "benchmarks.gpu_first", *self.options, "--ceilings", ceilings]
+        process = subprocess.Popen(
+            [*command, "--work", *names], stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+            env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, SWITCHES: self.switches()},
+        )  # fmt: skip
+        lines, name, began, deadline = _lines_of(process), names[0], time.monotonic(), time.monotonic() + START
+        try:
+            while (line := lines.get(timeout=max(min(deadline, self.end) - time.monotonic(), 0.01))) is not None:
+                if line.startswith(BEGIN):
+                    name, began = line.removeprefix(BEGIN), time.monotonic()
+                    deadline = began + chosen[name].seconds * scale
+                    print(name, flush=True)
+                elif line.startswith(END):
+                    self._note(name, json.loads(line.removeprefix(END)))
+                    deadline = time.monotonic() + START
+                else:
+                    print(line, flush=True)
+        except queue.Empty:
+            if time.monotonic() >= self.end:
+                return False
+            seconds = time.monotonic() - began
+            self._note(name, {"errors": {name: f"hangs: killed after {seconds:.0f} s"}, "seconds": seconds})
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if name not in self.result["sections"]:  # it ended without a word, as after a crash
+            self._note(name, {"errors": {name: f"ended with {process.returncode}"}, "seconds": 0.0})
+        return True
+
+    def _note(self, name: str, result: dict[str, Any]) -> None:
+        """Takes the result of a section."""
+        self.result["about"] |= result.pop("about", {})
+        self.result["sections"][name] = result
+        self.write()
+
+    def switches(self) -> str:
+        """The value of the variable that switches off what has failed."""
+        failed = [name for name, one in self.result["sections"].items() if one.get("errors")]
+        return ",".join(f"{function}={other}" for function, other in switches(failed).items())
+
+    def write(self) -> None:
+        """Writes the file anew, at once."""
+        from benchmarks.common import write
+
+        write(self.result, self.file)
+
+    def summary(self, chosen: dict[str, Section]) -> list[str]:
+        """At most forty lines: what is wrong, how much slower than a copy, what would be faster, what is left."""
+        done = self.result["sections"]
+        wrong = [f"FAILED {name}: {error}" for one in done.values() for name, error in one.get("errors", {}).items()]
+        off = [f"switched off: {SWITCHES}={value}"] if (value := self.switches()) else []
+        shares = {
+            f"{metric.removesuffix(end)} {who}": (1 / value, end[4:])
+            for one in done.values()
+            for who, metrics in one.get("metrics", {}).items()
+            for metric, value in metrics.items()
+            for end in ("_of_copy", "_of_product")
+            if metric.endswith(end) and who != "device" and value > 0
+        }
+        slow = sorted(shares.items(), key=lambda one: -one[1][0])
+        times = [f"{ratio:6.2f}x the time of a {what}: {name}" for name, (ratio, what) in slow]
+        faster = [line for one in done.values() for line in one.get("faster", [])]
+        left = [name for name in chosen if name not in done]
+        more = [f"left for the next call: {len(left)} sections, from {left[0]!r} on"] if left else ["all is done"]
+        head = [f"{self.result['about'].get('device')}, jax {self.result['about'].get('versions', {}).get('jax')}"]
+        fixed = [*head, *wrong[:12], *off, *faster[:6], *more]
+        return [*head, *wrong[:12], *off, *times[: 40 - len(fixed)], *faster[:6], *more]
+
+
+def _lines_of(process: subprocess.Popen[str]) -> queue.Queue[str | None]:
+    """The lines that a process prints, then None."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line.rstrip("\n"))
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the file (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="after which it ends (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="tiny: whether it runs, on any machine")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the time that sections may take")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="sections that begin like this")
+    parser.add_argument("--again", nargs="+", default=(), metavar="NAME", help="sections to measure once more")
+    parser.add_argument("--plant", metavar="FUNCTION=KIND", help=f"a kernel of Triton's that is {', '.join(KINDS)}")
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--ceilings", type=json.loads, default={}, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(args.work, args.quick, args.plant, args.ceilings)
+        return
+    end = time.monotonic() + 60 * args.minutes
+    options = [*(["--quick"] if args.quick else []), *(["--plant", args.plant] if args.plant else [])]
+    chosen = {name: one for name, one in sections(args.quick).items() if name.startswith(tuple(args.only))}
+    watch = Watch(args.out / FILE, options, end)
+    for name in [name for name in watch.result["sections"] if name.startswith(tuple(args.again))]:
+        del watch.result["sections"][name]
+    watch.write()
+    watch.run(chosen, args.scale)
+    lines = watch.summary(chosen)
+    print("\n".join(lines))
+    if any(line.startswith("FAILED") for line in lines):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
