@@ -31,7 +31,7 @@ def test_the_command_draws_what_it_ran(tmp_path, monkeypatch, capsys):
     assert "--samples: got '1', wanted an int of at least 2 and at most 64" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_reward_rises(capsys):
     """The loop itself fails if a step after the first one is compiled."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax is not strict

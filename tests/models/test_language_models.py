@@ -47,7 +47,8 @@ def test_verify_passes(family, capsys):
     assert "ok: largest logit error" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", by_kinds)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAIN)
 def test_most_prompt_tokens_are_found_again(family):
     """Each prompt after those that share a prefix with it, then after itself."""
     model, _ = load(GOLDENS / family)

@@ -81,10 +81,8 @@ def cached_blocks(address, texts):
     return [one.usage.prompt_tokens_details.cached_tokens // SIZE for one in found]
 
 
-LESS, MORE = pytest.param(1, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("kills", [LESS, MORE])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 8])
 def test_what_a_store_has_is_found_again_when_a_server_is_ended_under_load(kills, tmp_path):
     """`kill -9` may lose blocks that were not written yet, and SIGTERM none of any text whose answer was there."""
     folder, numbers = tmp_path / "store", itertools.count()

@@ -500,7 +500,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     assert out.splitlines()[-1] == " ".join(map(str, second["tokens"]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_second_run_finds_what_the_first_one_stored(capsys, tmp_path, monkeypatch):
     words = "--checkpoint", "text", "--block-size", "8", "--store", str(tmp_path / "store")
     prompt = "a prompt of some forty bytes, for five blocks"

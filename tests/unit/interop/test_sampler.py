@@ -83,7 +83,7 @@ def test_a_larger_batch_gets_rows_unless_their_number_is_fixed():
         assert found == rows
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_log_probabilities_are_of_the_whole_distribution():
     """Whatever top-k and top-p leave of it; scores are those of the temperature 1."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

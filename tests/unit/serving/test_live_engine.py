@@ -290,9 +290,8 @@ def test_a_store_serves_an_engine_after_a_restart(host, tmp_path, tokens):
             idle(engine)
 
 
-@pytest.mark.parametrize(
-    "swap", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("swap", [False, True])
 def test_an_engine_with_two_tiers(swap, tokens):
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
     scheduler = Scheduler(reserve="num_tokens", preempt="swap") if swap else None

@@ -24,7 +24,7 @@ from tests.mesh import mesh_of
 from tests.poison import poisoned
 from tests.serving_kit import state_of
 from tests.unit.serving import canonical_kit as canonical
-from tests.unit.serving.canonical_kit import KINDS, SIZE, each_kind, make_prompts
+from tests.unit.serving.canonical_kit import KINDS, SIZE, make_prompts
 
 GOLDENS = "tests/data/goldens"
 
@@ -131,8 +131,9 @@ def check(kind, seed, tmp_path, monkeypatch):
     return restored, moves.failures
 
 
-@pytest.mark.long
-@each_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "host" else pytest.mark.slow) for kind in KINDS]
+)
 def test_answers_are_those_without_a_store_bit_for_bit(kind, tmp_path, monkeypatch):
     restored, failures = check(kind, 1, tmp_path, monkeypatch)
     assert restored > 0 and (failures > 0) == (kind == "host")
@@ -206,9 +207,8 @@ def test_a_restart_computes_no_whole_block_that_was_stored(tmp_path):
         assert outputs_of([[*DOCUMENT, *output.tokens, 3]], store)[0] == [(64, 64)]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "windows" else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_of_all_kinds_a_restart_finds_whole_prompts(kind, tmp_path):
     """Of window groups all blocks are read that the next token sees: also where that is a prompt's last one."""
     model, prompts = canonical.model_of(kind), [TEXT[:length] for length in (64, 67, 81, 97)]
