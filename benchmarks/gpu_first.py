@@ -141,6 +141,10 @@ def work(names: Sequence[str], quick: bool, planted: str | None, ceilings: dict[
                   if record.result.get(key)}  # fmt: skip
         if name == "ceilings":
             ceilings = record.result["metrics"]["device"]
+        elif "metrics" in result:  # they are that section's
+            own = {metric: value for metric, value in result["metrics"]["device"].items() if metric not in ceilings}
+            result["metrics"] = {**result["metrics"], "device": own}
+            result["metrics"] = {who: metrics for who, metrics in result["metrics"].items() if metrics}
         about = {key: record.result[key] for key in ("device", "driver", "versions", "cpu")}
         result |= {"seconds": common.rounded(time.monotonic() - began), "about": about}
         print(f"{END}{json.dumps(result)}", flush=True)
