@@ -107,6 +107,7 @@ def test_a_subscribers_index_is_the_caches(shape):
     assert lost
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{"buffer_batches": 3}, {"buffer_bytes": 1500}, {"max_message": 2200}, {"queue_bytes": 1}],

@@ -74,6 +74,7 @@ def dense(text, q, form, **options):
     ])  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "layer", "dtype"),
     [

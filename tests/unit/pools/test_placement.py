@@ -82,6 +82,7 @@ def write_attend_copy(pools, state, q, kv, sinks):
     return kvjax.apply(pools, no_events(copied([2], [4]))), out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "kind", "shape"),
     [

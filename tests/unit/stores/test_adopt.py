@@ -232,6 +232,7 @@ def test_events_and_arrived_of_a_landing():
 # What it does and what it costs.
 
 
+@pytest.mark.long
 def test_the_pools_are_written_in_place():
     spec = kvjax.make_spec([LayerSpec(2, 16)] * 2, num_blocks=500, max_seqs=2, max_length=64, block_size=16)
     shapes = jax.eval_shape(lambda: Cache.create(spec))

@@ -389,6 +389,7 @@ OK4 = ["OK"] * 4
 WIDTH = PLAIN.max_length + 1  # of prompts
 
 
+@pytest.mark.long
 def test_a_full_pool():
     cache = cache_of(3)
     assert cache.admit(0, [1] * 8) == ["OK"] and cache.write({0: [1] * 8}) == OK4
