@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels import xla
 from pallas_kernels.xla import gather_blocks
-from pallas_kernels.xla_attention import in_slots
+from pallas_kernels.xla_attention import seen_slots
 
 __all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
 
@@ -54,10 +54,7 @@ def _attend(
     """As `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
     num, chunk, _, width = q.shape
     parts, kv_heads, size = pool.shape[2:5]
-    position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
-    length = jnp.where(count > 0, first + count, 0)
-    if stride > 1:
-        position, length = in_slots(position, length, window, stride, offset)
+    position, length = seen_slots(first, count, chunk, window, stride, offset)
     slot = jnp.arange(tables.shape[1] * size, dtype=jnp.int32)[None]
     seen = (slot[None] <= position[:, :, None]) & (slot < length[:, None])[:, None]
     if window is not None:

@@ -157,11 +157,8 @@ def _attend(
     split = (num, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
     queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
-    position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
-    length = jnp.where(count > 0, first + count, 0)
-    if stride > 1:
-        position, length = in_slots(position, length, window, stride, offset)
-        first = position[:, 0]
+    position, length = seen_slots(first, count, chunk, window, stride, offset)
+    first = first if stride == 1 else position[:, 0]
     blocks = min(max(_slots_per_tile(num * kv_heads * width) // size, 1), tables.shape[1])
     tile_slots = blocks * size
     # A row's tiles start at the first block that its first query sees. The first `whole` of them are seen whole by
@@ -169,9 +166,7 @@ def _attend(
     base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
     whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
     total = -((base * size - length) // tile_slots)
-    if window is not None:  # the tables from `base` on
-        column = base[:, None] + jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
-        tables = jnp.take_along_axis(tables, column, axis=1, mode="clip")
+    tables = tables if window is None else _columns(tables, base, tables.shape[1])
 
     def fetch(row):
         kv = rows(pool, row, run, jnp.float32).reshape(num, kv_heads, tile_slots, width)
@@ -200,9 +195,7 @@ def _attend(
 
     def masked_step(i, carry):
         tile = whole + i
-        column = (tile * blocks)[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None]
-        block = jnp.take_along_axis(tables, column, axis=1, mode="clip")
-        return step(tile, carry, block, tile < total, masked=True)
+        return step(tile, carry, _columns(tables, tile * blocks, blocks), tile < total, masked=True)
 
     carry = _start(sinks, split, width)
     carry = fori_loop(0, jnp.max(whole), whole_step, carry)
@@ -215,11 +208,21 @@ def _attend(
     return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
 
 
-def in_slots(position, length, window, stride, offset):
-    """Positions and lengths as slots, of which slot j holds token j * `stride` + `offset`.
+def _columns(tables, start, count):
+    """So many columns of each table i32[W, M], from start i32[W] on; the last one in place of those beyond."""
+    column = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(tables, column, axis=1, mode="clip")
 
-    Returns the last slot with a token up to each position, -1 if there is none, and the number of slots.
+
+def seen_slots(first, count, chunk, window, stride, offset):
+    """The slots that W tiles of C queries see, of which slot j holds token j * `stride` + `offset`.
+
+    Returns the last one i32[W, C] of each query, -1 if there is none, and i32[W], how many the real queries see.
     """
+    position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+    length = jnp.where(count > 0, first + count, 0)
+    if stride == 1:
+        return position, length
     if window is not None:
         raise NotImplementedError(f"xla: got a window of {window} with a stride of {stride}, wanted one of the two")
     return (position - offset) // stride, (length - offset + stride - 1) // stride

@@ -67,11 +67,8 @@ def attend(
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)
-    _check(q, array, view, window, soft_cap, sinks)
     context = pools.context(group)
-    if context is not None and window is not None:
-        whole = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
-        raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {whole}")
+    _check(q, array, view, window, soft_cap, sinks, layer, context)
     shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1
     decodes = q.shape[0] if is_decode else view.decodes
     call = functools.partial(
@@ -80,9 +77,8 @@ def attend(
     )  # fmt: skip
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
-        q, parts, options = q.reshape(-1, *q.shape[2:]), [], {"scales": scales, "sinks": sinks}
-        if context is not None:
-            options["sinks"] = None  # the merge has them once
+        q, parts = q.reshape(-1, *q.shape[2:]), []
+        options = {"scales": scales, "sinks": sinks if context is None else None}  # the merge has them once
         if decodes:
             first = slice(0, decodes)
             rows = table[first], lengths[first] if context is None else context.own_lengths(lengths[first])
@@ -115,7 +111,7 @@ def attend(
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 
 
-def _check(q, array, view, window, soft_cap, sinks) -> None:
+def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
     kv_heads, width = array.shape[3], array.shape[5]
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
@@ -124,6 +120,9 @@ def _check(q, array, view, window, soft_cap, sinks) -> None:
         raise ValueError(f"q: got {q.dtype}, wanted a floating dtype")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window: got {window!r}, wanted None or an int of at least 1")
+    if context is not None and window is not None:
+        whole = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
+        raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {whole}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap: got {soft_cap!r}, wanted None or a positive number")
     if sinks is not None and sinks.shape != q.shape[2:3]:
