@@ -52,7 +52,13 @@ def test_generate_gives_the_same_tokens(gone):
 @pytest.mark.slow
 @needs_toolchain
 def test_a_step_compiles_for_a_gpu_with_mosaic_and_plain_xla(gone):
+    (own,) = results_of("tests.kernels.gpu_compile", "h200", "step")
     (result,) = results_of("tests.kernels.gpu_compile", "h200", "step", first=gone)
+    counts = [{name: one[name] for name in ("launches", "stops")} for one in (own, result)]
+    print("a small Llama's decode step with Triton, and without:", *counts)
     assert result["pool_copies"] == 0 and result["aliased"] >= result["pool"]
     assert result["emitted"] == ["mosaic_gpu_v2"] and set(result["kernels"]) == {"mosaic_decode_attention"}
     assert result["launches"] <= 134 and result["stops"] <= 9
+    switches = "decode_attention=mosaic,append_kv=xla,copy_blocks=xla,transitions=xla"
+    (switched,) = results_of("tests.kernels.gpu_compile", "h200", "step", KVJAX_KERNELS=switches)
+    assert switched["emitted"] == result["emitted"] and counts[1].items() <= switched.items()
