@@ -27,7 +27,7 @@ TOOLCHAIN := :
 endif
 
 .PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet fingerprint \
-	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts lint format wheel
+	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint format wheel
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -103,6 +103,11 @@ gpu-counts: ## kernels, copies and stops of a decode step on a GPU, counted with
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_programs $(ARGS)
+
+gpu-kernels: ## registers, spills and loops of the attention kernels on a GPU, without one (ARGS="decode_16 --target a100")
+	@$(SETUP)
+	@$(TOOLCHAIN)
+	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_kernels $(ARGS)
 
 lint: ## ruff and pyright
 	@$(SETUP)

@@ -36,11 +36,11 @@ class Choice(NamedTuple):
 
 
 DECODE, PREFILL = Shape(32, 4096), Shape(1, 12_288, layers=4, chunk=4096)
+STAGES = [Programs(64, 16, 4, 3, 3), Programs(64, 16, 4, 2, 3)]
 CHOICES = [
-    Choice("triton_decode", [Programs(32, 16, 4), Programs(64, 16, 8), Programs(128, 16, 4), Programs(128, 16, 8)],
+    Choice("triton_decode", [*STAGES, Programs(32, 16, 4, 5, 3), Programs(64, 16, 8, 3, 2), Programs(64, 16, 4, 5, 2)],
            "triton", "decode", DECODE),
-    Choice("decode_programs", [132 * n for n in (2, 3, 5, 6, 8)], "triton", "decode", DECODE),
-    Choice("triton_decode", [Programs(64, 16, 4), Programs(64, 16, 8), Programs(128, 16, 4)],
+    Choice("triton_decode", [*STAGES, Programs(64, 16, 4, 5, 4), Programs(128, 16, 8, 3, 2)],
            "triton", "decode", Shape(32, 4096, dtype="int8")),
     Choice("mosaic_prefill", [Tiles(64, 4, 2), Tiles(64, 2, 2), Tiles(128, 2, 1)], "mosaic", "prefill", PREFILL),
     Choice("triton_prefill", [Programs(64, 64, 4), Programs(64, 64, 8), Programs(32, 128, 8)],

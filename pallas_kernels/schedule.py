@@ -51,23 +51,6 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
     return _parts(lengths, first, jnp.maximum(-(-mean // tile) * tile, tile), target + rows)
 
 
-def fixed_parts(
-    lengths: jax.Array, tile: int, part: int, most: int, window: int | None = None
-) -> tuple[Work, jax.Array]:
-    """Decode: cuts every row's K/V into parts of `part` slots, whatever the other rows are; see `split_lengths`.
-
-    Args:
-      lengths: i32[R].
-      tile: parts are multiples of this many slots.
-      part: slots of a part, rounded up to such a multiple.
-      most: the most slots of a row.
-      window: only the last `window` slots of a row count. None: all.
-    """
-    part = -(-part // tile) * tile
-    most = most if window is None else min(most, window + tile)
-    return _parts(lengths, _first(lengths, tile, window), jnp.int32(part), lengths.shape[0] * -(-most // part))
-
-
 def _first(lengths: jax.Array, tile: int, window: int | None) -> jax.Array:
     """i32[R]; the first slot of each row that counts, or one before it where a tile begins."""
     return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile * tile

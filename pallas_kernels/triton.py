@@ -2,8 +2,8 @@
 """Paged attention and block movement as Triton kernels, for NVIDIA GPUs from sm_80 on.
 
 The functions and shapes are those of `pallas_kernels.xla`. With `interpret=True` a function runs as plain JAX on any
-platform; the tests compare it so. Triton in Pallas is deprecated; everything that depends on it is in this file, in
-`triton_attention.py` and in `triton_merge.py`.
+platform; the tests compare it so. Triton in Pallas is deprecated; everything that depends on it is in this file and in
+others whose names begin with `triton_`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import tuning
 from pallas_kernels.quantise import quantise
-from pallas_kernels.triton_attention import check_reach, converts_fp8, decode_attention, prefill_attention
+from pallas_kernels.triton_attention import check_reach, converts_fp8, prefill_attention
+from pallas_kernels.triton_decode import decode_attention
 
 __all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
 

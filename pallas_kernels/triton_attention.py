@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as Triton kernels; shapes use the legend of `pallas_kernels.xla` and of `schedule`.
+"""Paged attention as Triton kernels: the softmax over one piece of work, and prefill, which is made of such pieces.
 
-One kernel serves decode and prefill: a program takes one piece of work and one kv head. The G = Q / K query heads
-that share the head are packed into the rows of one matrix product, query after query; K and V are read slot by slot
-through the block table, a tile of slots at a time, with a running softmax in base 2. Only tiles at an edge (the
-causal one, the window's, the end of the row) pay for masks; what a mask hides is never loaded.
+A program takes one kv head. The G = Q / K query heads that share it are packed into the rows of one matrix product,
+query after query; K and V are read slot by slot through the block table, a tile of slots at a time, with a running
+softmax in base 2. Only tiles at an edge (the causal one, the window's, the end of the row) pay for masks; what a mask
+hides is never loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-A latent is loaded once, for K and for V: its columns are cut into powers of two, those of V first. All query heads
-share it, and a program takes as many of them as its registers allow.
+The columns of a head may be cut into parts, each with products of its own. A latent is loaded once, for K and for V:
+its parts are powers of two wide, those of V first. All query heads share it, and a program takes as many of them as
+its registers allow. A pool of bytes is read in words of four, and part j has the columns j, j + 4, ...
+(`triton_words`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,101 +27,93 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import tuning
-from pallas_kernels.quantise import largest
-from pallas_kernels.schedule import Work, fixed_parts, query_tiles, split_lengths
-from pallas_kernels.triton_merge import merge
+from pallas_kernels.schedule import Work, query_tiles
+from pallas_kernels.triton_words import WORD, as_words, power_below, unpack
 from pallas_kernels.tuning import Programs
 
-_LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
+LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
 _WIDEST = 2048  # bytes of the widest head, padded to a power of two, whose tiles fit in shared memory
 
 
-class _Columns(NamedTuple):
-    """Columns `begin` to `end` - 1 of K, padded to a power of two."""
+class Columns(NamedTuple):
+    """Columns of a head, `begin`, `begin + step` and so on below `end`, padded to a power of two."""
 
     begin: int
     end: int
     padded: int
+    step: int = 1
 
     @property
     def is_padded(self) -> bool:
-        return self.padded > self.end - self.begin
+        """Whether the last of them is beyond `end`."""
+        return self.begin + self.step * (self.padded - 1) >= self.end
 
     @property
     def numbers(self) -> jax.Array:
         """i32[padded]."""
-        return jnp.arange(self.begin, self.begin + self.padded, dtype=jnp.int32)
+        return self.begin + self.step * jnp.arange(self.padded, dtype=jnp.int32)
 
 
-def _cut(width: int, values: int | None) -> tuple[_Columns, ...]:
-    """The columns of K together, those of a latent in pieces: V's first, of at least the 16 that a product takes."""
+def _cut(width: int, values: int | None) -> tuple[Columns, ...]:
+    """The columns of K together, those of a latent in parts: V's first, of at least the 16 that a product takes."""
     if values is None:
-        return (_Columns(0, width, pl.next_power_of_2(width)),)
-    pieces, begin = [], 0
+        return (Columns(0, width, pl.next_power_of_2(width)),)
+    parts, begin = [], 0
     for end in (values, width):
         while begin < end:
             size = max(1 << ((end - begin).bit_length() - 1), 16)
-            pieces.append(_Columns(begin, min(begin + size, end), size))
-            begin = pieces[-1].end
-    return tuple(pieces)
+            parts.append(Columns(begin, min(begin + size, end), size))
+            begin = parts[-1].end
+    return tuple(parts)
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """The static parameters of a kernel."""
 
     shape: tuple[int, ...]  # of the pool, [N + 1, L, 2, K, P, D]
-    columns: tuple[_Columns, ...]  # of K
+    kv_dtype: Any  # of the pool
+    loads: tuple[Columns, ...]  # of the array that K and V are read from
+    columns: tuple[Columns, ...]  # of K
+    dtype: Any  # of the products
     values: int | None  # columns of V in a latent
     group: int  # G, or of a latent's query heads as many as a program takes
     queries: int  # of a piece of work, at most
     tile: int  # slots
-    by_part: bool  # whether results are indexed by piece, not by token
     scale: float
     window: int | None
     soft_cap: float | None
     has_sinks: bool
     has_scales: bool
+    in_words: bool  # whether K and V are read in words of four bytes, part j of the columns in the bytes j
     interpret: bool
 
     @property
-    def of_values(self) -> tuple[_Columns, ...]:
+    def of_values(self) -> tuple[Columns, ...]:
         """The columns of V."""
-        return tuple(piece for piece in self.columns if self.values is None or piece.begin < self.values)
+        return tuple(part for part in self.columns if self.values is None or part.begin < self.values)
 
 
-class _Rows(NamedTuple):
+class Operands(NamedTuple):
+    """Arrays that every kernel reads, or references to them."""
+
+    layer: Any  # i32[1]
+    q: Any  # [T, Q, D]
+    kv: Any  # [(N + 1) L 2 K P, D], or in words i32[(N + 1) L 2 K P, D / 4]
+    tables: Any  # i32[R, M]
+    sinks: Any  # f32[Q]
+    scales: Any = None  # f32[(N + 1) L 2 K P]
+
+
+class Rows(NamedTuple):
     """The X rows of a program's products: row i is query i // G in head i % G of the group."""
 
     query: jax.Array  # i32[X]
     head: jax.Array  # i32[X]; of q's Q
     live: jax.Array  # bool[X]; whether there is such a query
-    columns: list[jax.Array]  # i32[padded] each; those of `_Static.columns`
+    columns: list[jax.Array]  # i32[padded] each; those of `Static.columns`
     inside: list[jax.Array]  # bool[X, padded] each; live, and a column of K
-
-
-def decode_attention(
-    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, values=None,
-    return_lse=False, fixed_split=False, interpret=False,
-):  # fmt: skip
-    """As `xla.decode_attention`; `interpret` runs the kernel's Python on any platform."""
-    rows, heads, width = q.shape
-    tiles = tuning.triton_decode(width, q.dtype.itemsize, pool.dtype.itemsize)
-    tiles = tiles if values is None else tuning.TRITON_LATENTS
-    programs = heads // _group(heads, pool, tiles, values)
-    if fixed_split:
-        most = tables.shape[1] * pool.shape[4]
-        work, starts = fixed_parts(lengths, tiles.slots, tuning.FIXED_SPLIT, most, window)
-    else:
-        work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // programs, window)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "values": values, "interpret": interpret}
-    parts = work.row.shape[0]
-    dtype = q.dtype if parts == rows else jnp.float32
-    out, lse = _attend(q, pool, layer, tables, work, 1, parts, dtype, tiles, None, sinks, scales, **options)
-    if parts > rows:
-        out, lse = merge(out, lse, starts, q.dtype, interpret)
-    return (out, lse) if return_lse else out
 
 
 def prefill_attention(
@@ -134,55 +128,59 @@ def prefill_attention(
     tiles = tiles if values is None else tuning.TRITON_LATENTS
     queries = min(max(tiles.rows * pool.shape[3] // heads, 1), max_count)
     work = query_tiles(tokens, lengths, starts, counts, max_count, queries)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "values": values, "interpret": interpret}
+    static, operands = prepare(
+        q, pool, layer, tables, tiles, queries, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        scales=scales, values=values, interpret=interpret,
+    )  # fmt: skip
     # The results of padding, which no program writes.
     blank = jnp.zeros((tokens, heads, values or width), q.dtype), jnp.zeros((tokens, heads), jnp.float32)
-    out, lse = _attend(q, pool, layer, tables, work, queries, tokens, q.dtype, tiles, blank, sinks, scales, **options)
+
+    def kernel(*refs):
+        work_refs, operand_refs, (out_ref, lse_ref) = refs[:6], refs[6:-4], refs[-2:]
+        item, head = pl.program_id(0), pl.program_id(1)
+        piece = Work(*(ref[item] for ref in work_refs))
+        rows, out, lse = attend(Operands(*operand_refs), piece, head, static)
+        store(out_ref, lse_ref, piece.token + rows.query, rows, out, lse)
+
+    given = *work, *(x for x in operands if x is not None)
+    out, lse = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in blank],
+        grid=(work.row.shape[0], heads // static.group),
+        input_output_aliases={len(given) + i: i for i in range(2)},
+        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="prefill_attention",
+    )(*given, *blank)
     return (out, lse) if return_lse else out
 
 
-def _attend(
-    q, pool, layer, tables, work: Work, queries: int, num_results: int, dtype, tiles: Programs, blank, sinks, scales,
-    *, scale, window, soft_cap, values, interpret,
-):  # fmt: skip
-    """Attention of every piece of work, up to `queries` of each: results [num_results, Q, D or values], and their lse.
-
-    With `blank` a result has the index of its query in q, and `blank` holds the results of padding. Without, a piece
-    has one query, whose result has the index of the piece in the list.
-    """
+def prepare(
+    q, pool, layer, tables, tiles: Programs, queries: int, *, scale, window, soft_cap, sinks, scales, values, interpret,
+    in_words=False,
+) -> tuple[Static, Operands]:  # fmt: skip
+    """The parameters and the operands of a kernel; NotImplementedError for what none can serve."""
     _, heads, width = q.shape
-    check_reach(pool)
-    columns, group = _cut(width, values), _group(heads, pool, tiles, values)
+    kv = as_words(pool) if in_words else pool.reshape(-1, width)
+    check_reach(kv)
+    columns = loads = _cut(width, values)
+    if in_words:
+        padded = columns[0].padded // WORD
+        loads = (Columns(0, width // WORD, padded),)
+        columns = tuple(Columns(byte, width, padded, WORD) for byte in range(WORD))
     widest = _WIDEST // q.dtype.itemsize if values is None else tuning.WIDEST_LATENT.get(q.dtype.itemsize, 0)
-    if sum(piece.padded for piece in columns) > widest:
+    if sum(part.padded for part in columns) > widest:
         raise NotImplementedError(f"triton: heads are {width} wide; wanted {widest} at most")
-    static = _Static(
-        pool.shape, columns, values, group, queries, tiles.slots, blank is None, scale, window, soft_cap,
-        sinks is not None, scales is not None, interpret,
+    group = heads // pool.shape[3]
+    if values is not None:  # of the heads that share a latent equal parts
+        group = max(size for size in range(1, tiles.rows + 1) if heads % size == 0)
+    static = Static(
+        pool.shape, pool.dtype, loads, columns, jnp.float16 if in_words else q.dtype, values, group, queries,
+        tiles.slots, scale, window, soft_cap, sinks is not None, scales is not None, in_words, interpret,
     )  # fmt: skip
     sinks = jnp.zeros((heads,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    operands = [*work, jnp.full((1,), layer, jnp.int32), q, pool.reshape(-1, width), tables, sinks]
-    operands += [] if scales is None else [scales.reshape(-1)]
-    aliases = {len(operands) + i: i for i in range(2)} if blank else {}
-    return pl.pallas_call(
-        functools.partial(_kernel, static=static),
-        out_shape=(
-            jax.ShapeDtypeStruct((num_results, heads, values or width), dtype),
-            jax.ShapeDtypeStruct((num_results, heads), jnp.float32),
-        ),
-        grid=(work.row.shape[0], heads // group),
-        input_output_aliases=aliases,
-        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=2),
-        interpret=interpret,
-        name="prefill_attention" if blank else "decode_attention",
-    )(*operands, *(blank or ()))
-
-
-def _group(heads: int, pool, tiles: Programs, values: int | None) -> int:
-    """The query heads of a program: all that share a kv head; of those that share a latent equal parts."""
-    if values is None:
-        return heads // pool.shape[3]
-    return max(group for group in range(1, tiles.rows + 1) if heads % group == 0)
+    scales = None if scales is None else scales.reshape(-1)
+    return static, Operands(jnp.full((1,), layer, jnp.int32), q, kv, tables, sinks, scales)
 
 
 def check_reach(pool):
@@ -191,74 +189,86 @@ def check_reach(pool):
         raise NotImplementedError("triton: Pallas's 32-bit offsets do not reach all of a pool of 2 to 4 GiB of bytes")
 
 
-def _kernel(
-    row_ref, token_ref, count_ref, position_ref, begin_ref, end_ref,  # i32[W]
-    layer_ref,  # i32[1]
-    q_ref,  # [T, Q, D]
-    kv_ref,  # [(N + 1) L 2 K P, D]
-    tables_ref,  # i32[R, M]
-    sinks_ref,  # f32[Q]
-    *refs,  # scales f32[(N + 1) L 2 K P], if any; what the results are aliased with; out [X, Q, D]; lse f32[X, Q]
-    static: _Static,
-):  # fmt: skip
-    scales_ref, (out_ref, lse_ref) = refs[0] if static.has_scales else None, refs[-2:]
+def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, list[jax.Array], jax.Array]:
+    """Attention of one piece of work, its fields i32[], and one group of query heads.
+
+    Returns:
+      The rows of the products; their results f32[X, padded] by parts of V; and their log-sum-exp f32[X].
+    """
     _, _, _, kv_heads, size, _ = static.shape
-    item, head = pl.program_id(0), pl.program_id(1)
-    row, count, first, end = row_ref[item], count_ref[item], position_ref[item], end_ref[item]
-    begin = begin_ref[item]
+    rows = _pack(head, piece.count, static)
+    q, factor = _queries(refs.q, piece.token, rows, static)
+    position = piece.position + rows.query
+    begin, end = piece.begin, piece.end
     if static.window is not None:
-        begin = jnp.maximum(begin, _first_slot(first, static))
-    rows = _pack(head, count, static)
-    query, heads = (token_ref[item] + rows.query)[:, None], rows.head[:, None]
-    q = [
-        plt.load(q_ref.at[query, heads, column[None, :]], mask=inside, other=0.0)
-        for column, inside in zip(rows.columns, rows.inside, strict=True)
-    ]
-    position = first + rows.query
-    product = functools.partial(plt.dot, precision=_precision(q_ref.dtype, static.interpret))
-    # A weight times V's scale can underflow float16; times `unit`, which `_write` divides by, it is as large as the
-    # weight times V.
-    unit = np.float32(2.0 ** math.ceil(math.log2(largest(kv_ref.dtype))) if static.has_scales else 1)
+        begin = jnp.maximum(begin, first_slot(piece.position, static.window, static.tile))
+    product = functools.partial(plt.dot, precision=_precision(static.dtype, static.interpret))
 
     def step(number, carry, masked):
-        highest, total, mixed = carry
+        highest, total, mixed, *largest = carry
         slot = begin + number * static.tile + jnp.arange(static.tile, dtype=jnp.int32)
-        inside, at = _find(tables_ref, layer_ref, row, head, slot, first, end, static)
-        masks = [
-            inside[:, None] & (column < piece.end)[None, :] if masked or piece.is_padded else None
-            for column, piece in zip(rows.columns, static.columns, strict=True)
-        ]
-        loaded = inside if masked else None
-        fetch = functools.partial(_fetch, kv_ref, scales_ref, rows.columns, masks, loaded, q_ref.dtype)
-        k, k_scale = fetch(at)
+        inside = _inside(slot, piece.position, end, static.window) if masked else None
+        at = _find(refs, piece.row, head, slot, inside, static)
+        k, k_scale = _fetch(refs, at, inside, static)
         products = [product(*pair, trans_b=True) for pair in zip(q, k, strict=True)]
-        score = _score(functools.reduce(operator.add, products), k_scale, static)
+        score = _score(functools.reduce(operator.add, products), k_scale, factor, static)
         if masked:
             score = _mask(score, slot, inside, position, static.window)
         new = jnp.maximum(highest, jnp.max(score, axis=1))
         shrink, weight = jnp.exp2(highest - new), jnp.exp2(score - new[:, None])
-        v, v_scale = fetch(at + kv_heads * size) if static.values is None else (k, k_scale)
-        scaled = (weight * (v_scale * unit)).astype(q_ref.dtype)
-        updates = [product(scaled, part) for part in v[: len(mixed)]]
         total = total * shrink + jnp.sum(weight, axis=1)
-        return new, total, [old * shrink[:, None] + update for old, update in zip(mixed, updates, strict=True)]
+        v, v_scale = (k, k_scale) if static.values is not None else _fetch(refs, at + kv_heads * size, inside, static)
+        if static.has_scales:  # V's scales over the largest so far, so that float16 holds their products with weights
+            (old,) = largest
+            largest = [jnp.maximum(old, jnp.max(v_scale))]
+            shrink, weight = shrink * (old / largest[0]), weight * (v_scale * (1 / largest[0]))[None, :]
+        updates = [product(weight.astype(static.dtype), part) for part in v[: len(mixed)]]
+        mixed = [old * shrink[:, None] + update for old, update in zip(mixed, updates, strict=True)]
+        return new, total, mixed, *largest
 
-    carry = _begin(sinks_ref, begin_ref, item, first, rows, static)
-    carry = _over_tiles(step, carry, first, begin, end, static)
-    _write(out_ref, lse_ref, token_ref, item, rows, carry, unit, static)
+    carry = _begin(refs.sinks, piece, rows, static)
+    highest, total, mixed, *largest = _over_tiles(step, carry, piece.position, begin, end, static)
+    divisor = jnp.where(total > 0, total, 1.0)
+    out = [part * (largest[0] / divisor)[:, None] if largest else part / divisor[:, None] for part in mixed]
+    return rows, out, jnp.where(total > 0, (highest + jnp.log2(divisor)) * _LN2, -jnp.inf)
 
 
-def _pack(head, count, static: _Static) -> _Rows:
+def store(out_ref, lse_ref, index, rows: Rows, out, lse, where=True) -> None:
+    """Writes the results of the live rows, and their log-sum-exp, at index i32[X]."""
+    for part, column, inside in zip(out, rows.columns, rows.inside, strict=False):
+        at = index[:, None], rows.head[:, None], column[None, :]
+        plt.store(out_ref.at[at], part.astype(out_ref.dtype), mask=inside & where)
+    plt.store(lse_ref.at[index, rows.head], lse, mask=rows.live & where)
+
+
+def _pack(head, count, static: Static) -> Rows:
     """The rows of the products of a kv head and `count` queries."""
     packed = jnp.arange(max(pl.next_power_of_2(static.queries * static.group), 16), dtype=jnp.int32)
     query, heads = packed // static.group, head * static.group + packed % static.group
-    live, columns = query < count, [piece.numbers for piece in static.columns]
+    live, columns = query < count, [part.numbers for part in static.columns]
     inside = [
-        live[:, None] & (column < piece.end)[None, :] if piece.is_padded
-        else jnp.broadcast_to(live[:, None], (packed.size, piece.padded))
-        for column, piece in zip(columns, static.columns, strict=True)
+        live[:, None] & (column < part.end)[None, :] if part.is_padded
+        else jnp.broadcast_to(live[:, None], (packed.size, part.padded))
+        for column, part in zip(columns, static.columns, strict=True)
     ]  # fmt: skip
-    return _Rows(query, heads, live, columns, inside)
+    return Rows(query, heads, live, columns, inside)
+
+
+def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array], Any]:
+    """The parts of q [X, padded], and a factor of their scores: f32[X], or 1.
+
+    In float16, which bfloat16 may exceed, a row is q over the power of two below its largest element.
+    """
+    query, heads = (token + rows.query)[:, None], rows.head[:, None]
+    q = [
+        plt.load(q_ref.at[query, heads, column[None, :]], mask=inside, other=0.0)
+        for column, inside in zip(rows.columns, rows.inside, strict=True)
+    ]
+    if not static.in_words:
+        return q, np.float32(1)
+    q = [part.astype(jnp.float32) for part in q]
+    factor, inverse = power_below(functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=1) for part in q)))
+    return [(part * inverse[:, None]).astype(static.dtype) for part in q], factor
 
 
 def _precision(dtype, interpret: bool):
@@ -267,44 +277,87 @@ def _precision(dtype, interpret: bool):
     return exact if dtype == jnp.float32 else None
 
 
-def _begin(sinks_ref, begin_ref, item, first, rows: _Rows, static: _Static):
-    """The running softmax before any score: highest f32[X], total f32[X], mixed f32[X, padded] by pieces."""
+def _begin(sinks_ref, piece: Work, rows: Rows, static: Static):
+    """The running softmax before any score: highest f32[X], total f32[X], mixed f32[X, padded] by parts.
+
+    With scales also the largest one of V, f32[].
+    """
     shape = rows.query.shape
-    highest, total = jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.float32)
+    highest, total = jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.float32)
     if static.has_sinks:  # one more score, whose value is zero; in the part that begins the row's K/V
         sink = plt.load(sinks_ref.at[rows.head], mask=rows.live, other=0.0) * _LOG2E
-        is_first = begin_ref[item] <= _first_slot(first, static)
+        is_first = piece.begin <= first_slot(piece.position, static.window, static.tile)
         highest, total = jnp.where(is_first, sink, highest), jnp.where(is_first, 1.0, total)
-    return highest, total, [jnp.zeros((*shape, piece.padded), jnp.float32) for piece in static.of_values]
+    mixed = [jnp.zeros((*shape, part.padded), jnp.float32) for part in static.of_values]
+    return highest, total, mixed, *([np.finfo(np.float32).tiny] if static.has_scales else [])
 
 
-def _over_tiles(step, carry, first, begin, end, static: _Static):
+def _over_tiles(step, carry, first, begin, end, static: Static):
     """Calls step(number, carry, masked) for every tile from `begin` to `end`; masks are for tiles at an edge."""
     last = lax.div(jnp.maximum(end - begin, 0) + (static.tile - 1), np.int32(static.tile))
     whole = 0
     if static.window is None:  # tiles that every query sees whole
-        whole = jnp.clip((jnp.minimum(first + 1, end) - begin) // static.tile, 0, last)
+        seen = jnp.maximum(jnp.minimum(first + 1, end) - begin, 0)
+        whole = jnp.minimum(lax.div(seen, np.int32(static.tile)), last)
         carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
     return lax.fori_loop(whole, last, functools.partial(step, masked=True), carry)
 
 
-def _find(tables_ref, layer_ref, row, head, slot, first, end, static: _Static):
-    """The slots of a tile i32[tile] that the piece may see, bool[tile], and the rows of kv_ref with their K."""
+def _inside(slot, first, end, window: int | None):
+    """bool[tile]; the slots i32[tile] that some query of the piece may see."""
+    inside = slot < end
+    return inside if window is None else inside & (slot > first - window)
+
+
+def _find(refs: Operands, row, head, slot, inside, static: Static):
+    """The rows i32[tile] of K at some slots i32[tile] of a row; `inside` None: all are live."""
     _, layers, parts, kv_heads, size, _ = static.shape
     head = head if static.values is None else 0
-    inside = slot < end
-    if static.window is not None:
-        inside = inside & (slot > first - static.window)
-    block = plt.load(tables_ref.at[row, slot // size], mask=inside, other=0)
-    return inside, (((block * layers + layer_ref[0]) * parts) * kv_heads + head) * size + slot % size
+    # Shifts make shorter loops, but keep more in registers: tiles of many queries would spill.
+    divide = _shifted if static.queries == 1 and size & (size - 1) == 0 else _divided
+    column, offset = divide(slot, size)
+    block = plt.load(refs.tables.at[row, column], mask=inside, other=None if inside is None else 0)
+    return (((block * layers + refs.layer[0]) * parts) * kv_heads + head) * size + offset
 
 
-def _score(product, k_scale, static: _Static):
+def _divided(slot, size: int):
+    """Quotient and remainder of slots, which are never negative: without the handling of signs."""
+    return lax.div(slot, np.int32(size)), lax.rem(slot, np.int32(size))
+
+
+def _shifted(slot, size: int):
+    """The same by a power of two."""
+    return slot >> (size.bit_length() - 1), slot & (size - 1)
+
+
+def _fetch(refs: Operands, at, inside, static: Static):
+    """The parts of K or V [tile, padded] at rows `at`, and their scales f32[tile], or None; all if `inside` is None."""
+    zero = 0 if jnp.issubdtype(refs.kv.dtype, jnp.integer) else 0.0
+    kv = []
+    for part in static.loads:
+        column, mask = part.numbers, None
+        if part.is_padded or inside is not None:
+            live = jnp.ones(at.shape, jnp.bool_) if inside is None else inside
+            mask = live[:, None] & (column < part.end)[None, :]
+        kv.append(plt.load(refs.kv.at[at[:, None], column[None, :]], mask=mask, other=None if mask is None else zero))
+    if static.in_words:
+        kv = unpack(kv[0], static.kv_dtype, static.interpret)
+    else:
+        kv = [_converted(part, static.dtype) for part in kv]
+    if refs.scales is None:
+        return kv, None
+    return kv, plt.load(refs.scales.at[at], mask=inside, other=None if inside is None else 0.0)
+
+
+def _score(product, k_scale, factor, static: Static):
     """Scores f32[X, tile] in base 2, from the products of q and K."""
-    score = product * (k_scale * np.float32(static.scale))
-    if static.soft_cap is not None:
-        score = np.float32(static.soft_cap) * jnp.tanh(score / np.float32(static.soft_cap))
-    return score * _LOG2E
+    if k_scale is not None:
+        product = product * k_scale[None, :]
+    factor = factor[:, None] if static.in_words else factor
+    if static.soft_cap is None:
+        return product * (factor * np.float32(static.scale * _LOG2E))
+    cap = np.float32(static.soft_cap)
+    return cap * _LOG2E * jnp.tanh(product * (factor * np.float32(static.scale / static.soft_cap)))
 
 
 def _mask(score, slot, inside, position, window: int | None):
@@ -315,29 +368,11 @@ def _mask(score, slot, inside, position, window: int | None):
     return jnp.where(seen, score, -jnp.inf)
 
 
-def _write(out_ref, lse_ref, token_ref, item, rows: _Rows, carry, unit, static: _Static) -> None:
-    """Writes the results of the live rows, and their log-sum-exp, from the running softmax."""
-    highest, total, mixed = carry
-    divisor = jnp.where(total > 0, total * unit, 1.0)[:, None]
-    out = [part / divisor for part in mixed]
-    result = (item if static.by_part else token_ref[item]) + rows.query
-    for part, column, inside in zip(out, rows.columns, rows.inside, strict=False):
-        index = result[:, None], rows.head[:, None], column[None, :]
-        plt.store(out_ref.at[index], part.astype(out_ref.dtype), mask=inside)
-    lse = jnp.where(total > 0, (highest + jnp.log2(jnp.where(total > 0, total, 1.0))) * _LN2, -jnp.inf)
-    plt.store(lse_ref.at[result, rows.head], lse, mask=rows.live)
-
-
-def _fetch(kv_ref, scales_ref, columns, masks, inside, dtype, at):
-    """Columns of K or V at rows `at` of kv_ref, and their scales f32[1, tile] or 1; a mask of None loads all."""
-    zero = 0 if jnp.issubdtype(kv_ref.dtype, jnp.integer) else 0.0
-    kv = []
-    for column, mask in zip(columns, masks, strict=True):
-        part = plt.load(kv_ref.at[at[:, None], column[None, :]], mask=mask, other=None if mask is None else zero)
-        kv.append((_by_bits(part) if part.dtype == jnp.float8_e4m3fn and not converts_fp8() else part).astype(dtype))
-    if scales_ref is None:
-        return kv, np.float32(1)
-    return kv, plt.load(scales_ref.at[at], mask=inside, other=None if inside is None else 0.0)[None, :]
+def first_slot(position, window: int | None, tile: int):
+    """The first slot that a query sees, rounded down to a tile."""
+    if window is None:
+        return 0
+    return jnp.maximum(position - (window - 1), 0) // tile * tile
 
 
 def converts_fp8() -> bool:
@@ -348,14 +383,12 @@ def converts_fp8() -> bool:
         return True
 
 
-def _by_bits(x):
+def _converted(x, dtype):
+    """K or V in the products' dtype."""
+    return (by_bits(x) if x.dtype == jnp.float8_e4m3fn and not converts_fp8() else x).astype(dtype)
+
+
+def by_bits(x):
     """float8_e4m3fn as float16, exact but for NaN: the bits shifted left are 2**-8 times the number."""
     bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16) << 7  # bits 14 and 15 are both the sign
     return lax.bitcast_convert_type(bits & np.int16(~0x4000), jnp.float16) * np.float16(256)
-
-
-def _first_slot(first, static: _Static):
-    """The first slot that the piece's first query sees, rounded down to a tile."""
-    if static.window is None:
-        return 0
-    return jnp.maximum(first - (static.window - 1), 0) // static.tile * static.tile

@@ -67,7 +67,7 @@ def _multiprocessors() -> int:
 
 
 def decode_programs() -> int:
-    """Pieces of work times kv heads that decode cuts a batch into: four programs to a multiprocessor."""
+    """Pieces of work times kv heads that Mosaic's decode cuts a batch into: four to a multiprocessor."""
     return 4 * _multiprocessors()
 
 
@@ -84,22 +84,46 @@ def move_programs() -> int:
 
 
 class Programs(NamedTuple):
-    """A Triton program's tile, slots of K/V by rows of the products (queries x G), and its number of warps."""
+    """Triton programs.
+
+    Attributes:
+      slots: of K/V in a tile.
+      rows: of the products, queries x G.
+      warps: of a program.
+      stages: of the pipeline that loads tiles ahead.
+      resident: programs that a multiprocessor runs at once, by their registers and shared memory.
+    """
 
     slots: int
     rows: int
     warps: int
+    stages: int = 2
+    resident: int = 1
 
 
-def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
-    """32 KB of K/V a tile, since bytes in flight decide. With wide heads or float32 more would spill."""
+def resident_programs(programs: Programs) -> int:
+    """Programs that the GPU runs at once."""
+    return programs.resident * _multiprocessors()
+
+
+def triton_decode(width: int, q_bytes: int, kv_bytes: int, in_words: bool = False) -> Programs:
+    """16 KB of K and 16 KB of V a tile, in words half of it: bytes in flight decide.
+
+    Five stages load two tiles ahead of the one that is worked on; an Ampere's shared memory holds fewer. With wide
+    heads or float32 longer tiles would spill, and from 1,024 on would not fit.
+    """
+    stages = 3 if chip() == "ampere" else 5
     if q_bytes > 2:
-        return Programs(32, 16, 4 if width <= 128 else 8)
-    if width > 256:  # 64 slots spill at 512 (bfloat16 on an Ampere, int8 on a Hopper), and do not fit at 1,024
+        return Programs(32, 16, 4, resident=2) if width <= 128 else Programs(32, 16, 8)
+    if width > 512:
         return Programs(32, 16, 8)
+    if width > 256:
+        return Programs(32, 16, 4, stages, resident=2 if in_words else 1)
     if width > 128:
-        return Programs(64, 16, 8)
-    return Programs(64, 16, 4) if kv_bytes > 1 else Programs(128, 16, 8)
+        return Programs(64, 16, 8, resident=1 if in_words else 2)
+    if in_words:  # 64 bytes are 16 words, too narrow for products by more than one warp
+        return Programs(64, 16, 4, stages, resident=3) if width > 64 else Programs(64, 16, 1, 3, resident=8)
+    return Programs(64, 16, 4, stages, resident=3) if kv_bytes > 1 else Programs(128, 16, 8)
 
 
 def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:

@@ -4,7 +4,8 @@
 Needs the packages of scripts/gpu_toolchain.sh on PYTHONPATH (.gpu-toolchain/<version of jaxlib>). A process has one
 target. Bad parameters can abort it, so each case's result is printed at once, as a line of JSON. It has ptxas's account
 of each kernel (registers, bytes of stack and spills), the number of asynchronous 16-byte copies, tensor copies and
-matrix products in its PTX, the form that kernels were emitted in, and the program's collectives and temporaries.
+matrix products in its PTX, how many programs fit on a multiprocessor, what `gpu_sass` counts in its loop, the form that
+kernels were emitted in, and the program's collectives and temporaries.
 """
 
 import functools
@@ -36,6 +37,7 @@ from kvjax.pools.placement import Placement
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 from models.placement import partition_spec
+from tests.kernels import gpu_sass
 
 ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, SEQS = 32, 32, 8, 128, 4096, 4, 128
 
@@ -61,6 +63,9 @@ TARGETS = {
     "a100": ("sm_80", _description("NVIDIA A100", 8, 108, 167936, 166912, 2_039_000_000_000, 85_000_000_000,
                                    41_943_040, 1.41, 64)),
 }  # fmt: skip
+
+
+MULTIPROCESSORS = {"h200": 132, "a100": 108}
 
 
 def i32(*shape):
@@ -96,16 +101,16 @@ def float32(case):
     return function, jax.tree.map(lambda a: i32(*a.shape) if a.dtype == jnp.int32 else f32(*a.shape), args), donate
 
 
-def quantised(dtype):
+def quantised(dtype, shape=None):
     """A pool and its scales."""
-    shape = pool_of().shape
+    shape = shape or pool_of().shape
     return jax.ShapeDtypeStruct(shape, dtype), f32(*shape[:5])
 
 
 def attention_quantised(case, dtype):
     """Another case over a quantised pool."""
-    function, (q, _, *rest), _ = CASES[case]()
-    pool, scales = quantised(dtype)
+    function, (q, pool, *rest), _ = CASES[case]()
+    pool, scales = quantised(dtype, pool.shape)
     return lambda scales, *args: function(*args, scales=scales), (scales, q, pool, *rest), ()
 
 
@@ -217,6 +222,12 @@ CASES = {
     "prefill_128_width_256": functools.partial(prefill, 128, 256),
     "triton_prefill_16": functools.partial(prefill, implementation="triton"),
     "triton_prefill_width_256": functools.partial(prefill, 16, 256, "triton"),
+    "decode_width_64": functools.partial(decode, 16, 64),
+    "decode_width_256": functools.partial(decode, 16, 256),
+    **{
+        f"decode_int8_width_{width}": functools.partial(attention_quantised, f"{kind}_{width}", jnp.int8)
+        for kind, width in (("decode_width", 64), ("decode_width", 256), ("wide_decode", 512))
+    },
     "wide_decode_512": functools.partial(decode, 16, 512),
     "wide_decode_1024": functools.partial(decode, 16, 1024),
     "wide_prefill_512": functools.partial(prefill, 16, 512),  # Gemma 4's full attention
@@ -274,14 +285,18 @@ def compile_for(mesh, function, args, donate, dump: str, **options):
     return lowered, lowered.compile({"xla_dump_to": dump, **options})
 
 
-def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
-    """The account that ptxas gives of each Pallas kernel of a file."""
+def account(ptx: pathlib.Path, target: str, sizes: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, int]]:
+    """The account that ptxas gives of each Pallas kernel of a file, and what its loop is made of.
+
+    `sizes` has the programs of each kernel, their threads, and their bytes of shared memory.
+    """
+    arch, cubin = TARGETS[target][0], ptx.with_suffix(".cubin")
     (ptxas,) = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/bin/ptxas")][:1]
-    command = [ptxas, "-v", f"-arch={arch}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+    command = [ptxas, "-v", f"-arch={arch}", str(ptx), "-o", str(cubin)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    text, kernels = ptx.read_text(), {}
+    text, kernels, loops = ptx.read_text(), {}, gpu_sass.loops_of(gpu_sass.disassembled(cubin))
     for name, stack, stores, loads, registers in re.findall(
-        r"function '(\w+(?:_attention|_kv|_blocks|_rows)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
+        r"function '(\w+(?:_attention|_kv|_blocks|_rows|_tiles)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", output, re.DOTALL,
     ):  # fmt: skip
         body = text[text.index(f".entry {name}") :]
@@ -293,8 +308,21 @@ def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
             "warpgroup_products": len(re.findall(r"wgmma\.mma_async", body)),
             "products": len(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*", body)),
             "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32", body)),
+            **(gpu_sass.loop_counts(loops[name][0]) if loops[name] else {}),
         }  # fmt: skip
+        if name in sizes:
+            kernels[name]["programs"], *size = sizes[name]
+            kernels[name]["resident"] = gpu_sass.resident(int(registers), *size, target)
     return kernels
+
+
+def launched(dump: pathlib.Path) -> dict[str, tuple[int, int, int]]:
+    """The programs of each kernel of a dumped program, their threads, and their bytes of shared memory."""
+    text = "".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
+    found = re.findall(r"\] (\w+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)", text)
+    return {
+        name: (*(math.prod(map(int, size.split(","))) for size in sizes), int(shared)) for name, *sizes, shared in found
+    }
 
 
 def collectives(text: str) -> list[str]:
@@ -335,8 +363,9 @@ def measure(target: str, case: str) -> dict[str, Any]:
         os.environ["MOSAIC_GPU_DUMP_TO"] = dump
         lowered, compiled = compile_for(mesh, function, args, donate, dump, xla_dump_emitter_re=".*")
         kernels: dict[str, dict[str, int]] = {}
+        sizes = launched(pathlib.Path(dump))
         for ptx in pathlib.Path(dump).rglob("*.ptx"):
-            kernels |= account(ptx, TARGETS[target][0])
+            kernels |= account(ptx, target, sizes)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pool = max(jax.tree.leaves(args), key=lambda a: (len(a.shape), a.size))  # without a pool, the largest array
     part = pool.sharding.shard_shape(pool.shape)  # one GPU's part of it

@@ -16,7 +16,10 @@ from tests.kernels import gpu_compile
 from tests.kernels.toolchain import needs_toolchain, results_of
 
 JAXLIB = importlib.metadata.version("jaxlib")
-MOST = ("registers", "stack", "spills")
+MOST = (
+    "registers", "stack", "spills", "instructions_32kb", "loop_global_loads", "loop_byte_loads",
+    "loop_slow_conversions",
+)  # fmt: skip
 BUDGETS = json.loads((DATA / "gpu_budgets.json").read_text())
 CASES = {
     "h200": list(gpu_compile.CASES),
@@ -30,10 +33,11 @@ QUICK = {
 }  # fmt: skip
 SLOW = {
     "adopt", "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256",
-    "decode_f32",
-    "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
-    "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024", "latent_decode_128",
-    "latent_prefill_128", "latent_prefill_int8", "step", "step_scanned", "step_sharded", "step_context",
+    "decode_f32", "decode_width_64", "decode_width_256", "decode_int8_width_64", "decode_int8_width_256",
+    "decode_int8_width_512", "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8",
+    "triton_prefill_fp8", "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
+    "latent_decode_128", "latent_prefill_128", "latent_prefill_int8", "step", "step_scanned", "step_sharded",
+    "step_context",
 }  # fmt: skip
 ALL = [
     pytest.param(
@@ -78,13 +82,21 @@ def test_kernels_stay_within_their_budgets(target, case):
     assert result["kernels"], "no kernel of this library was emitted"
     for name, found in result["kernels"].items():
         keys = (name, f"{target} {name}", f"{case} {name}", f"{target} {case} {name}")
-        keys += (f"jaxlib {JAXLIB} {target} {case} {name}",)
+        keys += (f"jaxlib {JAXLIB} {case} {name}", f"jaxlib {JAXLIB} {target} {case} {name}")
         budget = {"stack": 0, "spills": 0}
         budget |= {what: bound for key in keys for what, bound in BUDGETS.get(key, {}).items()}
         for what, bound in budget.items():
             if what == "wide_stores" and case in gpu_compile.GPUS:
                 continue  # few heads: less than a program's threads can store
             assert found[what] <= bound if what in MOST else found[what] >= bound, f"{name}: {found}"
+
+
+@pytest.mark.parametrize(("target", "case"), [case for case in ALL if "decode" in case.values[1]])
+def test_decode_has_as_many_programs_as_run_at_once(target, case):
+    """Each has an even share of the work, so that one more than fit would double the time."""
+    found = result_of(target, case)["kernels"].get("decode_attention")
+    if found and "fixed_split" not in case:
+        assert found["programs"] <= found["resident"] * gpu_compile.MULTIPROCESSORS[target]
 
 
 @pytest.mark.parametrize(("target", "case"), ALL)
@@ -123,7 +135,7 @@ def test_the_whole_step_is_made_of_the_kernels(case):
     """Lowering for a GPU with `implementation=None` chooses the kernels, and the step never waits for the host."""
     assert result_of("h200", case)["stops"] == 0
     assert set(result_of("h200", case)["kernels"]) == {
-        "decode_attention", "merge_attention", "append_kv", "copy_blocks", "extend_rows", "commit_rows",
+        "share_tiles", "decode_attention", "merge_attention", "append_kv", "copy_blocks", "extend_rows", "commit_rows",
     }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import pytest
 import pallas_kernels
 from pallas_kernels import mosaic, triton, xla
 from pallas_kernels.quantise import largest, quantise
-from pallas_kernels.schedule import fixed_parts, query_tiles, split_lengths
-from pallas_kernels.triton_attention import _by_bits
+from pallas_kernels.schedule import query_tiles, split_lengths
+from pallas_kernels.triton_attention import by_bits
 
 
 def pool_of(dtype="float32", blocks=8, heads=3, size=4, width=20, seed=0, parts=2):
@@ -105,7 +105,7 @@ def test_quantised_vectors_are_close_to_what_they_were(dtype):
 def test_bits_of_float8_become_float16():
     x = jnp.arange(256, dtype=jnp.uint8).view(jnp.float8_e4m3fn)
     finite = np.isfinite(np.asarray(x, np.float32))
-    np.testing.assert_array_equal(*(np.asarray(y, np.float32)[finite] for y in (_by_bits(x), x)))
+    np.testing.assert_array_equal(*(np.asarray(y, np.float32)[finite] for y in (by_bits(x), x)))
 
 
 # 20 numbers to a row are less than a chunk, 200 heads of 20 more than one.
@@ -217,17 +217,6 @@ def test_parts_cover_each_row_once(target, window):
     work, starts = jax.tree.map(np.asarray, split_lengths(jnp.asarray(lengths), 16, target, window))
     assert len(work.row) <= target + len(lengths)
     _check_parts(lengths, work, starts, window)
-
-
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("part", [16, 60])
-def test_fixed_parts_cover_each_row_once_and_do_not_depend_on_the_others(part, window):
-    lengths = np.array([0, 1, 64, 65, 1000, 17, 300], np.int32)
-    work, starts = jax.tree.map(np.asarray, fixed_parts(jnp.asarray(lengths), 16, part, 1024, window))
-    _check_parts(lengths, work, starts, window)
-    alone, _ = jax.tree.map(np.asarray, fixed_parts(jnp.asarray(lengths[4:5]), 16, part, 1024, window))
-    own = slice(starts[4], starts[5])
-    assert work.end[own].tolist() == alone.end[: starts[5] - starts[4]].tolist()
 
 
 def _check_parts(lengths, work, starts, window):
