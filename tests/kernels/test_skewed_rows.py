@@ -162,3 +162,13 @@ def test_a_step_with_the_condition_copies_no_pool():
     compiled = jax.jit(step, donate_argnums=1).lower(q, pool, *ints).compile()
     assert compiled.as_text().count(" conditional(") == 2
     assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * np.prod(pool.shape) * 4
+
+
+@pytest.mark.long
+def test_with_64_bit_types_the_parts_stay_narrow():
+    case = Case(SKEWED)
+    wanted = run(case)
+    with jax.enable_x64(True):
+        for got, narrow in zip(run(case), wanted, strict=True):
+            assert got.dtype == narrow.dtype == jnp.float32
+            np.testing.assert_allclose(got, narrow, 2e-5, 2e-5)
