@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.loops import fori_loop, unless_mapped
+from pallas_kernels.loops import fori_loop, unless_mapped, varying
 from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
 
 # The running maximum before any score: finite, so that score - maximum is never inf - inf.
@@ -239,7 +239,7 @@ def _attend(
         tile = whole + i
         return step(tile, carry, _columns(tables, tile * blocks, blocks), tile < total, masked=True)
 
-    carry = _start(sinks, split, width)
+    carry = varying((q, pool, tables, first))(_start(sinks, split, width))
     carry = fori_loop(0, jnp.max(whole), whole_step, carry)
     highest, denominator, mixed = fori_loop(0, jnp.max(total - whole), masked_step, carry)
     real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]

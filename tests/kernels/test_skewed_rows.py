@@ -114,7 +114,8 @@ def test_under_vmap_the_loop_serves_all_caches():
 
 
 @pytest.mark.long
-def test_each_device_of_a_mesh_chooses_for_its_own_rows():
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_each_device_of_a_mesh_chooses_for_its_own_rows(check_vma):
     """Two devices with rows of their own, only one of which has a long one; and two with heads of their own."""
     case = Case([*SKEWED, *[100] * 8])
     q, tables, lengths = case.queries(16), jnp.asarray(case.tables), jnp.asarray(case.lengths, jnp.int32)
@@ -127,7 +128,7 @@ def test_each_device_of_a_mesh_chooses_for_its_own_rows():
         heads, rows = P(None, "heads"), P("heads")
         for of_q, of_pool, of_rows in ((heads, P(None, None, None, "heads"), P()), (rows, P(), rows)):
             specs = of_q, of_pool, of_rows, of_rows
-            divided = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(of_q, of_q), check_vma=False)
+            divided = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(of_q, of_q), check_vma=check_vma)
             for got, whole in zip(jax.jit(divided)(q, case.pool, tables, lengths), wanted, strict=True):
                 np.testing.assert_allclose(got, whole, 2e-5, 2e-5)
 
