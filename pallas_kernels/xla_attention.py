@@ -80,7 +80,8 @@ def decode_attention(
     def in_parts():
         return _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options)
 
-    most = tables.shape[1] * pool.shape[4] if window is None else window
+    most = tables.shape[1] * pool.shape[4]
+    most = most if window is None else min(most, window)
     if attend is None and not fixed_split and q.shape[0] in _ROWS_IN_PARTS and most >= _TILES_IN_PARTS * tile:
         out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, window)), in_parts, whole)
     else:

@@ -67,7 +67,7 @@ def test_bits_tell_which_branch_computes_the_rows():
 
 def test_only_programs_that_can_gain_have_a_condition():
     assert conditions(8, 128) == conditions(256, 128) == conditions(8, 128, window=2048) == 1
-    assert conditions(7, 128) == conditions(257, 128) == conditions(8, 127) == 0
+    assert conditions(7, 128) == conditions(257, 128) == conditions(8, 127) == conditions(8, 127, window=2048) == 0
     assert conditions(8, 128, window=2047) == conditions(8, 128, fixed_split=True) == 0
 
 
