@@ -8,6 +8,9 @@ are compared before anything is timed. Times are the least of all rounds, for on
 
 Then a step that mixes decode with chunks of prompts: one layer of attention on a mixed line, to two calls for the
 decode rows and the chunks apart; and the same line in ragged form, where a decode row is a chunk of one token.
+
+Then decode rows of which one is 32 times as long as the others, and rows of equal lengths, both to the loop that steps
+through the longest row for all of them, which `View.fixed_split` keeps. These times are medians.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import numpy as np
 
 import kvjax
 from benchmarks import common
+
+BARS = {"skewed_over_loop": 0.25, "equal_over_loop": 1.03}  # at most
 
 
 class Shape(NamedTuple):
@@ -42,6 +47,7 @@ SHAPES = {
     "small_1k_bf16": Shape(16, 1024, 8, 4, 64, 6, "bfloat16"),
     "one_row_4k": Shape(1, 4096, 8, 4, 64, 6),
 }
+SKEWED = Shape(32, 4096, 8, 4, 64, 1)  # of the longest row
 
 
 def make_case(shape: Shape):
@@ -191,6 +197,33 @@ def measure_mixed(line: Line, rounds: int) -> dict[str, float]:
     return metrics | ratios
 
 
+def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
+    """The time of rows that differ in length, and of rows that do not, to that of the loop over the longest row."""
+    q, pools, view, layers = make_case(shape)
+    short, equal = shape.length // 32, shape.length // 4
+    attend, dense, metrics = jax.jit(paged), jax.jit(functools.partial(contiguous, first="q")), {}
+    for name, lengths in {"skewed": [shape.length, *[short] * (shape.rows - 1)], "equal": [equal] * shape.rows}.items():
+        rows = shortened(view, jnp.asarray(lengths, jnp.int32), pools)
+        wanted = np.asarray(dense(q, layers, rows.lengths))
+        programs = {name: lambda rows=rows: rows, f"{name}_loop": lambda rows=rows: rows.replace(fixed_split=True)}
+        # The two by themselves, so that each of them finds in the caches what the other one has left there.
+        turns = {way: (begin, functools.partial(attend, q, pools)) for way, begin in programs.items()}
+        took, answers = common.in_turns(turns, rounds)
+        for way, answer in answers.items():
+            common.require(np.allclose(answer, wanted, 1e-4, 1e-4), f"{way}: answers differ")
+        metrics |= {f"{way}_ms": 1e3 * took[way].wall for way in programs}
+        metrics[f"{name}_over_loop"] = took[name].wall / took[f"{name}_loop"].wall
+    return metrics
+
+
+def shortened(view, lengths, pools):
+    """The view with the first tokens of each row; a table has the scratch row behind them, as a cache's has."""
+    size, (table,) = pools.spec.block_size, view.tables
+    used = jnp.arange(table.shape[1])[None] * size < lengths[:, None]
+    table = jnp.where(used, table, pools.arrays[0][0].shape[0] - 1)
+    return view.replace(tables=(table,), lengths=lengths, positions=lengths[:, None] - 1)
+
+
 def main() -> None:
     def add(parser):
         parser.add_argument("--rounds", type=int, default=30, help="how often each program runs")
@@ -201,6 +234,8 @@ def main() -> None:
     for name in args.shapes:
         metrics |= measure(name, SHAPES[name], args.rounds)
     metrics |= measure_mixed(Line(), args.rounds)
+    metrics |= (lengths := measure_lengths(SKEWED, 5 * args.rounds))  # its bar is close
+    common.show_bars({name: lengths[name] for name in BARS}, {}, BARS)
     common.report("attention", metrics, args.json)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that may also stand inside `shard_map`, where a constant in a carry has another type than what replaces it."""
+"""Loops that may also stand inside `shard_map`, where a constant in a carry has another type than what replaces it.
+
+And a condition that may also stand under `vmap`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -29,6 +33,18 @@ def varying(start: Any) -> Callable[[Any], Any]:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return lambda carry: jax.tree.map(cast, carry)
+
+
+@jax.custom_batching.custom_vmap
+def unless_mapped(where: jax.Array) -> jax.Array:
+    """bool[]; `where` itself; False where `vmap` maps it: a `lax.cond` would compute both of its branches there."""
+    return where
+
+
+@unless_mapped.def_vmap
+def _mapped(axis_size: int, in_batched: list[bool], where: jax.Array) -> tuple[jax.Array, bool]:
+    del axis_size, in_batched, where
+    return jnp.zeros((), bool), False
 
 
 def while_loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -> T:

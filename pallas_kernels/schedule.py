@@ -51,6 +51,17 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
     return _parts(lengths, first, jnp.maximum(-(-mean // tile) * tile, tile), target + rows)
 
 
+def is_skewed(lengths: jax.Array, tile: int, window: int | None = None) -> jax.Array:
+    """bool[]; whether the longest row has more than three times the slots of the mean row, and of a tile.
+
+    Then the list of `split_lengths` with a target of 2 R, R parts at a time, takes fewer steps than the longest row.
+    The arguments are as in `split_lengths`.
+    """
+    slots = lengths - _first(lengths, tile, window)
+    mean = jnp.sum(slots, dtype=jnp.int32) // slots.shape[0]
+    return jnp.max(slots) > 3 * jnp.maximum(mean, tile)
+
+
 def _first(lengths: jax.Array, tile: int, window: int | None) -> jax.Array:
     """i32[R]; the first slot of each row that counts, or one before it where a tile begins."""
     return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile * tile

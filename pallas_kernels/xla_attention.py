@@ -2,7 +2,9 @@
 """The attention half of `pallas_kernels.xla`, with its shape legend: W tiles of C queries of one row each.
 
 One loop over tiles of slots with a running softmax in float32. Its trip count follows the longest live length, so
-that a short row in a long table costs little; only the blocks in use are read from the pool.
+that a short row in a long table costs little; only the blocks in use are read from the pool. Where one row of a decode
+step is much longer than the mean, the rows are cut into parts of about equal length first (flash-decoding), so that the
+short rows do not go through the long one's steps.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.loops import fori_loop
-from pallas_kernels.schedule import query_tiles
+from pallas_kernels.loops import fori_loop, unless_mapped, varying
+from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
 
 # The running maximum before any score: finite, so that score - maximum is never inf - inf.
 _LOWEST = np.float32(-1e30)
+# Decode cuts rows into parts only where a row can have this many tiles, and where there are so many rows: of fewer the
+# longest is hardly above the mean, and of more the merge, which is quadratic in them, would cost too much.
+_TILES_IN_PARTS, _ROWS_IN_PARTS = 16, range(8, 257)
 # Queries of one row that are worked on together, at least and at most. Each such tile reads the row's K/V once.
 _QUERY_TILES = 16, 64
 
@@ -57,19 +62,30 @@ def decode_attention(
       scales: f32[N + 1, L, 2, K, P] of a quantised pool; None: the pool holds the K/V themselves.
       values: of a pool of latents, V is the first `values` columns of K. None: K and V are apart.
       return_lse: whether to return the logarithm of the softmax's denominator too.
-      fixed_split: whether a row's result must be the same bits whatever the other rows are. Here it always is: a row
-        is never cut into parts.
+      fixed_split: whether a row's result must be the same bits whatever the other rows are: then no row is cut into
+        parts, however long it is beside the others.
       attend: computes the tiles; None: the loops below.
 
     Returns:
       [R, Q, D] like q, or [R, Q, values]; with `return_lse` also f32[R, Q], -inf where there is nothing in the
       denominator.
     """
-    del fixed_split
-    out, lse = (attend or _attend)(
-        q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32),
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, values=values,
-    )  # fmt: skip
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "scales": scales, "values": values}
+    tile = _tile_blocks(q.shape[0], pool.shape) * pool.shape[4]
+
+    def whole():
+        tiles = q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32)
+        return (attend or _attend)(*tiles, sinks=sinks, **options)
+
+    def in_parts():
+        return _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options)
+
+    most = tables.shape[1] * pool.shape[4]
+    most = most if window is None else min(most, window)
+    if attend is None and not fixed_split and q.shape[0] in _ROWS_IN_PARTS and most >= _TILES_IN_PARTS * tile:
+        out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, window)), in_parts, whole)
+    else:
+        out, lse = whole()
     return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
 
 
@@ -142,14 +158,38 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
+def _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options):
+    """`decode_attention` with long rows cut into parts of whole tiles; [R, 1, Q, D] and f32[R, 1, Q], as `_attend`."""
+    num, heads = q.shape[:2]
+    work, _ = split_lengths(lengths, tile, 2 * num, options["window"])
+
+    def attend(work):
+        tiles = q[work.row][:, None].astype(jnp.float32), pool, layer, tables[work.row], work.position
+        count = (work.begin < work.end).astype(jnp.int32)
+        return _attend(*tiles, count, part=(work.begin, work.end), sinks=None, **options)
+
+    # As many parts at a time as there are rows. Where the list has no more parts, the loops end at once.
+    out, lse = lax.map(attend, jax.tree.map(lambda x: x.reshape(-1, num), work))
+    out, lse = out.reshape(-1, *out.shape[-2:]).swapaxes(0, 1), lse.reshape(-1, heads).T
+    # The merge is one more tile: the parts are its slots, with their lse as scores, and the rows are its queries.
+    own = work.row[None] == jnp.arange(num, dtype=jnp.int32)[:, None]
+    score = jnp.where(own[None], lse[:, None], -jnp.inf)
+    start = _start(sinks, (1, heads, num, 1), out.shape[-1])
+    highest, denominator, mixed = _fold(start, score[None], out[None], jnp.ones((1,), bool))
+    out, lse = _mean(mixed, denominator), highest + jnp.log(denominator)
+    return out.transpose(2, 0, 1, 3).astype(q.dtype), lse.transpose(2, 0, 1)
+
+
 def _attend(
-    q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset: Any = 0
-):
+    q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset: Any = 0,
+    part=None,
+):  # fmt: skip
     """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
 
     q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
-    by tables i32[W, M]; count i32[W] leading queries of a tile are real, the others return zeros. The rest is as
-    in `decode_attention`. Returns [W, C, Q, D], or [W, C, Q, values], and the log-sum-exp f32[W, C, Q].
+    by tables i32[W, M]; count i32[W] leading queries of a tile are real, the others return zeros. With a part, slots
+    i32[W] of its begin, where a block begins, and of its end, a tile sees no others. The rest is as in
+    `decode_attention`. Returns [W, C, Q, D], or [W, C, Q, values], and the log-sum-exp f32[W, C, Q].
     """
     num, chunk, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
@@ -159,14 +199,17 @@ def _attend(
     queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
     position, length = seen_slots(first, count, chunk, window, stride, offset)
     first = first if stride == 1 else position[:, 0]
-    blocks = min(max(_slots_per_tile(num * kv_heads * width) // size, 1), tables.shape[1])
+    blocks = min(_tile_blocks(num, pool.shape), tables.shape[1])
     tile_slots = blocks * size
     # A row's tiles start at the first block that its first query sees. The first `whole` of them are seen whole by
     # every query, but for the window; the others, up to `total`, need masks.
     base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
+    if part is not None:
+        begin, end = part
+        base, first, length = jnp.maximum(base, begin // size), jnp.minimum(first, end - 1), jnp.minimum(length, end)
     whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
     total = -((base * size - length) // tile_slots)
-    tables = tables if window is None else _columns(tables, base, tables.shape[1])
+    tables = tables if window is None and part is None else _columns(tables, base, tables.shape[1])
 
     def fetch(row):
         kv = rows(pool, row, run, jnp.float32).reshape(num, kv_heads, tile_slots, width)
@@ -197,12 +240,11 @@ def _attend(
         tile = whole + i
         return step(tile, carry, _columns(tables, tile * blocks, blocks), tile < total, masked=True)
 
-    carry = _start(sinks, split, width)
+    carry = varying((q, pool, tables, first))(_start(sinks, split, width))
     carry = fori_loop(0, jnp.max(whole), whole_step, carry)
     highest, denominator, mixed = fori_loop(0, jnp.max(total - whole), masked_step, carry)
     real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
-    out = mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
-    out = out.reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+    out = _mean(mixed, denominator).reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
     out = out if values is None else out[..., :values]
     lse = (highest + jnp.log(denominator)).reshape(split).swapaxes(1, 2).reshape(q.shape[:-1])
     return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
@@ -277,6 +319,11 @@ def _fold(carry, score, values, live):
     )
 
 
+def _mean(mixed, denominator):
+    """The mean of the values, zero if there are none."""
+    return mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
+
+
 def _start(sinks, split, width):
     """Maximum, denominator and mixed values before any score; a sink is a first score whose value is zero."""
     num, kv_heads, chunk, group = split
@@ -308,6 +355,12 @@ def rows(array: jax.Array, row: jax.Array, run: int, dtype) -> jax.Array:
     matrix = array.reshape(-1, run * math.prod(array.shape[5:]))
     gathered = matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return lax.optimization_barrier(gathered.astype(dtype))
+
+
+def _tile_blocks(num: int, shape: tuple[int, ...]) -> int:
+    """Blocks of each of so many rows in a tile, of a pool of this shape."""
+    _, _, _, kv_heads, size, width = shape
+    return max(_slots_per_tile(num * kv_heads * width) // size, 1)
 
 
 def _slots_per_tile(elements: int) -> int:

@@ -45,7 +45,8 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
       starts: i32[R]; if ragged, where each row's tokens start; None if padded.
       decodes: static; S if mixed, else 0. Row i of the first S has position i of the flat batch.
       fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. It is not
-        cut into parts by their lengths then, which fills a GPU less evenly.
+        cut into parts by their lengths then, which fills a GPU less evenly, and costs a CPU the longest row's steps for
+        all rows.
       spec: static; of the cache. `write` and `attend` refuse the pools of another spec. None, as in a view made by
         hand: they compare nothing.
     """

@@ -534,6 +534,15 @@ def test_attention_on_a_mixed_line_agrees_with_that_of_its_parts():
     assert all(value > 0 for value in metrics.values())
 
 
+def test_attention_to_rows_in_parts_agrees_with_the_loop(monkeypatch):
+    shape = attention.Shape(rows=8, length=2048, heads=2, kv_heads=1, width=8, layers=1)
+    metrics = attention.measure_lengths(shape, rounds=1)
+    assert metrics.keys() >= attention.BARS.keys() and all(value > 0 for value in metrics.values())
+    monkeypatch.setattr(attention, "attend_contiguous", lambda q, *_: 0 * q)
+    with pytest.raises(SystemExit, match="skewed: answers differ"):
+        attention.measure_lengths(shape, rounds=1)
+
+
 @pytest.mark.slow
 def test_bookkeeping_evicts_stores_and_merges(monkeypatch):
     for name, value in {"ROWS": 32, "LENGTH": 256, "STEPS": 32, "CALLS": 2}.items():
