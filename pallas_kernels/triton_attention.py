@@ -218,10 +218,10 @@ def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, lis
         shrink, weight = jnp.exp2(highest - new), jnp.exp2(score - new[:, None])
         total = total * shrink + jnp.sum(weight, axis=1)
         v, v_scale = (k, k_scale) if static.values is not None else _fetch(refs, at + kv_heads * size, inside, static)
-        if static.has_scales:  # V's scales over the largest so far, so that float16 holds their products with weights
-            (old,) = largest
-            largest = [jnp.maximum(old, jnp.max(v_scale))]
-            shrink, weight = shrink * (old / largest[0]), weight * (v_scale * (1 / largest[0]))[None, :]
+        if v_scale is not None:  # over the largest so far, so that float16 holds the products of scales and weights
+            (before,) = largest
+            largest = [jnp.maximum(before, jnp.max(v_scale))]
+            shrink, weight = shrink * (before / largest[0]), weight * (v_scale * (1 / largest[0]))[None, :]
         updates = [product(weight.astype(static.dtype), part) for part in v[: len(mixed)]]
         mixed = [old * shrink[:, None] + update for old, update in zip(mixed, updates, strict=True)]
         return new, total, mixed, *largest

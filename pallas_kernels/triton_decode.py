@@ -77,7 +77,8 @@ def _kernel(order_ref, ends_ref, first_ref, each_ref, lengths_ref, *refs, static
         length, stop = lengths_ref[row], jnp.minimum(end, limit)
         slot = first_slot(length - 1, static.window, static.tile) + (tile - start) * static.tile
         last = jnp.minimum(slot + (stop - tile) * static.tile, length)
-        packed, out, lse = attend(operands, Work(row, row, 1, length - 1, slot, last), head, static)
+        piece = Work(row, row, jnp.ones((), jnp.int32), length - 1, slot, last)
+        packed, out, lse = attend(operands, piece, head, static)
         is_whole = (start >= begin) & (end <= limit)
         store(out_ref, lse_ref, row + packed.query, packed, out, lse, is_whole)
         # A step to the next program or to the next row adds one, so that no two parts have the same index.
