@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import PartitionSpec as P
@@ -34,7 +35,8 @@ from benchmarks import gpu
 from kvjax.events.log import init_log
 from kvjax.serving import Scheduler, init_serving, serve, worst_step
 from kvjax.serving.decode import Rows, decode, decode_log
-from models.config import LayerConfig
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
 from tests.kernels import gpu_thunks
 from tests.kernels.gpu_compile import (
     KV_HEADS,
@@ -51,7 +53,7 @@ from tests.kernels.gpu_compile import (
 from tests.kernels.gpu_thunks import Counts, Thunk
 
 BUDGETS = pathlib.Path(__file__).parents[1] / "data" / "gpu_step_budgets.json"
-PARTS = ("all", "model", "start", "block", "step", "mixed", "seldom", "around")
+PARTS = ("all", "middle", "model", "start", "block", "step", "mixed", "seldom", "around")
 HELD = ("stops", "kernels", "copies", "launches")  # against budgets
 SHOWN = ("whiles", "conditionals", "command_buffers", "rare")
 BUFFERS = gpu.DECIDES["device"]["xla_gpu_enable_command_buffer"]
@@ -152,17 +154,28 @@ def scheduled(k: int = BLOCK):
     return run, (serving, log, i32()), (0, 1)
 
 
-def layer():
-    """A step of a decoder with one layer."""
-    model = small_llama((LAYER,))
+def step(model, rows=ROWS, scope=True):
+    """A decode step: extend, copies, model, commit."""
 
-    def step(model, cache, tokens):
-        cache, extended = cache.extend(jnp.ones((ROWS,), jnp.bool_))
-        scoped = jax.tree_util.Partial(in_scope, model)
-        cache, logits, committed = kvjax.step(scoped, cache, tokens, jnp.ones((ROWS,), jnp.int32))
+    def run(model, cache, tokens):
+        cache, extended = cache.extend(jnp.ones((rows,), jnp.bool_))
+        called = jax.tree_util.Partial(in_scope, model) if scope else model
+        cache, logits, committed = kvjax.step(called, cache, tokens, jnp.ones((rows,), jnp.int32))
         return cache, jnp.argmax(logits, axis=-1), extended, committed
 
-    return step, (model, make_cache(model.layer_specs()), i32(ROWS, 1)), (1,)
+    return run, (model, make_cache(model.layer_specs(), rows), i32(rows, 1)), (1,)
+
+
+def layer():
+    """A step of a decoder with one layer."""
+    return step(small_llama((LAYER,)))
+
+
+def step_8b(rows):
+    """A step of so many rows with three layers of the shapes of Llama 3 8B. XLA makes other kernels of wider ones."""
+    config = ModelConfig("llama", 128_256, 4096, 14_336, 32, (LAYER,) * 3)
+    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    return step(model, rows, scope=False)
 
 
 WINDOWED = (LAYER, LayerConfig(KV_HEADS, WIDTH, window=512))
@@ -174,6 +187,7 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "block_4": (functools.partial(block, 4), None, 1),
     "block_16": (functools.partial(block, BLOCK), None, 1),
     "layer": (layer, None, 1),
+    **{f"step_8b_{rows}": (functools.partial(step_8b, rows), None, 1) for rows in (1, 32, 128)},
     "scheduled": (scheduled, BUFFERS, 1),
     "loop_buffered": (decoder_loop, BUFFERS, 1),
     "loop_unbuffered": (decoder_loop, "", 1),
@@ -204,7 +218,9 @@ def loops_around_model(thunk: Thunk) -> list[Thunk]:
 def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
     """The counts of a program by its parts."""
     if not any(map(is_of_model, root)):
-        return {"all": gpu_thunks.count(root, rare)}
+        # Of three layers that in the middle has neighbours on both sides, with which XLA fuses.
+        middle = gpu_thunks.count(root, rare, lambda thunk: not thunk.parts and "/layer1/" not in thunk.op_name)
+        return {"all": gpu_thunks.count(root, rare), **({"middle": middle} if middle else {})}
     loops = loops_around_model(root)
     inside = [thunk for part in loops[0].parts.values() for thunk in part if thunk.kind == "kWhile"] if loops else []
     if len(inside) > 1:
