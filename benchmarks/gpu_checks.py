@@ -28,7 +28,7 @@ TRANSITIONS = "transitions"
 # (function, implementation): all that can be wrong by itself.
 CHECKS = [
     *((function, who) for function in ("decode_attention", "prefill_attention") for who in ("triton", "mosaic")),
-    *((f"{move}", "triton") for move in ("append_kv", "copy_blocks", "gather_blocks", "scatter_blocks")),
+    *((f"{move}", "triton") for move in ("append_kv", "rope_append", "copy_blocks", "gather_blocks", "scatter_blocks")),
     (TRANSITIONS, "fused"),
 ]
 WIDE = {"kv_heads": 8, "group": 4, "width": 128, "block_size": 16, "dtype": "bfloat16"}

@@ -281,7 +281,7 @@ def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
     output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     text, kernels = ptx.read_text(), {}
     for name, stack, stores, loads, registers in re.findall(
-        r"function '(\w+(?:_attention|_kv|_blocks|_rows)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
+        r"function '(\w+(?:_attention|_kv|_append|_blocks|_rows)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", output, re.DOTALL,
     ):  # fmt: skip
         body = text[text.index(f".entry {name}") :]
