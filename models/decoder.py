@@ -214,7 +214,7 @@ class Decoder(Logits):
             if kv is None:
                 q = rotate(q, angles)
             else:
-                q, pools = kvjax.rope_write(pools, number, q, *kv, angles, view, index=index)
+                q, pools = kvjax.rope_write(pools, number, q, kv[0], kv[1], angles, view, index=index)
             owner = number if layer.reuses is None else layer.reuses
             return kvjax.attend(q, pools, owner, view, index=index, scale=scale, window=layer.window), pools
 

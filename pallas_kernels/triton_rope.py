@@ -21,10 +21,12 @@ def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret
 
     The three are concatenated: where they are products with one x, XLA makes them one product and no copy.
     """
-    if not q.dtype == k.dtype == v.dtype:
-        raise NotImplementedError(f"triton: got q, k and v of {q.dtype}, {k.dtype} and {v.dtype}, wanted one dtype")
+    if not q.dtype == k.dtype == v.dtype or q.dtype.itemsize > 4:
+        got = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        raise NotImplementedError(f"triton: got q, k and v of {got}, wanted one dtype of at most 32 bits")
     check_append(pool)
-    (tokens, heads, width), kv_heads, scratch_slot = q.shape, k.shape[1], (pool.shape[0] - 1) * pool.shape[4]
+    tokens, (heads, width), kv_heads = slots.size, q.shape[-2:], k.shape[-2]
+    scratch_slot = (pool.shape[0] - 1) * pool.shape[4]
     half, columns = width // 2, pl.next_power_of_2(width // 2)
     rows = min(pl.next_power_of_2(kv_heads), max(_PAIRS // columns, 1))
     q_tiles, kv_tiles = pl.cdiv(heads, rows), pl.cdiv(kv_heads, rows)
@@ -59,10 +61,7 @@ def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret
         row = slot_row(pool.shape, slot, layer_ref[0], which, head)
         written = jnp.logical_not(is_q) & (slot < scratch_slot)
         if scales_refs:
-            new_kv = [x.astype(jnp.float32) for x in new]
-            highest = jnp.maximum(*(jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in new_kv))
-            scale = scale_for(highest, pool.dtype)
-            new_kv = [round_by(x, scale, pool.dtype) for x in new_kv]
+            new_kv, scale = _quantise(new, pool.dtype)
             plt.store(scales_refs[0].at[row], scale, mask=present & written)
         else:
             new_kv = [x.astype(pool.dtype) for x in new]
@@ -72,18 +71,29 @@ def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret
 
     # As rows of all heads: XLA sees that they are slices of one product only without a reshape between.
     x = jnp.concatenate([x.reshape(tokens, -1) for x in (q, k, v)], axis=1).reshape(tokens, -1, width)
+    cos, sin = (x.reshape(tokens, half) for x in (cos, sin))
     arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]
     num_warps = min(max(rows * columns * q.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes of a half to a thread
     new_q, new_pool, *new_scales = pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, *arrays)],
+        out_shape=[
+            jax.ShapeDtypeStruct((tokens, heads, width), q.dtype),
+            *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays),
+        ],
         grid=(tokens, q_tiles + 2 * kv_tiles),
         input_output_aliases={5 + i: 1 + i for i in range(len(arrays))},
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="rope_append",
     )(jnp.full((1,), layer, jnp.int32), x, cos, sin, slots, *arrays)
-    return new_q, new_pool.reshape(pool.shape), *(array.reshape(pool.shape[:5]) for array in new_scales)
+    return new_q.reshape(q.shape), new_pool.reshape(pool.shape), *(x.reshape(pool.shape[:5]) for x in new_scales)
+
+
+def _quantise(halves, dtype):
+    """Both halves of vectors in a byte per element, and the vectors' factors f32[..., 1], as `quantise` has them."""
+    halves = [x.astype(jnp.float32) for x in halves]
+    scale = scale_for(jnp.maximum(*(jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in halves)), dtype)
+    return [round_by(x, scale, dtype) for x in halves], scale
 
 
 def slot_row(shape, slot, layer, which, head):

@@ -85,10 +85,10 @@ def rope_append(
     """Rotates Q and K by their tokens' positions, and writes K and V into their slots as `append_kv`.
 
     Args:
-      q: [T, Q, D]; the pairs of dimensions are (i, i + D / 2).
-      k: [T, K, D].
-      v: [T, K, D]; not rotated.
-      cos: f32[T, D / 2]; of each pair's angle.
+      q: [..., Q, D] of T tokens on any axes; the pairs of dimensions are (i, i + D / 2).
+      k: [..., K, D].
+      v: [..., K, D]; not rotated.
+      cos: f32[..., 1, D / 2]; of each pair's angle.
       sin: likewise.
       pool: [N + 1, L, 2, K, P, D].
       layer: i32[].
@@ -99,9 +99,10 @@ def rope_append(
       q rotated, also where K/V are dropped; the pool; and with `scales` the scales. Rotated vectors are rounded to the
       dtype that they came in.
     """
-    angles = cos[:, None], sin[:, None]
-    written = append_kv(pool, layer, rotate(k, angles), v, slots, scales)
-    return rotate(q, angles), *((written,) if scales is None else written)
+    # Rotated on the axes that they come with: on others XLA fuses the norms before it otherwise, with other bits.
+    k, v = (x.reshape(-1, *x.shape[-2:]) for x in (rotate(k, (cos, sin)), v))
+    written = append_kv(pool, layer, k, v, slots, scales)
+    return rotate(q, (cos, sin)), *((written,) if scales is None else written)
 
 
 def copy_blocks(

@@ -59,13 +59,8 @@ def rope_write(
     scales, context = pools.scales_of(group, pool), pools.context(group)
 
     def append(pool, scales, index, q, k, v, cos, sin, slots):
-        shape = q.shape
-        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        cos, sin = (x.reshape(-1, x.shape[3]) for x in (cos, sin))
-        args = (q, k, v, cos, sin, pool, index, own_slots(slots, pool, context))
-        args += () if scales is None else (scales,)
-        q, *written = pallas_kernels.call("rope_append", *args, implementation=implementation)
-        return q.reshape(shape), *written
+        args = q, k, v, cos, sin, pool, index, own_slots(slots, pool, context), scales
+        return pallas_kernels.call("rope_append", *args, implementation=implementation)
 
     operands = {
         "pool": array, "scales": scales, "index": index, "q": q, "k": k, "v": v, "cos": angles[0], "sin": angles[1],
@@ -74,7 +69,7 @@ def rope_write(
     with jax.named_scope("rope_write"):
         own, of_tokens = spec.mesh_axes, MeshAxes(2)
         axes = {"pool": own, "scales": own, "q": of_tokens, "k": of_tokens, "v": of_tokens}
-        out_axes = (of_tokens, own) if scales is None else (of_tokens, own, own)
+        out_axes = of_tokens, *(own for _ in jax.tree.leaves((array, scales)))
         q, *written = pools.over_devices(group, append, operands, axes, out_axes)
     return q, pools.with_pool(group, pool, *written)
 

@@ -6,7 +6,7 @@ scripts/gpu_toolchain.sh on PYTHONPATH. `gpu_thunks.count` says what is counted.
 a block of steps without its steps, with the loop of blocks itself; `step`, one step without the model, with the loop of
 steps itself; `start`, all before and after the loop; and `model`. `block` and `step` include the stop of their loop.
 The scheduler's loop also has `mixed`, the additions of a mixed step with its model, and `seldom`, which releases,
-preempts and admits.
+preempts and admits. A step of three layers has `middle`, the second of them.
 
 tests/data/gpu_step_budgets.json has a budget for each count, by version of jaxlib, and the bars and aims that budgets
 are to come down to. --update writes the measured counts there. `rare` names loops that usually do not turn, by parts
@@ -215,15 +215,24 @@ def loops_around_model(thunk: Thunk) -> list[Thunk]:
     return []
 
 
+def middle_layer(root: Thunk) -> list[Thunk]:
+    """The second of three layers, which XLA fuses with neighbours on both sides: from its first thunk to its last.
+
+    XLA leaves some of its products without a name.
+    """
+    inside = [thunk for thunk in root if not thunk.parts]
+    named = [number for number, thunk in enumerate(inside) if "/layer1/" in thunk.op_name]
+    return inside[named[0] : named[-1] + 1] if named else []
+
+
 def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
     """The counts of a program by its parts."""
     if not any(map(is_of_model, root)):
-        # Of three layers that in the middle has neighbours on both sides, with which XLA fuses.
-        middle = gpu_thunks.count(root, rare, lambda thunk: not thunk.parts and "/layer1/" not in thunk.op_name)
-        return {"all": gpu_thunks.count(root, rare), **({"middle": middle} if middle else {})}
+        middle = [gpu_thunks.count(thunk) for thunk in middle_layer(root)]
+        return {"all": gpu_thunks.count(root, rare), **({"middle": sum(middle, Counts())} if middle else {})}
     loops = loops_around_model(root)
     inside = [thunk for part in loops[0].parts.values() for thunk in part if thunk.kind == "kWhile"] if loops else []
-    if len(inside) > 1:
+    if sum(any(map(is_of_model, thunk)) for thunk in inside) > 1:
         mixed, step = (thunk for thunk in inside if any(map(is_of_model, thunk)))
         seldom = Counts()
         for thunk in inside:
