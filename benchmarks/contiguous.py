@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import kvjax
 from models.decoder import Decoder
+from pallas_kernels.rotary import rotate
 
 
 def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]:
@@ -41,9 +42,9 @@ def contiguous_step(model: Decoder, layers, token, position, plain: bool = True)
     def write(array, x):
         return array.at[row, :, position].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
 
-    def mix(number, _, layers, q, kv):
-        layer = write(layers[number][0], kv[0]), write(layers[number][1], kv[1])
-        y = attend_contiguous(q[:, 0], layer, position + 1, plain)
+    def mix(number, _, layers, q, kv, angles):
+        layer = write(layers[number][0], rotate(kv[0], angles)), write(layers[number][1], kv[1])
+        y = attend_contiguous(rotate(q, angles)[:, 0], layer, position + 1, plain)
         return y[:, None], (*layers[:number], layer, *layers[number + 1 :])
 
     x, layers = model._stream(token[:, None], position[:, None], mix, layers)

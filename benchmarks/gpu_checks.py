@@ -28,7 +28,7 @@ TRANSITIONS = "transitions"
 # (function, implementation): all that can be wrong by itself.
 CHECKS = [
     *((function, who) for function in ("decode_attention", "prefill_attention") for who in ("triton", "mosaic")),
-    *((f"{move}", "triton") for move in ("append_kv", "copy_blocks", "gather_blocks", "scatter_blocks")),
+    *((f"{move}", "triton") for move in ("append_kv", "rope_append", "copy_blocks", "gather_blocks", "scatter_blocks")),
     (TRANSITIONS, "fused"),
 ]
 WIDE = {"kv_heads": 8, "group": 4, "width": 128, "block_size": 16, "dtype": "bfloat16"}
@@ -90,7 +90,7 @@ def check_bits(case: Any, function: str, who: str, counts: np.ndarray) -> None:
 
 
 def check_move(function: str, who: str) -> None:
-    """Writes and copies of blocks, of a pool half of which is NaN."""
+    """Writes, with rotation and without, and copies of blocks, of a pool half of which is NaN."""
     heads, width = (8, 128) if gpu.has_gpu() else (2, 16)
     rng, blocks = np.random.default_rng(0), 12
     pool = rng.standard_normal((blocks + 1, 2, 2, heads, 16, width)).astype(np.float32)
@@ -99,17 +99,23 @@ def check_move(function: str, who: str) -> None:
     order = jnp.asarray(rng.permutation(blocks), jnp.int32)
     new = jnp.asarray(rng.standard_normal((2, 20, heads, width)), jnp.bfloat16)
     slots = jnp.asarray(rng.permutation(blocks * 16)[:20], jnp.int32)
+    q = jnp.asarray(rng.standard_normal((20, 4 * heads, width)), jnp.bfloat16)
+    # Of 12 bits, so that float32 holds the products exactly: whether a compiler fuses them with sums shows nowhere.
+    angles = jnp.asarray(rng.integers(-4095, 4096, (2, 20, 1, width // 2)) / 4096, jnp.float32)
     staged, few = jnp.asarray(rng.standard_normal((6, *pool.shape[1:])), jnp.bfloat16), jnp.int32(5)
     args: dict[str, tuple[Any, ...]] = {
-        "append_kv": (pool, 1, *new, slots), "copy_blocks": (pool, order[:6], order[6:], few),
+        "append_kv": (pool, 1, *new, slots), "rope_append": (q, *new, *angles, pool, 1, slots),
+        "copy_blocks": (pool, order[:6], order[6:], few),
         "gather_blocks": (pool, order[:6]), "scatter_blocks": (pool, staged, order[:6], few),
     }  # fmt: skip
     call = functools.partial(pallas_kernels.call, function, **attention.how(who))
     wanted = jax.jit(getattr(xla, function))(*args[function])
     for _ in range(2):
         got = jax.jit(call)(*args[function])
-        same = jnp.array_equal(got[:blocks], wanted[:blocks], equal_nan=True)  # the scratch row may hold anything
-        common.require(bool(same), f"{who} differs from its twin")
+        for pair in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            rows = blocks if pair[0].shape == pool.shape else None  # the scratch row may hold anything
+            same = jnp.array_equal(*(x[:rows] for x in pair), equal_nan=True)
+            common.require(bool(same), f"{who} differs from its twin")
 
 
 def check_transitions() -> None:

@@ -16,15 +16,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
+from pallas_kernels.rotary import rotate
 
 from .config import ModelConfig
 from .norm import RMSNorm
 from .placement import under_auto_axes
-from .rope import rotate
 from .scan import Run, longest_run, over_layers, parted, stacked
 
-# (cache, q [R, C, Q, D], k and v [R, C, K, D] or None) -> (mixed values [R, C, Q, D], cache), of one layer
-Mix = Callable[[Any, jax.Array, tuple[jax.Array, jax.Array] | None], tuple[jax.Array, Any]]
+Pair = tuple[jax.Array, jax.Array]
+# (cache, q [R, C, Q, D], k and v [R, C, K, D] or None, cosine and sine by which q and k are yet to be rotated)
+# -> (mixed values [R, C, Q, D], cache), of one layer
+Mix = Callable[[Any, jax.Array, Pair | None, Pair], tuple[jax.Array, Any]]
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
@@ -52,12 +54,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, angles, mix: Mix, cache):
         """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
-        q, kv = rotate(self._heads(self.q_proj(x), self.q_norm), angles), None
+        q, kv = self._heads(self.q_proj(x), self.q_norm), None
         if self.layer.reuses is None:
             k = self.k_proj(x)
             v = k if self.layer.keys_are_values else self.v_proj(x)
-            kv = rotate(self._heads(k, self.k_norm), angles), self._heads(v, self.v_norm)
-        y, cache = mix(cache, q, kv)
+            kv = self._heads(k, self.k_norm), self._heads(v, self.v_norm)
+        y, cache = mix(cache, q, kv, angles)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def _heads(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
@@ -206,11 +208,13 @@ class Decoder(Logits):
           logits f32[R, C, V], or f32[R, V] or f32[n, V] with `last`; and the pools with these tokens' K/V.
         """
 
-        def mix(number, turn, pools, q, kv):
+        def mix(number, turn, pools, q, kv, angles):
             layer, scale = self.config.layers[number], self.config.attention_scale
             index = None if turn is None or kv is None else turn.index(pools.spec)
-            if kv is not None:
-                pools = kvjax.write(pools, number, kv[0], kv[1], view, index=index)
+            if kv is None:
+                q = rotate(q, angles)
+            else:
+                q, pools = kvjax.rope_write(pools, number, q, kv[0], kv[1], angles, view, index=index)
             owner = number if layer.reuses is None else layer.reuses
             return kvjax.attend(q, pools, owner, view, index=index, scale=scale, window=layer.window), pools
 
@@ -231,11 +235,11 @@ class Decoder(Logits):
         """
         reused = {layer.reuses for layer in self.config.layers}
 
-        def mix(number, _, cache, q, kv):
+        def mix(number, _, cache, q, kv, angles):
             layer = self.config.layers[number]
-            k, v = cache[layer.reuses] if kv is None else kv
+            k, v = cache[layer.reuses] if kv is None else (rotate(kv[0], angles), kv[1])
             cache = {**cache, number: (k, v)} if number in reused else cache
-            return dense_attention(q, k, v, layer.window, self.config.attention_scale), cache
+            return dense_attention(rotate(q, angles), k, v, layer.window, self.config.attention_scale), cache
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self._stream(tokens, positions, mix, {})

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
+from pallas_kernels.rotary import rotate
 
 from .experts import ExpertsConfig, MixtureModel
 from .fields import count, flag, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
-from .rope import Rope, rotate
+from .rope import Rope
 from .yarn import Yarn, read_rope
 
 KINDS = ("deepseek_v3", "kimi_k2")

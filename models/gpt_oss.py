@@ -18,7 +18,7 @@ from .experts import highest
 from .fields import count, layer_types, listed, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import LanguageModel, Layer, Mixing
-from .rope import Rope, rotate
+from .rope import Rope
 from .yarn import Yarn, read_rope
 
 KINDS = ("gpt_oss",)
@@ -60,8 +60,8 @@ class SinkAttention(nnx.Module):
         assert angles is not None
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in projections)
-        q, k, sinks = rotate(q, angles), rotate(k, angles), self.sinks[...].astype(jnp.float32)
-        y, cache = mixing.attend(cache, q, k, v, window=self.window, sinks=sinks)
+        sinks = self.sinks[...].astype(jnp.float32)
+        y, cache = mixing.attend(cache, q, k, v, angles=angles, window=self.window, sinks=sinks)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), cache
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
+from pallas_kernels.rotary import rotate
 
 from .decoder import Logits, dense_attention
 from .language_config import Angles, LanguageConfig
@@ -33,11 +34,13 @@ class Mixing(Protocol):
         k: jax.Array,
         v: jax.Array,
         *,
+        angles: Angles = None,
         window: int | None = None,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """The mixed values [R, C, Q, D] of q [R, C, Q, D], k and v [R, C, K, D]; and the cache.
 
+        `angles` are those by which q and k are yet to be rotated; None: they have no position, or their own already.
         `window` and `sinks` f32[Q] are those of `kvjax.attend`.
         """
         ...
@@ -61,10 +64,13 @@ class Paged:
     layer: int
     turn: Turn | None = None
 
-    def attend(self, cache, q, k, v, *, window=None, sinks=None):
+    def attend(self, cache, q, k, v, *, angles=None, window=None, sinks=None):
         """See `Mixing`."""
         index = self._index(cache)
-        cache = kvjax.write(cache, self.layer, k, v, self.view, index=index)
+        if angles is None:
+            cache = kvjax.write(cache, self.layer, k, v, self.view, index=index)
+        else:
+            q, cache = kvjax.rope_write(cache, self.layer, q, k, v, angles, self.view, index=index)
         return kvjax.attend(q, cache, self.layer, self.view, index=index, window=window, sinks=sinks), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
@@ -84,8 +90,10 @@ class Paged:
 class Dense:
     """The mixing of a layer in whole sequences; there is no cache."""
 
-    def attend(self, cache, q, k, v, *, window=None, sinks=None):
+    def attend(self, cache, q, k, v, *, angles=None, window=None, sinks=None):
         """See `Mixing`."""
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
         return dense_attention(q, k, v, window, sinks=sinks), cache
 
     def attend_latents(self, cache, q, latents, values, scale):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
+from pallas_kernels.rotary import rotate
 
 from .experts import ExpertsConfig, MixtureModel
 from .fields import count, flag, layer_types, listed, number, only
@@ -19,7 +20,7 @@ from .language_config import Angles, LanguageConfig, LayerKind, read_common, wri
 from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
-from .rope import Rope, rotate
+from .rope import Rope
 from .yarn import Yarn, read_rope
 
 KINDS = ("qwen3_next",)

@@ -118,10 +118,3 @@ def rope_fields(hf: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"{name}: got {rope!r:.200}, wanted one flat set of fields for all layers")
     return {"rope_theta": hf.get("rope_theta", 10000.0), **rope}, name
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates `x [R, C, heads, D]`, whose pairs are (i, i + D / 2), in float32 and back to x's dtype."""
-    cos, sin = angles
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)

@@ -2,9 +2,9 @@
 """Paged attention and block movement: arrays in, arrays out, on jax alone.
 
 Each implementation is a module with these functions, or some of them, with the same signature in every module:
-`decode_attention`, `prefill_attention`, `append_kv`, `copy_blocks`, `gather_blocks`, `scatter_blocks`. A function
-raises NotImplementedError for a dtype or shape that it cannot serve while tracing, for a platform while lowering.
-The derivative of all of them is that of `derivative`, which is one more such module.
+`decode_attention`, `prefill_attention`, `append_kv`, `rope_append`, `copy_blocks`, `gather_blocks`, `scatter_blocks`.
+A function raises NotImplementedError for a dtype or shape that it cannot serve while tracing, for a platform while
+lowering. The derivative of all of them is that of `derivative`, which is one more such module.
 """
 
 from __future__ import annotations

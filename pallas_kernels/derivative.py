@@ -18,17 +18,30 @@ from pallas_kernels import xla
 from pallas_kernels.xla import gather_blocks
 from pallas_kernels.xla_attention import seen_slots
 
-__all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
+__all__ = [
+    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "scatter_blocks",
+]  # fmt: skip
 
 
 def append_kv(pool, layer, k, v, slots, scales=None):
     """As `xla.append_kv`; NotImplementedError for a pool of bytes."""
+    _check_rounding("append_kv", pool, "the K/V")
+    return xla.append_kv(pool, layer, k, v, slots, scales)
+
+
+def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None):
+    """As `xla.rope_append`; NotImplementedError for a pool of bytes."""
+    _check_rounding("rope_append", pool, "q and the K/V")
+    return xla.rope_append(q, k, v, cos, sin, pool, layer, slots, scales)
+
+
+def _check_rounding(name: str, pool, new: str) -> None:
     if pool.dtype.itemsize == 1:
         raise NotImplementedError(
-            f"append_kv: got a derivative of rounding to {pool.dtype}, wanted jax.lax.stop_gradient of the K/V, or a "
+            f"{name}: got a derivative of rounding to {pool.dtype}, wanted jax.lax.stop_gradient of {new}, or a "
             "pool that is not quantised"
         )
-    return xla.append_kv(pool, layer, k, v, slots, scales)
 
 
 def copy_blocks(pool, sources, targets, count, tokens=None):

@@ -16,15 +16,25 @@ def quantise(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     too, so it uses only operations that Triton has.
     """
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * np.float32(1 / largest(dtype))
-    scale = jnp.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
+    scale = scale_for(jnp.max(jnp.abs(x), axis=-1, keepdims=True), dtype)
+    return round_by(x, scale, dtype), scale
+
+
+def scale_for(highest: jax.Array, dtype) -> jax.Array:
+    """The factors of vectors whose largest elements are `highest`, both f32[..., 1]."""
+    scale = highest * np.float32(1 / largest(dtype))
+    return jnp.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
+
+
+def round_by(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
+    """Elements f32[...] of vectors with these factors, or of parts of vectors, in a dtype."""
     # A product with the reciprocal, since XLA turns some quotients into one. The bounds keep it from fusing the product
     # with the sum below.
     x = jnp.clip(x * (np.float32(1) / scale), -largest(dtype), largest(dtype))
     if jnp.issubdtype(dtype, jnp.integer):  # rounds to nearest even: after the shift float32's last bit counts ones
         shift = np.float32(1.5 * 2**23)
         x = lax.bitcast_convert_type(x + shift, jnp.int32) - shift.view(np.int32)
-    return x.astype(dtype), scale
+    return x.astype(dtype)
 
 
 def largest(dtype) -> float:

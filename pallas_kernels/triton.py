@@ -19,19 +19,21 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import tuning
 from pallas_kernels.quantise import quantise
-from pallas_kernels.triton_attention import check_reach, converts_fp8, prefill_attention
+from pallas_kernels.triton_attention import check_reach, prefill_attention
 from pallas_kernels.triton_decode import decode_attention
+from pallas_kernels.triton_rope import check_append, rope_append, slot_row
 
-__all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
+__all__ = [
+    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "scatter_blocks",
+]  # fmt: skip
 
 
 def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
     """As `xla.append_kv`: a program writes K and V of one token, all heads, or its latent."""
     tokens, kv_heads, width = k.shape
-    scratch, layers, parts, size = pool.shape[0] - 1, *pool.shape[1:3], pool.shape[4]
-    check_reach(pool)
-    if pool.dtype == jnp.float8_e4m3fn and not converts_fp8():
-        raise NotImplementedError("triton: nothing converts to float8_e4m3fn on a GPU before sm_89")
+    scratch_slot, parts = (pool.shape[0] - 1) * pool.shape[4], pool.shape[2]
+    check_append(pool)
     heads, columns = pl.next_power_of_2(kv_heads), pl.next_power_of_2(width)
 
     def kernel(
@@ -41,18 +43,17 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
         new_refs, slots_ref, (pool_ref, *scales_refs) = refs[:parts], refs[parts], refs[parts + 1 + len(arrays) :]
         token = pl.program_id(0)
         slot = slots_ref[token]
-        block, offset = slot // size, slot % size
         head, column = jnp.arange(heads, dtype=jnp.int32)[:, None], jnp.arange(columns, dtype=jnp.int32)[None, :]
         inside = jnp.logical_and(
             jnp.broadcast_to(head < kv_heads, (heads, columns)), jnp.broadcast_to(column < width, (heads, columns))
         )
-        real = inside & (block < scratch)
+        real = inside & (slot < scratch_slot)
         for which, ref in enumerate(new_refs):
             new = plt.load(ref.at[token, head, column], mask=inside, other=0.0)
-            row = (((block * layers + layer_ref[0]) * parts + which) * kv_heads + head) * size + offset
+            row = slot_row(pool.shape, slot, layer_ref[0], which, head)
             if scales_refs:
                 new, scale = quantise(new, pool.dtype)
-                plt.store(scales_refs[0].at[row], scale, mask=(head < kv_heads) & (block < scratch))
+                plt.store(scales_refs[0].at[row], scale, mask=(head < kv_heads) & (slot < scratch_slot))
             plt.store(pool_ref.at[row, column], new.astype(pool.dtype), mask=real)
 
     arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]

@@ -16,7 +16,7 @@ SWITCHES = "KVJAX_KERNELS"  # the variable of `switched`
 # All that an implementation can be named for there: the functions of `pallas_kernels`, and the kernels of `kvjax.gpu`.
 _SWITCHED = {
     **dict.fromkeys(("decode_attention", "prefill_attention"), ("triton", "mosaic", "xla")),
-    **dict.fromkeys(("append_kv", "copy_blocks", "gather_blocks", "scatter_blocks"), ("triton", "xla")),
+    **dict.fromkeys(("append_kv", "rope_append", "copy_blocks", "gather_blocks", "scatter_blocks"), ("triton", "xla")),
     "transitions": ("xla",),
 }
 

@@ -25,9 +25,13 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.quantise import quantise
+from pallas_kernels.rotary import rotate
 from pallas_kernels.xla_attention import decode_attention, prefill_attention
 
-__all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
+__all__ = [
+    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "scatter_blocks",
+]  # fmt: skip
 
 
 def append_kv(
@@ -65,6 +69,40 @@ def append_kv(
         return put(pool, kv.astype(pool.dtype))
     rounded, scale = quantise(kv, pool.dtype)
     return put(pool, rounded), put(scales, scale[..., 0])
+
+
+def rope_append(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    slots: jax.Array,
+    scales: jax.Array | None = None,
+):
+    """Rotates Q and K by their tokens' positions, and writes K and V into their slots as `append_kv`.
+
+    Args:
+      q: [..., Q, D] of T tokens on any axes; the pairs of dimensions are (i, i + D / 2).
+      k: [..., K, D].
+      v: [..., K, D]; not rotated.
+      cos: f32[..., 1, D / 2]; of each pair's angle.
+      sin: likewise.
+      pool: [N + 1, L, 2, K, P, D].
+      layer: i32[].
+      slots: i32[T]; as of `append_kv`.
+      scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place where donated.
+
+    Returns:
+      q rotated, also where K/V are dropped; the pool; and with `scales` the scales. Rotated vectors are rounded to the
+      dtype that they came in.
+    """
+    # Rotated on the axes that they come with: on others XLA fuses the norms before it otherwise, with other bits.
+    k, v = (x.reshape(-1, *x.shape[-2:]) for x in (rotate(k, (cos, sin)), v))
+    written = append_kv(pool, layer, k, v, slots, scales)
+    return rotate(q, (cos, sin)), *((written,) if scales is None else written)
 
 
 def copy_blocks(

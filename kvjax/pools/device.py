@@ -131,6 +131,21 @@ def check_fit(pools: Any, view: Any) -> None:
         raise ValueError(f"view: got one of a cache with {_difference(view.spec, pools.spec)}, as the pools have")
 
 
+def check_kv(view: View, array: jax.Array, layer: Any, **new: jax.Array | None) -> None:
+    """Raises a ValueError unless these are a view's new K, V or latents, for a layer of the pool."""
+    shape = (*view.positions.shape, array.shape[3], array.shape[5])  # of one device, where the caller maps the step
+    for name, x in new.items():
+        got = "None" if x is None else f"shape {x.shape}"
+        if x is None or x.shape != shape:
+            raise ValueError(f"{name}: got {got}, wanted {shape} for this view and layer {layer}")
+
+
+def own_slots(slots: jax.Array, pool: jax.Array, context: Context | None) -> jax.Array:
+    """A view's slots as i32[T]; where a mesh divides blocks, those in this device's part of the pool."""
+    slots = slots.reshape(-1)
+    return slots if context is None else context.own_slots(slots, pool)
+
+
 def _check_pools(pools: Any) -> None:
     if not isinstance(pools, Pools):
         wanted = "its pools: cache.pools" if hasattr(pools, "pools") else "Pools, such as kvjax.init_pools makes"
@@ -244,20 +259,15 @@ def write(
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)
-    shape = (*view.positions.shape, array.shape[3], array.shape[5])  # of one device, where the caller maps the step
     if v is not None and spec.values is not None:
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
-    for name, x in (("k", k), ("v", v)) if spec.values is None else (("k", k),):
-        got = "None" if x is None else f"shape {x.shape}"
-        if x is None or x.shape != shape:
-            raise ValueError(f"{name}: got {got}, wanted {shape} for this view and layer {layer}")
+    check_kv(view, array, layer, k=k, **({"v": v} if spec.values is None else {}))
     scales, slots, context = pools.scales_of(group, pool), view.slots[group], pools.context(group)
     operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 
     def append(pool, scales, index, k, v, slots):
         k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v))
-        slots = slots.reshape(-1) if context is None else context.own_slots(slots.reshape(-1), pool)
-        args = (pool, index, k, v, slots) + (() if scales is None else (scales,))
+        args = (pool, index, k, v, own_slots(slots, pool, context)) + (() if scales is None else (scales,))
         return pallas_kernels.call("append_kv", *args, implementation=implementation)
 
     quantised = operands["scales"] is not None

@@ -119,6 +119,13 @@ def append_quantised(dtype):
     return kernel("append_kv"), (pool, i32(), *[bf16(256, KV_HEADS, WIDTH)] * 2, i32(256), scales), (0, 5)
 
 
+def rope_append(dtype=None):
+    """Rotation and append of as many tokens, into a pool that is quantised if it has a dtype."""
+    pool, *scales = (pool_of(),) if dtype is None else quantised(dtype)
+    new, angles = [bf16(256, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)], [f32(256, 1, WIDTH // 2)] * 2
+    return kernel("rope_append"), (*new, *angles, pool, i32(), i32(256), *scales), (5, *(8 for _ in scales))
+
+
 def prefill(size=16, width=WIDTH, implementation=None):
     table, rows = i32(ROWS, LENGTH // size), i32(ROWS)
     args = bf16(LENGTH, HEADS, width), pool_of(size, width), i32(), table, rows, rows, rows
@@ -240,6 +247,8 @@ CASES = {
         kernel("append_kv"), (pool_of(), i32(), *[bf16(256, KV_HEADS, WIDTH)] * 2, i32(256)), (0,)
     ),
     "append_int8": functools.partial(append_quantised, jnp.int8),
+    "rope_append": rope_append,
+    "rope_append_int8": functools.partial(rope_append, jnp.int8),
     "copy": lambda: (kernel("copy_blocks"), (pool_of(), i32(64), i32(64), i32()), (0,)),
     "copy_partial": lambda: (kernel("copy_blocks"), (pool_of(), i32(64), i32(64), i32(), i32(64)), (0,)),
     "gather": lambda: (kernel("gather_blocks"), (pool_of(), i32(64)), ()),
@@ -296,8 +305,9 @@ def account(ptx: pathlib.Path, target: str, sizes: dict[str, tuple[int, int, int
     output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     text, kernels, loops = ptx.read_text(), {}, gpu_sass.loops_of(gpu_sass.disassembled(cubin))
     for name, stack, stores, loads, registers in re.findall(
-        r"function '(\w+(?:_attention|_kv|_blocks|_rows|_tiles)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
-        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", output, re.DOTALL,
+        r"function '(\w+(?:_attention|_kv|_append|_blocks|_rows|_tiles)(?:_mosaic_gpu_kernel)?)'.*?"
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        output, re.DOTALL,
     ):  # fmt: skip
         body = text[text.index(f".entry {name}") :]
         body = body[: body.find(".entry ", 10)]

@@ -6,7 +6,7 @@ scripts/gpu_toolchain.sh on PYTHONPATH. `gpu_thunks.count` says what is counted.
 a block of steps without its steps, with the loop of blocks itself; `step`, one step without the model, with the loop of
 steps itself; `start`, all before and after the loop; and `model`. `block` and `step` include the stop of their loop.
 The scheduler's loop also has `mixed`, the additions of a mixed step with its model, and `seldom`, which releases,
-preempts and admits.
+preempts and admits. A step of three layers has `middle`, the second of them.
 
 tests/data/gpu_step_budgets.json has a budget for each count, by version of jaxlib, and the bars and aims that budgets
 are to come down to. --update writes the measured counts there. `rare` names loops that usually do not turn, by parts
@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import PartitionSpec as P
@@ -34,7 +35,8 @@ from benchmarks import gpu
 from kvjax.events.log import init_log
 from kvjax.serving import Scheduler, init_serving, serve, worst_step
 from kvjax.serving.decode import Rows, decode, decode_log
-from models.config import LayerConfig
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
 from tests.kernels import gpu_thunks
 from tests.kernels.gpu_compile import (
     KV_HEADS,
@@ -51,7 +53,7 @@ from tests.kernels.gpu_compile import (
 from tests.kernels.gpu_thunks import Counts, Thunk
 
 BUDGETS = pathlib.Path(__file__).parents[1] / "data" / "gpu_step_budgets.json"
-PARTS = ("all", "model", "start", "block", "step", "mixed", "seldom", "around")
+PARTS = ("all", "middle", "model", "start", "block", "step", "mixed", "seldom", "around")
 HELD = ("stops", "kernels", "copies", "launches")  # against budgets
 SHOWN = ("whiles", "conditionals", "command_buffers", "rare")
 BUFFERS = gpu.DECIDES["device"]["xla_gpu_enable_command_buffer"]
@@ -152,17 +154,28 @@ def scheduled(k: int = BLOCK):
     return run, (serving, log, i32()), (0, 1)
 
 
-def layer():
-    """A step of a decoder with one layer."""
-    model = small_llama((LAYER,))
+def step(model, rows=ROWS, scope=True):
+    """A decode step: extend, copies, model, commit."""
 
-    def step(model, cache, tokens):
-        cache, extended = cache.extend(jnp.ones((ROWS,), jnp.bool_))
-        scoped = jax.tree_util.Partial(in_scope, model)
-        cache, logits, committed = kvjax.step(scoped, cache, tokens, jnp.ones((ROWS,), jnp.int32))
+    def run(model, cache, tokens):
+        cache, extended = cache.extend(jnp.ones((rows,), jnp.bool_))
+        called = jax.tree_util.Partial(in_scope, model) if scope else model
+        cache, logits, committed = kvjax.step(called, cache, tokens, jnp.ones((rows,), jnp.int32))
         return cache, jnp.argmax(logits, axis=-1), extended, committed
 
-    return step, (model, make_cache(model.layer_specs()), i32(ROWS, 1)), (1,)
+    return run, (model, make_cache(model.layer_specs(), rows), i32(rows, 1)), (1,)
+
+
+def layer():
+    """A step of a decoder with one layer."""
+    return step(small_llama((LAYER,)))
+
+
+def step_8b(rows):
+    """A step of so many rows with three layers of the shapes of Llama 3 8B. XLA makes other kernels of wider ones."""
+    config = ModelConfig("llama", 128_256, 4096, 14_336, 32, (LAYER,) * 3)
+    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    return step(model, rows, scope=False)
 
 
 WINDOWED = (LAYER, LayerConfig(KV_HEADS, WIDTH, window=512))
@@ -174,6 +187,7 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "block_4": (functools.partial(block, 4), None, 1),
     "block_16": (functools.partial(block, BLOCK), None, 1),
     "layer": (layer, None, 1),
+    **{f"step_8b_{rows}": (functools.partial(step_8b, rows), None, 1) for rows in (1, 32, 128)},
     "scheduled": (scheduled, BUFFERS, 1),
     "loop_buffered": (decoder_loop, BUFFERS, 1),
     "loop_unbuffered": (decoder_loop, "", 1),
@@ -201,13 +215,24 @@ def loops_around_model(thunk: Thunk) -> list[Thunk]:
     return []
 
 
+def middle_layer(root: Thunk) -> list[Thunk]:
+    """The second of three layers, which XLA fuses with neighbours on both sides: from its first thunk to its last.
+
+    XLA leaves some of its products without a name.
+    """
+    inside = [thunk for thunk in root if not thunk.parts]
+    named = [number for number, thunk in enumerate(inside) if "/layer1/" in thunk.op_name]
+    return inside[named[0] : named[-1] + 1] if named else []
+
+
 def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
     """The counts of a program by its parts."""
     if not any(map(is_of_model, root)):
-        return {"all": gpu_thunks.count(root, rare)}
+        middle = [gpu_thunks.count(thunk) for thunk in middle_layer(root)]
+        return {"all": gpu_thunks.count(root, rare), **({"middle": sum(middle, Counts())} if middle else {})}
     loops = loops_around_model(root)
     inside = [thunk for part in loops[0].parts.values() for thunk in part if thunk.kind == "kWhile"] if loops else []
-    if len(inside) > 1:
+    if sum(any(map(is_of_model, thunk)) for thunk in inside) > 1:
         mixed, step = (thunk for thunk in inside if any(map(is_of_model, thunk)))
         seldom = Counts()
         for thunk in inside:

@@ -28,8 +28,8 @@ CASES = {
 STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in gpu_compile.CASES if case.startswith("step")]
 # By default each kernel once. `long` adds quantised pools, `slow` whole steps, further shapes and the other chip.
 QUICK = {
-    "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
-    "scatter",
+    "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "rope_append", "copy",
+    "gather", "scatter",
 }  # fmt: skip
 SLOW = {
     "adopt", "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256",
@@ -68,7 +68,7 @@ def result_of(target, case, **more):
     "case",
     [
         pytest.param(case, marks=pytest.mark.long if case == "append_int8" else pytest.mark.slow)
-        for case in ("decode_16", "prefill_16", "triton_prefill_16", "append_int8", "copy")
+        for case in ("decode_16", "prefill_16", "triton_prefill_16", "append_int8", "rope_append_int8", "copy")
     ],
 )
 def test_kernels_are_the_same_with_64_bit_types(case):
@@ -135,7 +135,8 @@ def test_the_whole_step_is_made_of_the_kernels(case):
     """Lowering for a GPU with `implementation=None` chooses the kernels, and the step never waits for the host."""
     assert result_of("h200", case)["stops"] == 0
     assert set(result_of("h200", case)["kernels"]) == {
-        "share_tiles", "decode_attention", "merge_attention", "append_kv", "copy_blocks", "extend_rows", "commit_rows",
+        "share_tiles", "decode_attention", "merge_attention", "rope_append", "copy_blocks", "extend_rows",
+        "commit_rows",
     }  # fmt: skip
 
 

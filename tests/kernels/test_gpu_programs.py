@@ -52,6 +52,8 @@ def test_the_models_kernels_are_distinguished_from_the_loops(name):
     parts = parts_of(name)
     if name.startswith("extend"):
         assert set(parts) == {"all"}
+    elif name.startswith("step"):
+        assert set(parts) == {"all", "middle"} and 10 < 3 * parts["middle"]["kernels"] < parts["all"]["kernels"]
     elif name == "layer":
         assert set(parts) == {"model", "around"} and parts["model"]["kernels"] > 10
     elif name == "scheduled":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import mosaic, triton, xla
+from pallas_kernels import mosaic, triton, triton_rope, xla
 from pallas_kernels.quantise import largest, quantise
 from pallas_kernels.schedule import query_tiles, split_lengths
 from pallas_kernels.triton_attention import by_bits
@@ -162,11 +162,13 @@ def test_heads_too_wide_for_shared_memory_are_refused(width, dtype):
 
 
 def test_a_gpu_without_float8_appends_none(monkeypatch):
-    monkeypatch.setattr(triton, "converts_fp8", lambda: False)
+    monkeypatch.setattr(triton_rope, "converts_fp8", lambda: False)
     pool, scales = quantised("float8_e4m3fn")
     k = jnp.zeros((1, *pool.shape[3:4], pool.shape[5]))
     with pytest.raises(NotImplementedError, match="sm_89"):
         triton.append_kv(pool, 0, k, k, jnp.zeros(1, jnp.int32), scales)
+    with pytest.raises(NotImplementedError, match="sm_89"):
+        triton.rope_append(k, k, k, *[k[:, 0, :10]] * 2, pool, 0, jnp.zeros(1, jnp.int32), scales)
 
 
 def test_without_a_gpu_xla_serves_and_a_named_kernel_refuses():

@@ -59,6 +59,6 @@ def test_a_step_compiles_for_a_gpu_with_mosaic_and_plain_xla(gone):
     assert result["pool_copies"] == 0 and result["aliased"] >= result["pool"]
     assert result["emitted"] == ["mosaic_gpu_v2"] and set(result["kernels"]) == {"mosaic_decode_attention"}
     assert result["launches"] <= 134 and result["stops"] <= 9
-    switches = "decode_attention=mosaic,append_kv=xla,copy_blocks=xla,transitions=xla"
+    switches = "decode_attention=mosaic,rope_append=xla,copy_blocks=xla,transitions=xla"
     (switched,) = results_of("tests.kernels.gpu_compile", "h200", "step", KVJAX_KERNELS=switches)
     assert switched["emitted"] == result["emitted"] and counts[1].items() <= switched.items()

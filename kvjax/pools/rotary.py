@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation of Q and K by their tokens' positions together with the write of K and V: one kernel on a GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+import pallas_kernels
+from kvjax.layers import MeshAxes
+from kvjax.pools.device import Pools, attention_pool, check_fit, check_kv, own_slots
+from kvjax.pools.views import View
+
+
+def rope_write(
+    pools: Pools,
+    layer: int | jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    view: View,
+    *,
+    index: ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Pools]:
+    """Rotates one layer's Q and K (RoPE), and writes K/V of a view's tokens into their slots as `write` does.
+
+    The pairs of dimensions are (i, i + D / 2). Q and K are rotated in float32 and rounded to their dtype. On a GPU this
+    is one kernel, and XLA computes q, k and v in one product where they are products with the same x. Norms of q and k
+    come before it.
+
+    Args:
+      pools: the K/V so far.
+      layer: the model's layer number; traced as in `write`.
+      q: [R, C, Q, D], not rotated; [1, T, Q, D] for a flat view, ragged or mixed.
+      k: [R, C, K, D], not rotated; likewise.
+      v: [R, C, K, D]; likewise.
+      angles: cosine and sine of each token's and pair's angle, f32[R, C, 1, D / 2] each.
+      view: where the tokens are.
+      index: i32[]; the layer's index in its pool, as in `write`. None: the layer's own.
+      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+
+    Returns:
+      q rotated, for `attend`; and the pools with the tokens' K/V.
+
+    Raises:
+      ValueError: as `write`; on a layer of latents; on q or angles that do not fit, as those of a part of the width.
+      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of rounding;
+        `jax.lax.stop_gradient` of q, k and v does without it.
+    """
+    check_fit(pools, view)
+    group, pool, index, array, spec = attention_pool(pools, layer, index)
+    if spec.values is not None:
+        raise ValueError(f"layer: got {layer}, which has latents, wanted one with K/V")
+    check_kv(view, array, layer, k=k, v=v)
+    _check(q, angles, view, array)
+    scales, context = pools.scales_of(group, pool), pools.context(group)
+
+    def append(pool, scales, index, q, k, v, cos, sin, slots):
+        args = q, k, v, cos, sin, pool, index, own_slots(slots, pool, context), scales
+        return pallas_kernels.call("rope_append", *args, implementation=implementation)
+
+    operands = {
+        "pool": array, "scales": scales, "index": index, "q": q, "k": k, "v": v, "cos": angles[0], "sin": angles[1],
+        "slots": view.slots[group],
+    }  # fmt: skip
+    with jax.named_scope("rope_write"):
+        own, of_tokens = spec.mesh_axes, MeshAxes(2)
+        axes = {"pool": own, "scales": own, "q": of_tokens, "k": of_tokens, "v": of_tokens}
+        out_axes = of_tokens, *(own for _ in jax.tree.leaves((array, scales)))
+        q, *written = pools.over_devices(group, append, operands, axes, out_axes)
+    return q, pools.with_pool(group, pool, *written)
+
+
+def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, array: jax.Array) -> None:
+    batch, kv_heads, width = view.positions.shape, array.shape[3], array.shape[5]
+    if q.ndim != 4 or q.shape != (*batch, q.shape[2], width) or q.shape[2] % kv_heads:
+        raise ValueError(
+            f"q: got shape {q.shape}, wanted [{', '.join(map(str, batch))}, a multiple of {kv_heads}, {width}]"
+        )
+    wanted = (*batch, 1, width // 2)
+    if width % 2 or any(x.shape != wanted or x.dtype != jnp.float32 for x in angles):
+        got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in angles)
+        raise ValueError(f"angles: got {got}, wanted cosine and sine float32{list(wanted)} of all of an even width")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel between a layer's products and its attention: it rotates Q and K, and writes K and V into a pool."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.quantise import round_by, scale_for
+from pallas_kernels.rotary import rotate_halves
+from pallas_kernels.triton_attention import check_reach, converts_fp8
+
+_PAIRS = 1024  # at most in a program, so that the float32 halves stay in registers
+
+
+def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret=False):
+    """As `xla.rope_append`: a program takes some heads of one token, of Q, K or V.
+
+    The three are concatenated: where they are products with one x, XLA makes them one product and no copy.
+    """
+    if not q.dtype == k.dtype == v.dtype or q.dtype.itemsize > 4:
+        got = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        raise NotImplementedError(f"triton: got q, k and v of {got}, wanted one dtype of at most 32 bits")
+    check_append(pool)
+    tokens, (heads, width), kv_heads = slots.size, q.shape[-2:], k.shape[-2]
+    scratch_slot = (pool.shape[0] - 1) * pool.shape[4]
+    half, columns = width // 2, pl.next_power_of_2(width // 2)
+    rows = min(pl.next_power_of_2(kv_heads), max(_PAIRS // columns, 1))
+    q_tiles, kv_tiles = pl.cdiv(heads, rows), pl.cdiv(kv_heads, rows)
+
+    def kernel(
+        layer_ref,  # i32[1]
+        x_ref,  # [T, Q + K + K, D]
+        cos_ref, sin_ref,  # f32[T, D / 2]
+        slots_ref,  # i32[T]
+        *refs,  # what the results are aliased with; q [T, Q, D]; [(N + 1) L 2 K P, D]; scales f32[(N + 1) L 2 K P]
+    ):  # fmt: skip
+        q_ref, pool_ref, *scales_refs = refs[len(arrays) :]
+        token, tile = pl.program_id(0), pl.program_id(1)
+        slot, is_q, kv_tile = slots_ref[token], tile < q_tiles, jnp.maximum(tile - q_tiles, 0)
+        which = kv_tile // kv_tiles  # K or V; 0 for Q
+        head = jnp.where(is_q, tile, kv_tile % kv_tiles) * rows + jnp.arange(rows, dtype=jnp.int32)[:, None]
+        column = jnp.arange(columns, dtype=jnp.int32)
+        present = head < jnp.where(is_q, np.int32(heads), np.int32(kv_heads))
+        inside = jnp.broadcast_to(present, (rows, columns)) & jnp.broadcast_to(column[None] < half, (rows, columns))
+
+        def load(column):
+            of_x = head + jnp.where(is_q, np.int32(0), heads + which * kv_heads)
+            return plt.load(x_ref.at[token, of_x, column[None]], mask=inside, other=0.0).astype(jnp.float32)
+
+        def angle(ref):
+            return plt.load(ref.at[token, column], mask=column < half, other=0.0)[None]
+
+        halves = load(column), load(column + half)
+        rotated = rotate_halves(*halves, angle(cos_ref), angle(sin_ref))
+        # Rounded as in memory, before K is quantised.
+        new = [jnp.where(which == 1, *pair).astype(q.dtype) for pair in zip(halves, rotated, strict=True)]
+        row = slot_row(pool.shape, slot, layer_ref[0], which, head)
+        written = jnp.logical_not(is_q) & (slot < scratch_slot)
+        if scales_refs:
+            new_kv, scale = _quantise(new, pool.dtype)
+            plt.store(scales_refs[0].at[row], scale, mask=present & written)
+        else:
+            new_kv = [x.astype(pool.dtype) for x in new]
+        for at, of_q, of_pool in zip((column[None], column[None] + half), new, new_kv, strict=True):
+            plt.store(q_ref.at[token, head, at], of_q, mask=inside & is_q)
+            plt.store(pool_ref.at[row, at], of_pool, mask=inside & written)
+
+    # As rows of all heads: XLA sees that they are slices of one product only without a reshape between.
+    x = jnp.concatenate([x.reshape(tokens, -1) for x in (q, k, v)], axis=1).reshape(tokens, -1, width)
+    cos, sin = (x.reshape(tokens, half) for x in (cos, sin))
+    arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]
+    num_warps = min(max(rows * columns * q.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes of a half to a thread
+    new_q, new_pool, *new_scales = pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((tokens, heads, width), q.dtype),
+            *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays),
+        ],
+        grid=(tokens, q_tiles + 2 * kv_tiles),
+        input_output_aliases={5 + i: 1 + i for i in range(len(arrays))},
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name="rope_append",
+    )(jnp.full((1,), layer, jnp.int32), x, cos, sin, slots, *arrays)
+    return new_q.reshape(q.shape), new_pool.reshape(pool.shape), *(x.reshape(pool.shape[:5]) for x in new_scales)
+
+
+def _quantise(halves, dtype):
+    """Both halves of vectors in a byte per element, and the vectors' factors f32[..., 1], as `quantise` has them."""
+    halves = [x.astype(jnp.float32) for x in halves]
+    scale = scale_for(jnp.maximum(*(jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in halves)), dtype)
+    return [round_by(x, scale, dtype) for x in halves], scale
+
+
+def slot_row(shape, slot, layer, which, head):
+    """The row of a slot's K (`which` 0) or V (1) in a pool [N + 1, L, 2, K, P, D] seen as [(N + 1) L 2 K P, D]."""
+    _, layers, parts, kv_heads, size, _ = shape
+    return (((slot // size * layers + layer) * parts + which) * kv_heads + head) * size + slot % size
+
+
+def check_append(pool):
+    """Raises NotImplementedError on a pool that no kernel can write into."""
+    check_reach(pool)
+    if pool.dtype == jnp.float8_e4m3fn and not converts_fp8():
+        raise NotImplementedError("triton: nothing converts to float8_e4m3fn on a GPU before sm_89")
