@@ -175,8 +175,10 @@ def prepare(
     if values is not None:  # of the heads that share a latent equal parts
         group = max(size for size in range(1, tiles.rows + 1) if heads % size == 0)
     static = Static(
-        pool.shape, pool.dtype, loads, columns, jnp.float16 if in_words else q.dtype, values, group, queries,
-        tiles.slots, scale, window, soft_cap, sinks is not None, scales is not None, in_words, interpret,
+        shape=pool.shape, kv_dtype=pool.dtype, loads=loads, columns=columns, values=values, group=group,
+        dtype=jnp.float16 if in_words else q.dtype, queries=queries, tile=tiles.slots, scale=scale, window=window,
+        soft_cap=soft_cap, has_sinks=sinks is not None, has_scales=scales is not None, in_words=in_words,
+        interpret=interpret,
     )  # fmt: skip
     sinks = jnp.zeros((heads,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     scales = None if scales is None else scales.reshape(-1)
