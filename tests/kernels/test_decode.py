@@ -98,6 +98,21 @@ def test_bytes_are_read_in_words(width, stored, dtype, name, monkeypatch):
     assert set(read) == {jnp.dtype("int32")}
 
 
+@pytest.mark.long
+def test_bytes_under_vmap(monkeypatch):
+    """Several lengths over one pool: each has its own shares."""
+    monkeypatch.setattr(tuning, "resident_programs", lambda _: 6)
+    case = Case([200, 70, 130], kv_heads=2, group=2, width=64, block_size=8, stored="int8", dtype="bfloat16")
+    q, lengths = case.queries(3), jnp.array([[200, 70, 130], [0, 70, 3]], jnp.int32)
+
+    def run(lengths):
+        return decode(q, case.pool, case.layer, jnp.asarray(case.tables), lengths, "triton", 0.125, scales=case.scales)
+
+    for number, mapped in enumerate(zip(*jax.vmap(run)(lengths), strict=True)):
+        for one, wanted in zip(mapped, run(lengths[number]), strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(wanted, np.float32))
+
+
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_words_hold_each_byte_in_its_column(stored):
     numbers = np.arange(256, dtype=np.uint8).view(np.dtype(jnp.dtype(stored)))

@@ -68,7 +68,15 @@ def result_of(target, case, **more):
     "case",
     [
         pytest.param(case, marks=pytest.mark.long if case == "append_int8" else pytest.mark.slow)
-        for case in ("decode_16", "prefill_16", "triton_prefill_16", "append_int8", "rope_append_int8", "copy")
+        for case in (
+            "decode_16",
+            "decode_int8",
+            "prefill_16",
+            "triton_prefill_16",
+            "append_int8",
+            "rope_append_int8",
+            "copy",
+        )
     ],
 )
 def test_kernels_are_the_same_with_64_bit_types(case):
