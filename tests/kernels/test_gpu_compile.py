@@ -26,27 +26,20 @@ CASES = {
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
 STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in gpu_compile.CASES if case.startswith("step")]
-# By default each kernel once. `long` adds quantised pools, `slow` whole steps, further shapes and the other chip.
-QUICK = {
-    "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "rope_append", "copy",
-    "gather", "scatter",
-}  # fmt: skip
+# CI compiles each kernel for an H200; a night adds whole steps, further shapes and the other chip.
 SLOW = {
     "adopt", "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256",
     "decode_f32", "decode_width_64", "decode_width_256", "decode_int8_width_64", "decode_int8_width_256",
     "decode_int8_width_512", "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8",
     "triton_prefill_fp8", "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
     "latent_decode_128", "latent_prefill_128", "latent_prefill_int8", "step", "step_scanned", "step_sharded",
-    "step_context",
+    "step_context", "bookkeeping_1", "latent_decode_int8",
 }  # fmt: skip
 ALL = [
-    pytest.param(
-        target, case,
-        marks=pytest.mark.slow if case in SLOW or target != "h200" else () if case in QUICK else pytest.mark.long,
-    )
+    pytest.param(target, case, marks=pytest.mark.slow if case in SLOW or target != "h200" else ())
     for target, cases in CASES.items()
     for case in cases
-]  # fmt: skip
+]
 TRITON, MOSAIC = ["__gpu$xla.gpu.triton"], ["mosaic_gpu_v2"]
 
 pytestmark = [needs_toolchain, pytest.mark.long]
@@ -59,15 +52,15 @@ def compiled(target, *cases, **more):
 
 
 def result_of(target, case, **more):
-    """The result of one compile. The default cases share a process, which saves seven starts."""
-    cases = sorted(QUICK) if case in QUICK and target == "h200" and not more else [case]
-    return compiled(target, *cases, **more)[case]
+    """The result of one compile. Those of CI share a process, which saves as many starts."""
+    shared = case not in SLOW and target == "h200" and not more
+    return compiled(target, *([case for case in CASES[target] if case not in SLOW] if shared else [case]), **more)[case]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.long if case == "append_int8" else pytest.mark.slow)
+        pytest.param(case, marks=() if case == "append_int8" else pytest.mark.slow)
         for case in (
             "decode_16",
             "decode_int8",
@@ -122,7 +115,7 @@ def test_pools_are_updated_in_place(case):
     assert result["temporaries"] < 0.05 * result["pool"]
 
 
-@pytest.mark.parametrize("case", ["bookkeeping_16", pytest.param("bookkeeping_1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", ["bookkeeping_16", pytest.param("bookkeeping_1", marks=pytest.mark.slow)])
 def test_bookkeeping_takes_few_kernels_and_never_stops_the_device(case):
     """In plain jax it takes 140 kernels, and ten loops whose end the host decides."""
     result = result_of("h200", case)
@@ -137,7 +130,6 @@ def test_a_scanned_step_copies_one_layers_weights_at_most():
     assert scanned["temporaries"] <= unrolled["temporaries"] + scanned["layer"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", STEPS)
 def test_the_whole_step_is_made_of_the_kernels(case):
     """Lowering for a GPU with `implementation=None` chooses the kernels, and the step never waits for the host."""
