@@ -199,8 +199,15 @@ def shape_of(config: ModelConfig, layers: int | None = None) -> Decoder:
     return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
-def compile_step(step: Step, layers: int) -> list[Node]:
-    """The nodes of a step with so many layers, compiled for an H200. The pools are those of the whole model."""
+class Compiled(NamedTuple):
+    """The nodes of a step, and ptxas's account of each of its kernels of attention."""
+
+    nodes: list[Node]
+    attention: dict[str, dict[str, int]]
+
+
+def compile_step(step: Step, layers: int) -> Compiled:
+    """A step with so many layers, compiled for an H200. The pools are those of the whole model."""
     cache = jax.eval_shape(lambda: kvjax.Cache.create(step.spec()))
 
     def run(model, cache, tokens):
@@ -215,7 +222,8 @@ def compile_step(step: Step, layers: int) -> list[Node]:
         _, compiled = compile_for(mesh, run, args, (1,), dump, **options)
         folder, hlo = pathlib.Path(dump), compiled.as_text()
         sizes = {x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pools)}
-        return nodes_of(gpu_thunks.read(folder, hlo), Module(hlo, sizes), accounts(folder))
+        kernels = accounts(folder)
+        return Compiled(nodes_of(gpu_thunks.read(folder, hlo), Module(hlo, sizes), kernels), kernels)
 
 
 def accounts(dump: pathlib.Path) -> dict[str, dict[str, int]]:
@@ -275,7 +283,14 @@ def line(label: str, found: Estimate, measured: float | None) -> str:
 
 def measure(names: Sequence[str], batches: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
     """Prints the table; returns metrics, details by kernel, and what was measured."""
-    result: dict[str, Any] = {"metrics": {}, "kernels_us": {}, "measured_us": {}, "not_measured": {}, "left_out": {}}
+    result: dict[str, Any] = {
+        "metrics": {},
+        "kernels_us": {},
+        "measured_us": {},
+        "not_measured": {},
+        "left_out": {},
+        "attention": {},
+    }
     print(HEAD)
     for name, rows, length in itertools.product(names, batches, lengths):
         for dtype in KINDS[name]:
@@ -287,7 +302,7 @@ def measure(names: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
                 result["left_out"][label] = "weights and pools take more than a GPU's memory"
                 print(f"  {label:28}     {result['left_out'][label]}", flush=True)
                 continue
-            few, more = (compile_step(step, layers) for layers in (FEW, MORE))
+            (few, _), (more, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
             layers, attention = len(step.config.layers), step.attention()
             found, measured = estimate(few, more, layers, attention, step.floor_s()), measured_us(name, step)
             common.require(found.share < 1, f"{label}: {found.step} µs, less than the floor of {found.floor}")
@@ -296,6 +311,8 @@ def measure(names: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
             result["metrics"] |= {f"{label}_{part}_us": common.rounded(us) for part, us in parts.items()}
             result["metrics"][f"{label}_share"] = common.rounded(found.share)
             result["kernels_us"][label] = by_kernel(few, more, layers, attention)
+            shown = ("registers", "spills", "programs", "resident", "loop_instructions", "instructions_32kb")
+            result["attention"][label] = {key: {k: one[k] for k in shown if k in one} for key, one in kernels.items()}
             if measured is None:
                 result["not_measured"][label] = "no figure in benchmarks/results"
             else:

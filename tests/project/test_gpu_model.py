@@ -108,7 +108,9 @@ def test_what_a_gpu_has_measured_is_found(tmp_path):
 def test_the_table_leaves_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_model, "find_compilers", lambda: True)
     nodes = [Node("product", True, 10**9), ATTEND]
-    monkeypatch.setattr(gpu_model, "compile_step", lambda step, layers: [BOOKS, *layers * nodes])
+    kernels = {"decode_attention": {"registers": 168, "bulk_copies": 0}}
+    made = lambda step, layers: gpu_model.Compiled([BOOKS, *layers * nodes], kernels)  # noqa: E731
+    monkeypatch.setattr(gpu_model, "compile_step", made)
     file = tmp_path / "model.json"
     monkeypatch.setattr(
         sys, "argv", ["", "--models", "8b", "--batches", "128", "--lengths", "8192", "--json", str(file)]
@@ -120,6 +122,7 @@ def test_the_table_leaves_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
     metrics = {name.removeprefix("step_8b_int8_b128_8192_"): value for name, value in result["metrics"].items()}
     assert metrics["gaps_us"] == 64 and metrics["bookkeeping_us"] == 1 and 0 < metrics["share"] < 1
     assert result["constants"] == gpu_model.CONSTANTS
+    assert result["attention"] == {"step_8b_int8_b128_8192": {"decode_attention": {"registers": 168}}}
     nodes[0] = BOOKS
     with pytest.raises(SystemExit, match=r"step_8b_int8_b128_8192: .* less than the floor"):
         gpu_model.main()
@@ -162,7 +165,8 @@ def test_a_step_is_compiled_and_its_nodes_are_those_that_are_counted(tmp_path):
         assert of_model >= parts["model"]["launches"] > 20
     (two, its, _), (three, others, _) = counts
     assert 10 < others - its == three - two  # a layer more is all of the model
-    metrics = json.loads(file.read_text())["metrics"]
+    metrics, attention = (json.loads(file.read_text())[key] for key in ("metrics", "attention"))
+    assert {"registers", "resident", "programs"} <= set(attention["step_tiny_b16_b2_64"]["decode_attention"])
     found = {name.removeprefix("step_tiny_b16_b2_64_"): value for name, value in metrics.items()}
     assert 0 < found["floor_us"] < found["kernels_us"] < found["step_us"] and 0 < found["share"] < 1
     assert found["gaps_us"] == its and found["bookkeeping_us"] == pytest.approx(two - its, abs=0.1)
