@@ -66,9 +66,7 @@ def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     seconds, pools, _ = time_loop(model, state, pools, size)
     bookkeeping, *_ = time_loop(NO_MODEL, state, pools, size)
 
-    weights = sum(x.nbytes for x in jax.tree.leaves(model))
-    if not config.tie_word_embeddings:  # else it is the output matrix too
-        weights -= model.embed_tokens.embedding[...].nbytes
+    weights = weight_bytes(model)
     kv = rows * size.context * sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in config.layers)
     record.result["shapes"][metric] = {"rows": rows, **size._asdict(), "weight_bytes": weights, "kv_bytes": kv}
     record.add("kvjax", f"{metric}_us", 1e6 * seconds)
@@ -76,6 +74,15 @@ def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     record.rate("kvjax", metric, (weights + kv) / seconds, "copy_tb_s")
     record.add("kvjax", f"{metric}_bookkeeping_us", 1e6 * bookkeeping)
     record.add("kvjax", f"{metric}_bookkeeping_share", bookkeeping / seconds)
+
+
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of weights that a step has to read: all but the embedding, unless that is the output matrix too."""
+
+    def size(weights):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+
+    return size(model) - (0 if model.config.tie_word_embeddings else size(model.embed_tokens))
 
 
 def measure_loops(record: Record, name: str, rows: int, quick: bool) -> None:

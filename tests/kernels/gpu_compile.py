@@ -10,6 +10,7 @@ kernels were emitted in, and the program's collectives and temporaries.
 
 import functools
 import glob
+import importlib.metadata
 import json
 import math
 import os
@@ -39,6 +40,7 @@ from models.decoder import Decoder
 from models.placement import partition_spec
 from tests.kernels import gpu_sass
 
+TOOLCHAIN = pathlib.Path(__file__).parents[2] / ".gpu-toolchain" / importlib.metadata.version("jaxlib")
 ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, SEQS = 32, 32, 8, 128, 4096, 4, 128
 
 

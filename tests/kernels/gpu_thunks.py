@@ -37,6 +37,7 @@ class Thunk:
       trips: the trip count of a loop; None if XLA does not know it, and for all other thunks.
       parts: the thunks inside, by what they are: "condition" and "body", "true_branch", ... "" without a label.
       number: joins it with an instruction; 0 for a command buffer.
+      instruction: its name in the optimised HLO.
       buffered: whether it is in a command buffer.
     """
 
@@ -46,6 +47,7 @@ class Thunk:
     trips: int | None = None
     parts: dict[str, list[Thunk]] = dataclasses.field(default_factory=dict)
     number: int = 0
+    instruction: str = ""
     buffered: bool = False
 
     @property
@@ -82,7 +84,8 @@ def read(dump: pathlib.Path, hlo: str) -> Thunk:
         raise ValueError(f"thunks {sorted(differ)}: not in both the sequence and the metadata")
     lines = dict(re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*)$", hlo, re.MULTILINE))
     for thunk in root:
-        line = lines.get(instructions.get(thunk.number, ""), "")
+        thunk.instruction = instructions.get(thunk.number, "")
+        line = lines.get(thunk.instruction, "")
         name, trips = re.search(r'op_name="([^"]*)"', line), re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
         thunk.op_name, thunk.trips = name[1] if name else "", int(trips[1]) if trips else None
         if thunk.kind == "kWhile" and " while(" not in line:

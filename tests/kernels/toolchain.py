@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compilers for GPUs that scripts/gpu_toolchain.sh has installed for this jaxlib, and processes that use them."""
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.drive import ROOT, output_of
+from tests.kernels.gpu_compile import TOOLCHAIN
 
-TOOLCHAIN = ROOT / ".gpu-toolchain" / importlib.metadata.version("jaxlib")
 needs_toolchain = pytest.mark.skipif(
     not (TOOLCHAIN / ".installed").exists(), reason="no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)"
 )

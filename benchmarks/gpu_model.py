@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of a decode step on an H200, from the programs that XLA and Triton compile for it, without a GPU.
+
+A step is extend, the model, commit and the choice of tokens, one graph on the device. Its floor is the time for what
+must move or be multiplied once: weights, K/V of all rows, logits. A kernel takes as long as the longest of its bytes
+at the bandwidth of memory, its products, and, for attention, the instructions of its loop. Nodes of the graph follow
+each other at a fixed distance. None of it is measured: a kernel's latency and how the rows' work meets the caches are
+not in it, XLA's products have the tiles that it chooses without timing them, and what stays in the L2 cache counts as
+memory. Beside it stands what `benchmarks/results` has measured.
+
+It needs the compilers of scripts/gpu_toolchain.sh. Programs of two and three layers are compiled; their difference is
+each further layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import kvjax
+from benchmarks import common, gpu, gpu_step
+from benchmarks.gpu_first import RESULTS
+from models.config import ModelConfig
+from models.decoder import Decoder
+from tests.kernels import gpu_thunks
+from tests.kernels.gpu_compile import (
+    MULTIPROCESSORS,
+    TOOLCHAIN,
+    account,
+    compile_for,
+    i32,
+    launched,
+    on_gpus,
+    prepare,
+)
+from tests.kernels.gpu_hlo import Module
+from tests.kernels.gpu_programs import in_scope, is_of_model
+
+GPU, CORES = "h200", MULTIPROCESSORS["h200"]
+CONSTANTS = {
+    "bytes_s": 4.3e12, "flops_s": 790e12, "gap_s": 1e-6, "memory_bytes": 141e9,
+    "instructions_cycle": 0.6,  # of each of the four schedulers of a multiprocessor
+    "cycles_s": 1.98e9,
+}  # fmt: skip
+ASSUMED = (
+    "4.3 TB/s, 790 TFLOP/s, 1 µs between nodes of a graph, 0.6 instructions a cycle and\n"
+    f"  scheduler on {CORES} multiprocessors at 1.98 GHz; products untuned, intermediates count as memory"
+)
+INSTRUCTIONS_S = CORES * 4 * CONSTANTS["instructions_cycle"] * CONSTANTS["cycles_s"]
+KINDS = {"1b": ("bfloat16",), "8b": ("bfloat16", "int8"), "tiny": ("bfloat16",)}
+NAMES = {"bfloat16": "b16", "int8": "int8"}
+FEW, MORE = 2, 3  # layers of the programs, so that one has a layer more in the middle
+
+
+class Node(NamedTuple):
+    """A node of the graph of a step.
+
+    Attributes:
+      kernel: the name of its kernel, without a number; "copy" for a copy.
+      is_of_model: whether the model runs it; the others keep the cache's books and choose tokens.
+      bytes: read and written, but for K/V.
+      flops: of its products, but for attention.
+      kv_instructions: warp instructions for each byte of K/V, of attention.
+    """
+
+    kernel: str
+    is_of_model: bool
+    bytes: int
+    flops: int = 0
+    kv_instructions: float | None = None
+
+
+class Attention(NamedTuple):
+    """The work of a layer's attention: bytes of K/V, those of its scales too, and products."""
+
+    kv_bytes: int
+    scale_bytes: int
+    flops: int
+
+
+class Sums(NamedTuple):
+    """Sums over nodes: seconds of kernels and the number of nodes, of the model and around it."""
+
+    kernels_s: float = 0.0
+    nodes: float = 0
+    around_s: float = 0.0
+    around_nodes: float = 0
+
+    def extended(self, more: Sums, layers: int) -> Sums:
+        """The sums of a program of so many layers, from these of two and `more` of three."""
+        return Sums(*(few + (layers - FEW) * (many - few) for few, many in zip(self, more, strict=True)))
+
+
+class Estimate(NamedTuple):
+    """Modelled microseconds of a step."""
+
+    floor: float
+    kernels: float
+    gaps: float
+    bookkeeping: float
+
+    @property
+    def step(self) -> float:
+        return self.kernels + self.gaps + self.bookkeeping
+
+    @property
+    def share(self) -> float:
+        """The floor's share of the step."""
+        return self.floor / self.step
+
+
+def seconds(node: Node, attention: Attention) -> float:
+    """The modelled time of a kernel."""
+    moved, flops, instructions = node.bytes, node.flops, 0.0
+    if node.kv_instructions is not None:
+        moved += attention.kv_bytes + attention.scale_bytes
+        flops += attention.flops
+        instructions = node.kv_instructions * attention.kv_bytes
+    return max(moved / CONSTANTS["bytes_s"], flops / CONSTANTS["flops_s"], instructions / INSTRUCTIONS_S)
+
+
+def sums(nodes: Iterable[Node], attention: Attention) -> Sums:
+    """The sums over the nodes of a program."""
+    found = Sums()
+    for node in nodes:
+        took = seconds(node, attention)
+        own = Sums(took, 1) if node.is_of_model else Sums(around_s=took, around_nodes=1)
+        found = Sums(*map(sum, zip(found, own, strict=True)))
+    return found
+
+
+def estimate(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention, floor_s: float) -> Estimate:
+    """The estimate for a model of so many layers, from its programs of two and three layers."""
+    whole = sums(few, attention).extended(sums(more, attention), layers)
+    gap = CONSTANTS["gap_s"]
+    around = whole.around_s + gap * whole.around_nodes
+    return Estimate(*(1e6 * s for s in (floor_s, whole.kernels_s, gap * whole.nodes, around)))
+
+
+class Step(NamedTuple):
+    """A decode step of so many rows that hold `length` tokens each, over K/V of a dtype."""
+
+    config: ModelConfig
+    dtype: str
+    rows: int
+    length: int
+
+    def spec(self) -> kvjax.CacheSpec:
+        """A cache for the rows and the next block of each."""
+        config, tokens = self.config, self.length + 16
+        specs = shape_of(config, max(len(config.layers), MORE)).layer_specs()
+        return kvjax.make_spec(
+            specs, num_blocks=self.rows * -(-tokens // 16), max_seqs=self.rows, max_length=tokens, dtype=self.dtype
+        )
+
+    def attention(self) -> Attention:
+        """The work of a layer."""
+        layer, (pool,) = self.config.layers[0], self.spec().groups[0].pools
+        tokens, width = self.rows * self.length, layer.head_dim
+        kv = tokens * 2 * layer.kv_heads * width * jnp.dtype(self.dtype).itemsize
+        whole = tokens * pool.block_bytes(16) // (16 * len(pool.layers))
+        return Attention(kv, whole - kv, 4 * tokens * self.config.num_heads * width)
+
+    def floor_bytes(self) -> int:
+        """What must move once: weights, K/V of all rows, logits in float32."""
+        attention, logits = self.attention(), 4 * self.rows * self.config.vocab_size
+        kv = len(self.config.layers) * (attention.kv_bytes + attention.scale_bytes)
+        return gpu_step.weight_bytes(shape_of(self.config)) + kv + logits
+
+    def floor_s(self) -> float:
+        """The time for that, or for all products, whichever is longer."""
+        weights = gpu_step.weight_bytes(shape_of(self.config)) // 2  # bf16
+        flops = 2 * self.rows * weights + len(self.config.layers) * self.attention().flops
+        return max(self.floor_bytes() / CONSTANTS["bytes_s"], flops / CONSTANTS["flops_s"])
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and pools fit into one GPU's memory."""
+        held = shape_of(self.config), jax.eval_shape(lambda: kvjax.init_pools(self.spec()))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held)) < CONSTANTS["memory_bytes"]
+
+
+@functools.cache
+def shape_of(config: ModelConfig, layers: int | None = None) -> Decoder:
+    """The shapes of a model, or of one with another number of its layers."""
+    config = config if layers is None else dataclasses.replace(config, layers=config.layers[:1] * layers)
+    return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
+class Compiled(NamedTuple):
+    """The nodes of a step, and ptxas's account of each of its kernels of attention."""
+
+    nodes: list[Node]
+    attention: dict[str, dict[str, int]]
+
+
+def compile_step(step: Step, layers: int) -> Compiled:
+    """A step with so many layers, compiled for an H200. The pools are those of the whole model."""
+    cache = jax.eval_shape(lambda: kvjax.Cache.create(step.spec()))
+
+    def run(model, cache, tokens):
+        cache, extended = cache.extend(jnp.ones((step.rows,), jnp.bool_))
+        called = jax.tree_util.Partial(in_scope, model)
+        cache, logits, committed = kvjax.step(called, cache, tokens, jnp.ones((step.rows,), jnp.int32))
+        return cache, jnp.argmax(logits, axis=-1), extended, committed
+
+    args, mesh = on_gpus(GPU, {"x": 1}, (shape_of(step.config, layers), cache, i32(step.rows, 1)))
+    options = {**gpu.DECIDES["device"], "xla_dump_emitter_re": "ptx"}
+    with tempfile.TemporaryDirectory() as dump:
+        _, compiled = compile_for(mesh, run, args, (1,), dump, **options)
+        folder, hlo = pathlib.Path(dump), compiled.as_text()
+        sizes = {x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pools)}
+        kernels = accounts(folder)
+        return Compiled(nodes_of(gpu_thunks.read(folder, hlo), Module(hlo, sizes), kernels), kernels)
+
+
+def accounts(dump: pathlib.Path) -> dict[str, dict[str, int]]:
+    """The account that ptxas gives of each kernel of attention in the dump of a program."""
+    found: dict[str, dict[str, int]] = {}
+    for ptx in dump.glob("*.ptx"):
+        if re.search(r"\.entry \w*decode_attention", ptx.read_text()):
+            found |= account(ptx, GPU, launched(dump))
+    return found
+
+
+def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str, int]]) -> list[Node]:
+    """The nodes of a program: its kernels and copies.
+
+    Raises:
+      ValueError: if some of them run in a loop, so that one node is many launches.
+    """
+    thunks = [thunk for thunk in root if thunk.is_kernel or thunk.kind in gpu_thunks.COPIES]
+    if len(thunks) != gpu_thunks.count(root)["launches"]:
+        raise ValueError("kernels in a loop")
+    nodes = []
+    for thunk in thunks:
+        cost, name = module.cost(thunk.instruction), thunk.kernel if thunk.is_kernel else "copy"
+        of_model = is_of_model(thunk) or module.is_in(thunk.instruction, "/model/")
+        instructions = instructions_of(kernels[name]) if cost.reads_pool else None
+        nodes.append(Node(re.sub(r"_\d+|(?<=_remat)\d+", "", name), of_model, cost.bytes, cost.flops, instructions))
+    return nodes
+
+
+def instructions_of(kernel: dict[str, int]) -> float:
+    """Warp instructions for a byte of K/V, as if all multiprocessors had as many programs as the one with most."""
+    programs = kernel["programs"]
+    return kernel["instructions_32kb"] / 32_768 * CORES * -(-programs // CORES) / programs
+
+
+def measured_us(name: str, step: Step, results: pathlib.Path = RESULTS) -> float | None:
+    """What a GPU has measured of a step, by the files of `benchmarks.gpu_first` and `benchmarks.kernels`."""
+    if (step.length, step.dtype) != (gpu_step.Size().context, "bfloat16"):
+        return None
+    for file in sorted(results.glob("*.json")):
+        result = json.loads(file.read_text())
+        for section in (result, *result.get("sections", {}).values()):
+            found = section.get("metrics", {}).get("kvjax", {}).get(f"step_{name}_b{step.rows}_us")
+            if found is not None:
+                return found
+    return None
+
+
+HEAD = "  model of a step on an H200, µs   floor  kernels   gaps  books     step  share  measured"
+
+
+def line(label: str, found: Estimate, measured: float | None) -> str:
+    """A line of the table."""
+    cells = f"{found.floor:8.0f} {found.kernels:8.0f} {found.gaps:6.0f} {found.bookkeeping:6.0f} {found.step:8.0f}"
+    return f"  {label:28}{cells} {found.share:6.0%}  {'not measured' if measured is None else f'{measured:.0f}'}"
+
+
+def measure(names: Sequence[str], batches: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
+    """Prints the table; returns metrics, details by kernel, and what was measured."""
+    result: dict[str, Any] = {
+        "metrics": {},
+        "kernels_us": {},
+        "measured_us": {},
+        "not_measured": {},
+        "left_out": {},
+        "attention": {},
+    }
+    print(HEAD)
+    for name, rows, length in itertools.product(names, batches, lengths):
+        for dtype in KINDS[name]:
+            step, label = (
+                Step(gpu_step.CONFIGS[name], dtype, rows, length),
+                f"step_{name}_{NAMES[dtype]}_b{rows}_{length}",
+            )
+            if not step.fits:
+                result["left_out"][label] = "weights and pools take more than a GPU's memory"
+                print(f"  {label:28}     {result['left_out'][label]}", flush=True)
+                continue
+            (few, _), (more, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
+            layers, attention = len(step.config.layers), step.attention()
+            found, measured = estimate(few, more, layers, attention, step.floor_s()), measured_us(name, step)
+            common.require(found.share < 1, f"{label}: {found.step} µs, less than the floor of {found.floor}")
+            print(line(label, found, measured), flush=True)
+            parts = {**found._asdict(), "step": found.step}
+            result["metrics"] |= {f"{label}_{part}_us": common.rounded(us) for part, us in parts.items()}
+            result["metrics"][f"{label}_share"] = common.rounded(found.share)
+            result["kernels_us"][label] = by_kernel(few, more, layers, attention)
+            shown = ("registers", "spills", "programs", "resident", "loop_instructions", "instructions_32kb")
+            result["attention"][label] = {key: {k: one[k] for k in shown if k in one} for key, one in kernels.items()}
+            if measured is None:
+                result["not_measured"][label] = "no figure in benchmarks/results"
+            else:
+                result["measured_us"][label] = measured
+    return result
+
+
+def by_kernel(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention) -> dict[str, float]:
+    """Modelled microseconds of each kernel, all of a step's together, without gaps; the longest first."""
+    found = {}
+    for kernel in {node.kernel for node in (*few, *more)}:
+        own = [sums([node for node in nodes if node.kernel == kernel], attention) for nodes in (few, more)]
+        whole = own[0].extended(own[1], layers)
+        found[kernel] = common.rounded(1e6 * (whole.kernels_s + whole.around_s))
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def find_compilers() -> bool:
+    """Lets this process compile for GPUs, and run on none; False if there are no compilers."""
+    prepare()
+    sys.path.insert(0, str(TOOLCHAIN))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # what is compiled for another device cannot be read again
+    return (TOOLCHAIN / ".installed").exists()
+
+
+def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    def add(parser: Any) -> None:
+        parser.add_argument("--quick", action="store_true", help="a tiny model: whether it runs")
+        parser.add_argument("--models", type=lambda text: text.split(","), default=["1b", "8b"], help="of 1b, 8b")
+        parser.add_argument("--batches", type=numbers, default=[1, 32, 128], help="rows (default: %(default)s)")
+        parser.add_argument("--lengths", type=numbers, default=[2048, 8192], help="tokens of each row")
+
+    args = common.parse("gpu_model", __doc__, add)
+    result: dict[str, Any] = {"benchmark": "gpu_model", "device": "none: a model of an H200", **common.where()}
+    if find_compilers():
+        sizes = (["tiny"], [2], [64]) if args.quick else (args.models, args.batches, args.lengths)
+        result |= {"constants": CONSTANTS, **measure(*sizes)}
+        print(f"  by a model, not measured: {ASSUMED}")
+    else:
+        result["not_measured"] = {"everything": "no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)"}
+        print(f"  not run: {result['not_measured']['everything']}")
+    common.write(result, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes and floating-point operations of the kernels of a compiled program, from its optimised HLO.
+
+The bytes of a fusion are those of its operands and its result. An operand that the fusion only slices or gathers from
+counts as its slices. A Pallas kernel is a custom call, whose operands count whole, and what it updates in place not at
+all: it touches a small part of that. Nor do arrays of a pool count, of which only the caller knows what is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+PALLAS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2"  # targets of custom calls
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_HEAD = re.compile(r" *(?:ROOT )?%?([\w.-]+) = ")
+_SLICES = "slice", "dynamic-slice", "gather"
+
+
+class Instruction(NamedTuple):
+    """An instruction.
+
+    Attributes:
+      type: of its result, as HLO writes it; a tuple's in parentheses.
+      opcode: such as fusion.
+      operands: names; of a parameter its number.
+      attributes: the rest of the line.
+    """
+
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+class Cost(NamedTuple):
+    """The least that a kernel has to do.
+
+    Attributes:
+      bytes: read and written.
+      flops: of matrix products.
+      reads_pool: whether an operand is an array of a pool that it does not update.
+    """
+
+    bytes: int
+    flops: int = 0
+    reads_pool: bool = False
+
+
+def parse_instruction(line: str) -> tuple[str, Instruction] | None:
+    """The name and the instruction of a line; None of a line that has none."""
+    if not (head := _HEAD.match(line)):
+        return None
+    kind, rest = _until(line[head.end() :], " ")
+    opcode, _, rest = rest.partition("(")
+    inside, attributes = _until(rest, ")")
+    operands = re.findall(r"%([\w.-]+)", inside) or [inside]
+    return head[1], Instruction(kind, opcode.strip(), tuple(operands), attributes)
+
+
+def _until(text: str, end: str) -> tuple[str, str]:
+    """The text before the first `end` that is outside parentheses, and what follows it."""
+    depth = 0
+    for number, letter in enumerate(text):
+        if depth == 0 and letter == end:
+            return text[:number], text[number + 1 :]
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+    return text, ""
+
+
+def _itemsize_bits(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) if bits else 8 * (dtype == "pred")
+
+
+def array_bytes(kind: str) -> int:
+    """Bytes of all arrays of a type."""
+    arrays = _ARRAY.findall(kind)
+    return sum(-(-_itemsize_bits(dtype) * math.prod(_dims(shape)) // 8) for dtype, shape in arrays)
+
+
+def _dims(shape: str) -> list[int]:
+    return [int(size) for size in shape.split(",") if size]
+
+
+def _shape(kind: str) -> list[int]:
+    """The dimensions of the type of one array."""
+    ((_, shape),) = _ARRAY.findall(kind)
+    return _dims(shape)
+
+
+class Module:
+    """The computations of a program.
+
+    Args:
+      hlo: its optimised HLO.
+      pools: bytes of the arrays that hold K/V or scales. Nothing else may have as many.
+
+    Raises:
+      ValueError: if a name is that of two instructions.
+    """
+
+    def __init__(self, hlo: str, pools: Collection[int] = ()):
+        self.pools, self.computations, self.home = pools, {}, {}
+        name = ""
+        for line in hlo.splitlines():
+            if line.endswith("{") and (head := re.match(r"(?:ENTRY )?%?([\w.-]+) \(", line)):
+                name = head[1]
+                self.computations[name] = {}
+            elif found := parse_instruction(line):
+                if found[0] in self.home:
+                    raise ValueError(f"two instructions are named {found[0]}")
+                self.computations[name][found[0]] = found[1]
+                self.home[found[0]] = name
+
+    def _of(self, name: str) -> Instruction:
+        return self.computations[self.home[name]][name]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[str]]:
+        """The instructions that have each instruction as an operand."""
+        users: dict[str, list[str]] = {}
+        for computation in self.computations.values():
+            for name, instruction in computation.items():
+                for operand in dict.fromkeys(instruction.operands):
+                    users.setdefault(operand, []).append(name)
+        return users
+
+    def is_in(self, name: str, scope: str) -> bool:
+        """Whether an instruction was traced in a scope. One without a trace is where its results are used."""
+        traced = re.search(r'op_name="([^"]+)"', self._of(name).attributes)
+        if traced:
+            return scope in traced[1]
+        return any(self.is_in(user, scope) for user in self.users.get(name, []))
+
+    def cost(self, name: str) -> Cost:
+        """The bytes and operations of an instruction that is a kernel or a copy.
+
+        Raises:
+          ValueError: for a custom call of a library, which may compute anything, and for a kernel of XLA's over a pool,
+            which may touch any part of it.
+        """
+        instruction = self._of(name)
+        if instruction.opcode == "custom-call":
+            return self._pallas_cost(instruction)
+        operands = [self._of(operand).type for operand in instruction.operands if operand in self.home]
+        if instruction.opcode != "copy" and {array_bytes(kind) for kind in operands} & set(self.pools):
+            raise ValueError(f"{name}: a kernel of XLA's over a pool: {instruction.opcode} of {operands}"[:200])
+        if instruction.opcode != "fusion":
+            flops = self._product_flops(instruction) if instruction.opcode == "dot" else 0
+            return Cost(sum(map(array_bytes, [*operands, instruction.type])), flops)
+        (called,) = re.findall(r"calls=%?([\w.-]+)", instruction.attributes)
+        inside = self.computations[called]
+        parameters = {int(one.operands[0]): key for key, one in inside.items() if one.opcode == "parameter"}
+        read = sum(self._read_bytes(parameters[number]) for number in range(len(operands)))
+        flops = sum(self._product_flops(one) for one in inside.values() if one.opcode == "dot")
+        return Cost(read + array_bytes(instruction.type), flops)
+
+    def _pallas_cost(self, call: Instruction) -> Cost:
+        target = re.search(r'custom_call_target="([^"]+)"', call.attributes)
+        if not target or target[1] not in PALLAS:
+            raise ValueError(f"a custom call that is not understood: {call.attributes[:200]}")
+        aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}, ", call.attributes)
+        in_place = {int(number) for number in re.findall(r"\((\d+),", aliases[1] if aliases else "")}
+        sizes = [array_bytes(self._of(operand).type) for operand in call.operands if operand in self.home]
+        read = [size for number, size in enumerate(sizes) if number not in in_place]
+        written = array_bytes(call.type) - sum(sizes[number] for number in in_place)
+        whole = [size for size in read if size not in self.pools]
+        return Cost(sum(whole) + written, reads_pool=len(whole) < len(read))
+
+    def _read_bytes(self, name: str) -> int:
+        """The bytes that a fusion reads of something inside it: all, or no more than its slices."""
+        whole, read = array_bytes(self._of(name).type), 0
+        for user in self.users.get(name, []):
+            instruction = self._of(user)
+            if instruction.opcode in _SLICES and instruction.operands[0] == name:
+                read += array_bytes(instruction.type)
+            elif instruction.opcode == "bitcast":
+                read += self._read_bytes(user)
+            else:
+                return whole
+        return min(read, whole)
+
+    def _product_flops(self, product: Instruction) -> int:
+        (axes,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", product.attributes)
+        left = _shape(self._of(product.operands[0]).type)
+        return 2 * math.prod(_shape(product.type)) * math.prod(left[axis] for axis in _dims(axes))
