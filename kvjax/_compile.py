@@ -58,16 +58,22 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
       platform: for which programs are compiled, such as "cuda"; None: that of jax's default device.
 
     Returns:
-      The options; none for other platforms, and where the environment variable KVJAX_COMMAND_BUFFERS is 0.
+      The options, none for other platforms. Where the environment variable KVJAX_COMMAND_BUFFERS is 0, nothing is
+      recorded.
     """
     if platform is None:
         device = jax.devices()[0]
         version = device.client.platform_version
         platform = "cuda" if device.platform == "gpu" and "cuda" in version.lower() else device.platform
-    if platform != "cuda" or os.environ.get(VARIABLE) == "0":
+    if platform != "cuda":
         return {}
+    # XLA counts a pool that is updated in place more than once. Where pools fill the memory it would believe that there
+    # is not enough, and compute products again rather than store them.
+    options = {"xla_disable_hlo_passes": "rematerialization"}
+    if os.environ.get(VARIABLE) == "0":
+        return options
     # A loop is one command, whatever is in it, and XLA would record no fewer than five.
-    return {"xla_gpu_enable_command_buffer": COMMANDS, "xla_gpu_graph_min_graph_size": "1"}
+    return options | {"xla_gpu_enable_command_buffer": COMMANDS, "xla_gpu_graph_min_graph_size": "1"}
 
 
 class OutermostJit:

@@ -173,3 +173,14 @@ def test_a_step_is_compiled_and_its_nodes_are_those_that_are_counted(tmp_path):
     parts = found["kernels_us"] + found["gaps_us"] + found["bookkeeping_us"]
     assert found["step_us"] == pytest.approx(parts, rel=1e-5)
     assert found["share"] == pytest.approx(found["floor_us"] / found["step_us"], rel=1e-4)
+
+
+@needs_toolchain
+@pytest.mark.slow
+def test_nothing_is_computed_twice_where_pools_fill_the_memory(tmp_path):
+    """XLA counts a pool more than once, and would compute a layer's products again to save memory that it has."""
+    file, options = tmp_path / "model.json", ("--models", "8b", "--batches", "128", "--lengths", "4096")
+    output_of(sys.executable, "-m", "benchmarks.gpu_model", *options, "--json", str(file), PYTHONPATH=str(ROOT))
+    result = json.loads(file.read_text())
+    assert not [kernel for kernels in result["kernels_us"].values() for kernel in kernels if "remat" in kernel]
+    assert result["metrics"]["step_8b_b16_b128_4096_share"] > 0.9
