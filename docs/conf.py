@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation site: `make docs` builds it in out/docs from these pages and the docstrings, without a network."""
 
+import ast
 import enum
 import inspect
 import re
+import textwrap
 
 from sphinx.domains.python import PyObject
 
@@ -26,9 +28,8 @@ extensions = [
 
 # Pages
 nb_execution_mode = "off"  # the outputs in a notebook are shown as they are
-myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-highlight_language = "default"  # Python, if it is
+highlight_language = "text"  # a block without a language is output, or a drawing
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -92,20 +93,29 @@ def mark_untyped(app, what, name, obj, options, lines):
             lines[number] = re.sub(r"(?=\S)", ": ", lines[number], count=1)
 
 
+def language_of(lines):
+    """The language of an indented paragraph: a drawing has none."""
+    try:
+        ast.parse(textwrap.dedent("\n".join(lines)))
+    except SyntaxError:
+        return "text"
+    return "python"
+
+
 def mark_drawings(app, what, name, obj, options, lines):
     """Makes literal blocks of a docstring's indented paragraphs: code and drawings, as in Markdown."""
     del app, what, name, obj, options
-    marked, before, in_drawing, follows_blank = [], 0, False, False
-    for line in lines:
-        indent = len(line) - len(line.lstrip())
-        if line.strip():
-            in_drawing = in_drawing and indent > before
-            if follows_blank and not in_drawing and indent >= before + 4:
-                marked += [f"{before * ' '}::", ""]
-                in_drawing = True
-            before = before if in_drawing else indent
-        follows_blank = not line.strip()
-        marked.append(line)
+    rest, marked, before = [line.rstrip() for line in lines], [], 0
+    while rest:
+        indent = len(rest[0]) - len(rest[0].lstrip())
+        if indent >= before + 4 and marked and not marked[-1]:
+            outside = (number for number, line in enumerate(rest) if line and not line.startswith(" " * (before + 1)))
+            end = next(outside, len(rest))
+            block, rest = rest[:end], rest[end:]
+            marked += [f"{' ' * before}.. code-block:: {language_of(block)}", "", *block, ""]
+        else:
+            before = indent if rest[0] else before
+            marked.append(rest.pop(0))
     lines[:] = marked
 
 
@@ -114,7 +124,10 @@ def mend_signature(app, what, name, obj, options, args, returns):
     del app, options
     if isinstance(obj, enum.EnumType):
         return "", None
-    args, returns = (text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text) for text in (args, returns))
+    aliases = re.compile(r"TypeAliasForwardRef\('([\w.]+)'\)")
+    args, returns = (text and aliases.sub(r"\1", text) for text in (args, returns))
+    if args:  # a default that is no expression would end the parsing of the others
+        args = re.sub(r"<function (?:\w+\.)*(\w+)[^>]*>", r"\1", args.replace("<factory>", "..."))
     if is_a_verb_as_method(what, obj):
         returns = returns.replace("CacheState", name.split(".")[-2])
     return args, returns

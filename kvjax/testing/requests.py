@@ -26,6 +26,8 @@ class Request(TypedDict, total=False):
         trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as is reserved
         trial.do({"verb": "release", "seq": 0})
 
+    The fields of each verb:
+
         verb                fields
         admit               seq; tokens; namespace; extra_ids, one per token (where the spec has them)
         extend              num_tokens, one per row, 0 for a row that does not grow, as all free rows
@@ -40,7 +42,7 @@ class Request(TypedDict, total=False):
         unpin               which: number of the pin among those that last, modulo how many these are
         reset
 
-    Of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are used.
+    Those of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are used.
 
         verb                fields
         offload, onboard    which: a bit for each of the first blocks that could go, in order; group
