@@ -14,7 +14,7 @@ import kvjax.pools
 import kvjax.tiers
 
 project = "kvjax"
-copyright = "the kvjax authors"
+author = copyright = "the kvjax authors"
 version = release = kvjax.__version__
 
 extensions = [
@@ -52,7 +52,7 @@ napoleon_use_ivar = True  # attributes of a dataclass have their names from the 
 html_theme = "sphinx_book_theme"
 html_title = "kvjax"
 html_static_path = ["_static"]
-html_css_files = ["narrow.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {

@@ -91,3 +91,16 @@ def test_kvjax_is_grouped_as_in_its_source():
 def test_kernels_without_a_page_have_the_names_of_xlas(module):
     path = ROOT / f"{module.replace('.', '/')}.py"
     assert set(exports(path)) <= set(namespaces()["pallas_kernels.xla"])
+
+
+@pytest.mark.parametrize("package", ["kvjax", "models", "pallas_kernels"])
+def test_code_in_docstrings_touches_no_letters(package):
+    """Sphinx takes the backtick in `name`s for no end, and what follows up to the next backtick for code."""
+    kinds, found = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+        for text in (ast.get_docstring(node) or "" for node in nodes):
+            for code in re.finditer(r"`[^`]+`", text):
+                around = text[max(code.start() - 1, 0) : code.start()] + text[code.end() : code.end() + 1]
+                found += [f"{path}: {code[0]}"] if re.search(r"\w", around) else []
+    assert not found, found
