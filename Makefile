@@ -15,6 +15,7 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-
 OLDEST := .venv-jax0112
 TUNIX := .venv-tunix
 FLEET := .venv-fleet
+DOCS := .venv-docs
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
@@ -27,7 +28,7 @@ TOOLCHAIN := :
 endif
 
 .PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet fingerprint \
-	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint format wheel
+	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint format wheel docs
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -108,6 +109,11 @@ gpu-kernels: ## registers, spills and loops of the attention kernels on a GPU, w
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_kernels $(ARGS)
+
+docs: ## the documentation site, in out/docs; makes an environment of its own
+	@scripts/setup.sh $(DOCS) docs
+	@JAX_PLATFORMS=cpu $(DOCS)/bin/python -m sphinx -q -W --keep-going -d out/doctrees docs out/docs $(ARGS)
+	@echo out/docs/index.html
 
 lint: ## ruff and pyright
 	@$(SETUP)

@@ -95,8 +95,8 @@ class LayerSpec:
         """A layer that carries a state from token to token (gated delta rule, Mamba), which `kvjax.recur` computes.
 
         Args:
-          arrays: the arrays of the state of one sequence by their names: shapes of float32, or
-            `jax.ShapeDtypeStruct`s.
+          arrays: the arrays of the state of one sequence by their names: a shape of float32 each, or a
+            `jax.ShapeDtypeStruct`.
           axes: for each array that a mesh divides the axis, such as that of the heads.
 
         Raises:
@@ -164,7 +164,7 @@ class PoolSpec:
 
     @property
     def mesh_axes(self) -> Any:
-        """The `MeshAxes` of the pool's arrays, [N + 1, L, *`block_shape`]; latents have one head, which is not divided.
+        """The `MeshAxes` of the pool's arrays, `[N + 1, L, *block_shape]`; latents have one head, which is not divided.
 
         What has a window or a state is not divided by tokens, whatever these say.
         """

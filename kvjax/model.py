@@ -23,7 +23,7 @@ _TRAINING = (
 
 
 class Model(Protocol):
-    """Computes the next tokens of some rows: `kvjax.write`s their K/V and `kvjax.attend`s to all tokens so far.
+    """Computes the next tokens of some rows: writes K/V (`kvjax.write`), and attends to all tokens (`kvjax.attend`).
 
     Any pytree with this call is one: a Flax NNX module, or `jax.tree_util.Partial(fn, weights)`.
     """

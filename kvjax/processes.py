@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.state import CacheState
 
+__all__ = ["agreed_time", "failed_anywhere"]
+
 
 def agreed_time(state: CacheState, time: int) -> int:
     """The first process's time, i32, for the verbs' `now`.

@@ -18,6 +18,8 @@ from kvjax.pools.placement import num_shards
 from kvjax.spec import CacheSpec, GroupSpec, Kind, LayerSpec, make_spec
 from kvjax.state import EvictionPolicy
 
+__all__ = ["Plan", "plan"]
+
 # Slots, (block, kv head) rows of a pool and handles of the index (under eight a block) are int32.
 _MOST_SLOTS = 2**31 - 1
 _Key = int | str | None  # of a group

@@ -18,6 +18,8 @@ from kvjax.layers import PoolSpec as PoolSpec
 from kvjax.layers import StateArray as StateArray
 from kvjax.layers import check_int, check_positive, check_window, dtype_name
 
+__all__ = ["CacheSpec", "GroupSpec", "Kind", "LayerSpec", "PoolSpec", "StateArray", "make_spec"]
+
 RECURRENT = "recurrent"  # key of the group of recurrent layers, where others have their window
 
 

@@ -36,6 +36,11 @@ import numpy as np
 from kvjax._arrays import Pytree, either, pick, unreadable
 from kvjax.spec import CacheSpec
 
+__all__ = [
+    "DEFAULT_PRIORITY", "NO_BLOCK", "Blocks", "CacheState", "EvictionPolicy", "Group", "Host", "Links", "Match",
+    "Sequences", "Text",
+]  # fmt: skip
+
 DEFAULT_PRIORITY = 35
 NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again

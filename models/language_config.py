@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that the configurations of `LanguageModel`s have in common, from a Hugging Face config.json."""
+"""The fields that all configurations of a `LanguageModel` have, from a Hugging Face config.json."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Stopwatch:
         return sum(end - start for start, end in self._spans)
 
     def timed(self, stream: Iterable[kvjax.serving.Progress]) -> Iterator[kvjax.serving.Progress]:
-        """Yields the stream's `Progress`es, and notes the time of each turn."""
+        """Yields each `Progress` of the stream, and notes the time of each turn."""
         turns = iter(stream)
         while True:
             began = time.perf_counter() - self.compiled

@@ -23,6 +23,8 @@ from jax import lax
 
 from pallas_kernels import tuning
 
+__all__ = ["IMPLEMENTATIONS", "PLATFORMS", "call", "lowering_for", "lowers_for"]
+
 # The modules' names in order of preference, which `tuning.FIRST` overrides for a function. `call` imports a module when
 # it first asks it: the import of Mosaic's takes a third of the time of jax's.
 IMPLEMENTATIONS = ("triton", "mosaic", "xla")

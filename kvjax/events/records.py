@@ -58,9 +58,9 @@ class Records(Pytree):
     """Changes of blocks, one record each.
 
     Attributes:
-      records: i32[E, 9]; the columns below; records of kind NONE are padding.
+      records: i32[E, 9]; the columns below, each also a property; records of kind NONE are padding.
 
-    Columns, each also a property of this class:
+    Columns:
       kind: an `EventKind`.
       group: which attention window.
       block, generation: the node that the event is about; for a copy, the pool row to copy to.

@@ -18,9 +18,9 @@ class Transfer(Pytree):
     """The moves of one transition. All sources are read before any target is written, so that two blocks can swap.
 
     Attributes:
-      records: i32[K, 5]; the columns below, one record a move; records whose block is NO_BLOCK are padding.
+      records: i32[K, 5]; the columns below, each also a property, a record a move; padding has NO_BLOCK for a block.
 
-    Columns, each also a property of this class:
+    Columns:
       group: which attention window.
       block: the block that moves, or that takes a copy.
       number: tells this move of the block from others.

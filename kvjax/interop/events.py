@@ -16,6 +16,8 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import COLUMNS, EventKind, Events
 from kvjax.spec import CacheSpec
 
+__all__ = ["HostEvents", "listened"]
+
 _KINDS = (EventKind.REMOVED, EventKind.UPDATED, EventKind.STORED, EventKind.CLEARED)  # what changes an index
 
 

@@ -28,6 +28,8 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.events.mirror import Node, decoded, node_of, parent_of
 from kvjax.interop import columns as col
 
+__all__ = ["Hashing", "block_hash", "block_hashes", "root_hash", "salt_hash", "with_hashes"]
+
 _WORD = 4  # bytes of a word of a row
 _LACKS = "wanted one that `hashes` has: the hashes after all events before these"
 _NONE = bytes(HASH_BYTES)

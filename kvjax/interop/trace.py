@@ -30,6 +30,8 @@ from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
+__all__ = ["Trace"]
+
 _CACHE, _PROMPTS = 1, 2  # processes: groups of tracks
 _TRACKS = {"admission": "admissions", "loop": "loops", "move": "moves", "transition": "other transitions"}
 _LEVELS = ("device", "host")

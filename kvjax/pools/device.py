@@ -92,7 +92,7 @@ class Pools(Pytree, static=("spec", "placement")):
         axes: dict[str, MeshAxes],
         out_axes: Any,
     ) -> Any:
-        """function(**operands), on each device with its own part of a group; see `Placement.over_devices`."""
+        """`function(**operands)`, on each device with its own part of a group; see `Placement.over_devices`."""
         if self.placement is None:
             return function(**operands)
         placement = self.placement.of_group(self.spec.groups[group])

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["plot_gains", "plot_rates", "plot_reuse"]
+
 _MARKED = 40  # most sizes of a curve that are marked
 
 

@@ -230,7 +230,7 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     Blocks on the host are not found. Costs the bookkeeping of the steps, and no bytes.
 
     Args:
-      serving: the requests and their cache; a batch that is only considered can be `submit`ted to it first.
+      serving: the requests and their cache; a batch that is only considered can be submitted to it first.
       scheduler: static; perhaps another than the one that runs.
       steps: static; of the model.
       now: i32[] ms.

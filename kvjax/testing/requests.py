@@ -26,28 +26,30 @@ class Request(TypedDict, total=False):
         trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as is reserved
         trial.do({"verb": "release", "seq": 0})
 
-    | verb | fields |
-    |---|---|
-    | admit | seq; tokens; namespace; extra_ids, one per token (where the spec has them) |
-    | extend | num_tokens, one per row, 0 for a row that does not grow, as all free rows |
-    | commit | num_tokens, one per row, at most those reserved; tokens, extra_ids: lists, used after the prompt |
-    | fork | src; dst |
-    | truncate | seq; drop: how many tokens to cut off |
-    | release | seq |
-    | evict | block |
-    | forget_namespaces | keep |
-    | pin | seq; num_blocks: how many of the row's first blocks, those that are findable |
-    | unpin | which: number of the pin among those that last, modulo how many these are |
-    | reset | |
+    The fields of each verb:
 
-    Of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are used.
+        verb                fields
+        admit               seq; tokens; namespace; extra_ids, one per token (where the spec has them)
+        extend              num_tokens, one per row, 0 for a row that does not grow, as all free rows
+        commit              num_tokens, one per row, at most those reserved;
+                            tokens, extra_ids: lists, used after the prompt
+        fork                src; dst
+        truncate            seq; drop: how many tokens to cut off
+        release             seq
+        evict               block
+        forget_namespaces   keep
+        pin                 seq; num_blocks: how many of the row's first blocks, those that are findable
+        unpin               which: number of the pin among those that last, modulo how many these are
+        reset
 
-    | verb | fields |
-    |---|---|
-    | offload, onboard | which: a bit for each of the first blocks that could go, in order; group |
-    | watermark | empty; group |
-    | swap_out, swap_in | seq |
-    | complete | ok: whether the oldest moves were done, not heeded if something else was done since they were ordered |
+    Those of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are used.
+
+        verb                fields
+        offload, onboard    which: a bit for each of the first blocks that could go, in order; group
+        watermark           empty; group
+        swap_out, swap_in   seq
+        complete            ok: whether the oldest moves were done, not heeded if something else was done
+                            since they were ordered
     """
 
     verb: Required[str]

@@ -136,7 +136,7 @@ class Trial:
         that one of them reports as cached. What is held beside the rows counts as pinned.
 
         Args:
-          fn: (state, *args) -> (state, events): an `Events`, or several in their order, in a list, tuple or dict;
+          fn: `(state, *args) -> (state, events)`: an `Events`, or several in their order, in a list, tuple or dict;
             one that `scan` stacked stands for its steps. Jitted or not.
           args: handed on to `fn`.
           partial: whether a part may be done. By default nothing may have changed if any status is not OK; with

@@ -18,7 +18,7 @@ from tests.drive import ROOT, TIMEOUT, output_of
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = sorted(
     path
-    for folder in ("kvjax", "pallas_kernels", "models", "tests", "benchmarks", "scripts")
+    for folder in ("kvjax", "pallas_kernels", "models", "tests", "benchmarks", "scripts", "docs")
     for path in (ROOT / folder).rglob("*.py")
 )
 
@@ -39,6 +39,7 @@ def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
     wanted = {
         "learn", "models", "plot", "wires", "agent", "metrics", "stores", "serve", "tunix", "fleet", "test", "dev",
+        "docs",
     }  # fmt: skip
     assert {"cuda12", "cuda13", *wanted} <= set(extras)
     for cuda in ("cuda12", "cuda13"):

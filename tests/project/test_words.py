@@ -111,7 +111,7 @@ def sentences(path):
 
 def test_sentences_say_what_the_library_says():
     found = []
-    for path in [*files("kvjax", "models", "tests"), *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [*files("kvjax", "models", "tests"), *sorted((ROOT / "docs").rglob("*.md"))]:
         for line, text in sentences(path):
             for word in set(PROSE) & set(re.findall(r"[a-z]+", text.lower())):
                 found.append(f"{relative(path)}:{line}: say {INSTEAD[word]}, not {word}")

@@ -22,7 +22,7 @@ _REMOVED = ("block_hashes", "medium", "group_idx")
 
 
 def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_size: int | None = None) -> Trace:
-    """Reads a log of events: kvjax's own (`kvjax.interop.log`), or vLLM's `KVEventBatch`es as JSON, a line each.
+    """Reads a log of events: kvjax's own (`kvjax.interop.log`), or JSON lines of vLLM's batches (`KVEventBatch`).
 
     vLLM sends msgpack; `json.dumps(msgspec.msgpack.decode(payload), default=bytes.hex)` is such a line, of either form.
     Only events of blocks of the first group on the device are used.
