@@ -108,7 +108,7 @@ def test_pools_of_bytes_without_scales(stored, implementation):
 
 @pytest.mark.long
 @pytest.mark.parametrize("module", [xla, derivative], ids=["xla", "derivative"])
-@pytest.mark.parametrize(("parts", "stored"), [(2, None), (4, "int8"), (8, None)])
+@pytest.mark.parametrize(("parts", "stored"), [(2, None), (4, "int8"), pytest.param(8, None, marks=pytest.mark.slow)])
 def test_parts_of_blocks_merge_to_the_whole(parts, stored, module):
     """Part s of a row has its tokens s, s + parts, ... in order, and NaN elsewhere; some parts have none."""
     counts = np.array([9, 1, 0, 90, 1, 3], np.int32)
@@ -176,7 +176,7 @@ def test_one_row_and_one_block(implementation):
 
 
 @pytest.mark.parametrize("kernel", ["triton", "xla"])
-@pytest.mark.parametrize("window", [None, pytest.param(90, marks=pytest.mark.long)])
+@pytest.mark.parametrize("window", [None, pytest.param(90, marks=pytest.mark.slow)])
 def test_with_a_fixed_split_the_other_rows_change_no_bit_of_a_row(kernel, window, monkeypatch):
     monkeypatch.setattr(tuning, "resident_programs", lambda _: 16)
     monkeypatch.setattr(tuning, "FIXED_SPLIT", 40)

@@ -98,11 +98,8 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
             assert batch()[PEOPLE[0]].agrees(found.choices[0].text)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "devices"),
-    [(("--mesh", "2"), 2), pytest.param(("--mesh", "2", "--context", "2"), 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "devices"), [(("--mesh", "2"), 2), (("--mesh", "2", "--context", "2"), 4)])
 def test_a_mesh_gives_the_same_answers(started, options, devices):
     server, *_ = started(*options)
     with client_of(server) as client:

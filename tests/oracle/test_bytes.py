@@ -234,10 +234,13 @@ def anywhere(monkeypatch):
 @pytest.mark.parametrize(
     ("mistake", "step", "noticed"),
     [
-        (None, 0, ""), (no_ends, 2, "snapshot .* after .2. tokens"), (partial, 4, "snapshot .* after .6. tokens"),
-        (forgetful, 6, "row 0"), (anywhere, 7, "snapshot .* after .8. tokens"),
+        pytest.param(None, 0, "", marks=pytest.mark.slow),
+        pytest.param(no_ends, 2, "snapshot .* after .2. tokens", marks=pytest.mark.slow),
+        (partial, 4, "snapshot .* after .6. tokens"),
+        (forgetful, 6, "row 0"),
+        pytest.param(anywhere, 7, "snapshot .* after .8. tokens", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch):
     rows, programs, config = np.zeros((3, 16), int).tolist(), bytes_machine.programs(False), CONFIGS["fast recurrent"]
     if mistake is partial:
@@ -269,13 +272,13 @@ def test_bytes_with_kernels():
     assert "extend_rows" in str(traced.jaxpr)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_quantised_bytes_under_windows():
     tally = live(CONFIGS["fast windows"], seed=1, steps=400).tally
     assert_happened(tally, "hit", "partial hit", "merged", "slid", *ADOPTED, "landed beside the first group")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_of_recurrent_layers():
     tally = live(CONFIGS["fast recurrent"], seed=3, steps=400).tally
     assert_happened(tally, "hit", "merged", "slid", "offloaded", *ADOPTED, "landed beside the first group")
@@ -293,7 +296,7 @@ def test_bytes_of_blocks_that_devices_divide(name):
     assert_happened(live(CONFIGS[name], seed=3, steps=300).tally, "hit", "generated", "failed", *ADOPTED)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_of_rollouts_and_scores():
     tally = live(CONFIGS["rollouts"], seed=1, steps=300).tally
     things = "rollout hit", "generated", "scored", "not scored", "beside other rows", "forget_namespaces"
@@ -301,7 +304,7 @@ def test_bytes_of_rollouts_and_scores():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("verb", ["rollout", "score"])
+@pytest.mark.parametrize("verb", ["rollout", pytest.param("score", marks=pytest.mark.slow)])
 def test_weights_without_a_namespace_of_their_own_are_noticed(verb, monkeypatch):
     request = {
         "prompts": [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 1], [1, 2]], "completions": [[[0, 1, 2, 0]] * 2] * 3,

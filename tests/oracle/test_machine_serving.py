@@ -12,7 +12,7 @@ import pytest
 from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import COUNTS, LAYERS, OPTIONS, Both, program
 
-LONG = [("num_tokens", SIZE, "recurrent"), ("canonical", SIZE, "windows")]
+LONG = [("canonical", SIZE, "windows")]
 ALL = itertools.product(OPTIONS, (1, 3, SIZE), LAYERS)
 BY_NIGHT = [case for case in ALL if case not in LONG]
 NIGHTLY = 10_000  # steps of the machine, of all cases together

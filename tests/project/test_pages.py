@@ -27,7 +27,14 @@ def needs_of(page):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem == "rollouts" else ())
+        for page in PAGES
+        if "```python" in page.read_text()
+    ],
+)
 def test_a_page_prints_what_it_says(page, capsys):
     """A block without a language is the output of the Python since the last such block; other ones are not run."""
     with needs_of(page):

@@ -158,9 +158,8 @@ def test_a_history_is_that_on_one_device(shape, dtype, layer):
     chex.assert_trees_all_close(seen, wanted, atol=2e-2 if dtype != "float32" else 2e-6)
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param(MESHES[2], marks=pytest.mark.long), pytest.param(MESHES[1], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [MESHES[2], MESHES[1]])
 def test_a_mixed_step_is_that_on_one_device(shape):
     """A row that decodes and another's chunk on one axis, with NaN in all that is not theirs."""
 

@@ -141,7 +141,7 @@ def run(cache, scheduler, prompts, first_seed=0):
 
 
 CASES = [*itertools.product(("max_tokens", "num_tokens", "batch"), (1, 4, SIZE), (5, 12))]  # reserve, k, chunk
-LONG = [("num_tokens", 4, 12), ("max_tokens", 1, 5)]
+LONG = [("num_tokens", 4, 12)]
 MARKS = {**dict.fromkeys(CASES, pytest.mark.slow), **dict.fromkeys(LONG, pytest.mark.long)}
 
 

@@ -132,7 +132,7 @@ def test_under_vmap_and_in_replicas():
     chex.assert_trees_all_equal(jax.device_get(replicas), jax.device_get((found, after)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_turns_go_on_from_rows_that_are_held():
     """Another rollout between two turns evicts what nobody holds; the second turn finds all of the first one's."""
     cache = make_cache(14)
@@ -160,7 +160,7 @@ def counting(logits, last, positions, state):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
     """Few blocks, so that requests are preempted; each completion goes on from its own state."""
     scheduler, most = kvjax.serving.Scheduler(reserve="num_tokens", chunk=8, k=k), 11
@@ -176,8 +176,8 @@ def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
     kvjax.check(cache.state)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("logprobs", ["raw", pytest.param("sampling", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("logprobs", ["raw", "sampling"])
 def test_samples_are_those_of_run_batch(logprobs):
     """A model of a checkpoint, with a sampling for each prompt; log-probabilities of both kinds."""
     model, _ = load(GOLDENS / "llama")

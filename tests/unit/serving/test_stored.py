@@ -131,9 +131,8 @@ def check(kind, seed, tmp_path, monkeypatch):
     return restored, moves.failures
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "host" else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_without_a_store_bit_for_bit(kind, tmp_path, monkeypatch):
     restored, failures = check(kind, 1, tmp_path, monkeypatch)
     assert restored > 0 and (failures > 0) == (kind == "host")
@@ -313,7 +312,7 @@ def test_what_has_come_by_then_is_adopted(tmp_path, monkeypatch):
         assert outputs_of([DOCUMENT], store)[0] == [(32, 32)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
     """The last prompts wait for rows meanwhile."""
     prompts = [[n, *OTHER[:20]] for n in range(ROWS)] + [DOCUMENT[:50]]
@@ -389,7 +388,7 @@ def test_a_store_that_is_closed_meanwhile_is_as_good_as_none(tmp_path, monkeypat
         assert outputs[0].finish == "length"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_closed_stream_drops_its_reads(tmp_path):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT, OTHER], store)

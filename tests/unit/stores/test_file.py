@@ -122,7 +122,7 @@ def closed(prefixes):
     return all(len(prefix) == 2 or prefix[:-1] in prefixes for prefix in prefixes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)]])
 def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path):
@@ -332,7 +332,7 @@ HEADS, BLOCKS = (1, 2), (2, 1)  # devices that divide blocks by token, and heads
         pytest.param("latents", AUTO, BLOCKS, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.long
+@pytest.mark.slow
 def test_from_one_device_to_a_mesh_and_back(kind, axes, shape, tmp_path):
     spec, names = make_spec(kind), Namespaces()
     cache = history(create(spec), 4)
@@ -404,7 +404,7 @@ def test_an_empty_cache_and_one_without_bytes(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("saved", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_retention_tiers_and_policy_may_differ(saved, tmp_path):
     specs = [
         make_spec("plain", retention=True), make_spec("plain", num_blocks=10, num_host_blocks=16),
