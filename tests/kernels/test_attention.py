@@ -84,7 +84,7 @@ LATENTS = [
 
 @pytest.mark.parametrize(
     ("shape", "name", "stored"),
-    [pytest.param(*case, marks=() if number == 0 or case[1:] == ("sinks", "int8") else pytest.mark.long)
+    [pytest.param(*case, marks=() if number == 0 else pytest.mark.long)
      for number, case in enumerate(LATENTS)],
 )  # fmt: skip
 def test_latents(shape, name, stored, implementation):

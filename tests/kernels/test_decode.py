@@ -36,7 +36,7 @@ def shares_of(lengths, programs, window=None, part=None):
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(0, 40), st.integers(0, 3000)), min_size=9, max_size=9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 5, 66]), st.sampled_from([None, 40]))
 def test_programs_share_all_tiles_evenly(lengths, programs, window):
     found, shares = shares_of(lengths, programs, window)
@@ -51,6 +51,7 @@ def test_programs_share_all_tiles_evenly(lengths, programs, window):
     assert [row for row in order if wanted[row]] == order[: sum(map(bool, wanted))]  # rows without tiles are last
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 3]), st.sampled_from([None, 40]))
 def test_fixed_parts_are_of_one_row_and_do_not_depend_on_the_others(lengths, part, window):

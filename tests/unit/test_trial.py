@@ -236,7 +236,8 @@ def test_what_requests_may_do_a_composite_may_on_any_cache(name):
 
 def test_a_request_says_its_form():
     """The tables of `Request` name the fields of each verb's random requests."""
-    lines = re.findall(r"^    \| (\w[\w, ]*) \| ?(.*?) ?\|$", Request.__doc__, re.MULTILINE)
+    # A line of a table: verbs, two spaces or more, fields; further lines of the fields are indented as far as these.
+    lines = re.findall(r"^ {8}(\w[\w, ]*?)(?: {2,}(\S.*(?:\n {12,}\S.*)*))?$", Request.__doc__, re.MULTILINE)
     fields = {
         verb: {re.split(r"[,:(]", part)[0].strip() for part in text.split(";") if part.strip()}
         for verbs, text in lines

@@ -72,6 +72,7 @@ def test_logits_are_the_modules_own_and_new_weights_compile_nothing():
     assert type(module.final_norm) is nnx.RMSNorm
 
 
+@pytest.mark.long
 def test_a_flat_batch():
     """A ragged view of both rows, with the logits of two positions."""
     module = make(0)

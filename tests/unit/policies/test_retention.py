@@ -108,6 +108,7 @@ def test_a_time_to_live_that_ended_stays_over():
     assert found == [35] * 12
 
 
+@pytest.mark.long
 def test_an_earlier_time_changes_nothing():
     """A verb that does not get the time (0 by default) neither ends a time to live nor prolongs one."""
     for start in (1000, 2**31 + 1000, 3 * 2**30):

@@ -102,7 +102,8 @@ def test_latents_take_half_the_bytes_of_keys_that_are_values_too():
     assert sum(x.nbytes for x in init_pools(spec_of(LAYERS[:1], "int8")).arrays[0]) == 13 * 4 * WIDTH
 
 
-@pytest.mark.parametrize("form", ["decode", pytest.param("mixed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["decode", "mixed"])
 def test_gradients_are_those_of_dense_attention(form):
     """With respect to the latents, through K and V at once, and to q."""
     text, q, pools = numbers(0, 4, 20, WIDTH), numbers(1, 4, 20, HEADS, WIDTH), poisoned(init_pools(spec_of()))

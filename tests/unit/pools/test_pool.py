@@ -403,7 +403,8 @@ def steps(pools, q, state, records, loop):
 @pytest.mark.parametrize(
     ("loop", "dtype"),
     [
-        ("while", "float32"), ("layers", "float32"),
+        ("layers", "float32"),
+        pytest.param("while", "float32", marks=pytest.mark.long),
         pytest.param("scan", "bfloat16", marks=pytest.mark.long),
         pytest.param("scan", "float32", marks=pytest.mark.long),
         pytest.param("while", "bfloat16", marks=pytest.mark.long),

@@ -82,7 +82,7 @@ def run(cache, tokens, counts, form="padded", width=64):
     ("form", "width"),
     [
         pytest.param("padded", 3, marks=pytest.mark.long),
-        ("ragged", 1),
+        pytest.param("ragged", 1, marks=pytest.mark.long),
         ("mixed", 2),
         *[pytest.param(form, 64, marks=pytest.mark.long) for form in ("padded", "ragged")],
     ],

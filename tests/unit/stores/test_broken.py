@@ -190,6 +190,7 @@ def parts_of(folder, group):
     return [folder / part["file"] for part in named["parts"] if part["group"] == group]
 
 
+@pytest.mark.long
 def test_broken_blocks_and_what_follows_them_are_left_out(tmp_path, small_parts):
     """Also when bytes were exchanged for those of another block, and when files are cut or gone."""
     wanted, total = texts_of(FIRST), sum(len(groups) for groups in texts_of(FIRST).values())

@@ -414,6 +414,7 @@ def test_an_admission_that_only_its_own_prefix_could_pay_for():
     assert cache.admit(0, [1] * 12) == ["OK"]
 
 
+@pytest.mark.long
 def test_several_forks_and_cuts_at_once():
     cache, tokens = cache_of(12), [1, 2, 3, 4, 5, 6]
     assert cache.admit(0, tokens) == ["OK"] and cache.write({0: tokens}) == OK4
