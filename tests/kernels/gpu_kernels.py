@@ -3,8 +3,9 @@
 
 Prints a line for each kernel of the cases of `gpu_compile`, or with --json its measurements: registers and spills, the
 programs that fit on a multiprocessor at once, and the first of its loops with matrix products, which has no masks.
-`instructions_32kb` is what all warps run for 32 KB of K/V. tests/data/gpu_budgets.json bounds them. Needs the packages
-of scripts/gpu_toolchain.sh on PYTHONPATH.
+`instructions_32kb` is what all warps run for 32 KB of K/V; `in_flight` how many groups of asynchronous copies go on
+while the loop waits for one. tests/data/gpu_budgets.json bounds them. Needs the packages of scripts/gpu_toolchain.sh on
+PYTHONPATH.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from tests.kernels.gpu_compile import CASES, TARGETS, measure, prepare
 SHOWN = (
     "registers", "stack", "spills", "resident", "instructions_32kb", "loop_instructions", "loop_global_loads",
     "loop_byte_loads", "loop_slow_conversions", "loop_barriers",
+    "loop_in_flight",
 )  # fmt: skip
 
 

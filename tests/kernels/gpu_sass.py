@@ -18,9 +18,10 @@ _SHARED = {"h200": 233_472, "a100": 167_936}  # bytes of a multiprocessor; a pro
 
 
 class Loop(NamedTuple):
-    """An innermost loop: how often each instruction stands in it."""
+    """An innermost loop: how often each instruction stands in it, and what its waits for copies leave in flight."""
 
     instructions: collections.Counter[str]
+    in_flight: list[int]
 
     def count(self, *prefixes: str) -> int:
         """The number of instructions with one of these prefixes."""
@@ -31,7 +32,7 @@ def loops_of(sass: str) -> dict[str, list[Loop]]:
     """The innermost loops of each kernel with matrix products, in order, from nvdisasm's text."""
     found = {}
     for kernel, body in _KERNEL.findall(sass):
-        labels, names, jumps = {}, [], []
+        labels, names, jumps, waits = {}, [], [], {}
         for label, name, operands in _LINE.findall(body):
             if label:
                 labels[label] = len(names)
@@ -39,9 +40,14 @@ def loops_of(sass: str) -> dict[str, list[Loop]]:
             target = re.search(r"\.L_x_\d+", operands)
             if name.startswith("BRA") and target and target[0] in labels:  # backwards
                 jumps.append((labels[target[0]], len(names)))
+            if name == "DEPBAR.LE":  # of a scoreboard, and how many groups of copies may go on
+                waits[len(names)] = int(operands.split(",")[1].strip(" ;"), 16)
             names.append(name)
         inner = [a for a in jumps if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in jumps)]
-        loops = [Loop(collections.Counter(names[begin : end + 1])) for begin, end in sorted(inner)]
+        loops = [
+            Loop(collections.Counter(names[begin : end + 1]), [n for at, n in waits.items() if begin <= at <= end])
+            for begin, end in sorted(inner)
+        ]
         found[kernel] = [loop for loop in loops if loop.count(*_PRODUCTS)]
     return found
 
@@ -62,6 +68,7 @@ def loop_counts(loop: Loop) -> dict[str, int]:
         "loop_byte_loads": loop.count("LDS.U8", "LDS.S8"),
         "loop_slow_conversions": loop.count("F2F."),
         "loop_barriers": loop.count("BAR"),
+        **({"loop_in_flight": min(loop.in_flight)} if loop.in_flight else {}),
     }
 
 
