@@ -115,6 +115,11 @@ def test_pools_are_updated_in_place(case):
     assert result["temporaries"] < 0.05 * result["pool"]
 
 
+def test_a_pool_of_bytes_is_read_in_words_without_a_copy():
+    result = result_of("h200", "decode_int8")
+    assert result["temporaries"] < 0.01 * result["pool"]
+
+
 @pytest.mark.parametrize("case", ["bookkeeping_16", pytest.param("bookkeeping_1", marks=pytest.mark.slow)])
 def test_bookkeeping_takes_few_kernels_and_never_stops_the_device(case):
     """In plain jax it takes 140 kernels, and ten loops whose end the host decides."""
