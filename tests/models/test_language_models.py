@@ -25,9 +25,6 @@ from tests.poison import poisoned
 
 MAIN = ("deepseek_v3", "qwen3_next", "kimi_linear", "gpt_oss")
 with_long = [pytest.param(name, marks=() if name in MAIN else pytest.mark.long) for name in OWN_FAMILIES]
-by_kinds = [  # Kimi Linear has latents and states
-    pytest.param(name, marks=pytest.mark.long if name == "kimi_linear" else pytest.mark.slow) for name in MAIN
-]
 TOLERANCE = 2e-4  # of |a - b| / (1 + |b|)
 
 
@@ -66,7 +63,8 @@ def test_most_prompt_tokens_are_found_again(family):
     assert found > sum(map(len, prompts))
 
 
-@pytest.mark.parametrize("family", by_kinds)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAIN)
 def test_logits_of_a_chunk_of_single_tokens_and_of_a_mixed_line(family):
     """Two rows decode while the third computes its prompt, in pools that were poisoned."""
     model, _ = load(GOLDENS / family)
@@ -93,7 +91,8 @@ def test_logits_of_a_chunk_of_single_tokens_and_of_a_mixed_line(family):
     np.testing.assert_allclose(mixed, np.stack([wanted[row, at] for row, at in positions]), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", by_kinds)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MAIN)
 def test_bfloat16(family):
     """The logits of weights in bfloat16, with and without the cache, are near those of the same weights in float32."""
     model, _ = load(GOLDENS / family, dtype=jnp.bfloat16)

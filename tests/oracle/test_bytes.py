@@ -236,7 +236,7 @@ def anywhere(monkeypatch):
     [
         pytest.param(None, 0, "", marks=pytest.mark.slow),
         pytest.param(no_ends, 2, "snapshot .* after .2. tokens", marks=pytest.mark.slow),
-        (partial, 4, "snapshot .* after .6. tokens"),
+        pytest.param(partial, 4, "snapshot .* after .6. tokens", marks=pytest.mark.slow),
         (forgetful, 6, "row 0"),
         pytest.param(anywhere, 7, "snapshot .* after .8. tokens", marks=pytest.mark.slow),
     ],
@@ -264,7 +264,7 @@ def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch
         carry_out(config, lambda _: history)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_with_kernels():
     life = live(CONFIGS["fast kernels"], seed=0, steps=500)
     assert_happened(life.tally, *HAPPENS, *ADOPTED)

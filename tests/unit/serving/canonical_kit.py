@@ -23,7 +23,7 @@ KINDS = {
     "latents": ("deepseek_v3", {}),
     "host": ("qwen3", {"num_blocks": 40, "num_host_blocks": 30}),
 }
-LONG = {"windows", "host"}  # what CI adds to the default kind; a night has all
+LONG = {"host"}  # what CI adds to the default kind; a night has all
 each_kind = pytest.mark.parametrize(
     "kind",
     [

@@ -36,7 +36,8 @@ def prompts_of(number, seed=0):
     ]
 
 
-@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.slow), HOST])
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, HOST])
 def test_all_prompts_are_generated_for(host):
     prompts, seen = prompts_of(16), []
     outputs, cache, events = kvjax.run_batch(
