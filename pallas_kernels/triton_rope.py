@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +19,25 @@ from pallas_kernels.triton_attention import check_reach, converts_fp8
 _PAIRS = 1024  # at most in a program, so that the float32 halves stay in registers
 
 
+class _Static(NamedTuple):
+    """The static parameters of the kernel."""
+
+    shape: tuple[int, ...]  # of the pool, [N + 1, L, 2, K, P, D]
+    heads: int  # Q
+    rows: int  # heads of a program
+    columns: int  # of a half, padded to a power of two
+
+    @property
+    def q_tiles(self) -> int:
+        """Programs of a token for Q."""
+        return pl.cdiv(self.heads, self.rows)
+
+    @property
+    def kv_tiles(self) -> int:
+        """Programs of a token for K, and for V."""
+        return pl.cdiv(self.shape[3], self.rows)
+
+
 def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret=False):
     """As `xla.rope_append`: a program takes some heads of one token, of Q, K or V.
 
@@ -25,68 +47,70 @@ def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret
         got = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise NotImplementedError(f"triton: got q, k and v of {got}, wanted one dtype of at most 32 bits")
     check_append(pool)
-    tokens, (heads, width), kv_heads = slots.size, q.shape[-2:], k.shape[-2]
-    scratch_slot = (pool.shape[0] - 1) * pool.shape[4]
-    half, columns = width // 2, pl.next_power_of_2(width // 2)
-    rows = min(pl.next_power_of_2(kv_heads), max(_PAIRS // columns, 1))
-    q_tiles, kv_tiles = pl.cdiv(heads, rows), pl.cdiv(kv_heads, rows)
-
-    def kernel(
-        layer_ref,  # i32[1]
-        x_ref,  # [T, Q + K + K, D]
-        cos_ref, sin_ref,  # f32[T, D / 2]
-        slots_ref,  # i32[T]
-        *refs,  # what the results are aliased with; q [T, Q, D]; [(N + 1) L 2 K P, D]; scales f32[(N + 1) L 2 K P]
-    ):  # fmt: skip
-        q_ref, pool_ref, *scales_refs = refs[len(arrays) :]
-        token, tile = pl.program_id(0), pl.program_id(1)
-        slot, is_q, kv_tile = slots_ref[token], tile < q_tiles, jnp.maximum(tile - q_tiles, 0)
-        which = kv_tile // kv_tiles  # K or V; 0 for Q
-        head = jnp.where(is_q, tile, kv_tile % kv_tiles) * rows + jnp.arange(rows, dtype=jnp.int32)[:, None]
-        column = jnp.arange(columns, dtype=jnp.int32)
-        present = head < jnp.where(is_q, np.int32(heads), np.int32(kv_heads))
-        inside = jnp.broadcast_to(present, (rows, columns)) & jnp.broadcast_to(column[None] < half, (rows, columns))
-
-        def load(column):
-            of_x = head + jnp.where(is_q, np.int32(0), heads + which * kv_heads)
-            return plt.load(x_ref.at[token, of_x, column[None]], mask=inside, other=0.0).astype(jnp.float32)
-
-        def angle(ref):
-            return plt.load(ref.at[token, column], mask=column < half, other=0.0)[None]
-
-        halves = load(column), load(column + half)
-        rotated = rotate_halves(*halves, angle(cos_ref), angle(sin_ref))
-        # Rounded as in memory, before K is quantised.
-        new = [jnp.where(which == 1, *pair).astype(q.dtype) for pair in zip(halves, rotated, strict=True)]
-        row = slot_row(pool.shape, slot, layer_ref[0], which, head)
-        written = jnp.logical_not(is_q) & (slot < scratch_slot)
-        if scales_refs:
-            new_kv, scale = _quantise(new, pool.dtype)
-            plt.store(scales_refs[0].at[row], scale, mask=present & written)
-        else:
-            new_kv = [x.astype(pool.dtype) for x in new]
-        for at, of_q, of_pool in zip((column[None], column[None] + half), new, new_kv, strict=True):
-            plt.store(q_ref.at[token, head, at], of_q, mask=inside & is_q)
-            plt.store(pool_ref.at[row, at], of_pool, mask=inside & written)
-
+    tokens, (heads, width) = slots.size, q.shape[-2:]
+    columns = pl.next_power_of_2(width // 2)
+    rows = min(pl.next_power_of_2(k.shape[-2]), max(_PAIRS // columns, 1))
+    static = _Static(pool.shape, heads, rows, columns)
     # As rows of all heads: XLA sees that they are slices of one product only without a reshape between.
     x = jnp.concatenate([x.reshape(tokens, -1) for x in (q, k, v)], axis=1).reshape(tokens, -1, width)
-    cos, sin = (x.reshape(tokens, half) for x in (cos, sin))
+    cos, sin = (x.reshape(tokens, width // 2) for x in (cos, sin))
     arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]
     num_warps = min(max(rows * columns * q.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes of a half to a thread
     new_q, new_pool, *new_scales = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, static=static),
         out_shape=[
             jax.ShapeDtypeStruct((tokens, heads, width), q.dtype),
             *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays),
         ],
-        grid=(tokens, q_tiles + 2 * kv_tiles),
+        grid=(tokens, static.q_tiles + 2 * static.kv_tiles),
         input_output_aliases={5 + i: 1 + i for i in range(len(arrays))},
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="rope_append",
     )(jnp.full((1,), layer, jnp.int32), x, cos, sin, slots, *arrays)
     return new_q.reshape(q.shape), new_pool.reshape(pool.shape), *(x.reshape(pool.shape[:5]) for x in new_scales)
+
+
+def _kernel(
+    layer_ref,  # i32[1]
+    x_ref,  # [T, Q + K + K, D]
+    cos_ref, sin_ref,  # f32[T, D / 2]
+    slots_ref,  # i32[T]
+    *refs,  # what the results are aliased with; q [T, Q, D]; [(N + 1) L 2 K P, D]; scales f32[(N + 1) L 2 K P] if any
+    static: _Static,
+):  # fmt: skip
+    q_ref, pool_ref, *scales_refs = refs[len(refs) // 2 :]
+    shape, heads, rows, columns = static
+    kv_heads, half, scratch_slot = shape[3], shape[5] // 2, (shape[0] - 1) * shape[4]
+    token, tile = pl.program_id(0), pl.program_id(1)
+    slot, is_q, kv_tile = slots_ref[token], tile < static.q_tiles, jnp.maximum(tile - static.q_tiles, 0)
+    which = kv_tile // static.kv_tiles  # K or V; 0 for Q
+    head = jnp.where(is_q, tile, kv_tile % static.kv_tiles) * rows + jnp.arange(rows, dtype=jnp.int32)[:, None]
+    column = jnp.arange(columns, dtype=jnp.int32)
+    present = head < jnp.where(is_q, np.int32(heads), np.int32(kv_heads))
+    inside = jnp.broadcast_to(present, (rows, columns)) & jnp.broadcast_to(column[None] < half, (rows, columns))
+
+    def load(column):
+        of_x = head + jnp.where(is_q, np.int32(0), heads + which * kv_heads)
+        return plt.load(x_ref.at[token, of_x, column[None]], mask=inside, other=0.0).astype(jnp.float32)
+
+    def angle(ref):
+        return plt.load(ref.at[token, column], mask=column < half, other=0.0)[None]
+
+    halves = load(column), load(column + half)
+    rotated = rotate_halves(*halves, angle(cos_ref), angle(sin_ref))
+    # Rounded as in memory, before K is quantised.
+    new = [jnp.where(which == 1, *pair).astype(q_ref.dtype) for pair in zip(halves, rotated, strict=True)]
+    row = slot_row(shape, slot, layer_ref[0], which, head)
+    written = jnp.logical_not(is_q) & (slot < scratch_slot)
+    if scales_refs:
+        new_kv, scale = _quantise(new, pool_ref.dtype)
+        plt.store(scales_refs[0].at[row], scale, mask=present & written)
+    else:
+        new_kv = [x.astype(pool_ref.dtype) for x in new]
+    for at, of_q, of_pool in zip((column[None], column[None] + half), new, new_kv, strict=True):
+        plt.store(q_ref.at[token, head, at], of_q, mask=inside & is_q)
+        plt.store(pool_ref.at[row, at], of_pool, mask=inside & written)
 
 
 def _quantise(halves, dtype):

@@ -201,14 +201,7 @@ def _attend(
     first = first if stride == 1 else position[:, 0]
     blocks = min(_tile_blocks(num, pool.shape), tables.shape[1])
     tile_slots = blocks * size
-    # A row's tiles start at the first block that its first query sees. The first `whole` of them are seen whole by
-    # every query, but for the window; the others, up to `total`, need masks.
-    base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
-    if part is not None:
-        begin, end = part
-        base, first, length = jnp.maximum(base, begin // size), jnp.minimum(first, end - 1), jnp.minimum(length, end)
-    whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
-    total = -((base * size - length) // tile_slots)
+    base, length, whole, total = _extent(first, length, count, window, part, size, tile_slots)
     tables = tables if window is None and part is None else _columns(tables, base, tables.shape[1])
 
     def fetch(row):
@@ -248,6 +241,20 @@ def _attend(
     out = out if values is None else out[..., :values]
     lse = (highest + jnp.log(denominator)).reshape(split).swapaxes(1, 2).reshape(q.shape[:-1])
     return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
+
+
+def _extent(first, length, count, window, part, size, tile_slots):
+    """The slots that W tiles of queries go through, all i32[W], from queries at `first` and `length` slots.
+
+    They start at block `base`, the first one that the first query sees. Every query sees the first `whole` tiles of
+    slots whole, but for the window; the others, up to `total`, need masks. Returns base, length, whole and total.
+    """
+    base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
+    if part is not None:
+        begin, end = part
+        base, first, length = jnp.maximum(base, begin // size), jnp.minimum(first, end - 1), jnp.minimum(length, end)
+    whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
+    return base, length, whole, -((base * size - length) // tile_slots)
 
 
 def _columns(tables, start, count):
