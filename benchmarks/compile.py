@@ -91,9 +91,9 @@ def _spec() -> kvjax.CacheSpec:
 
 @functools.cache
 def _model() -> Any:
-    from models import demo, loading  # late: the verbs need no model
+    from models import loading, recall  # late: the verbs need no model
 
-    return loading.load(demo.CHECKPOINT)[0]
+    return loading.load(recall.CHECKPOINT)[0]
 
 
 def _verb(name: str) -> Program:

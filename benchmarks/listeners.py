@@ -54,7 +54,7 @@ class Listening(NamedTuple):
 
 def make_work(documents: int, questions: int) -> Work:
     """So many questions about each of so many documents."""
-    model, _ = load(demo.CHECKPOINT)
+    model, _ = load(recall.CHECKPOINT)
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320,
         block_size=8, dtype="float32",

@@ -24,10 +24,16 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_markdown_builder",
 ]
 
-# Pages
-nb_execution_mode = "off"  # the outputs in a notebook are shown as they are
+# Pages: their cells run at each build, in a folder of their own, and print what they show
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+nb_render_text_lexer = "text"
 myst_heading_anchors = 3
 highlight_language = "text"  # a block without a language is output, or a drawing
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from kvjax.stores import DiskStore
 from . import commands, recall, stores
 from .loading import load
 
-CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"
 # The model tells 48 facts apart without a mistake. Seven times over, they take far longer to compute than a question.
 FACTS, TIMES, QUESTIONS, ALONE, OTHERS = 48, 7, 12, 4, 4
 SEED, ROWS, BLOCK, BLOCKS, HOST_BLOCKS = 7, 8, 16, 320, 256
@@ -218,8 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_command(parser: commands.Parser, args: argparse.Namespace) -> None:
     """Runs the demo with the options of a command, which has prepared them."""
-    model, _ = load(CHECKPOINT)
-    with stores.opened(parser, args, make_spec(model), CHECKPOINT, PATIENCE_MS) as store:
+    model, _ = load(recall.CHECKPOINT)
+    with stores.opened(parser, args, make_spec(model), recall.CHECKPOINT, PATIENCE_MS) as store:
         entries, cache = run(model, store)
     commands.save(parser, args, entries)
     commands.draw(parser, args, cache)

@@ -23,7 +23,7 @@ from rich.progress import Progress
 import kvjax
 from kvjax._pictures import AMBER, VIOLET, finish, new_figure, picture
 
-from . import commands, demo, loading, recall
+from . import commands, loading, recall
 
 FACTS, DOCUMENTS, PROMPTS, END = 16, 4, 8, recall.IDS["<pad>"]  # a step asks 8 questions about one of 4 documents
 WIDTH, MOST = FACTS * recall.FACT_TOKENS + recall.QUESTION_TOKENS, 12  # tokens of a prompt, and of a completion
@@ -81,7 +81,7 @@ def make_step(graph: Any, optimizer: optax.GradientTransformation, samples: int)
 def run(num_steps: int, samples: int = 8, seed: int = 0) -> list[Report]:
     """Trains and prints; returns the report of each step."""
     console, rng, names = rich.console.Console(highlight=False), np.random.default_rng(seed), kvjax.Namespaces()
-    graph, weights = nnx.split(model := loading.load(demo.CHECKPOINT)[0])
+    graph, weights = nnx.split(model := loading.load(recall.CHECKPOINT)[0])
     optimizer, rows = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE)), PROMPTS * samples
     shape: Any = {"num_blocks": 13 * rows, "max_seqs": rows, "max_length": WIDTH + MOST, "block_size": 8}
     cache = kvjax.Cache.create(kvjax.make_spec(model.layer_specs(), **shape, dtype="float32"))

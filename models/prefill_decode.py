@@ -54,14 +54,14 @@ class Worker:
     """
 
     def __init__(self, folder: str | None = None, *, readonly: bool = False):
-        self.model, _ = load(demo.CHECKPOINT)
+        self.model, _ = load(recall.CHECKPOINT)
         spec = kvjax.make_spec(
             self.model.layer_specs(), num_blocks=BLOCKS, max_seqs=1, max_length=LENGTH, block_size=BLOCK,
             dtype="float32",
         )  # fmt: skip
         self.cache = kvjax.Cache.create(spec)
         self.store = None if folder is None else DiskStore(
-            folder, spec, model=stores.checkpoint_name(demo.CHECKPOINT), names=kvjax.Namespaces(),
+            folder, spec, model=stores.checkpoint_name(recall.CHECKPOINT), names=kvjax.Namespaces(),
             max_bytes=None if readonly else MAX_BYTES, patience_ms=demo.PATIENCE_MS, readonly=readonly,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ document share it as a prefix.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +38,7 @@ _PLACES = """
     prague quebec quito rabat reykjavik riga rome rotterdam santiago seattle seoul seville shanghai sofia
     stockholm sydney taipei tallinn tampere tehran tirana tokyo
 """
+CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"  # a small model that has learned it
 PEOPLE, PLACES = tuple(_PEOPLE.split()), tuple(_PLACES.split())
 WORDS = ("<pad>", "<unk>", ".", "?", "is", "in", "where")
 VOCABULARY = WORDS + PEOPLE + PLACES

@@ -82,7 +82,7 @@ class Engine:
 
 def bundled() -> tuple[Any, kvjax.CacheSpec]:
     """The bundled model, and the spec of a cache that holds three documents."""
-    model, _ = load(demo.CHECKPOINT)
+    model, _ = load(recall.CHECKPOINT)
     return model, kvjax.make_spec(
         model.layer_specs(), num_blocks=BLOCKS, max_seqs=1, max_length=BLOCK * 40, block_size=BLOCK,
         dtype="float32",

@@ -32,7 +32,6 @@ from .decoder import Decoder
 from .loading import save
 from .rope import Rope
 
-CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"
 # A slow rope: the second layer compares contents across a whole document, where fast pairs of dimensions only turn.
 CONFIG = ModelConfig(
     model_type="qwen2",  # for the biases of its projections, which let a head look a fixed distance back
@@ -137,7 +136,9 @@ def accuracy(model: Decoder, num_facts: int, *, num_documents: int = 64, seed: i
 def main(arguments: list[str] | None = None) -> None:
     """Trains, tests and saves."""
     parser = Parser("train", "Trains the bundled associative-recall decoder.")
-    parser.add_argument("--out", metavar="DIR", type=pathlib.Path, default=CHECKPOINT, help="default: %(default)s")
+    parser.add_argument(
+        "--out", metavar="DIR", type=pathlib.Path, default=recall.CHECKPOINT, help="default: %(default)s"
+    )
     folder = parser.parse_args(arguments).out
     began = time.perf_counter()
     model = train()

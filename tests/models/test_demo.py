@@ -76,8 +76,8 @@ def numbers(lines, name):
 
 def stored_tokens(folder):
     """The tokens of each document's whole blocks that a folder has, up to the first one that it lacks."""
-    spec = demo.make_spec(loading.load(demo.CHECKPOINT)[0])
-    model, names = stores.checkpoint_name(demo.CHECKPOINT), kvjax.Namespaces()
+    spec = demo.make_spec(loading.load(recall.CHECKPOINT)[0])
+    model, names = stores.checkpoint_name(recall.CHECKPOINT), kvjax.Namespaces()
     found = []
     with DiskStore(folder, spec, model=model, names=names, readonly=True) as store:
         for document in demo.documents(np.random.default_rng(demo.SEED)):

@@ -410,9 +410,9 @@ def test_recall_documents_questions_and_batches_agree():
 
 
 def test_the_bundled_model_answers():
-    model, tokenizer = load(train.CHECKPOINT)
+    model, tokenizer = load(recall.CHECKPOINT)
     assert model.config == train.CONFIG
-    assert sum(file.stat().st_size for file in train.CHECKPOINT.iterdir()) < 2_000_000
+    assert sum(file.stat().st_size for file in recall.CHECKPOINT.iterdir()) < 2_000_000
     assert tokenizer.get_vocab() == recall.IDS
     for num_facts in (4, 48, 64):
         assert train.accuracy(model, num_facts, num_documents=16) >= 0.98

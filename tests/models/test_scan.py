@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from models import Decoder, LayerConfig, ModelConfig, load, save, scanned, train, unrolled, verify
+from models import Decoder, LayerConfig, ModelConfig, load, recall, save, scanned, unrolled, verify
 from models.golden import read_golden
 from models.scan import Run, Turn, longest_run
 from tests.models.families import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, config
@@ -181,7 +181,7 @@ def test_a_step_copies_no_pool_and_one_layers_weights_at_most():
 def test_generate_takes_a_scanned_model():
     answers = []
     for scan in (False, True):
-        model, _ = load(train.CHECKPOINT, scan=scan)
+        model, _ = load(recall.CHECKPOINT, scan=scan)
         spec = kvjax.make_spec(model.layer_specs(), num_blocks=16, max_seqs=2, max_length=32, dtype="float32")
         prompts = [list(range(3, 20)), [5, 6, 7]]
         outputs, cache, _ = kvjax.generate(model, kvjax.Cache.create(spec), prompts, max_new_tokens=6)

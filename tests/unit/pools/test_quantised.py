@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from models import load, recall, train, verify
+from models import load, recall, verify
 from tests.drive import DATA, METHODS
 from tests.poison import poisoned
 
@@ -124,7 +124,7 @@ def test_recall_is_as_accurate_as_over_float32(dtype):
 @functools.cache
 def accuracy(dtype):
     """The accuracy of the bundled model's answers to questions about all facts of 4 documents of 64."""
-    model, _ = load(train.CHECKPOINT, dtype=jnp.float32)
+    model, _ = load(recall.CHECKPOINT, dtype=jnp.float32)
     tokens, marks = recall.make_batch(np.random.default_rng(0), 4, 64, 64)
     rows, length = tokens.shape
     spec = kvjax.make_spec(
