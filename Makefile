@@ -15,7 +15,8 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-
 OLDEST := .venv-jax0112
 TUNIX := .venv-tunix
 FLEET := .venv-fleet
-DOCS := .venv-docs
+SPHINX = JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
+  $(PYTHON) -m sphinx -q -W --keep-going -d out/doctrees
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
@@ -28,7 +29,7 @@ TOOLCHAIN := :
 endif
 
 .PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet fingerprint \
-	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint format wheel docs
+	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint format wheel docs docs-links
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -110,10 +111,20 @@ gpu-kernels: ## registers, spills and loops of the attention kernels on a GPU, w
 	@$(TOOLCHAIN)
 	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_kernels $(ARGS)
 
-docs: ## the documentation site, in out/docs; makes an environment of its own
-	@scripts/setup.sh $(DOCS) docs
-	@JAX_PLATFORMS=cpu $(DOCS)/bin/python -m sphinx -q -W --keep-going -d out/doctrees docs out/docs $(ARGS)
+# The pages' cells run at each build and share what they compile. Markdown twins of the pages are made of the same build.
+docs: ## the documentation site, in out/docs, with each page as Markdown and llms.txt
+	@$(SETUP)
+	@$(SETUP) $(if $(filter :,$(SETUP)),,docs)
+	@rm -rf out/docs
+	@$(SPHINX) -b html -j auto docs out/docs $(ARGS)
+	@$(SPHINX) -b markdown docs out/docs $(ARGS)
+	@$(PYTHON) scripts/check_site.py out/docs
 	@echo out/docs/index.html
+
+docs-links: ## the links that lead out of the site; needs the network
+	@$(SETUP)
+	@$(SETUP) $(if $(filter :,$(SETUP)),,docs)
+	@$(SPHINX) -b linkcheck docs out/links $(ARGS)
 
 lint: ## ruff and pyright
 	@$(SETUP)

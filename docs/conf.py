@@ -7,6 +7,8 @@ import inspect
 import re
 import textwrap
 
+from docutils import nodes
+from sphinx.addnodes import toctree
 from sphinx.domains.python import PyObject
 
 import kvjax
@@ -145,8 +147,39 @@ def skip_field_numbers(app, what, name, obj, skip, options):
     return True if (obj.__doc__ or "").startswith("Alias for field number") else None
 
 
+def link_twin(app, pagename, templatename, context, doctree):
+    """Names the Markdown twin of a page in its head."""
+    del app, templatename
+    if doctree is not None:
+        twin = pagename.rpartition("/")[2]
+        context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{twin}.md">\n'
+
+
+def first_sentence(doctree):
+    """The beginning of a page's first paragraph."""
+    paragraph = next(iter(doctree.findall(nodes.paragraph)), None)
+    text = "" if paragraph is None else " ".join(paragraph.astext().split())
+    return re.split(r"(?<=[.:]) ", text)[0].rstrip(":")
+
+
+def write_llms(app, error):
+    """Writes `llms.txt`, a list of the Markdown twins for programs that read the site."""
+    if error or app.builder.name != "markdown":
+        return
+    root = app.env.get_doctree("index")
+    lines = ["# kvjax", "", f"> {first_sentence(root)}"]
+    for tree in root.findall(toctree):
+        lines += ["", f"## {tree['caption']}", ""]
+        for _, page in tree["entries"]:
+            lines.append(f"- [{app.env.titles[page].astext()}]({page}.md): {first_sentence(app.env.get_doctree(page))}")
+    (app.outdir / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
 def setup(app):
     """Connects the functions above; those that change docstrings come before napoleon, which reads their sections."""
+    app.add_node(nodes.abbreviation, override=True, markdown=(lambda *_: None, lambda *_: None))
+    app.connect("html-page-context", link_twin)
+    app.connect("build-finished", write_llms)
     for change in (shorten, mark_untyped, mark_drawings):
         app.connect("autodoc-process-docstring", change, priority=400)
     app.connect("autodoc-process-signature", mend_signature)

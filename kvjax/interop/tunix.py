@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout engine of Tunix that samples from a paged cache: `ClusterConfig(rollout_engine=KvjaxRollout)`.
 
-It takes the place of Tunix' own `vanilla` engine, with the same models and configuration (docs/tunix.md).
+It takes the place of Tunix' own `vanilla` engine, with the same models and configuration (docs/howto/tunix.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers as README and docs/serving.md run them: a client, a router in front of two, a saved cache, and a mesh."""
+"""Servers as docs/howto/serving.md runs them: a client, a router in front of two, a saved cache, and a mesh."""
 
 import contextlib
 import re
@@ -12,6 +12,7 @@ from tests import wire_kit
 from tests.drive import ROOT
 from tests.models.serve_kit import GREEDY, KEY, PATIENCE, PEOPLE, Running, batch, prompt_of
 
+PAGE = ROOT / "docs/howto/serving.md"
 PUBLISH = ("--publish", wire_kit.ANY, "--replay", wire_kit.ANY)
 
 
@@ -21,10 +22,10 @@ def client_of(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
-def code_of(page):
-    """The Python of a page that its other tests do not run, since it needs a server."""
-    (code,) = re.findall(r"^```python3\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
-    return code.replace('"none"', f'"{KEY}"')
+def codes():
+    """The Python of the page that its build does not run, since it needs servers: a client, and a router."""
+    client, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    return client.replace('"none"', f'"{KEY}"'), router.replace('"none"', f'"{KEY}"')
 
 
 @pytest.fixture
@@ -45,11 +46,11 @@ def started(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_readmes_client_gets_an_answer(started):
+def test_the_client_of_the_page_gets_an_answer(started):
     server, *_ = started()
     printed = list[object]()
     names = {"print": printed.append}
-    exec(code_of("README.md").replace("http://127.0.0.1:8000", server.url), names)
+    exec(codes()[0].replace("http://127.0.0.1:8000", server.url), names)
     names["client"].close()
     assert [answer.choices[0].message.content.strip() for answer in printed] == ["oslo"]
 
@@ -57,7 +58,7 @@ def test_the_readmes_client_gets_an_answer(started):
 @pytest.mark.long
 def test_the_router_of_the_page_sends_prompts_where_they_are_cached(started):
     found = [started(*PUBLISH) for _ in range(2)]
-    code = code_of("docs/serving.md")
+    _, code = codes()
     for number, (server, (publish, replay)) in enumerate(found, 1):
         code = code.replace(f"http://127.0.0.1:800{number}", server.url)
         code = code.replace(f"tcp://127.0.0.1:560{number}", publish).replace(f"tcp://127.0.0.1:561{number}", replay)

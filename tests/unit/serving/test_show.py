@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of `show_requests` and `show_step`. docs/scheduler.md has a whole story."""
+"""The output of `show_requests` and `show_step`. docs/ideas/scheduler.md has a whole story."""
 
 import textwrap
 
