@@ -238,15 +238,6 @@ def lfu() -> EvictionPolicy:
     """Evicts the block that was reused least often since it was stored, among equals the least recently released.
 
     Blocks that were reused more than 120 times count as equals. Costs O(blocks touched).
-
-    Example:
-      >>> from kvjax import policies, research
-      >>> prompts = [[1, 2], [1, 3], [4, 5], [6, 7], [1, 8]]  # ids of blocks
-      >>> trace = research.make_trace(range(5), [8] * 5, [0] * 5, prompts, block_size=4)
-      >>> for policy in (policies.lru(), policies.lfu()):  # each over four blocks
-      ...     print(policy, research.simulate(trace, policy, [4]).blocks.tolist())
-      lru() [[0, 1, 0, 0, 0]]
-      lfu() [[0, 1, 0, 0, 1]]
     """
     return by_class(_hits, classes=_MOST_HITS + 1, name="lfu")
 

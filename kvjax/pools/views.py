@@ -153,15 +153,6 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
 
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
-
-    Example:
-      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
-      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
-      >>> state, _ = kvjax.admit(state, 1, np.arange(50, 60), 10)
-      >>> state, _ = kvjax.commit(state, np.arange(10)[None], [9], seqs=[0])
-      >>> view = kvjax.pools.mixed(state, [True, False], [1], [3], size=3)  # token 9 of row 0; then a chunk of row 1
-      >>> view.positions.tolist(), view.num_tokens.tolist()
-      ([[9, 0, 0, 1, 2]], [1, 0, 3])
     """
     size, most = static_int("size", size, 1), state.spec.max_seqs
     decode, seqs = row_mask("decode", decode, most), integers("seqs", seqs, ("R",))

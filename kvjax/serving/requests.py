@@ -46,7 +46,7 @@ class Finish(Named):
     """Why a request ended.
 
     Example:
-      >>> [kvjax.serving.Finish(number).name for number in (1, 2)]  # of `Rollout.finish`
+      >>> [kvjax.serving.Finish(number).name for number in (1, 2)]  # numbers in Rollout.finish
       ['STOP', 'LENGTH']
     """
 
