@@ -70,6 +70,12 @@ class Cache(Pytree):
     Attributes:
       state: the metadata.
       pools: the K/V.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> cache, events = kvjax.Cache.create(spec).admit(0, np.arange(10), 10)
+      >>> bool(events.ok), cache.state.seqs.length.tolist()
+      (True, [10, 0])
     """
 
     state: CacheState

@@ -56,6 +56,14 @@ class LayerSpec:
       sink_tokens: how many first tokens of a sequence stay in the cache whatever the window.
       values: of a layer of latents: V is the first `values` columns of K. None: K and V are apart.
       arrays: of a recurrent layer: the arrays of its state.
+
+    Example:
+      >>> layers = [kvjax.LayerSpec(kv_heads=8, head_dim=128), kvjax.LayerSpec.latent(576, values=512)]
+      >>> for layer in layers:  # bytes of a token in bfloat16
+      ...     spec = kvjax.make_spec([layer], num_blocks=8, max_seqs=2, max_length=64, block_size=16)
+      ...     print(spec.groups[0].block_bytes(16) // 16)
+      4096
+      1152
     """
 
     kv_heads: int
@@ -101,6 +109,12 @@ class LayerSpec:
 
         Raises:
           ValueError: naming the argument.
+
+        Example:
+          >>> layers = [kvjax.LayerSpec.recurrent({"state": (4, 8, 8)}), kvjax.LayerSpec(2, 16)]
+          >>> spec = kvjax.make_spec(layers, num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+          >>> [group.key for group in spec.groups]  # full attention first
+          [None, 'recurrent']
         """
         if not isinstance(arrays, Mapping) or not arrays:
             raise ValueError(f"arrays: got {arrays!r}, wanted the shape of at least one array by its name")

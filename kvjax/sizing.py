@@ -93,6 +93,14 @@ def plan(
     Raises:
       ValueError: if a budget is too small, with the least that would do; or an argument is wrong.
 
+    Example:
+      >>> layers = [kvjax.LayerSpec(kv_heads=8, head_dim=128)] * 32
+      >>> plan = kvjax.plan(layers, budget_bytes=8 << 30, max_seqs=16, max_length=4096)
+      >>> plan.ledger.num_full_seqs  # of 512 MiB each, without those of the metadata
+      15
+      >>> plan.ledger.used_bytes <= 8 << 30
+      True
+
     Source: TensorRT-LLM, which shares equally by default; its calculateWindowSizeToShare weighs by bytes.
     """
     name, budget = _budget(budget_bytes, device_fraction, device)

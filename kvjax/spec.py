@@ -43,6 +43,13 @@ class GroupSpec:
       num_host_blocks: H, blocks of the host tier.
       sink_tokens: how many first tokens of a sequence stay whatever the window.
       recurrent: whether its layers are recurrent.
+
+    Example:
+      >>> layers = [kvjax.LayerSpec(2, 16), kvjax.LayerSpec(2, 16, window=8)]
+      >>> blocks = {None: 8, 8: 6}
+      >>> spec = kvjax.make_spec(layers, num_blocks=blocks, max_seqs=2, max_length=32, block_size=4, num_host_blocks=4)
+      >>> [(group.window, group.num_blocks, group.num_ids) for group in spec.groups]
+      [(None, 8, 12), (8, 6, 10)]
     """
 
     num_blocks: int
@@ -106,6 +113,11 @@ class CacheSpec:
       partial_reuse: whether reuse goes on token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
       offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=30, block_size=4)
+      >>> spec.max_length, spec.max_blocks_per_seq  # whole blocks
+      (32, 8)
     """
 
     groups: tuple[GroupSpec, ...]
@@ -193,6 +205,12 @@ class CacheSpec:
         """The location of a model's layer: (group, pool in the group, index in the pool), from a static number.
 
         A scan over the layers of one pool takes their indices as an array: `write` and `attend` have `index=`.
+
+        Example:
+          >>> layers = [kvjax.LayerSpec(2, 16), kvjax.LayerSpec(2, 16, window=8)] * 3
+          >>> spec = kvjax.make_spec(layers, num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+          >>> [spec.locate(layer) for layer in range(6)]
+          [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 0, 2), (1, 0, 2)]
         """
         if isinstance(layer, Tracer):
             raise ValueError("layer: got a traced value, wanted an int; a traced position in a pool is `index=`")
@@ -243,6 +261,14 @@ def make_spec(
 
     Raises:
       ValueError: naming the argument, what was given and what was wanted.
+
+    Example:
+      >>> layers = [kvjax.LayerSpec(8, 128), kvjax.LayerSpec(8, 128, window=512)] * 2
+      >>> spec = kvjax.make_spec(layers, num_blocks=64, max_seqs=2, max_length=1000)
+      >>> [(group.window, group.pools[0].layers) for group in spec.groups]  # layers by window
+      [(None, (0, 2)), (512, (1, 3))]
+      >>> spec.max_length, spec.max_blocks_per_seq
+      (1008, 63)
     """
     check_positive("block_size", block_size)
     check_positive("max_length", max_length)

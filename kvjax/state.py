@@ -185,6 +185,13 @@ class EvictionPolicy(NamedTuple):
         `touch` and `forget` for padding alone, `victims` where wanted is 0. `kvjax.testing.check_policy` verifies it.
       name: what `repr` shows, with the parameters.
       parameters: (name, value) of what the functions were made with.
+
+    Example:
+      >>> policy = kvjax.policies.cost_aware(balance=12288)
+      >>> policy
+      cost_aware(balance=12288)
+      >>> policy == kvjax.policies.cost_aware(balance=12288)  # a value: equal ones share compiled programs
+      True
     """
 
     init: Callable[[int], Any]
@@ -405,6 +412,13 @@ class CacheState(Pytree, static=("spec", "policy")):
       seqs: the rows, shared by all groups.
       spec: static; shapes.
       policy: static; how victims are chosen.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> before = kvjax.init(spec)
+      >>> after, events = kvjax.admit(before, 0, np.arange(10), 10)
+      >>> before.seqs.length.tolist(), after.seqs.length.tolist()  # a state is a value
+      ([0, 0], [10, 0])
     """
 
     groups: tuple[Group, ...]

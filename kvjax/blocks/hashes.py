@@ -33,6 +33,13 @@ def root_hash(model: str | None = None, salt: str | None = None, lora: str | Non
       salt: the tenant's, as in `Namespaces`.
       lora: the adapter's name; its number may be another one's in another process.
       key: a secret of at most 64 bytes, the same for all that compare hashes.
+
+    Example:
+      >>> from kvjax.interop.hashing import root_hash
+      >>> root_hash(model="llama").hex()
+      'b1935fbc9f2ae9c17b24ac30bbf39592'
+      >>> root_hash(model="llama", salt="tenant a") == root_hash(model="llama")
+      False
     """
     content = b""
     for name, value in {"model": model, "salt": salt, "lora": lora}.items():
@@ -49,6 +56,14 @@ def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = N
       tokens: i32[n]; the tokens of the block, fewer than P in the last one of a prefix.
       extra_ids: i32[n]; where the spec has them, zeros too; else None.
       key: as for `root_hash`.
+
+    Example:
+      >>> from kvjax.interop.hashing import block_hash, root_hash
+      >>> first = block_hash(root_hash(), [0, 1, 2, 3])
+      >>> block_hash(first, [4, 5, 6, 7]).hex()
+      '8b7fb69ca9b7b05165eddd19cb57a27d'
+      >>> block_hash(root_hash(), [4, 5, 6, 7]) == block_hash(first, [4, 5, 6, 7])  # the whole prefix counts
+      False
     """
     if not isinstance(parent, bytes) or len(parent) != HASH_BYTES:
         raise ValueError(f"parent: got {parent!r:.80}, wanted a hash of {HASH_BYTES} bytes")

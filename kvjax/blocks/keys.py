@@ -92,11 +92,14 @@ class Namespaces:
     cached. A version becomes part of the salt (`salted`), and so of hashes and of published events. Whoever saves a
     cache saves `to_dict()` with it: in the restored cache a number from a fresh `Namespaces` may be another tenant's.
 
-    >>> namespaces = Namespaces()
-    >>> namespaces(), namespaces(salt="tenant a"), namespaces(salt="tenant b", lora=3), namespaces(salt="tenant a")
-    (0, 1, 2, 1)
-    >>> namespaces(weights=7), namespaces(weights=8), namespaces(salt="tenant a", weights=7), namespaces(weights="7")
-    (3, 4, 5, 3)
+    Example:
+      >>> namespaces = kvjax.Namespaces()
+      >>> namespaces(salt="tenant a"), namespaces(salt="tenant b", lora=3), namespaces(salt="tenant a")
+      (1, 2, 1)
+      >>> namespaces()  # 0 belongs to prompts without salt and LoRA
+      0
+      >>> namespaces(weights=7), namespaces(weights=8), namespaces(salt="tenant a", weights=7), namespaces(weights="7")
+      (3, 4, 5, 3)
     """
 
     def __init__(self) -> None:
@@ -129,6 +132,12 @@ class Namespaces:
 
         Raises:
           ValueError: naming the argument.
+
+        Example:
+          >>> kvjax.Namespaces.salted("tenant a", weights=7)
+          'kvjax-weights:1:7:tenant a'
+          >>> kvjax.Namespaces.salted("tenant a")
+          'tenant a'
         """
         if not isinstance(salt, str | None):
             raise ValueError(f"salt: got {salt!r}, wanted a str or None")
@@ -154,7 +163,13 @@ class Namespaces:
         return isinstance(namespace, int | np.integer) and 0 <= int(namespace) < len(self)
 
     def describe(self, namespace: int) -> tuple[str | None, int | None]:
-        """The (salt, LoRA) pair behind a number, the salt as `salted` makes it; KeyError for one never given out."""
+        """The (salt, LoRA) pair behind a number, the salt as `salted` makes it; KeyError for one never given out.
+
+        Example:
+          >>> namespaces = kvjax.Namespaces()
+          >>> namespaces.describe(namespaces(salt="tenant a", lora=3))
+          ('tenant a', 3)
+        """
         if namespace not in self:
             raise KeyError(namespace)
         return self._pairs[namespace]
@@ -169,6 +184,14 @@ class Namespaces:
 
         Raises:
           ValueError: for what `to_dict` cannot have written.
+
+        Example:
+          >>> namespaces = kvjax.Namespaces()
+          >>> namespaces(salt="tenant a")
+          1
+          >>> restored = kvjax.Namespaces.from_dict(namespaces.to_dict())
+          >>> restored(salt="tenant b"), restored(salt="tenant a")
+          (2, 1)
         """
         if not isinstance(saved, Mapping) or set(saved) != {"version", "namespaces"}:
             raise ValueError(f"saved: got {reprlib.repr(saved)}, wanted what Namespaces.to_dict gives")

@@ -107,6 +107,15 @@ def stats(state: CacheState, group: int = 0) -> Stats:
     Returns:
       Counts of blocks, slots and rows as they stand. What happened so far (tokens queried and reused, copies,
       evictions) is in the events, not in the state.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> stats = kvjax.debug.stats(state)
+      >>> print(stats)
+      8 blocks: 3 active, 0 cached, 5 empty; 0 of 32 slots filled; 1 of 2 rows in use
+      >>> stats.active_share, stats.reserved_slots  # nothing is written yet
+      (0.375, 10)
     """
     return tally(state, inspect_group(state, group))
 

@@ -33,6 +33,16 @@ def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any,
 
     Raises:
       RequestError: naming the row and the status, BAD_REQUEST or HELD.
+
+    Example:
+      >>> admit = kvjax.debug.checked(kvjax.admit)
+      >>> state = kvjax.init(kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4))
+      >>> state, _ = admit(state, 0, np.arange(10), 10)
+      >>> try:
+      ...     admit(state, 0, np.arange(10), 10)
+      ... except kvjax.debug.RequestError as error:
+      ...     print(error)
+      admit: row 0 of the request was refused with HELD
     """
 
     @functools.wraps(verb)
@@ -56,6 +66,15 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
 
     Raises:
       AssertionError: naming the invariants that are broken, with a drawing of the state.
+
+    Example:
+      >>> state = kvjax.init(kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4))
+      >>> kvjax.check(state)
+      >>> try:
+      ...     kvjax.check(state.replace(seqs=state.seqs.replace(length=jnp.array([5, 0]))))
+      ... except AssertionError as error:
+      ...     print(str(error).splitlines()[0])
+      broken: tables hold blocks for their length; entries of a row differ
     """
     host: Any = jax.device_get(state)  # numpy arrays, which the type checker takes for arrays of jax
     used = set(np.flatnonzero(host.seqs.length).tolist())

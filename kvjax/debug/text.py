@@ -54,6 +54,26 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
 
     Raises:
       ValueError: if `since` is no state, or one of another spec.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> print(kvjax.show(state))
+      blocks of 4 tokens, rows of up to 8 blocks
+      8 blocks: 3 active, 0 cached, 5 empty; 10 of 32 slots filled; 1 of 2 rows in use
+      <BLANKLINE>
+      seq 0  10 tokens  blocks 0-2
+      <BLANKLINE>
+      findable, namespace 0:
+          0 [0 1 2 3]  1 holder
+             1 [4 5 6 7]  1 holder
+      held, not yet findable:
+          2 [8 9 . .]  1 holder
+      <BLANKLINE>
+      blocks (digit: holders (+: more than 9), c: cached, .: empty)
+      0 111.....
     """
     if since is not None:
         return _changes(since, state, width, max_lines)

@@ -52,7 +52,13 @@ def num_free(log: Log) -> jax.Array:
 
 
 def init_log(capacity: int, block_size: int, extra_ids: bool = False, recurrent: bool = False) -> EventLog:
-    """An empty log for `capacity` events; `recurrent`: of a cache with recurrent layers."""
+    """An empty log for `capacity` events; `recurrent`: of a cache with recurrent layers.
+
+    Example:
+      >>> log = kvjax.events.init_log(16, block_size=4)
+      >>> log.size.item(), log.num_free.item(), log.text.tokens.shape
+      (0, 16, (16, 4))
+    """
 
     def empty() -> jax.Array:
         return jnp.zeros((capacity, block_size), jnp.int32)
@@ -68,6 +74,15 @@ def append(log: EventLog, *events: Events) -> EventLog:
     """Adds the events of transitions to the log, in one pass.
 
     The caller has checked `log.num_free`: what does not fit is lost.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, admitted = kvjax.admit(state, 0, prompt, 10)
+      >>> state, committed = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> log = kvjax.events.append(kvjax.events.init_log(16, block_size=4), admitted, committed)
+      >>> log.size.item(), log.num_free.item(), log.queried.item()
+      (2, 14, 10)
     """
     records = joined(*events)
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))

@@ -21,7 +21,18 @@ _LEVELLED = frozenset({int(EventKind.STORED), int(EventKind.UPDATED)})
 
 
 def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
-    """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node."""
+    """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> _, events = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> for event in kvjax.to_list(events):
+      ...     print(event["kind"], event["block"], event["parent"], event["tokens"])
+      stored 0 None [0, 1, 2, 3]
+      stored 1 (0, 1) [4, 5, 6, 7]
+    """
     records, size = np.asarray(events.records).reshape(-1, len(COLUMNS)), events.tokens.shape[-1]
     records = records[: int(events.size) if isinstance(events, EventLog) else None]
     used, stored = np.flatnonzero(records[:, 0]), np.flatnonzero(records[:, 0] == EventKind.STORED)
@@ -81,6 +92,17 @@ def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirr
 
     Raises:
       ValueError: if the events cannot have come from a cache in the mirror's state.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, events = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> mirror = kvjax.fold(kvjax.to_list(events))
+      >>> sorted(path for group, namespace, path in mirror.index)
+      [(0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)]
+      >>> mirror.index == kvjax.events.index_of(state)
+      True
     """
     nodes = dict(mirror.nodes) if mirror else {}
     for event in decoded(events):
@@ -137,7 +159,18 @@ def _stored(event: dict[str, Any], nodes: dict[Node, Entry]) -> Entry:
 
 @on_state
 def snapshot(state: CacheState) -> list[dict[str, Any]]:
-    """The events that would build the cache's index, for a reader who joins late: created, then stored."""
+    """The events that would build the cache's index, for a reader who joins late: created, then stored.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> [event["kind"] for event in kvjax.events.snapshot(state)]
+      ['created', 'stored', 'stored']
+      >>> kvjax.fold(kvjax.events.snapshot(state)).index == kvjax.events.index_of(state)
+      True
+    """
     events: list[dict[str, Any]] = []
     tree = jax.device_get(state.groups[0].blocks)
     for number, group in enumerate(state.groups):
@@ -159,5 +192,14 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
 
 @on_state
 def index_of(state: CacheState) -> dict[tuple[int, int, tuple], tuple[int, int]]:
-    """{(group, namespace, token path): (level, stated priority)} of everything that is findable."""
+    """{(group, namespace, token path): (level, stated priority)} of everything that is findable.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [6], seqs=[0])
+      >>> kvjax.events.index_of(state)  # on the device, of the default priority
+      {(0, 0, (0, 1, 2, 3)): (0, 35)}
+    """
     return fold(snapshot(state), Mirror()).index

@@ -40,7 +40,14 @@ class EventKind(Named):
 
 
 class Status(Named):
-    """Why a row's request was done (OK) or not; a request that was not done has changed nothing."""
+    """Why a row's request was done (OK) or not; a request that was not done has changed nothing.
+
+    Example:
+      >>> state = kvjax.init(kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4))
+      >>> _, events = kvjax.admit(state, 7, np.arange(10), 10)  # the rows are 0 and 1
+      >>> bool(events.ok), kvjax.Status(int(events.status[0]))
+      (False, Status.BAD_REQUEST)
+    """
 
     OK = 0
     NO_BLOCKS = 1
@@ -125,6 +132,16 @@ class Events(Records):
       shortfall: i32[]; blocks that were missing.
       transfer: moves between tiers to execute before anything else; None where there can be none.
       adopted: of `adopt`; None in all other verbs.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> _, events = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> events
+      Events(rows: 1 OK; 2 stored)
+      >>> bool(events.ok), events.status.tolist()
+      (True, [0])
     """
 
     text: Text

@@ -14,7 +14,16 @@ from kvjax.events.records import EventKind, Events
 
 
 def counts(events: Events | EventLog) -> dict[str, jax.Array]:
-    """The number of events of each kind, as i32[] scalars; works under `jit`."""
+    """The number of events of each kind, as i32[] scalars; works under `jit`.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> _, events = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> {kind: int(number) for kind, number in kvjax.events.counts(events).items() if number}
+      {'stored': 2}
+    """
     kinds = events.kind
     return {k.name.lower(): jnp.sum(kinds == k.value, dtype=jnp.int32) for k in EventKind if k}
 
@@ -33,6 +42,17 @@ class Totals:
       offloaded_blocks: ordered moves to the host; a block that leaves both tiers at once counts as removed alone.
       onboarded_blocks: ordered moves to the device, including copies of part of a block on the host.
       refused: rows whose request was not done.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> totals = kvjax.events.Totals()
+      >>> for seq in range(2):
+      ...     state, events = kvjax.admit(state, seq, prompt, 10)
+      ...     totals = totals.add(events)
+      ...     state, _ = kvjax.commit(state, prompt[None], [10], seqs=[seq])
+      >>> totals.queried_tokens, totals.reused_tokens, totals.reused_share
+      (20, 8, 0.4)
     """
 
     queried_tokens: int = 0

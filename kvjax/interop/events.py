@@ -30,7 +30,7 @@ class HostEvents:
     text: np.ndarray  # i32[m, P] or i32[m, 2 P]; tokens of the stored records in their order, then extra ids, if any
     events: Events | EventLog | None = None  # all of them as numpy arrays; None if decoded events were given
     is_shared: bool = False  # whether several listeners get this
-    _found: dict[object, Any] = dataclasses.field(default_factory=dict)
+    _found: dict[object, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def steps(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -82,7 +82,16 @@ def host_events(events: Any, spec: CacheSpec) -> HostEvents:
 
 
 def listened(events: Any, spec: CacheSpec) -> HostEvents:
-    """The same of what a listener gets: no decoded events."""
+    """The same of what a listener gets: no decoded events.
+
+    Example:
+      >>> from kvjax.interop.events import listened
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> listened(events, spec).text.tolist()  # of the two stored blocks
+      [[0, 1, 2, 3], [4, 5, 6, 7]]
+    """
     return host_events(events if isinstance(events, HostEvents) else arrays(events), spec)
 
 

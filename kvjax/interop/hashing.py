@@ -46,6 +46,13 @@ def salt_hash(salt: str, *, key: bytes = b"") -> str:
     Args:
       salt: the tenant's, as in `Namespaces`.
       key: as for `root_hash`.
+
+    Example:
+      >>> from kvjax.interop.hashing import salt_hash
+      >>> salt_hash("tenant a")
+      '3a779d9a0f9d58a66187a31f5f83e267'
+      >>> salt_hash("tenant a", key=b"secret") == salt_hash("tenant a")
+      False
     """
     return hasher(b"kvjax-salt", key, encoded("salt", salt)).hexdigest()
 
@@ -58,7 +65,19 @@ def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
 def block_hashes(
     events: Iterable[dict[str, Any]], hashes: Mapping[Node, bytes] | None = None, **options: Any
 ) -> dict[Node, bytes]:
-    """{(group, block, generation): hash of the whole prefix} of all that is cached after events, by `with_hashes`."""
+    """{(group, block, generation): hash of the whole prefix} of all that is cached after events, by `with_hashes`.
+
+    Example:
+      >>> from kvjax.interop.hashing import block_hash, block_hashes, root_hash
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> hashes = block_hashes(kvjax.to_list(events))
+      >>> sorted(hashes)  # (group, block, generation)
+      [(0, 0, 1), (0, 1, 1)]
+      >>> hashes[0, 0, 1] == block_hash(root_hash(), [0, 1, 2, 3])
+      True
+    """
     return with_hashes(events, hashes, **options)[1]
 
 
@@ -84,6 +103,15 @@ def with_hashes(
     Returns:
       The events: stored, updated and removed ones have "block_hash" too, stored ones "parent_hash", which at a root is
       that of the empty prefix; and the hashes after the events, as from `block_hashes`.
+
+    Example:
+      >>> from kvjax.interop.hashing import with_hashes
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> (first, second), hashes = with_hashes(kvjax.to_list(events), model="llama")
+      >>> second["parent_hash"] == first["block_hash"], len(hashes)
+      (True, 2)
     """
     adapters = checked_loras("loras", loras)
     names = Namespaces() if names is None else names

@@ -43,6 +43,17 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[
 
     Returns:
       The listener.
+
+    Example:
+      >>> from kvjax.interop import NodeMap, together
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> nodes, stored = NodeMap(spec), []
+      >>> listener = together(spec, nodes.fold, lambda events: stored.append(len(events.text)))
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> listener(events)
+      >>> stored, len(nodes.index)
+      ([2], 2)
     """
     owners = [getattr(listener, "__self__", None) for listener in listeners]
     maps = [owner if isinstance(owner, NodeMap) else getattr(owner, "nodes", None) for owner in owners]

@@ -89,6 +89,16 @@ class NodeMap:
     Args:
       spec: of the cache, which is empty; see `attach` for others.
       hashing: hashes blocks as they are stored; None: the map has no hashes.
+
+    Example:
+      >>> from kvjax.interop import NodeMap
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> nodes = NodeMap(spec)
+      >>> changes = nodes.fold(events)
+      >>> nodes.path(0, 1), nodes.index == kvjax.events.index_of(state)  # the prefix that ends in block 1 of group 0
+      ((0, 1, 2, 3, 4, 5, 6, 7), True)
     """
 
     def __init__(self, spec: CacheSpec, hashing: Hashing | None = None):

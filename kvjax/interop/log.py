@@ -52,6 +52,16 @@ class Log:
     Args:
       file: a text file, which the caller closes.
       clock: gives the time in seconds.
+
+    Example:
+      >>> import io
+      >>> from kvjax.interop.log import Log
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, events = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> file = io.StringIO()
+      >>> Log(file, clock=lambda: 5.0).write(events)
+      >>> print(file.getvalue(), end="")
+      {"ts": 5.0, "events": [], "queried": 10, "cached": 0}
     """
 
     def __init__(self, file: TextIO, *, clock: Callable[[], float] = time.time):
@@ -68,7 +78,15 @@ class Log:
 
 
 def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]:
-    """The fields of a line, of a transition or of a jitted loop; `now` is the ts, None: by the clock."""
+    """The fields of a line, of a transition or of a jitted loop; `now` is the ts, None: by the clock.
+
+    Example:
+      >>> from kvjax.interop.log import entry
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, events = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> entry(events, now=5.0)
+      {'ts': 5.0, 'events': [], 'queried': 10, 'cached': 0}
+    """
     events = arrays(events)
     sums = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
     return {"ts": time.time() if now is None else now, "events": to_list(events), **sums}
@@ -130,7 +148,14 @@ class Report:
 
 
 def report(lines: Iterable[str]) -> Report:
-    """The report of lines of `Log`, or of bare events, as older versions wrote them; it counts others as refused."""
+    """The report of lines of `Log`, or of bare events, as older versions wrote them; it counts others as refused.
+
+    Example:
+      >>> from kvjax.interop.log import report
+      >>> line = '{"ts": 0.0, "queried": 20, "cached": 8, "events": []}'
+      >>> report([line]).share
+      0.4
+    """
     reader = _Reader()
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -140,6 +140,16 @@ class Metrics:
       registry: a `prometheus_client.CollectorRegistry`, which this registers with; each cache needs its own.
       spec: of the cache.
       wires: publishers and agents whose queues are exported, by name.
+
+    Example:
+      >>> import prometheus_client
+      >>> from kvjax.interop.metrics import Metrics
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> _, events = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> registry = prometheus_client.CollectorRegistry()
+      >>> Metrics(registry, spec).observe(events)
+      >>> int(registry.get_sample_value("kvjax_queried_tokens_total"))
+      10
     """
 
     def __init__(self, registry: Any, spec: CacheSpec, *, wires: Mapping[str, PublisherThread] | None = None):

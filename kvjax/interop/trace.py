@@ -46,6 +46,17 @@ class Trace:
       spec: of the cache, which is empty; see `attach` for others.
       file: a text file, which the caller closes.
       clock: gives the time in seconds.
+
+    Example:
+      >>> import io, json
+      >>> from kvjax.interop.trace import Trace
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> _, events = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> file = io.StringIO()
+      >>> with Trace(spec, file, clock=lambda: 5.0) as trace:
+      ...     trace.write(events)
+      >>> [(event["name"], event["args"]) for event in json.loads(file.getvalue()) if event["ph"] == "X"]
+      [('admission', {'queried': 10})]
     """
 
     def __init__(self, spec: CacheSpec, file: TextIO, *, clock: Callable[[], float] = time.perf_counter):

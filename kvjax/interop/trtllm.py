@@ -56,6 +56,16 @@ class Writer(EventEncoder[str]):
       names, lora_names, model, key: as for `hashing.Hashing`.
       salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
       rank: the attention_dp_rank; None: the events have none.
+
+    Example:
+      >>> import json
+      >>> from kvjax.interop.trtllm import Writer
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> created, stored = (json.loads(line)["data"] for line in Writer(spec).lines(events))
+      >>> stored["type"], [[token["token_id"] for token in block["tokens"]] for block in stored["blocks"]]
+      ('stored', [[0, 1, 2, 3], [4, 5, 6, 7]])
     """
 
     def __init__(

@@ -34,6 +34,10 @@ class TokenRange(NamedTuple):
       end: the token after the last one, or None.
       priority: 0 to 100.
       ttl: ms from the release on, or None for ever.
+
+    Example:
+      >>> kvjax.policies.TokenRange(start=0, end=400, priority=90)  # a system prompt
+      TokenRange(start=0, end=400, priority=90, ttl=None)
     """
 
     start: int
@@ -74,6 +78,11 @@ class Retention(Pytree):
         Raises:
           ValueError: naming it, on a range that overlaps, is reversed, or is open but not the last; on a priority
             outside 0..100 or a negative time.
+
+        Example:
+          >>> retention = kvjax.Retention.of([(0, 400, 90), (400, None, 40, 60_000)], decode_priority=10)
+          >>> retention.ranges[0].tolist(), retention.decode.tolist()  # a time to live of -1 is for ever
+          ([0, 400, 90, -1], [10, -1])
         """
         checked: list[tuple[int, int, int, int]] = []
         for i, entry in enumerate(ranges):

@@ -30,6 +30,17 @@ def lru() -> EvictionPolicy:
 
     Parents are released after their children, so the order of release has leaves first.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state = kvjax.init(spec, kvjax.lru(), num_blocks=6)
+      >>> for prompt in (np.arange(10), np.arange(50, 60)):  # three blocks each
+      ...     state, _ = kvjax.admit(state, 0, prompt, 10)
+      ...     state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      ...     state, _ = kvjax.release(state, 0)
+      >>> state, events = kvjax.admit(state, 0, np.arange(90, 100), 10)
+      >>> [(event["kind"], event["block"]) for event in kvjax.to_list(events)]  # the first prompt's, tail first
+      [('removed', 2), ('removed', 1), ('removed', 0)]
+
     Source: vLLM's free queue, with lazy deletion in place of a linked list.
     """
     return EvictionPolicy(_init_ring, _push, _pop, _drop, idle=True, name="lru")

@@ -60,6 +60,17 @@ def by_score(
 
     Raises:
       ValueError: for `touch` without `init`; for a function that cannot be hashed.
+
+    Example:
+      >>> from kvjax import research
+      >>> prompts = [[1, 2], [1, 3], [4, 5], [6, 7], [1, 8]]  # ids of blocks
+      >>> trace = research.make_trace(range(5), [8] * 5, [0] * 5, prompts, block_size=4)
+      >>> def least_reused(blocks):
+      ...     return blocks.hits
+      >>> for policy in (kvjax.lru(), kvjax.by_score(least_reused)):  # each over four blocks
+      ...     print(policy, research.simulate(trace, policy, [4]).blocks.tolist())
+      lru() [[0, 1, 0, 0, 0]]
+      least_reused() [[0, 1, 0, 0, 1]]
     """
     if touch is not None and init is None:
         raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
@@ -189,6 +200,11 @@ def cost_aware(balance: float = 24_576) -> EvictionPolicy:
 
     Args:
       balance: the position at which attention costs as much as all else; about six times the model's width.
+
+    Example:
+      >>> from kvjax import policies
+      >>> policies.cost_aware(balance=6 * 4096) == policies.cost_aware()  # the default is for a width of 4,096
+      True
 
     Source: GreedyDual-Size (Cao and Irani 1997); cost / age as in Hyperbolic Caching (Blankstein et al. 2017).
     """

@@ -64,6 +64,16 @@ def attend(
         recurrent layer; on query heads of latents that a mesh cannot divide; on a window that the layer's spec lacks,
         where a mesh divides blocks.
       NotImplementedError: if the named implementation cannot serve this call.
+
+    Example:
+      >>> layers = [kvjax.LayerSpec(kv_heads=1, head_dim=2)]
+      >>> spec = kvjax.make_spec(layers, num_blocks=8, max_seqs=2, max_length=32, block_size=4, dtype="float32")
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> view = kvjax.view(state, [3, 0], 3)
+      >>> zeros, v = jnp.zeros((2, 3, 1, 2)), jnp.full((2, 3, 1, 2), 3.0).at[0, 2].set(9.0)
+      >>> pools = kvjax.write(kvjax.init_pools(spec), 0, zeros, v, view)
+      >>> kvjax.attend(zeros, pools, 0, view)[0, :, 0, 0].tolist()  # equal scores: the mean of V up to each token
+      [3.0, 3.0, 5.0]
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)

@@ -195,6 +195,12 @@ def init_pools(
     Raises:
       ValueError: if `mesh` lacks one of the axes, or its size does not divide the kv heads of a layer, or the tokens
         of a block.
+
+    Example:
+      >>> spec = kvjax.make_spec([kvjax.LayerSpec(2, 16)] * 3, num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> pools = kvjax.init_pools(spec)
+      >>> pools.arrays[0][0].shape  # 8 blocks and the scratch row, layers, K and V, heads, tokens, width
+      (9, 3, 2, 2, 4, 16)
     """
     placement, sharding = placement_of(spec, mesh, heads, context)
 
@@ -256,6 +262,16 @@ def write(
         of latents included; on a recurrent layer, and on a traced one where the spec has several pools.
       NotImplementedError: if the named implementation cannot serve this call, or for the derivative of
         rounding; `jax.lax.stop_gradient` of k and v does without it.
+
+    Example:
+      >>> layers = [kvjax.LayerSpec(kv_heads=1, head_dim=2)]
+      >>> spec = kvjax.make_spec(layers, num_blocks=8, max_seqs=2, max_length=32, block_size=4, dtype="float32")
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> view = kvjax.view(state, [3, 0], 3)  # three tokens of row 0
+      >>> k = jnp.arange(1.0, 13.0).reshape(2, 3, 1, 2)
+      >>> pools = kvjax.write(kvjax.init_pools(spec), 0, k, k + 100.0, view)
+      >>> pools.arrays[0][0][0, 0, :, 0].tolist()  # block 0, layer 0: its K and its V
+      [[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [[101.0, 102.0], [103.0, 104.0], [105.0, 106.0], [0.0, 0.0]]]
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)

@@ -83,6 +83,13 @@ def view(
 
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 1, np.arange(10), 10)
+      >>> view = kvjax.view(state, [0, 3], 3)  # three tokens of row 1
+      >>> view.positions[1].tolist(), view.slots[0].tolist()  # padding goes to the scratch row, 8
+      ([0, 1, 2], [[32, 32, 32], [0, 1, 2]])
     """
     if isinstance(num_tokens, int | np.integer):
         max_tokens = int(num_tokens) if max_tokens is None else max_tokens
@@ -111,6 +118,14 @@ def ragged(
 
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, _ = kvjax.admit(state, 1, np.arange(50, 60), 10)
+      >>> view = kvjax.ragged(state, [1, 3], size=4)  # a token of row 0, three of row 1
+      >>> view.positions.tolist(), view.starts.tolist(), view.lengths.tolist()
+      ([[0, 0, 1, 2]], [0, 1], [1, 3])
     """
     size = static_int("size", size, 1)
     tables, start, count = _rows(state, num_tokens, seqs, written)

@@ -109,6 +109,13 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
 
     Raises:
       ValueError: for a rule that does not exist, a speed that is none, or a trace without requests.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5, 9], [12, 8, 12], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
+      >>> figures = research.summary(trace)
+      >>> figures.requests, figures.ids, figures.used_once, figures.rate
+      (3, 6, 4, 0.25)
     """
     if not len(trace):
         raise ValueError("trace: got no requests, wanted at least one")
@@ -143,12 +150,26 @@ def unbounded(trace: Trace, rule: Rule) -> Hits:
 
     Raises:
       ValueError: for a rule that does not exist.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5, 9], [12, 8, 12], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
+      >>> hits = research.unbounded(trace, "full")
+      >>> hits.blocks.tolist(), hits.rate.tolist()  # 2 of 8 blocks
+      ([[0, 0, 2]], [0.25])
     """
     return lru_curve(trace, [trace.num_ids + int(trace.lengths.max(initial=0))], rule)
 
 
 def reuse_times(trace: Trace) -> np.ndarray:
-    """f64[K - D] ms; from each use of a block to the next one."""
+    """f64[K - D] ms; from each use of a block to the next one.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 50, 200], [4] * 3, [0] * 3, [[1], [2], [1]], block_size=4)
+      >>> research.reuse_times(trace).tolist()  # ms
+      [200.0]
+    """
     since = _since_last_use(trace)
     return since[~np.isnan(since)]
 
@@ -161,6 +182,13 @@ def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
       i32[Z, W], blocks found at each depth, W the longest prompt; and i32[W], blocks requested there.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5, 9], [12, 8, 12], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
+      >>> found, requested = research.hits_by_depth(research.unbounded(trace, "full"))
+      >>> found.tolist(), requested.tolist()
+      ([[1, 1, 0]], [3, 3, 2])
     """
     depths = np.arange(int(hits.trace.lengths.max(initial=0)))
     longer = lambda lengths: np.sum(lengths > depths[:, None], axis=1, dtype=np.int32)  # noqa: E731
@@ -180,6 +208,13 @@ def hits_by_age(hits: Hits, edges: Sequence[float] | np.ndarray) -> tuple[np.nda
 
     Raises:
       ValueError: for edges that do not ascend.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5, 9], [12, 8, 12], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
+      >>> found, requested = research.hits_by_age(research.unbounded(trace, "full"), [0, 5, 10])  # ms
+      >>> found.tolist(), requested.tolist()
+      ([[0, 2]], [0, 2])
     """
     edges = np.asarray(edges, np.float64)
     if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():

@@ -72,6 +72,16 @@ def step[C: (Cache, TieredCache)](
     Raises:
       ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something
         else, or cannot give all logits.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> def next_number(tokens, pools, view, *, last):  # a model without layers: the next token is the last one and 1
+      ...     return jax.nn.one_hot(tokens[jnp.arange(len(tokens)), last] + 1, 50), pools
+      >>> cache, _ = kvjax.Cache.create(spec).admit(0, np.arange(10), 10)
+      >>> tokens, model = np.stack([np.arange(10)] * 2), jax.tree_util.Partial(next_number)
+      >>> cache, logits, _ = jax.jit(kvjax.step)(model, cache, tokens, np.array([10, 0]))
+      >>> logits[0].argmax().item(), cache.state.seqs.committed.tolist()
+      (10, [10, 0])
     """
     check_cache(cache)
     return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`

@@ -61,6 +61,16 @@ class Scheduler:
       order: (requests, state) -> [W]; requests with the smallest value come first, then the earliest. They are admitted
         and get chunks in this order; the last one is preempted.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> kvjax.serving.Scheduler(chunk=8).most_steps(spec)  # of a block of decode steps: P
+      4
+      >>> try:
+      ...     kvjax.serving.Scheduler(chunk=8, k=5).check(spec)
+      ... except ValueError as error:
+      ...     print(error)
+      k: got 5, wanted at most the block size, 4
+
     Source: TensorRT-LLM's GUARANTEED_NO_EVICT, MAX_UTILIZATION and STATIC_BATCH ("max_tokens", "num_tokens", "batch"),
     and its duplicate deferral (`wait_for_prefix`); vLLM's token budget and watermark; MAX's prefill coalescing.
     """

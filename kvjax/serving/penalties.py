@@ -70,6 +70,15 @@ def penalize(
       positions: i32[S]; not used.
       penalties: of each row, with a leading axis S.
 
+    Example:
+      >>> penalties = kvjax.serving.Penalties.of(max_tokens=4, frequency=0.5, bias={2: 3.0})
+      >>> penalties = jax.tree.map(lambda array: jnp.asarray(array)[None], penalties)  # of one row
+      >>> logits = jnp.zeros((1, 4))
+      >>> first, penalties = kvjax.serving.penalize(logits, jnp.array([0]), jnp.array([9]), penalties)
+      >>> second, penalties = kvjax.serving.penalize(logits, jnp.array([1]), jnp.array([10]), penalties)  # 1 was chosen
+      >>> first[0].tolist(), second[0].tolist()
+      ([0.0, 0.0, 3.0, 0.0], [0.0, -0.5, 3.0, 0.0])
+
     Source: OpenAI's API; vLLM counts the same tokens: those that were generated, without the prompt's.
     """
     del positions

@@ -43,7 +43,12 @@ class Stage(Named):
 
 
 class Finish(Named):
-    """Why a request ended."""
+    """Why a request ended.
+
+    Example:
+      >>> [kvjax.serving.Finish(number).name for number in (1, 2)]  # numbers in Rollout.finish
+      ['STOP', 'LENGTH']
+    """
 
     NONE = 0
     STOP = 1

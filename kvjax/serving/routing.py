@@ -29,6 +29,12 @@ def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, l
       load: tokens that each was sent and has yet to compute.
       length: tokens of the prompt.
       load_price: tokens of the prompt that a token of load outweighs.
+
+    Example:
+      >>> kvjax.serving.choose_replica(cached=[0, 512, 0], load=[0, 100, 0], length=600)  # cache 1 has most of it
+      1
+      >>> kvjax.serving.choose_replica(cached=[0, 512, 0], load=[0, 9000, 50], length=600)  # but it is overloaded
+      0
     """
     most = 2 * (sum(load) + length) / len(load)
     candidates = [number for number, tokens in enumerate(load) if tokens <= most]

@@ -37,6 +37,16 @@ class Sampling:
 
     Raises:
       ValueError: naming the field, if something is no number or out of range.
+
+    Example:
+      >>> sampling = kvjax.Sampling(temperature=[0.0, 0.5], top_p=0.75)  # row 0 is greedy
+      >>> sampling.temperature.tolist(), sampling.top_p.tolist()
+      ([0.0, 0.5], 0.75)
+      >>> try:
+      ...     kvjax.Sampling(top_p=1.5)
+      ... except ValueError as error:
+      ...     print(error)
+      top_p: got 1.5, wanted None or a number in (0, 1]
     """
 
     temperature: Any = 0.0

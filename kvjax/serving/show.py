@@ -42,6 +42,18 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
       serving: the requests; not traced.
       width: columns to stay within; where a request has more tokens, a letter stands for several, by the last of them.
       max_lines: the most lines for each of the three; requests beyond them are counted.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> scheduler = kvjax.serving.Scheduler(chunk=8)
+      >>> serving = kvjax.serving.init_serving(kvjax.Cache.create(spec), [20, 20, 20])
+      >>> serving, *_ = kvjax.serving.submit(serving, np.arange(18), [10, 8], [4, 6], scheduler=scheduler)
+      >>> print(kvjax.serving.show_requests(serving))
+      after 0 steps of the model: 0 run, 2 wait, 0 are over
+      8 blocks: 0 active, 0 cached, 8 empty; 0 of 32 slots filled; 0 of 2 rows in use
+      P: prompt, G: generated, in lower case where its row has not computed it; .: still to generate
+      waits  request 0  10 of 14 tokens  pppp pppp pp.. ..
+      waits  request 1  8 of 14 tokens   pppp pppp .... ..
     """
     requests: Any = jax.device_get(serving.requests)
     state, stages = serving.cache.state, requests.stage.tolist()

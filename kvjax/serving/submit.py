@@ -67,6 +67,15 @@ def submit(
       also another prompt, or a refused one), HELD (no slot is empty), ROW_FULL (it does not fit into a row or its slot,
       or its samples have no rows), NO_BLOCKS (they do not fit alone into the cache beside pinned blocks, even if
       as many of these as possible are its own prefix). A refused entry takes no slot.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> scheduler = kvjax.serving.Scheduler(chunk=8)
+      >>> serving = kvjax.serving.init_serving(kvjax.Cache.create(spec), [20, 20, 20])  # three slots of 20 tokens
+      >>> results = kvjax.serving.submit(serving, np.arange(18), [10, 8], [4, 40], scheduler=scheduler)
+      >>> serving, status, slots, generations = results
+      >>> [kvjax.Status(number) for number in status.tolist()], slots.tolist()  # the second one fits into no slot
+      ([Status.OK, Status.ROW_FULL], [0, -1])
     """
     spec, requests = serving.cache.state.spec, serving.requests
     tokens, lengths = integers("tokens", tokens, ("T",)), integers("lengths", lengths, ("R",))

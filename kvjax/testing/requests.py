@@ -83,6 +83,12 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
       seed: of numpy's generator.
       spec: of the cache on trial.
       num_namespaces: tenants.
+
+    Example:
+      >>> from kvjax.testing import random_requests
+      >>> requests, again = random_requests(seed=5), random_requests(seed=5)
+      >>> [next(requests) for _ in range(100)] == [next(again) for _ in range(100)]
+      True
     """
     rng = np.random.default_rng(seed)
     documents = rng.integers(0, 3, (3, spec.max_length + 1))

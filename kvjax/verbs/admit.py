@@ -87,6 +87,15 @@ def admit(
       updated, copied. `events.cached` is the number of tokens found, where the row's `committed` starts. Status
       BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, events = kvjax.admit(state, 1, np.append(prompt[:8], [70, 71]), 10)  # shares two whole blocks
+      >>> bool(events.ok), events.cached.tolist(), state.groups[0].table[:, :3].tolist()
+      (True, [8], [[0, 1, 2], [0, 1, 3]])
+
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
     """
     seq, tokens = integers("seq", seq), integers("tokens", tokens)
@@ -136,6 +145,16 @@ def lookup(
 
     Returns:
       A `Match`; `match.cached_tokens` is the sum over the tiers.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> kvjax.lookup(state, prompt, 10)  # the two filled blocks
+      Match(8 tokens cached, 0 of them on the host)
+      >>> kvjax.lookup(state, prompt, 10, namespace=1)  # another tenant finds nothing
+      Match(0 tokens cached, 0 of them on the host)
     """
     tokens = integers("tokens", tokens, ("T",))
     prompt = checked_prompt(checked_text(state.spec, tokens, extra_ids), length, namespace, state.spec.block_size)

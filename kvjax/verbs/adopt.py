@@ -92,6 +92,16 @@ def adopt(
       The cache; and events, E = F a group (more with both tiers): removed, updated. `events.adopted` says which pool
       rows take the bytes. Status BAD_REQUEST or NO_BLOCKS.
 
+    Example:
+      >>> from kvjax.stores import adopt, land
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, events = adopt(kvjax.init(spec), np.arange(10), 10, [True, True, False])
+      >>> events.adopted.pool_rows.tolist()  # for the bytes of two blocks; 8 is the scratch row
+      [[0, 1, 8]]
+      >>> state, _ = land(state, events.adopted, [True, True, False])
+      >>> kvjax.lookup(state, np.arange(10), 10)
+      Match(8 tokens cached, 0 of them on the host)
+
     Source: vLLM's KV connectors, which allocate slots for what a remote cache has before it arrives.
     """
     spec, tokens, now = state.spec, integers("tokens", tokens, ("T",)), integers("now", now, ())
@@ -225,6 +235,14 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
 
     Returns:
       The cache; and events, E = F a group: stored. Status BAD_REQUEST if these blocks are not reserved (any more).
+
+    Example:
+      >>> from kvjax.stores import adopt, land
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, events = adopt(kvjax.init(spec), np.arange(10), 10, [True, True, False])
+      >>> state, events = land(state, events.adopted, [True, False, False])  # the second block did not arrive
+      >>> [(event["kind"], event["tokens"]) for event in kvjax.to_list(events)], state.groups[0].num_empty.item()
+      ([('stored', [0, 1, 2, 3])], 7)
     """
     if not isinstance(adopted, Adopted):
         raise ValueError(f"adopted: got a {type(adopted).__name__}, wanted the `adopted` of the events of adopt")

@@ -53,6 +53,14 @@ def commit(
       is a host tier, whose blocks give way to equal ones on the device. Status BAD_REQUEST for a row that has
       reserved fewer, is swapped out or named twice, and for a negative token; the other rows are done.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, events = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> [(event["kind"], event["tokens"]) for event in kvjax.to_list(events)]  # the third block is not full
+      [('stored', [0, 1, 2, 3]), ('stored', [4, 5, 6, 7])]
+
     Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
     """
     spec = state.spec

@@ -33,6 +33,16 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
       The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (a block that a row is still
       filling has nothing to keep) or named twice, or if its prefix would not be pinned.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, _ = kvjax.pin(state, [0, 1])  # its two full blocks
+      >>> state, _ = kvjax.release(state, 0)
+      >>> state.groups[0].blocks.refcount[:3].tolist()
+      [1, 1, 0]
+
     Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
     """
     chosen_group, ids = chosen(state, group), integers("blocks", blocks, ("K",))
@@ -66,6 +76,17 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
     Returns:
       The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix or
       first-group block of a block that stays pinned.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, _ = kvjax.pin(state, [0, 1])
+      >>> state, _ = kvjax.release(state, 0)
+      >>> after, _ = kvjax.unpin(state, [0, 1])
+      >>> [s.groups[0].num_cached.item() for s in (state, after)]  # cached: the tail alone, then all three
+      [1, 3]
     """
     chosen_group, ids, now = chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     named = ids != NO_BLOCK
@@ -118,6 +139,16 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
       The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held or on
       the move, BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how
       many more).
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, _ = kvjax.release(state, 0)
+      >>> state, events = kvjax.evict(state, [1])  # and block 2, its child
+      >>> [(event["kind"], event["block"]) for event in kvjax.to_list(events)]
+      [('removed', 2), ('removed', 1)]
     """
     group, ids = state.groups[0], integers("blocks", blocks, ("K",))
     metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
@@ -164,6 +195,17 @@ def forget_namespaces(
     Returns:
       The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is on the
       move, BAD_REQUEST if more than `max_removed` would leave (`events.shortfall` says how many more).
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> for seq, namespace in [(0, 7), (1, 8)]:  # the same prompt under the weights of two training steps
+      ...     state, _ = kvjax.admit(state, seq, prompt, 10, namespace=namespace)
+      ...     state, _ = kvjax.commit(state, prompt[None], [10], seqs=[seq])
+      ...     state, _ = kvjax.release(state, seq)
+      >>> state, events = kvjax.forget_namespaces(state, [8])
+      >>> [kvjax.lookup(state, prompt, 10, namespace=namespace).cached_tokens.item() for namespace in (7, 8)]
+      [0, 9]
     """
     group, keep = state.groups[0], integers("keep", keep, ("K",))
     metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
@@ -192,6 +234,17 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
 
     Returns:
       The cache; and events, E = 1 a group: cleared. Status HELD.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> _, events = kvjax.reset(state)
+      >>> kvjax.Status(int(events.status[0]))  # row 0 is in use
+      Status.HELD
+      >>> state, _ = kvjax.release(state, 0)
+      >>> state, events = kvjax.reset(state)
+      >>> kvjax.to_list(events)
+      [{'kind': 'cleared', 'group': 0}]
 
     Source: vLLM's reset_prefix_cache.
     """

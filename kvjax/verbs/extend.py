@@ -57,6 +57,16 @@ def extend(
       twice) or HELD (one swapped out) at the rows to blame, NO_BLOCKS at all active rows; `events.shortfall` is the
       number of blocks missing in the group that misses most.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.extend(state, [True, False], 4)
+      >>> state.seqs.length.tolist(), state.groups[0].table[0, :5].tolist()  # a fourth block
+      ([14, 0], [0, 1, 2, 3, -1])
+      >>> _, events = kvjax.extend(state, [True, True], 4)  # row 1 is free: nothing is done
+      >>> [kvjax.Status(status) for status in events.status.tolist()]
+      [Status.OK, Status.BAD_REQUEST]
+
     Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
     """
     spec, size = state.spec, state.spec.block_size

@@ -31,6 +31,18 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
     Returns:
       The cache; and no events. Status BAD_REQUEST or HELD (`dst` in use).
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, _ = kvjax.fork(state, 0, 1)
+      >>> state.groups[0].table[:, :3].tolist(), state.groups[0].blocks.refcount[:3].tolist()
+      ([[0, 1, 2], [0, 1, 2]], [2, 2, 2])
+      >>> state, _ = kvjax.extend(state, [False, True], 4)  # row 1 is going to write: it gets a copy of the last block
+      >>> state.groups[0].table[:, :3].tolist(), state.groups[0].blocks.refcount[:3].tolist()
+      ([[0, 1, 2], [0, 1, 3]], [2, 2, 1])
+
     Source: vLLM's BlockSpaceManager.fork.
     """
     dst = one_or_more("dst", dst)
@@ -67,6 +79,17 @@ def beam_step(
 
     Returns:
       The cache; and no events. Status BAD_REQUEST for all rows or none.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, _ = kvjax.fork(state, 0, 1)
+      >>> state, _ = kvjax.truncate(state, 1, 8)
+      >>> state, _ = kvjax.beam_step(state, [0, 1], [0, 0])  # both rows go on from row 0
+      >>> state.seqs.length.tolist(), state.groups[0].table[:, :3].tolist()
+      ([10, 10], [[0, 1, 2], [0, 1, 2]])
 
     Source: vLLM's and TensorRT-LLM's beam search, which fork and free rows one by one.
     """

@@ -40,6 +40,13 @@ def init(
     Raises:
       ValueError: if `num_blocks` is a number outside 1..N, `policy` is not a policy, or `policy_state` does not have
         the structure, shapes and dtypes of what the policy's `init` makes.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> print(kvjax.debug.stats(kvjax.init(spec)))
+      8 blocks: 0 active, 0 cached, 8 empty; 0 of 32 slots filled; 0 of 2 rows in use
+      >>> print(kvjax.debug.stats(kvjax.init(spec, num_blocks=6)))  # the same shapes, a smaller cache
+      6 blocks: 0 active, 0 cached, 6 empty; 0 of 24 slots filled; 0 of 2 rows in use
     """
     policy, sizes = checked_policy(policy), [group.num_blocks for group in spec.groups]
     if num_blocks is not None:

@@ -50,6 +50,18 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     Returns:
       The cache; and events, E = 5 K: removed (from a full host), updated; with `transfer`. Status HELD if a block is
       held or on the move, NO_BLOCKS if the host has too few blocks, else BAD_REQUEST.
+
+    Example:
+      >>> from kvjax import stores, tiers
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4, num_host_blocks=8)
+      >>> state, events = stores.adopt(kvjax.init(spec), np.arange(10), 10, [True, True, False])
+      >>> state, _ = stores.land(state, events.adopted, [True, True, False])  # two cached blocks
+      >>> state, events = tiers.offload(state, [0, 1])
+      >>> [(event["kind"], event["block"], event["level"]) for event in kvjax.to_list(events)]  # the child first
+      [('updated', 1, 1), ('updated', 0, 1)]
+      >>> state, _ = tiers.complete(state, events.transfer, True)  # after `tiers.move`
+      >>> kvjax.lookup(state, np.arange(10), 10)
+      Match(8 tokens cached, 8 of them on the host)
     """
     chosen_group, ids, now = _tiered_group(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     before, named = chosen_group.blocks, ids != NO_BLOCK

@@ -37,6 +37,17 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
     Returns:
       The cache; and events, E = 1 a row and group: stored. Status BAD_REQUEST for a row that is free or unknown.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, events = kvjax.release(state, 0)
+      >>> [(event["kind"], event["tokens"]) for event in kvjax.to_list(events)]  # its partly filled last block
+      [('stored', [8, 9])]
+      >>> kvjax.lookup(state, prompt, 10)  # all but the last token, whose logits are wanted
+      Match(9 tokens cached, 0 of them on the host)
+
     Source: TensorRT-LLM's removeSequence, which stores partial blocks; vLLM's free, in reverse order.
     """
     seq, now = one_or_more("seq", seq), integers("now", now, ())

@@ -36,6 +36,16 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
       The cache, and no events. Status BAD_REQUEST for a row that is free, has no committed token, or has reserved more
       than `max_tokens`; HELD for one swapped out. The other rows are done.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, _ = kvjax.extend(state, [True, False], 4)  # a block for four steps, none of which is run
+      >>> after, _ = kvjax.trim(state, [True, False])
+      >>> [(s.seqs.length.tolist(), s.groups[0].num_empty.item()) for s in (state, after)]
+      [([14, 0], 4), ([10, 0], 5)]
+
     Source: MAX's multi-step decoding, which commits what was computed and keeps no blocks beyond it.
     """
     spec, seqs = state.spec, state.seqs

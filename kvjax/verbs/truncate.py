@@ -40,6 +40,15 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
       blocks that are no longer on the device; with recurrent layers, where committed tokens are cut off anywhere but
       at the end of a block: there is no state after the token before.
 
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, prompt = kvjax.init(spec), np.arange(10)
+      >>> state, _ = kvjax.admit(state, 0, prompt, 10)
+      >>> state, _ = kvjax.commit(state, prompt[None], [10], seqs=[0])
+      >>> state, events = kvjax.truncate(state, 0, 6)  # a cut inside block 1, which held tokens 4 to 7
+      >>> state.seqs.length.tolist(), [(event["kind"], event["block"]) for event in kvjax.to_list(events)]
+      ([6, 0], [('removed', 1)])
+
     Source: TensorRT-LLM's rewindKVCache.
     """
     seq, now = one_or_more("seq", seq), integers("now", now, ())

@@ -104,6 +104,13 @@ def parse(lines: str | bytes | Iterable[str | bytes | dict[str, Any]]) -> list[E
 
     Args:
       lines: a text of lines, such as a file's; or lines, or dicts.
+
+    Example:
+      >>> from kvjax.interop.trtllm import parse
+      >>> line = '{"event_id": 0, "data": {"type": "removed", "block_hashes": [17, 18]}, "window_size": 32}'
+      >>> (event,) = parse(line)
+      >>> event.number, event.data
+      (0, Removed(block_hashes=(17, 18)))
     """
     if isinstance(lines, str | bytes):
         lines = [line for line in lines.splitlines() if line.strip()]
@@ -162,6 +169,16 @@ class Mirror:
     Args:
       max_blocks: the most blocks that it takes.
       rank: the one to follow where a stream has events of several; None: all.
+
+    Example:
+      >>> from kvjax.interop.trtllm import Mirror, Writer
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> mirror = Mirror()
+      >>> mirror.follow(Writer(spec).lines(events))
+      >>> [len(prefix.tokens) for prefix in mirror.index], mirror.complete  # tokens of each cached prefix
+      ([4, 8], True)
     """
 
     def __init__(self, max_blocks: int = 1 << 22, rank: int | None = None):

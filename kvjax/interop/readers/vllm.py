@@ -111,7 +111,15 @@ _DECODERS = [msgspec.msgpack.Decoder(form).decode for form in (_Batch[_Maps], _B
 
 
 def decode(payload: bytes) -> Batch:
-    """Reads a payload of any of the forms, with hashes that are ints or bytes; a ValueError for anything else."""
+    """Reads a payload of any of the forms, with hashes that are ints or bytes; a ValueError for anything else.
+
+    Example:
+      >>> import msgspec
+      >>> from kvjax.interop.vllm import decode
+      >>> payload = msgspec.msgpack.encode([0.0, [["AllBlocksCleared"]], 0])
+      >>> decode(payload)
+      Batch(time=0.0, events=[Cleared()], rank=0)
+    """
     errors = []
     for decoder in _DECODERS:
         try:
@@ -209,7 +217,19 @@ class _Group:
 
 
 class Mirror:
-    """The cached blocks by the events so far, at most `max_blocks`."""
+    """The cached blocks by the events so far, at most `max_blocks`.
+
+    Example:
+      >>> from kvjax.interop.vllm import Encoder, Mirror, decode
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> mirror = Mirror()
+      >>> for payload in Encoder(spec).encode(events):
+      ...     mirror.apply(decode(payload))
+      >>> mirror.lookup(range(10), salt=None, lora=None, extra_keys=())
+      Found(tokens=8, media={'GPU': 8})
+    """
 
     def __init__(self, max_blocks: int = 1 << 22):
         self.max_blocks = max_blocks

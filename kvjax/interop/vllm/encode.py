@@ -65,6 +65,16 @@ class Encoder(EventEncoder[bytes]):
       rank: data-parallel rank.
       max_message: the most bytes of a payload; larger batches are several. One block with very long names may have
         more.
+
+    Example:
+      >>> from kvjax.interop.vllm import Encoder, decode
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> (payload,) = Encoder(spec).encode(events, now=0.0)
+      >>> (stored,) = decode(payload).events
+      >>> len(stored.hashes), stored.size  # two blocks of four tokens
+      (2, 4)
     """
 
     def __init__(

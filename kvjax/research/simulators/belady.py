@@ -47,6 +47,14 @@ def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = Fa
     Raises:
       ValueError: for a size smaller than the longest request.
 
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 1, 2, 3], [4] * 4, [0] * 4, [[1], [2], [3], [1]], block_size=4)
+      >>> research.belady(trace, [2]).blocks.tolist()  # it knows that block 1 comes back
+      [[0, 0, 0, 1]]
+      >>> research.lru_curve(trace, [2], rule="papers").blocks.tolist()
+      [[0, 0, 0, 0]]
+
     Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966); as a choice of intervals,
     Carlisle and Lloyd, "On the k-coloring of intervals" (1995).
     """

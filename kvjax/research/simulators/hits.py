@@ -64,6 +64,13 @@ class Hits:
       sizes: i32[Z]; blocks of each cache.
       blocks: i32[Z, R]; blocks that each request found. A request longer than the cache is refused and finds none.
       unserved: i32[Z]; how many were refused where requests hold blocks at the same time; None where they do not.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5, 9], [12, 8, 12], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
+      >>> hits = research.lru_curve(trace, [4])
+      >>> hits.blocks.tolist(), hits.rate.tolist()  # 2 of 8 blocks, in a cache of 4
+      ([[0, 0, 2]], [0.25])
     """
 
     trace: Trace

@@ -43,6 +43,14 @@ def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "ful
     Raises:
       ValueError: for a size smaller than the longest request: `replay` and `simulate` refuse single requests, after
         which the caches are no longer one stack. And for a rule that does not exist.
+
+    Example:
+      >>> from kvjax import research
+      >>> prompts = [[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 8]]  # ids of blocks
+      >>> trace = research.make_trace([0, 1, 2, 3], [12] * 4, [0] * 4, prompts, block_size=4)
+      >>> hits = research.lru_curve(trace, sizes=[4, 8])
+      >>> hits.blocks.tolist(), hits.blocks.sum(axis=1).tolist()  # of each request; of all
+      ([[0, 0, 1, 1], [0, 0, 2, 2]], [2, 4])
     """
     check_rule(rule)
     checked = check_longest(trace, sizes)
@@ -65,6 +73,12 @@ def reuse_distances(trace: Trace, rule: Rule = "papers") -> np.ndarray:
 
     Raises:
       ValueError: for a rule that does not exist.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 1, 2], [4] * 3, [0] * 3, [[1], [2], [1]], block_size=4)
+      >>> research.reuse_distances(trace).tolist()  # a cache of two blocks finds the third prompt's
+      [2]
     """
     check_rule(rule)
     return _needed(trace, rule)[1]

@@ -70,6 +70,13 @@ def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 
 
     Raises:
       ValueError: for a speed out of range.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 100], [8, 8], [4, 4], [[1, 2], [1, 3]], block_size=4)
+      >>> steps = research.overlapping(trace, tokens_per_s=1000, ms_a_token=50)  # 208 ms each
+      >>> steps.admit.tolist(), steps.held.tolist(), steps.most
+      ([True, True, False, False], [3, 5, 3, 0], 5)
     """
     if not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
         raise ValueError(f"tokens_per_s: got {tokens_per_s}, wanted a finite number above 0")
@@ -166,7 +173,13 @@ def replay(
 
 
 def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
-    """The same policy for a cache that takes a block for one token: `cost_aware` counts positions in its balance."""
+    """The same policy for a cache that takes a block for one token: `cost_aware` counts positions in its balance.
+
+    Example:
+      >>> from kvjax import policies, research
+      >>> research.in_blocks(policies.cost_aware(balance=4096.0), block_size=16)
+      cost_aware(balance=256.0)
+    """
     balance = dict(policy.parameters).get("balance", 0)
     return cost_aware(balance / block_size) if policy == cost_aware(balance) else policy
 

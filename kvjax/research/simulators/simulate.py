@@ -64,6 +64,13 @@ def simulate(
     Raises:
       ValueError: for a rule that does not exist; for no sizes, or one below 1; for a policy or a state that `init`
         refuses; for a policy that reads other fields of blocks, or names blocks that may not leave.
+
+    Example:
+      >>> from kvjax import policies, research
+      >>> prompts = [[1, 2], [1, 3], [4, 5], [6, 7], [1, 8]]  # ids of blocks
+      >>> trace = research.make_trace(range(5), [8] * 5, [0] * 5, prompts, block_size=4)
+      >>> research.simulate(trace, policies.lru(), sizes=[4]).blocks.tolist()
+      [[0, 1, 0, 0, 0]]
     """
     arguments = _arguments(trace, policy, sizes, rule, policy_state)
     found, sound = _serve_all(*arguments) if len(trace) else (np.zeros((0, len(sizes)), np.int32), True)

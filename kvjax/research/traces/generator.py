@@ -72,6 +72,14 @@ def draw_trace(seed: int, requests: int = 1000, workload: Workload | None = None
 
     Raises:
       ValueError: for fewer than one request.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.draw_trace(seed=0, requests=50)
+      >>> len(trace.time), trace.block_size, trace.kinds
+      (50, 16, ('first', 'one-shot', 'later'))
+      >>> bool((trace.ids == research.draw_trace(seed=0, requests=50).ids).all())
+      True
     """
     if requests < 1:
         raise ValueError(f"requests: got {requests}, wanted at least 1")
@@ -151,7 +159,13 @@ class Sessions:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1")
 
     def draw(self, input_length: Sequence[int]) -> list[int]:
-        """The session of each request, numbered from 0; equal for equal seeds and lengths."""
+        """The session of each request, numbered from 0; equal for equal seeds and lengths.
+
+        Example:
+          >>> from kvjax import research
+          >>> research.Sessions(seed=0, share=1.0).draw([100, 200, 300])  # each goes on with the one before
+          [0, 0, 0]
+        """
         random = np.random.default_rng(self.seed)
         last: dict[int, tuple[int, int]] = {}  # session -> (tokens of its last prompt, requests so far), oldest first
         sessions: list[int] = []

@@ -183,6 +183,17 @@ def read_trace(path: str | pathlib.Path, format: str | None = None, **options: A
 
     Raises:
       ValueError: for a form that no reader has, and for a file that the reader refuses.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from kvjax import research
+      >>> line = '{"timestamp": 0, "input_length": 6, "output_length": 2, "hash_ids": [7, 8]}'
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = pathlib.Path(folder, "trace.jsonl")
+      ...     _ = path.write_text(line)
+      ...     trace = research.read_trace(path, "mooncake", block_size=4)
+      >>> trace.lengths.tolist(), trace.full.tolist()
+      ([2], [1])
     """
     format = _format_of(path) if format is None else format
     if format not in FORMATS:

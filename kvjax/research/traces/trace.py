@@ -30,6 +30,12 @@ class Trace:
       kinds: names of the classes.
       session: i32[R] or None; requests of equal numbers are turns of one session.
       notes: caveats for the reader of a figure, such as reuse that was drawn at random.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5, 9], [12, 8, 10], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
+      >>> trace.lengths.tolist(), trace.full.tolist()  # the last block of the last prompt is filled in part
+      ([3, 2, 3], [3, 2, 2])
     """
 
     time: np.ndarray
@@ -165,6 +171,14 @@ def make_trace(
 
     Raises:
       ValueError: for a request that is not as said; the message says which one.
+
+    Example:
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5, 9], [12, 8, 12], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
+      >>> trace.blocks(0).tolist(), trace.blocks(2).tolist()  # numbered from 0 in the order of their first use
+      ([0, 1, 2], [0, 1, 5])
+      >>> trace.parent.tolist()
+      [-1, 0, 1, -1, 3, 1]
     """
     number = len(hash_ids)
     where = where if where is not None else [f"request {n}" for n in range(number)]

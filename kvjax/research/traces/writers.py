@@ -18,6 +18,16 @@ def write_mooncake(trace: Trace, path: str | pathlib.Path) -> None:
     """Writes JSON lines with `timestamp` (ms), lengths and `hash_ids`.
 
     `read_mooncake` with the trace's block size gives it back without classes, sessions and notes.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from kvjax import research
+      >>> trace = research.make_trace([0, 5], [12, 12], [2, 2], [[1, 2, 3], [1, 2, 4]], block_size=4)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     research.write_mooncake(trace, pathlib.Path(folder, "trace.jsonl"))
+      ...     print(pathlib.Path(folder, "trace.jsonl").read_text(), end="")
+      {"timestamp": 0, "input_length": 12, "output_length": 2, "hash_ids": [0, 1, 2]}
+      {"timestamp": 5, "input_length": 12, "output_length": 2, "hash_ids": [0, 1, 3]}
     """
     with pathlib.Path(path).open("w", encoding="utf-8") as file:
         for number in range(len(trace)):

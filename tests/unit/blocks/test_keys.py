@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys depend on all tokens up to a block's end, and on nothing else; namespaces are interned, and saved."""
 
-import doctest
 import functools
 import io
 import json
@@ -20,11 +19,6 @@ from kvjax.state import Text
 from tests.drive import PLAIN, Driver, padded
 
 SIZE = 4
-
-
-def test_the_example_in_the_docstring():
-    assert doctest.testmod(keys).attempted == 3
-    assert doctest.testmod(keys).failed == 0
 
 
 def test_namespaces_tell_pairs_apart_and_remember_them():
