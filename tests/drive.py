@@ -191,6 +191,17 @@ class Driver:
         return int(self.verbs["lookup"](cache, text, length, namespace=np.int32(0), **options).cached_tokens)
 
 
+def table(driver: Driver, seq: int) -> list[int]:
+    """The blocks of a row."""
+    blocks = np.asarray(driver.state.groups[0].table[seq])
+    return blocks[blocks >= 0].tolist()
+
+
+def holders(driver: Driver, seq: int) -> list[int]:
+    """The number of holders of each block of a row."""
+    return np.asarray(driver.state.groups[0].blocks.refcount)[table(driver, seq)].tolist()
+
+
 def names(events: Events) -> list[str]:
     """The status of each row by its name."""
     return [Status(status).name for status in np.asarray(events.status).tolist()]

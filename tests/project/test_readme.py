@@ -39,13 +39,6 @@ def test_the_readmes_code_runs(blocks, capsys, tmp_path, monkeypatch):
     assert "cached" in capsys.readouterr().out
 
 
-def test_the_router_is_the_demos_own():
-    licence, code = (ROOT / "models/prefix_router.py").read_text().split("\n", 1)
-    assert licence.startswith("# SPDX") and f"```python\n{code}```\n" in README.read_text()
-    lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 30
-
-
 def traces(*models):
     """The number of traces of a program that is called with one model after the other."""
     seen = []
