@@ -60,7 +60,7 @@ def test_names_that_pages_link_to_are_described():
     described = {
         name
         for page in PAGES
-        for name in re.findall(r"^\.\. auto(?:class|data|exception|function):: (\S+)$", page.read_text(), re.M)
+        for name in re.findall(r"^\.\. auto(?:class|data|exception|function|module):: (\S+)$", page.read_text(), re.M)
     }
     for page in PAGES:
         for name in re.findall(r"\{py:obj\}`(?:[^`<]*<)?~?([\w.]+)>?`", page.read_text()):
