@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a built site: each link inside it leads to a file, and to a heading or a name in it.
-
-    python scripts/check_site.py out/docs
-"""
+"""Checks a built site (`make docs`): each link inside it leads to a file, and to a heading or a name in it."""
 
 import functools
 import pathlib
