@@ -17,7 +17,8 @@ TUNIX := .venv-tunix
 FLEET := .venv-fleet
 DOCS := .venv-docs
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
-BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+# `make gpu` runs gpu_first, which has the sections of kernels.
+BENCHMARKS := $(filter-out gpu_first kernels pages,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
 
 ifeq ($(PYTHON),.venv/bin/python)
 SETUP := scripts/setup.sh .venv
@@ -89,7 +90,10 @@ fingerprint: ## which programs of the verbs differ from those of another commit,
 	@$(SETUP)
 	@$(PYTHON) scripts/fingerprint.py $(BASE)
 
-bench: $(BENCHMARKS:%=bench-%) ## every benchmark; results in out/bench/*.json
+bench: ## every benchmark, with results in out/bench/*.json, and the pages of docs/performance from them
+	@$(SETUP)
+	@failed=; for name in $(BENCHMARKS); do $(MAKE) bench-$$name || failed="$$failed $$name"; done; \
+	  $(PYTHON) -m benchmarks.pages && { [ -z "$$failed" ] || { echo "failed:$$failed" >&2; false; }; }
 
 $(BENCHMARKS:%=bench-%): bench-%:
 	@$(SETUP)
