@@ -116,16 +116,13 @@ class Bar(NamedTuple):
 
     def shown(self, value: float) -> str:
         """A value with its unit: three digits, and more where it would look like a bound that it is not."""
-        others = {bound for bound in self[2:] if bound is not None and bound != value}
-        texts = (self._with_unit(value, digits) for digits in range(3, 7))
-        return next((text for text in texts if text not in map(self._with_unit, others)), self._with_unit(value, 6))
-
-    def _with_unit(self, value: float, digits: int = 6) -> str:
-        value, unit = (100 * value, "%") if self.unit == "share" else (value, self.unit)
-        decimals = max(digits - 1 - math.floor(math.log10(abs(value))), 0) if value else 0
-        number = f"{value:,.{decimals}f}"
-        number = number.rstrip("0").rstrip(".") if "." in number else number
-        return f"{number}{unit}" if unit in ("x", "/s", "") else f"{number} {unit}"
+        scale, unit = (100, "%") if self.unit == "share" else (1, self.unit)
+        bounds = {round(scale * bound, 9) for bound in self[2:] if bound is not None and bound != value}
+        value = round(scale * value, 9)
+        least = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
+        decimals = next((n for n in range(least, least + 4) if round(value, n) not in bounds), least + 3)
+        number, exact = f"{value:,.{decimals}f}", f"{value:,.9f}".rstrip("0").rstrip(".")
+        return f"{min(number, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
 
 
 def require_bars(metrics: Mapping[str, float], bars: Mapping[str, Bar]) -> None:

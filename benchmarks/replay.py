@@ -271,7 +271,7 @@ def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
             axes.bar(*zip(*bars, strict=True), 0.38, label=label, color=(BLUE, AMBER)[i])
         finish(axes)
         axes.set_title(title)
-        axes.set_xticks(range(len(reserves)), reserves)
+        axes.set_xticks(range(len(reserves)), [reserve.replace("_", "\n") for reserve in reserves])
     legend_below(figure)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

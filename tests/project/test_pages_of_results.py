@@ -61,6 +61,7 @@ def test_values_are_shown_with_three_digits_and_their_unit():
     ]  # fmt: skip
     assert Bar("", "share").shown(0.8891) == "88.9 %" and Bar("", "share", at_least=0.88).bounds() == "at least 88 %"
     assert Bar("", at_most=1.03).shown(1.0304) == "1.0304x"  # not like the bar that it misses
+    assert [Bar("").shown(x) for x in (1.004, 1.5, 1.30)] == ["1.00x", "1.5x", "1.3x"]
 
 
 def test_a_page_says_what_is_met_missed_and_not_run(tmp_path):
