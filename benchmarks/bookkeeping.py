@@ -50,7 +50,7 @@ BARS = {
 }
 NOTES = """
 The caches under `vmap` take 1 MB with 2,048 blocks and 40 MB with 65,536. Their growth depends on the machine: it was
-0.8x to 1.7x in several runs on one, and 2.3x to 3.0x on another, where the small caches are faster. There it misses its
+0.8x to 1.7x in several runs on one, and 2.3x to 3.0x on another, where the small caches are faster: it misses its
 bar.
 """
 

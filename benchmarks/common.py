@@ -127,9 +127,10 @@ class Bar(NamedTuple):
 
 def require_bars(metrics: Mapping[str, float], bars: Mapping[str, Bar]) -> None:
     """Ends a benchmark that misses a bar."""
-    for name in bars.keys() & metrics.keys():
-        value, bar = metrics[name], bars[name]
-        require(bar.verdict(value) != "missed", f"{name} is {bar.shown(value)}, the bar {bar.bounds()}")
+    values = {name: (metrics[name], bar) for name, bar in bars.items() if name in metrics}
+    missed = {name: one for name, one in values.items() if one[1].verdict(one[0]) == "missed"}
+    lines = [f"{name} is {bar.shown(value)}, the bar {bar.bounds()}" for name, (value, bar) in missed.items()]
+    require(not lines, "; ".join(lines))
 
 
 def report(

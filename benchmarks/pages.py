@@ -44,8 +44,8 @@ INDEX = """
 All figures come from commands of the repository, which also check the answers. `make bench` runs them and writes these
 pages; a benchmark has its bars next to the code that measures. Each page names the command of each table.
 
-- **x** is a ratio: both sides are measured in turns in one run, so that a busy machine is busy for both. "A, to
-  B" is the value of A divided by that of B.
+- **x** is a ratio: both sides are measured in turns in one run, so that a busy machine is busy for both. "A, to B" is
+  the value of A divided by that of B.
 - Seconds and rates are those of one machine, which others share: they varied by a third from run to run.
 - **at least** and **at most** are the bar of a row, followed by met or missed. An aim is the value to come to. Rows
   without a bar are for information.

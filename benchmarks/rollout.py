@@ -26,6 +26,7 @@ from benchmarks.contiguous import contiguous_step
 from kvjax.serving import Scheduler
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from pallas_kernels.rotary import rotate
 
 BARS = {
     "group_x": Bar("speed of 8 samples, prompt of 512 tokens, 64 new ones, to the baseline", at_least=3.5),
@@ -102,10 +103,10 @@ def dense_sampler(size: Size):
         tokens = jnp.broadcast_to(prompt, (size.samples, size.prompt))
         positions = jnp.broadcast_to(jnp.arange(size.prompt)[None], tokens.shape)
 
-        def prefill(number, _, layers, q, kv):
-            k, v = (jnp.moveaxis(x, 1, 2) for x in kv)  # [R, K, P, D]
+        def prefill(number, _, layers, q, kv, angles):
+            k, v = (jnp.moveaxis(x, 1, 2) for x in (rotate(kv[0], angles), kv[1]))  # [R, K, P, D]
             padded = [jnp.pad(x, ((0, 0), (0, 0), (0, size.new), (0, 0))) for x in (k, v)]
-            return _causal(q, k, v), (*layers, tuple(padded))
+            return _causal(rotate(q, angles), k, v), (*layers, tuple(padded))
 
         x, layers = model._stream(tokens, positions, prefill, ())
         first = jnp.argmax(model._logits(x[:, -1]), axis=-1).astype(jnp.int32)
