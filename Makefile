@@ -18,7 +18,8 @@ FLEET := .venv-fleet
 SPHINX = JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
   $(PYTHON) -m sphinx -q -W --keep-going -d out/doctrees
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
-BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+# `make gpu` runs gpu_first, which has the sections of kernels.
+BENCHMARKS := $(filter-out gpu_first kernels pages,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
 
 ifeq ($(PYTHON),.venv/bin/python)
 SETUP := scripts/setup.sh .venv
@@ -90,7 +91,10 @@ fingerprint: ## which programs of the verbs differ from those of another commit,
 	@$(SETUP)
 	@$(PYTHON) scripts/fingerprint.py $(BASE)
 
-bench: $(BENCHMARKS:%=bench-%) ## every benchmark; results in out/bench/*.json
+bench: ## every benchmark, with results in out/bench/*.json, and the pages of docs/performance from them
+	@$(SETUP)
+	@failed=; for name in $(BENCHMARKS); do $(MAKE) bench-$$name || failed="$$failed $$name"; done; \
+	  $(PYTHON) -m benchmarks.pages && { [ -z "$$failed" ] || { echo "failed:$$failed" >&2; false; }; }
 
 $(BENCHMARKS:%=bench-%): bench-%:
 	@$(SETUP)

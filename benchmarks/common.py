@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: their command line, timing, and the report."""
+"""Command line, timing, bars and report of the benchmarks."""
 
 import argparse
+import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -76,37 +80,101 @@ def require(fact: bool, otherwise: str) -> None:
         raise SystemExit(f"benchmark failed: {otherwise}")
 
 
+class Bar(NamedTuple):
+    """A row of a benchmark's table: a metric in words, and the bound that it has to keep, if there is one.
+
+    Attributes:
+      what: the metric, in a line.
+      unit: after its value; "share" for a value that is shown in percent.
+      at_least, at_most: the bound; None for both: no bound.
+      aim: the value to come to, in the direction of the bound; downwards if there is none.
+    """
+
+    what: str
+    unit: str = "x"
+    at_least: float | None = None
+    at_most: float | None = None
+    aim: float | None = None
+
+    def reaches(self, value: float, bound: float) -> bool:
+        """Whether a value is as good as a bound."""
+        return value <= bound if self.at_least is None else value >= bound
+
+    def verdict(self, value: float) -> str:
+        """Met or missed; "aim reached" where that is more; nothing where there is no bound."""
+        bound = self.at_most if self.at_least is None else self.at_least
+        if bound is not None and not self.reaches(value, bound):
+            return "missed"
+        if self.aim is not None and self.reaches(value, self.aim):
+            return "aim reached"
+        return "" if bound is None else "met"
+
+    def bounds(self) -> str:
+        """The bound and the aim, in words."""
+        named = {"at least": self.at_least, "at most": self.at_most, "aim": self.aim}
+        return ", ".join(f"{name} {self.shown(value)}" for name, value in named.items() if value is not None)
+
+    def shown(self, value: float) -> str:
+        """A value with its unit: three digits, and more where it would look like a bound that it is not."""
+        scale, unit = (100, "%") if self.unit == "share" else (1, self.unit)
+        bounds = {round(scale * bound, 9) for bound in self[2:] if bound is not None and bound != value}
+        value = round(scale * value, 9)
+        least = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
+        decimals = next((n for n in range(least, least + 4) if round(value, n) not in bounds), least + 3)
+        number, exact = f"{value:,.{decimals}f}", f"{value:,.9f}".rstrip("0").rstrip(".")
+        return f"{min(number, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
+
+
+def require_bars(metrics: Mapping[str, float], bars: Mapping[str, Bar]) -> None:
+    """Ends a benchmark that misses a bar."""
+    values = {name: (metrics[name], bar) for name, bar in bars.items() if name in metrics}
+    missed = {name: one for name, one in values.items() if one[1].verdict(one[0]) == "missed"}
+    lines = [f"{name} is {bar.shown(value)}, the bar {bar.bounds()}" for name, (value, bar) in missed.items()]
+    require(not lines, "; ".join(lines))
+
+
 def report(
     benchmark: str,
     metrics: dict[str, float],
     file: pathlib.Path | None = None,
     details: dict[str, float] | None = None,
     notes: Mapping[str, str] | None = None,
+    bars: Mapping[str, Bar] | None = None,
 ) -> None:
-    """Prints the metrics, and writes them with where they were measured; details are figures more, notes text."""
-    result = {"benchmark": benchmark, **where(), **(notes or {})}
+    """Prints the metrics with their bars, and writes them with where they were measured.
+
+    Args:
+      benchmark: its name.
+      metrics: rounded to six digits.
+      file: of the result; None: nowhere.
+      details: figures more.
+      notes: text, by name.
+      bars: of metrics and details.
+    """
+    result, bars = {"benchmark": benchmark, "command": _command(benchmark), **where(), **(notes or {})}, bars or {}
     for kind, values in (("metrics", metrics), ("details", details or {})):
         if values:
             result[kind] = {name: rounded(value) for name, value in values.items()}
             width = max(map(len, values))
             for name, value in result[kind].items():
-                print(f"  {name:<{width}}  {value:>12,.6g}")
-    write(result, file)
+                bounds = f"{bars[name].bounds():24} {bars[name].verdict(value)}" if name in bars else ""
+                print(f"  {name:<{width}}  {value:>12,.6g}  {bounds}".rstrip())
+    values = result.get("metrics", {}) | result.get("details", {})
+    found = {name: bar for name, bar in bars.items() if name in values}
+    rows = {name: {**bar._asdict(), "verdict": bar.verdict(values[name])} for name, bar in found.items()}
+    write(result | ({"rows": rows} if rows else {}), file)
 
 
-def show_bars(metrics: Mapping[str, float], at_least: Mapping[str, float], at_most: Mapping[str, float]) -> None:
-    """Prints each metric beside its bar."""
-    print(f"  {'':22} {'':>9} {'bar':>8}")
-    for name, value in metrics.items():
-        bar = at_most.get(name, at_least.get(name, 0))
-        is_met = value <= bar if name in at_most else value >= bar
-        print(f"  {name:22} {value:9.4f} {'<=' if name in at_most else '>='} {bar:5g}  {'met' if is_met else 'missed'}")
+def _command(benchmark: str) -> str:
+    """The command line, without the file of the result."""
+    return re.sub(r" --json[ =]\S+", "", " ".join(["python -m", f"benchmarks.{benchmark}", *sys.argv[1:]]))
 
 
 def where() -> dict[str, Any]:
-    """The machine and the versions, for every result."""
+    """The time, the machine and the versions, for every result."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
-    return {"versions": {"python": platform.python_version(), **versions}, "cpu": _cpu()}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": date, "versions": {"python": platform.python_version(), **versions}, "cpu": _cpu()}
 
 
 def rounded(value: float) -> float:

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine and the HTTP server against `run_batch`, and what else whoever runs them wants to know.
+"""The engine and the HTTP server against `run_batch`; their waits, memory and idle time.
 
-engine_x        the CPU time of `run_batch` to that of an engine, for the same prompts, all submitted at once
-http_x          the same for a server, with so many streams open; clients are a process of their own, not counted
-ttft_steps_p99  Poisson arrivals at half the capacity: turns from a request to its first token, less the chunks of
-                what no prompt before it had computed when it came; 99 % have at most so many
-bubble          of a model of 10 million parameters, with all rows busy and listened to: the time in which no step
-                runs, to the time of the steps
-idle_cpu        CPU seconds of an idle engine in a second
-memory_growth   the memory of a server after ten times as many requests, to that after the first ones
+The recall model answers 512 prompts in 32 rows: by `run_batch`, by an engine to which all are submitted at once, and by
+a server with 32 open streams, whose clients are a process of their own and not counted. All answers must be those of
+`run_batch`. Programs take turns; a ratio is of medians.
 
-All answers must be those of `run_batch`. Programs take turns; a ratio is of medians.
+With Poisson arrivals at half the capacity, turns from a request to its first token are counted, less the chunks of its
+prompt that no prompt before it had computed when it came. Waits of the device are those of a model of 10 million
+parameters, with all rows busy and all streams read.
 """
 
 from __future__ import annotations
@@ -42,6 +39,7 @@ from benchmarks import common, decode_loop
 from benchmarks.batch_job import QUICK as QUICK_BATCH
 from benchmarks.batch_job import Size as Batch
 from benchmarks.batch_job import make_cache, questions, require_same
+from benchmarks.common import Bar
 from kvjax.serving import Engine, Handle, engine_thread
 from models import loading, serve
 from models.config import ModelConfig
@@ -49,8 +47,18 @@ from models.decoder import Decoder
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHECKPOINT = ROOT / "models/checkpoints/recall"
-AT_LEAST = {"engine_x": 0.8, "http_x": 0.6}
-AT_MOST = {"ttft_steps_p99": 3, "bubble": 0.05, "idle_cpu": 0.005, "memory_growth": 1.02}
+BARS = {
+    "engine_x": Bar("CPU time of `run_batch`, to that of an engine", at_least=0.8),
+    "http_x": Bar("CPU time of `run_batch`, to that of a server", at_least=0.6),
+    "ttft_steps_p99": Bar("turns to the first token, less those of its chunks, 99 %", "", at_most=3),
+    "bubble": Bar("time in which the device waits between steps, of the steps' time", "share", at_most=0.05),
+    "idle_cpu": Bar("CPU time of an idle engine, of the time", "share", at_most=0.005),
+    "memory_growth": Bar("memory after 10,000 requests, to that after 1,000", at_most=1.02),
+}
+NOTES = """
+A server takes more steps than `run_batch`, since rows are free while clients come back. Its ratio was 0.58x to 0.66x in
+several runs: it misses its bar in some of them. The engine's was 0.93x to 1.01x.
+"""
 
 
 class Size(NamedTuple):
@@ -290,9 +298,7 @@ def main() -> None:
             measure_bubble(size),
         ]  # fmt: skip
     found, details = ({name: value for part in parts for name, value in part[n].items()} for n in (0, 1))
-    metrics = {name: found[name] for name in (*AT_LEAST, *AT_MOST)}
-    common.show_bars(metrics, AT_LEAST, AT_MOST)
-    common.report("engine", metrics, args.json, details)
+    common.report("engine", {name: found[name] for name in BARS}, args.json, details, bars=BARS)
 
 
 if __name__ == "__main__":

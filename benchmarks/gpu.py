@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
 import gzip
 import json
 import pathlib
@@ -68,7 +67,6 @@ class Record:
         self.bars, self.file = list(bars), file
         self.result: dict[str, Any] = {
             "benchmark": benchmark,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "device": jax.devices()[0].device_kind,
             "driver": _driver(),
             **common.where(),

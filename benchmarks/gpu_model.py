@@ -4,11 +4,11 @@
 A step is extend, the model, commit and the choice of tokens, one graph on the device. Its floor is the time for what
 must move or be multiplied once: weights, K/V of all rows, logits. A kernel takes as long as the longest of its bytes
 at the bandwidth of memory, its products, and, for attention, the instructions of its loop. Nodes of the graph follow
-each other at a fixed distance. None of it is measured: a kernel's latency and how the rows' work meets the caches are
-not in it, XLA's products have the tiles that it chooses without timing them, and what stays in the L2 cache counts as
-memory. Beside it stands what `benchmarks/results` has measured.
+each other at a fixed distance. None of it is measured: a kernel's latency and the sharing of caches by rows are not in
+it, XLA's products have the tiles that it chooses without timing them, and bytes that stay in the L2 cache count as
+memory. The command prints the figures of `benchmarks/results` next to it, if a GPU has measured some.
 
-It needs the compilers of scripts/gpu_toolchain.sh. Programs of two and three layers are compiled; their difference is
+It needs the compilers of `scripts/gpu_toolchain.sh`. Programs of two and three layers are compiled; their difference is
 each further layer.
 """
 
@@ -31,6 +31,7 @@ from flax import nnx
 
 import kvjax
 from benchmarks import common, gpu, gpu_step
+from benchmarks.common import Bar
 from benchmarks.gpu_first import RESULTS
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -61,6 +62,16 @@ ASSUMED = (
 INSTRUCTIONS_S = CORES * 4 * CONSTANTS["instructions_cycle"] * CONSTANTS["cycles_s"]
 KINDS = {"1b": ("bfloat16",), "8b": ("bfloat16", "int8"), "tiny": ("bfloat16",)}
 NAMES = {"bfloat16": "b16", "int8": "int8"}
+BATCHES, LENGTHS = [1, 32, 128], [2048, 8192]
+BARS = {
+    f"step_{name}_{NAMES[dtype]}_b{rows}_{length}_share": Bar(
+        f"floor of a step, of the step: {name.upper()}, {dtype}, {rows} x {length:,} tokens", "share"
+    )
+    for name in ("1b", "8b")
+    for rows in BATCHES
+    for length in LENGTHS
+    for dtype in KINDS[name]
+}
 FEW, MORE = 2, 3  # layers of the programs, so that one has a layer more in the middle
 
 
@@ -346,8 +357,8 @@ def main() -> None:
     def add(parser: Any) -> None:
         parser.add_argument("--quick", action="store_true", help="a tiny model: whether it runs")
         parser.add_argument("--models", type=lambda text: text.split(","), default=["1b", "8b"], help="of 1b, 8b")
-        parser.add_argument("--batches", type=numbers, default=[1, 32, 128], help="rows (default: %(default)s)")
-        parser.add_argument("--lengths", type=numbers, default=[2048, 8192], help="tokens of each row")
+        parser.add_argument("--batches", type=numbers, default=BATCHES, help="rows (default: %(default)s)")
+        parser.add_argument("--lengths", type=numbers, default=LENGTHS, help="tokens of each row")
 
     args = common.parse("gpu_model", __doc__, add)
     result: dict[str, Any] = {"benchmark": "gpu_model", "device": "none: a model of an H200", **common.where()}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much K/V memory is allocated and unused, and whether a decode step updates the pools in place.
+"""K/V memory that is allocated and unused, and temporaries of a decode step, which updates the pools in place.
 
 Unused: 502 requests of the lengths of a production trace live through a cache, 64 at a time: chunked prefill, decoding,
-release. A slot counts as unused while it is in a block that a row holds and no token is written there. It is measured
-after each chunk of prefill, after each 32 tokens of decoding, and before each release. "In flight" is measured before
-the model would write: it includes the slots reserved for the tokens of that very step. The bound, 4 %, is on all.
+release. A slot counts as unused while it is in a block that a row holds and has no token. It is measured after each
+chunk of prefill, after each 32 tokens of decoding, and before each release. "In flight" is measured before the model
+would write: it includes the slots reserved for the tokens of that very step. `kvjax.debug.stats` counts the same in
+another way.
 
-In place: the engine's decode loop is compiled for a decoder of 10 million parameters; its temporaries must stay under
-5 % of the pools, which must be donated and not copied.
+In place: the engine's decode loop is compiled for a decoder of 10 million parameters; its pools must be donated and not
+copied. A missed bar ends the benchmark.
 """
 
 import csv
@@ -24,10 +25,23 @@ import numpy as np
 
 import kvjax
 from benchmarks import common
+from benchmarks.common import Bar
 from kvjax._arrays import Pytree
 
 ROWS, CHUNK, STEPS, NUM_BLOCKS, BLOCK_SIZE = 64, 512, 32, 131_072, 16
-MAX_UNUSED, MAX_TEMPORARY = 0.04, 0.05
+UNUSED = {
+    "unused_percent": "K/V bytes allocated and unused",
+    "unused_in_flight_percent": "K/V bytes unused, blocks reserved for prompts in flight included",
+    "unused_prefill_percent": "K/V bytes unused of rows after a chunk of prefill",
+    "unused_decode_percent": "K/V bytes unused of rows after 32 tokens of decoding",
+    "unused_end_percent": "K/V bytes unused of rows before their release",
+    "unused_worst_moment_percent": "K/V bytes unused after the worst step",
+}
+BARS = {name: Bar(what, "%", at_most=4) for name, what in UNUSED.items()} | {
+    "unused_if_contiguous_percent": Bar("K/V bytes unused with one contiguous stretch per row", "%"),
+    "step_temporaries_percent_of_pool": Bar("temporaries of the compiled decode step, to the pools", "%", at_most=5),
+    "donated_percent_of_pool": Bar("bytes of the pools that are donated", "%", at_least=100),
+}
 LENGTHS = pathlib.Path(__file__).parent / "data" / "mooncake_lengths.csv"
 
 
@@ -150,8 +164,6 @@ def unused(lengths: np.ndarray) -> dict[str, float]:
     metrics["unused_worst_moment_percent"] = float(100 * np.max(1 - written / held))
     longest = lengths.sum(axis=1).max()
     contiguous = float(100 * (1 - lengths.sum(axis=1).mean() / longest))  # if every row had room for the longest
-    for name, percent in metrics.items():
-        common.require(percent < 100 * MAX_UNUSED, f"{name} is {percent:.2f}, the bound {100 * MAX_UNUSED}")
     return metrics | {"unused_if_contiguous_percent": contiguous}
 
 
@@ -178,8 +190,6 @@ def in_place() -> dict[str, float]:
     copied = sum(any(f"[{shape}]" in line for shape in shapes) for line in copies)
     memory = compiled.memory_analysis()
     temporary, donated = memory.temp_size_in_bytes / pools, memory.alias_size_in_bytes / pools
-    common.require(temporary < MAX_TEMPORARY, f"temporaries take {temporary:.1%} of the pools")
-    common.require(donated >= 1, f"only {donated:.1%} of the pools' bytes are donated")
     common.require(copied == 0, f"the compiled loop copies a pool {copied} times")
     return {
         "pool_mb": pools / 1e6,
@@ -196,7 +206,8 @@ def main() -> None:
     began = time.perf_counter()
     metrics = unused(lengths) | in_place()
     print(f"  ({time.perf_counter() - began:.0f} s)")
-    common.report("memory", metrics, args.json)
+    common.report("memory", metrics, args.json, bars=BARS)
+    common.require_bars(metrics, BARS)
 
 
 if __name__ == "__main__":

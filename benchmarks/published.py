@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit rates that a paper has published for a trace of Mooncake, beside those found here.
+"""Hit rates of a trace of Mooncake, in the form in which a paper has published those of another one.
 
 Table 1 of Mooncake's paper on arXiv (2407.00079) has the hit rates of three policies at six capacities. They are of a
-trace of 23,608 requests, `FAST25-release/arxiv-trace/mooncake_trace.jsonl` in its repository: `--trace` takes it. We
-had no copy of it, so that no row has been compared; nothing was tuned until it fits. For any other trace the published
-rows are left out. Without `--trace` it is the conversation trace (`benchmarks/trace.py` says where), or its first
-2,000 requests.
+trace of 23,608 requests, `FAST25-release/arxiv-trace/mooncake_trace.jsonl` in its repository: `--trace` takes it. No
+copy of it was at hand, so that no row has been compared; nothing was tuned until it fits. For any other trace the
+published rows are left out. Without `--trace` it is the conversation trace (`benchmarks/trace.py`), or its first 2,000
+requests.
 
 All blocks may hit (rule "papers"). LRU and Belady's bound are those of prefixes, by `lru_curve` and `belady`. LFU and
 LengthAware count blocks singly, each by itself, whatever became of the blocks before it: uses since it was stored;
-among equals LFU keeps the most recently used ones, and LengthAware those late in their prompt, as we read the paper.
+among equals LFU holds the most recently used ones, and LengthAware those late in their prompt, as we read the paper.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ import pathlib
 from collections.abc import Callable
 
 from benchmarks import common
+from benchmarks.common import Bar
 from benchmarks.trace import TRACE, WHOLE, read_blocks
 from kvjax.research import Trace, belady, lru_curve, unbounded
 
-CAPACITIES = (100_000, 50_000, 30_000, 10_000, 1_000)  # beside one without bound, which comes first
+CAPACITIES = (100_000, 50_000, 30_000, 10_000, 1_000)  # and one without bound, which comes first
 REQUESTS = 23_608
 TABLE = {
     "LRU": (0.51, 0.51, 0.50, 0.48, 0.40, 0.30),
     "LFU": (0.51, 0.51, 0.49, 0.43, 0.35, 0.30),
     "LengthAware": (0.51, 0.50, 0.48, 0.42, 0.35, 0.30),
 }
+BARS = {
+    f"{name}_{size}": Bar(f"hit rate, {name}, {size:,} blocks", "share")
+    for name in ("LRU", "LFU", "Belady")
+    for size in CAPACITIES[1::2]
+} | {"requests": Bar("requests of the trace", "")}
 Order = Callable[[int, int, int], tuple[int, ...]]  # of (uses, depth, time): the lowest leaves first
 
 
@@ -97,7 +103,7 @@ def main() -> None:
             print(f"{'  published':12}" + "".join(f"{rate:>9.2f}" for rate in TABLE[name]))
     names = ("inf", *CAPACITIES)
     metrics = {f"{name}_{size}": rate for name, row in found.items() for size, rate in zip(names, row, strict=True)}
-    common.report("published", metrics, args.json, {"requests": len(trace)})
+    common.report("published", metrics, args.json, {"requests": len(trace)}, bars=BARS)
 
 
 if __name__ == "__main__":

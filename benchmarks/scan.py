@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scanning the layers of a decoder saves in compile time, and what it costs.
+"""Compile time that scanning the layers of a decoder saves, and the cost of it at run time.
 
 A decode step (`extend` by a token, the model, commit) is compiled for models of 4 and of 32 equal layers, unrolled and
-scanned: seconds of tracing, lowering and compiling, without any cache of programs. The scanned one of 32 layers must
-take at most 1.5 times as long as that of 4; it must not copy a pool, and its temporaries may exceed those of the
-unrolled one by one layer's weights: XLA copies each layer's weights out of the stack. Then both steps of 32 layers run
-in turns over the same K/V; their logits must agree. The times of the steps are reported, not bounded.
+scanned: seconds of tracing, lowering and compiling, without any cache of programs. The scanned one must not copy a
+pool, and its temporaries may exceed those of the unrolled one by one layer's weights: XLA copies each layer's weights
+out of the stack. Then both steps of 32 layers run in turns over the same K/V, 16 rows of 256 tokens; their logits must
+agree. A missed bar ends the benchmark.
 """
 
 import functools
@@ -20,10 +20,26 @@ from flax import nnx
 
 import kvjax
 from benchmarks import common
+from benchmarks.common import Bar
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder, scanned
 
-MAX_COMPILE_RATIO, TOLERANCE = 1.5, 1e-3
+BARS = {
+    "scanned_compile_32_s": Bar("to compile a step of 32 layers, scanned", "s"),
+    "unrolled_compile_32_s": Bar("to compile a step of 32 layers, unrolled", "s"),
+    "scanned_compile_ratio": Bar("to compile 32 layers, to 4 layers, scanned", at_most=1.5),
+    "unrolled_compile_ratio": Bar("to compile 32 layers, to 4 layers, unrolled"),
+    "scanned_temporaries_mb": Bar("temporaries of a step, scanned", "MB"),
+    "unrolled_temporaries_mb": Bar("temporaries of a step, unrolled", "MB"),
+    "more_temporaries_of_a_layer": Bar("more temporaries when scanned, to the weights of a layer", at_most=1),
+    "scanned_step_ms": Bar("a step of 32 layers, scanned", "ms"),
+    "unrolled_step_ms": Bar("a step of 32 layers, unrolled", "ms"),
+}
+NOTES = """
+Times of the steps have no bar: they varied from run to run by more than they differ. A wide model runs slower when it
+is scanned, as one of 109M parameters did (`--hidden 512`).
+"""
+TOLERANCE = 1e-3
 
 
 class Size(NamedTuple):
@@ -81,7 +97,7 @@ def compile_steps(scan: bool, size: Size) -> tuple[dict[int, float], Any]:
 
 
 def compare_programs(unrolled: Any, scan: Any, size: Size) -> dict[str, float]:
-    """The temporaries of both steps; ends the benchmark if the scanned one copies too much."""
+    """The temporaries of both steps; ends the benchmark if the scanned one copies a pool."""
     model = nnx.eval_shape(lambda: Decoder(config_of(size.many, size), rngs=nnx.Rngs(0)))
     pools = jax.eval_shape(lambda: kvjax.init_pools(spec_of(model, size)))
     shape = ",".join(map(str, pools.arrays[0][0].shape))
@@ -89,7 +105,6 @@ def compare_programs(unrolled: Any, scan: Any, size: Size) -> dict[str, float]:
     common.require(copies == 0, f"the scanned step copies a pool {copies} times")
     before, after = (program.memory_analysis().temp_size_in_bytes for program in (unrolled, scan))
     layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.layers[0]))
-    common.require(after <= before + layer, f"the scanned step has {after:,} bytes of temporaries, unrolled {before:,}")
     return {
         "unrolled_temporaries_mb": before / 1e6,
         "scanned_temporaries_mb": after / 1e6,
@@ -137,7 +152,7 @@ def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
 
 
 def measure(size: Size) -> dict[str, float]:
-    """All of it; the bound on compile times is left to `main`."""
+    """All of it; the bars are left to `main`."""
     metrics, programs = {}, {}
     for name, scan in (("scanned", True), ("unrolled", False)):
         seconds, programs[name] = compile_steps(scan, size)
@@ -159,9 +174,8 @@ def main() -> None:
     size = QUICK if args.quick else Size(hidden=args.hidden)
     print(f"scan: {size.few} and {size.many} layers of {size.hidden}, {size.rows} rows of {size.context} tokens")
     metrics = measure(size)
-    common.report("scan", metrics, args.json)
-    ratio = metrics["scanned_compile_ratio"]
-    common.require(args.quick or ratio <= MAX_COMPILE_RATIO, f"{size.many} layers take {ratio:.2f} times as long")
+    common.report("scan", metrics, args.json, bars=BARS)
+    common.require_bars({} if args.quick else metrics, BARS)
 
 
 if __name__ == "__main__":
