@@ -18,19 +18,12 @@ Table = Callable[[Sequence[str], Any], str]
 INTRODUCTION = """
 # On a GPU
 
-A GPU is fast at a decode step and slow at all that is around it: each small kernel costs microseconds, and at each turn
-of a loop of unknown length the device waits for the host. So kvjax keeps the cache's books once per block of steps,
-runs each transition of a decode step as one kernel, and lets XLA record a loop in a command buffer (a CUDA graph).
-
-The figures are of three kinds, and a compiled or modelled one is no measurement:
+[The decode loop on a GPU](../ideas/gpu.md) says what these programs are, which caches have fused transitions, and how
+kernels are checked without a GPU. The figures are of three kinds, and a compiled or modelled one is no measurement:
 
 - **compiled**: counts and limits that tests hold, of programs compiled for a GPU on a machine without one;
 - **modelled**: computed from compiled programs and stated constants;
 - **measured**: those of a GPU that ran the programs.
-
-The answers of kernels are checked without a GPU: Triton's in Pallas's interpreter, against their twins in plain XLA and
-an oracle in float64, over pools whose unreadable slots are NaN (`make test`); Mosaic's in the GPU simulator, with race
-detection (`make test-long`).
 """
 COMPILED = """
 ## Compiled
@@ -41,12 +34,7 @@ COMPILED = """
 `tests/data/gpu_step_budgets.json`. A host stop is a point at which the device waits for the host.
 """
 AFTER_STEPS = """
-`extend`, `commit`, `trim` and the event log are one kernel each (`kvjax/gpu/`) for caches of one window, without a host
-tier and retention, evicted by `lru`, of at most 1,024 rows that write at most a block each. Other caches have the plain
-version, which runs many kernels and stops at each of its loops.
-
-On four GPUs the sums between them stop a loop with command buffers once a step, unless `COLLECTIVES` is added to the
-option.
+The rows are of caches whose transitions are fused. Others run many kernels, and stop at each of their loops.
 
 ### Attention kernels
 
@@ -54,29 +42,19 @@ option.
 The table has decode for an H200, heads of 128.
 """
 AFTER_KERNELS = """
-In decode each program takes an even share of the tiles of all rows, by a schedule that one small kernel makes of the
-lengths and that the layers of a step share: a long row among short ones is cut. int8 and fp8 K/V are read in words of
-four bytes.
-
 Kernels are also compiled for an A100, and whole steps for four GPUs (`make test-all`): no spills, no copy of a pool,
 asynchronous copies, tensor cores. Around Mosaic's prefill of 4,096 tokens in 32 rows XLA packs queries and results, in
 10 launches with 83 MB of temporaries (`python -m tests.kernels.gpu_compile h200 prefill_16`; no bar yet).
 
-Pallas's Triton is deprecated. Without it Mosaic's kernels serve attention and plain XLA all else, with the same
-results: a small Llama's decode step is then 134 kernels and stops 9 times for the host, in place of 68 and none
-(`pytest -m slow -s tests/kernels/test_no_triton.py` prints both).
+Without Pallas's Triton, which is deprecated, a small Llama's decode step is 134 kernels and stops 9 times for the host,
+in place of 68 and none (`pytest -m slow -s tests/kernels/test_no_triton.py` prints both).
 
 ## Modelled
 """
 MEASURE = """
 ## Measured
 
-`make gpu` measures on a GPU: `python -m benchmarks.gpu_first` checks every kernel twice, then times the sections that
-tell most, against a device copy and a matrix product of the same run and against jax's own attention, for nine minutes
-at a time. Its file, `benchmarks/results/gpu_first.json`, has the sections that are done, and the next call goes on. A
-kernel that is wrong or hangs is named, and goes off by `KVJAX_KERNELS=decode_attention=xla`
-(`pallas_kernels/tuning.py`). The kernels' tests come last. `python -m benchmarks.kernels` measures all in one process.
-These bars are for an H200:
+`make gpu` measures on a GPU. These bars are for an H200:
 """
 # Rows of the first table, by program and part.
 PARTS = {

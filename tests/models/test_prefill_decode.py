@@ -18,7 +18,7 @@ def test_prompts_share_documents_and_end_within_a_block():
     assert max(lengths) + prefill_decode.NEW <= prefill_decode.LENGTH
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_answer_as_one_does_and_prompts_are_computed_once():
     """The command fails by itself if tokens differ, or if more than a block of a prompt is computed again."""
     out = output_of(sys.executable, "-m", "models.prefill_decode")

@@ -51,7 +51,7 @@ def run(folder, *options, **environment):
     return process.returncode, out, json.loads((folder / gpu_first.FILE).read_text())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_of_it_runs_where_only_jax_numpy_and_flax_are(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(BARE))
     status, out, result = run(tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")

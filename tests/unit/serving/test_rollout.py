@@ -54,7 +54,7 @@ def test_completions_of_padded_prompts_and_what_a_second_call_finds():
     kvjax.check(cache.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_new_weights_seeds_and_lengths_compile_nothing_and_find_nothing_old():
     program = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES))
     cache = make_cache()
