@@ -28,8 +28,8 @@ def test_a_policy_is_a_line_and_no_policy_passes_the_bound(capsys):
     assert all(0 < lru <= bound and own <= bound for own, lru, bound in zip(own, lru, bound, strict=True))
 
 
-def test_it_has_at_most_160_lines():
-    assert len(README.splitlines()) <= 160
+def test_it_has_less_than_160_lines():
+    assert len(README.splitlines()) < 160
 
 
 def test_its_figures_name_the_commands_that_print_them():
