@@ -121,7 +121,7 @@ docs: ## the documentation site, in out/docs, with each page as Markdown and llm
 	@$(SETUP)
 	@$(SETUP) $(if $(filter :,$(SETUP)),,docs)
 	@rm -rf out/docs
-	@$(SPHINX) -b html -j auto docs out/docs $(ARGS)
+	@$(SPHINX) -b html -j auto docs out/docs $(ARGS) 2> >(grep -v 'Kernel is running over TCP' >&2)
 	@$(SPHINX) -b markdown docs out/docs $(ARGS)
 	@$(PYTHON) scripts/check_site.py out/docs
 	@echo out/docs/index.html

@@ -35,6 +35,7 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_mime_priority_overrides = [("markdown", "image/png", 1), ("markdown", "text/plain", 2)]
 nb_render_text_lexer = "text"
 myst_heading_anchors = 3
 highlight_language = "text"  # a block without a language is output, or a drawing
