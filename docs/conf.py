@@ -163,10 +163,20 @@ def first_sentence(doctree):
     return re.split(r"(?<=[.:]) ", text)[0].rstrip(":")
 
 
-def write_llms(app, error):
-    """Writes `llms.txt`, a list of the Markdown twins for programs that read the site."""
+def mend_twin(app, page):
+    """Leads the pictures of a Markdown twin to those of the site, and names the language of its cells."""
+    path = app.outdir / f"{page}.md"
+    images = "../" * page.count("/") + "_images"
+    text = re.sub(r"(!\[[^]]*\])\((?:[^)]*/)?([^)/]+)\)", rf"\1({images}/\2)", path.read_text())
+    path.write_text(text.replace("```ipython3\n", "```python\n"))
+
+
+def finish_twins(app, error):
+    """Mends the Markdown twins, and writes `llms.txt`, a list of them for programs that read the site."""
     if error or app.builder.name != "markdown":
         return
+    for page in app.env.found_docs:
+        mend_twin(app, page)
     root = app.env.get_doctree("index")
     lines = ["# kvjax", "", f"> {first_sentence(root)}"]
     for tree in root.findall(toctree):
@@ -180,7 +190,7 @@ def setup(app):
     """Connects the functions above; those that change docstrings come before napoleon, which reads their sections."""
     app.add_node(nodes.abbreviation, override=True, markdown=(lambda *_: None, lambda *_: None))
     app.connect("html-page-context", link_twin)
-    app.connect("build-finished", write_llms)
+    app.connect("build-finished", finish_twins)
     for change in (shorten, mark_untyped, mark_drawings):
         app.connect("autodoc-process-docstring", change, priority=400)
     app.connect("autodoc-process-signature", mend_signature)
