@@ -20,7 +20,7 @@ def read(path: pathlib.Path) -> tuple[set[str], list[str]]:
 def broken(site: pathlib.Path) -> list[str]:
     """Links that lead nowhere, each with the page that has it."""
     found = []
-    for path in sorted(site.rglob("*.html")):
+    for path in sorted(page for page in site.rglob("*.html") if "_static" not in page.parts):
         for link in read(path)[1]:
             url = urllib.parse.urlsplit(link)
             if url.scheme or url.netloc:
