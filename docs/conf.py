@@ -163,6 +163,14 @@ def first_sentence(doctree):
     return re.split(r"(?<=[.:]) ", text)[0].rstrip(":")
 
 
+def drop_links_back(app, error):
+    """Removes viewcode's links from a source to its description: they name the module that defines, not exports, it."""
+    if error or app.builder.name != "html":
+        return
+    for path in (app.outdir / "_modules").rglob("*.html"):
+        path.write_text(re.sub(r'<a class="viewcode-back".*?</a>', "", path.read_text()))
+
+
 def mend_twin(app, page):
     """Leads the pictures of a Markdown twin to those of the site, and names the language of its cells."""
     path = app.outdir / f"{page}.md"
@@ -190,6 +198,7 @@ def setup(app):
     """Connects the functions above; those that change docstrings come before napoleon, which reads their sections."""
     app.add_node(nodes.abbreviation, override=True, markdown=(lambda *_: None, lambda *_: None))
     app.connect("html-page-context", link_twin)
+    app.connect("build-finished", drop_links_back)
     app.connect("build-finished", finish_twins)
     for change in (shorten, mark_untyped, mark_drawings):
         app.connect("autodoc-process-docstring", change, priority=400)
