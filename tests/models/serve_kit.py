@@ -17,7 +17,7 @@ import numpy as np
 import kvjax
 from kvjax.serving import engine_thread
 from models import load, recall, serve
-from models.demo import CHECKPOINT
+from models.recall import CHECKPOINT
 from tests.drive import ROOT, TIMEOUT
 
 TEMPLATE = """{%- for message in messages %}

@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from models.chat import Chat, load_template
-from models.demo import CHECKPOINT
-from models.recall import make_tokenizer
+from models.recall import CHECKPOINT, make_tokenizer
 
 # Like the templates of Llama 3 and Qwen: its own line breaks and indents must not show.
 TEMPLATE = """

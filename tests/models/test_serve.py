@@ -11,7 +11,7 @@ import time
 import pytest
 
 from models import load, recall
-from models.demo import CHECKPOINT
+from models.recall import CHECKPOINT
 from tests.models.serve_kit import (
     DOCUMENT,
     GREEDY,

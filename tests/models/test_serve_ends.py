@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.stores import DiskStore
 from models import load, recall, stores
-from models.demo import CHECKPOINT
+from models.recall import CHECKPOINT
 from tests.models.serve_kit import GREEDY, KEY, ON, PATIENCE, started
 
 SIZE, CLIENTS, ANSWERS, NEW = 16, 8, 24, 20

@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from models import recall, serve
-from models.demo import CHECKPOINT
+from models.recall import CHECKPOINT
 from tests import wire_kit
 from tests.models.serve_kit import (
     DOCUMENT,

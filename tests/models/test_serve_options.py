@@ -7,7 +7,7 @@ import re
 import pytest
 
 from models import recall, serve
-from models.demo import CHECKPOINT
+from models.recall import CHECKPOINT
 from tests import wire_kit
 from tests.drive import ROOT
 from tests.models.serve_kit import GREEDY, KEY, PATIENCE, PEOPLE, Running, batch, prompt_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import kvjax
 from models import openai_api, serve
 from models.answers import Answer, Detokenizer
-from models.demo import CHECKPOINT
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
+from models.recall import CHECKPOINT
 
 BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
 LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)

@@ -12,7 +12,7 @@ from kvjax import Cache, Status
 from kvjax.events import init_log
 from kvjax.serving import Sampling, Scheduler, init_serving, results, serve, submit
 from models import load, recall
-from models.demo import CHECKPOINT
+from models.recall import CHECKPOINT
 from tests import drive
 
 pytestmark = pytest.mark.long

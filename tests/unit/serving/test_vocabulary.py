@@ -42,7 +42,7 @@ def row(theirs):
     return mark
 
 
-def tests_of(path):
+def of_rows(path):
     """{the text of a row: the source of its test} of a file."""
     text = path.read_text()
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
@@ -59,8 +59,8 @@ def test_each_row_of_the_page_has_its_test_which_uses_what_it_names():
     cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     rows = [(theirs, ours) for theirs, ours, _ in cells if theirs != "theirs"]
     path = pathlib.Path(__file__)
-    tests = {**tests_of(path), **tests_of(path.with_name("test_vocabulary_verbs.py"))}
-    assert [theirs for theirs, _ in rows] == [*tests] and [*TESTS] == [*tests_of(path)]
+    tests = {**of_rows(path), **of_rows(path.with_name("test_vocabulary_verbs.py"))}
+    assert [theirs for theirs, _ in rows] == [*tests] and [*TESTS] == [*of_rows(path)]
     for theirs, ours in rows:
         names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", ours)))
         assert names and all(re.search(rf"\b{name}\b", tests[theirs]) for name in names), (theirs, names)
