@@ -8,27 +8,6 @@ import jax.numpy as jnp
 import kvjax
 
 
-def dense(name, width):
-    """A product with a matrix."""
-    return nn.Dense(width, use_bias=False, name=name)
-
-
-class Layer(nn.Module):
-    """Attention through the cache, and an MLP."""
-
-    number: int
-
-    @nn.compact
-    def __call__(self, x, pools, view):
-        """The stream after this layer, and the pools."""
-        heads = dense("qkv", 8 * 16)(x).reshape(*x.shape[:2], 8, 16)
-        q, k, v = jnp.split(heads, [4, 6], axis=2)
-        pools = kvjax.write(pools, self.number, k, v, view)
-        y = kvjax.attend(q, pools, self.number, view)
-        x = x + dense("out", x.shape[-1])(y.reshape(*x.shape[:2], -1))
-        return x + dense("down", x.shape[-1])(nn.gelu(dense("up", 64)(x))), pools
-
-
 class Model(nn.Module):
     """A decoder of two layers."""
 
@@ -37,8 +16,16 @@ class Model(nn.Module):
         """The logits after the positions `last`, and the pools."""
         x = nn.Embed(50, 32, name="embed")(tokens)
         for number in range(2):
-            x, pools = Layer(number, name=f"layer_{number}")(x, pools, view)
-        return dense("head", 50)(x[jnp.arange(x.shape[0]), last]), pools
+            qkv, out, up, down = (
+                nn.Dense(width, use_bias=False, name=f"{name}_{number}")
+                for name, width in {"qkv": 128, "out": 32, "up": 64, "down": 32}.items()
+            )
+            q, k, v = jnp.split(qkv(x).reshape(*x.shape[:2], 8, 16), [4, 6], axis=2)
+            pools = kvjax.write(pools, number, k, v, view)
+            y = kvjax.attend(q, pools, number, view)
+            x = x + out(y.reshape(*x.shape[:2], -1))
+            x = x + down(nn.gelu(up(x)))
+        return nn.Dense(50, use_bias=False, name="head")(x[jnp.arange(x.shape[0]), last]), pools
 
 
 MODULE = Model()  # made once: a bound method of another module compiles anew
