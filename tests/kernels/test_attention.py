@@ -84,7 +84,7 @@ LATENTS = [
 
 @pytest.mark.parametrize(
     ("shape", "name", "stored"),
-    [pytest.param(*case, marks=() if number == 0 else pytest.mark.long)
+    [pytest.param(*case, marks={0: (), 1: pytest.mark.long, 5: pytest.mark.long}.get(number, pytest.mark.slow))
      for number, case in enumerate(LATENTS)],
 )  # fmt: skip
 def test_latents(shape, name, stored, implementation):

@@ -150,7 +150,7 @@ async def request(client, rng):
     return "tie"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_thousand_requests_get_what_a_batch_does_and_leave_nothing_in_use(server):
     import openai
 

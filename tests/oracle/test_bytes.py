@@ -230,15 +230,15 @@ def anywhere(monkeypatch):
     monkeypatch.setattr(kvjax.CacheSpec, "has_recurrent", False)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "step", "noticed"),
     [
-        pytest.param(None, 0, "", marks=pytest.mark.slow),
-        pytest.param(no_ends, 2, "snapshot .* after .2. tokens", marks=pytest.mark.slow),
-        pytest.param(partial, 4, "snapshot .* after .6. tokens", marks=pytest.mark.slow),
+        (None, 0, ""),
+        (no_ends, 2, "snapshot .* after .2. tokens"),
+        (partial, 4, "snapshot .* after .6. tokens"),
         (forgetful, 6, "row 0"),
-        pytest.param(anywhere, 7, "snapshot .* after .8. tokens", marks=pytest.mark.slow),
+        (anywhere, 7, "snapshot .* after .8. tokens"),
     ],
 )
 def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch):
@@ -303,8 +303,8 @@ def test_bytes_of_rollouts_and_scores():
     assert_happened(tally, *things, *OF_VERSIONS)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("verb", ["rollout", pytest.param("score", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["rollout", "score"])
 def test_weights_without_a_namespace_of_their_own_are_noticed(verb, monkeypatch):
     request = {
         "prompts": [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 1], [1, 2]], "completions": [[[0, 1, 2, 0]] * 2] * 3,

@@ -6,4 +6,4 @@ import pytest
 from tests.oracle.machine import AdoptingMachine, CacheMachine
 
 TestMachine = CacheMachine.TestCase
-TestAdoptions = pytest.mark.long(AdoptingMachine.TestCase)
+TestAdoptions = pytest.mark.slow(AdoptingMachine.TestCase)

@@ -70,7 +70,9 @@ SOME = ("device", "check decode_attention triton", "check append_kv", "decode_2x
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", gpu_first.KINDS)
+@pytest.mark.parametrize(
+    "kind", ["wrong", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("raising", "hanging")]]
+)
 def test_a_planted_kernel_is_named_and_switched_off(kind, tmp_path):
     scale = "0.25" if kind == "hanging" else "1"
     status, out, result = run(tmp_path, "--only", *SOME, "--plant", f"decode_attention={kind}", "--scale", scale)

@@ -153,7 +153,7 @@ print(json.dumps(seen))
 
 
 @needs_toolchain
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_step_is_compiled_and_its_nodes_are_those_that_are_counted(tmp_path):
     file = tmp_path / "model.json"
     printed = output_of(sys.executable, "-c", NOTED, "--quick", "--json", str(file), PYTHONPATH=str(ROOT))

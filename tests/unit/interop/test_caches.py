@@ -17,8 +17,6 @@ from tests.wire_kit import Lossy, Reader, agent, agrees, hurried, publisher, sub
 __all__ = ["hurried"]  # peers need not wait in these tests either
 STEPS = {"fast host": 400, "fast windows": 400, "windows, host, int8": 300, "windows alone, host": 300}
 
-SLOW = {False: (), True: pytest.mark.slow}
-
 
 def given_out(tenants, versions=1):
     """Names of the namespaces of tenants, of which the first has no salt, under each version of the weights."""
@@ -30,7 +28,9 @@ def given_out(tenants, versions=1):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[CONFIGS[name].generate]) for name in STEPS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "fast host" else pytest.mark.slow) for name in STEPS]
+)
 def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
     """One reader reads from the beginning, one loses messages, one joins in the middle. At last the cache is attached.
 

@@ -301,7 +301,7 @@ def test_a_step_copies_no_pool(form):
     assert memory.temp_size_in_bytes < 4 * states  # 2.5 of them where XLA optimises, which it does not here
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_devices_divide_the_states_without_a_word():
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     alone, divided = Cache.create(BIG), Cache.create(BIG, mesh=mesh, heads="heads")

@@ -23,13 +23,9 @@ KINDS = {
     "latents": ("deepseek_v3", {}),
     "host": ("qwen3", {"num_blocks": 40, "num_host_blocks": 30}),
 }
-LONG = {"host"}  # what CI adds to the default kind; a night has all
 each_kind = pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind == "wide" else pytest.param(kind, marks=pytest.mark.long if kind in LONG else pytest.mark.slow)
-        for kind in KINDS
-    ],
+    [kind if kind == "wide" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 
 

@@ -51,15 +51,16 @@ def lookups(cache, prompt, namespace):
 
 
 LOOKUP = jax.jit(kvjax.lookup)
+SLOW = {False: (), True: pytest.mark.slow}
 PLAIN, WINDOW = kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, window=20)
 KINDS = {"plain": [PLAIN], "windows": [PLAIN, WINDOW], "recurrent": [PLAIN, kvjax.LayerSpec.recurrent({"s": (2,)})]}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layers", KINDS.values(), ids=KINDS)
-def test_prefixes_by_events_are_those_that_lookups_find(layers):
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW[kind != "plain"]) for kind in KINDS])
+def test_prefixes_by_events_are_those_that_lookups_find(kind):
     """Over random histories with evictions."""
-    spec = kvjax.make_spec(layers, num_blocks=14, max_seqs=3, max_length=96, block_size=SIZE, dtype="float32")
+    spec = kvjax.make_spec(KINDS[kind], num_blocks=14, max_seqs=3, max_length=96, block_size=SIZE, dtype="float32")
     cache, prefixes, rng = kvjax.Cache.create(spec), CachedPrefixes(spec), np.random.default_rng(1)
     admit, commit = jax.jit(kvjax.Cache.admit), jax.jit(kvjax.Cache.commit)
     release, evict = jax.jit(kvjax.Cache.release), jax.jit(kvjax.Cache.evict, static_argnames="max_removed")

@@ -227,9 +227,9 @@ def stated(decode_ttl=None):
     return kvjax.Retention.of([(0, 4, 80, 25), (4, None, 20)], decode_priority=60, decode_ttl=decode_ttl)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @every_loop
-@pytest.mark.parametrize("num_blocks", [pytest.param(11, marks=pytest.mark.slow), 14, BLOCKS])
+@pytest.mark.parametrize("num_blocks", [11, 14, BLOCKS])
 def test_stated_priorities_and_times_to_live(num_blocks, loop):
     options = {"retention": stated(15), "now": np.int32(3)}
     start = Start(FOUR, served=[[10] * 11, [11, *TEXT]], left=[12] * S, options=options)

@@ -27,7 +27,7 @@ KINDS = {
     "latents": ([LayerSpec.latent(4, 2), FULL], {"num_blocks": 20}),
     "recurrent": ([LayerSpec.recurrent({"state": (2, 3)}), FULL], {"num_blocks": 20}),
 }  # fmt: skip
-LONG = {"tiers", "recurrent"}  # what CI adds to the default kind; a night has all
+LONG = {"tiers"}  # what CI adds to the default kind; a night has all
 each_kind = pytest.mark.parametrize(
     "kind",
     [

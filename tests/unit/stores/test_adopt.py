@@ -128,7 +128,7 @@ def test_a_prefix_is_found_with_its_bytes():
     assert events.adopted is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_leaves_the_device_for_it_goes_to_the_host():
     tiered, mirror = empty(TIERED), kvjax.events.Mirror()
     for start in (0, 100):
@@ -263,7 +263,7 @@ def test_blocks_land_once():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", [SPEC, pytest.param(TIERED, marks=pytest.mark.long)], ids=["one tier", "two tiers"])
+@pytest.mark.parametrize("spec", [pytest.param(SPEC, marks=pytest.mark.slow), TIERED], ids=["one tier", "two tiers"])
 def test_a_refused_adoption_changes_nothing(spec):
     cache = empty(spec, num_blocks=3 if spec is SPEC else None)
     full = cache if spec is SPEC else cache.cache

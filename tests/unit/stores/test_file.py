@@ -264,7 +264,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
     assert findable(cache) == wanted and len(list((tmp_path / "newer").iterdir())) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tiered_cache_is_a_pytree_of_arrays():
     tiered = history(create(make_spec("tiers")), 0)
     leaves, structure = jax.tree.flatten(tiered)

@@ -113,7 +113,7 @@ def test_the_output_is_that_of_plain_greedy_decoding():
     assert int(seqs.length[0]) == int(seqs.committed[0]) >= len(PROMPT) + NEW - 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_rejected_leaves_no_trace_in_the_index():
     """Only accepted tokens were ever committed, so the cache finds a text as after plain decoding."""
     alone, target = Speaker(3, 32, seed=0), Speaker(3, 32, seed=0)

@@ -68,8 +68,8 @@ def test_no_select_and_no_copy_of_all_blocks():
     assert_small("commit", "windows", "2 x 4 caches")
 
 
-# Two batch axes cover one, and windows and recurrent layers come with full attention. A night runs the rest.
-MOST = ("windows", "recurrent", "2 x 4 caches")
+# Two batch axes cover one, and windows come with full attention. A night runs the rest.
+MOST = ("windows", "2 x 4 caches")
 ALL = [
     pytest.param(layers, batch, marks=pytest.mark.long if {layers, batch} <= {*MOST} else pytest.mark.slow)
     for layers in LAYERS
