@@ -41,6 +41,7 @@ myst_heading_anchors = 3
 highlight_language = "text"  # a block without a language is output, or a drawing
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.output) > div.highlight > pre"
 
 # Docstrings
 default_role = "py:obj"  # single backticks: code, and a link where they name something that has a page
