@@ -116,12 +116,12 @@ gpu-kernels: ## registers, spills and loops of the attention kernels on a GPU, w
 	@$(TOOLCHAIN)
 	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_kernels $(ARGS)
 
-# The pages' cells run at each build, four pages at a time, and share what they compile. Markdown twins of the pages are made of the same build.
+# The pages' cells run at each build and share what they compile. Markdown twins of the pages are made of the same build.
 docs: ## the documentation site, in out/docs, with each page as Markdown and llms.txt
 	@$(SETUP)
 	@$(SETUP) $(if $(filter :,$(SETUP)),,docs)
 	@rm -rf out/docs
-	@$(SPHINX) -b html -j 4 docs out/docs $(ARGS) 2> >(grep -v 'Kernel is running over TCP' >&2)
+	@$(SPHINX) -b html -j auto docs out/docs $(ARGS) 2> >(grep -v 'Kernel is running over TCP' >&2)
 	@$(SPHINX) -b markdown docs out/docs $(ARGS)
 	@$(PYTHON) scripts/check_site.py out/docs
 	@echo out/docs/index.html

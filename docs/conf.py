@@ -195,17 +195,9 @@ def finish_twins(app, error):
     (app.outdir / "llms.txt").write_text("\n".join(lines) + "\n")
 
 
-def deal(app, env, docnames):
-    """Deals the pages out, as cards: Sphinx reads runs of them in parallel, and pages that compile are neighbours."""
-    del app, env
-    hands = 7  # runs of `-j 4`
-    docnames[:] = [name for first in range(hands) for name in docnames[first::hands]]
-
-
 def setup(app):
     """Connects the functions above; those that change docstrings come before napoleon, which reads their sections."""
     app.add_node(nodes.abbreviation, override=True, markdown=(lambda *_: None, lambda *_: None))
-    app.connect("env-before-read-docs", deal)
     app.connect("html-page-context", link_twin)
     app.connect("build-finished", drop_links_back)
     app.connect("build-finished", finish_twins)
