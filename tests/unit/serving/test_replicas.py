@@ -51,13 +51,14 @@ def lookups(cache, prompt, namespace):
 
 
 LOOKUP = jax.jit(kvjax.lookup)
-SLOW = {False: (), True: pytest.mark.slow}
 PLAIN, WINDOW = kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, window=20)
 KINDS = {"plain": [PLAIN], "windows": [PLAIN, WINDOW], "recurrent": [PLAIN, kvjax.LayerSpec.recurrent({"s": (2,)})]}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW[kind != "plain"]) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "plain" else pytest.mark.slow) for kind in KINDS]
+)
 def test_prefixes_by_events_are_those_that_lookups_find(kind):
     """Over random histories with evictions."""
     spec = kvjax.make_spec(KINDS[kind], num_blocks=14, max_seqs=3, max_length=96, block_size=SIZE, dtype="float32")
