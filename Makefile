@@ -15,8 +15,9 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-
 OLDEST := .venv-jax0112
 TUNIX := .venv-tunix
 FLEET := .venv-fleet
-# Cells run for milliseconds and compile for seconds: with little optimisation.
-SPHINX = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
+# Cells run for milliseconds and compile for seconds: with little optimisation, and no program twice.
+SPHINX = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.05 \
+  JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
   $(PYTHON) -m sphinx -q -W --keep-going -d out/doctrees
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
 # `make gpu` runs gpu_first, which has the sections of kernels.
