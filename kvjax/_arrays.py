@@ -17,7 +17,9 @@ from jax.core import Tracer
 import pallas_kernels
 from pallas_kernels.loops import while_loop
 
-_FEW = 32  # entries, for which sums before each are one kernel; at 64 that takes as long as a cumulative sum
+# Entries. A list of so many costs a kernel no more than a shorter one. At 64 the sums before each take as long by one
+# kernel as by a cumulative sum.
+FEW = 32
 _SMALL, _ENTRIES = 4096, 1024  # elements, and entries of the first axis, of an array that one pass may write
 
 
@@ -117,10 +119,33 @@ def rank(where: jax.Array) -> jax.Array:
 def sum_before(x: jax.Array) -> jax.Array:
     """i32[K]; for each entry of i32[K], the sum of those before it."""
     size = x.shape[0]
-    if size > _FEW:
+    if size > FEW:
         return jnp.cumsum(x, dtype=jnp.int32) - x
-    earlier = lax.broadcasted_iota(jnp.int32, (size, size), 1) < lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    each = _numbers(size)
+    earlier = each[None] < each[:, None]
     return jnp.sum(jnp.where(earlier, x[None], 0), axis=1, dtype=jnp.int32)  # one kernel; a cumulative sum is five
+
+
+def ranked(where: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """i32[K], for each entry, how many before it hold; and i32[], how many do.
+
+    For a CPU the last rank tells the number: a sum is a fusion more, or two.
+    """
+    before = rank(where)
+    if not where.size or pallas_kernels.lowers_for("cuda"):
+        return before, count(where)
+    return before, before[-1] + where[-1].astype(jnp.int32)
+
+
+def _numbers(size: int, first: int = 0) -> Any:
+    """i32[size]; first, first + 1, ...
+
+    For a CPU those of a short list are a constant: computed, they would be a fusion for each `first`, and part of many
+    others. For a GPU they are computed where they are used: it would copy a constant in each turn of a loop.
+    """
+    if size > _ENTRIES or pallas_kernels.lowers_for("cuda"):
+        return first + jnp.arange(size, dtype=jnp.int32)
+    return np.arange(first, first + size, dtype=np.int32)
 
 
 def leading(where: jax.Array) -> jax.Array:
@@ -139,6 +164,13 @@ def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
     ids = jnp.concatenate(lists)
     present = ids >= 0
     return put(jnp.full_like(ids, -1), rank(present), ids, present), count(present)
+
+
+def padded(x: jax.Array) -> jax.Array:
+    """For a CPU an array with zeros behind its entries, FEW in all if it has fewer: equal shapes are compiled once."""
+    if x.shape[0] >= FEW or pallas_kernels.lowers_for("cuda"):
+        return x
+    return jnp.pad(x, [(0, FEW - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 
 def repeated(ids: jax.Array) -> jax.Array:
@@ -213,7 +245,7 @@ def _entries(x: jax.Array, index, values, where: jax.Array):
         index = tuple(jnp.broadcast_to(jnp.reshape(i, ()), (2,)) for i in index)
         values = jnp.broadcast_to(jnp.reshape(values, inner), (2, *inner))
         where = jnp.array([jnp.reshape(where, ()), False])
-    beyond = x.shape[0] + jnp.arange(where.size, dtype=jnp.int32).reshape(where.shape)
+    beyond = _numbers(where.size, x.shape[0]).reshape(where.shape)
     return (jnp.where(where, index[0], beyond), *index[1:]), values
 
 

@@ -50,6 +50,11 @@ class Span(NamedTuple):
         return self.rows.shape[0] * -(-self.most // size)
 
 
+def most_columns(num_tokens: int, size: int) -> int:
+    """The most columns of a row's table, of blocks of `size` tokens, that its next tokens are in."""
+    return (num_tokens + size - 2) // size + 1
+
+
 class Row(Pytree):
     """One row of the block tables."""
 

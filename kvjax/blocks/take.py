@@ -55,19 +55,19 @@ def take(
     blocks, claimed = claim(before.replace(refcount=refcount, fill=fill), victims, claimed)
     ok = (need <= group.available) & (count(claimed) == wanted)
     blocks = unclaim(blocks, victims, claimed & ~ok)
-    group, removed = leave_index(group.replace(blocks=blocks), number, victims, claimed & ok, counted=False)
+    from_stack, wanted = jnp.where(ok, from_stack, 0), jnp.where(ok, wanted, 0)
+    is_empty, is_victim = from_stack > index, wanted > index
+    group, removed = leave_index(group.replace(blocks=blocks), number, victims, is_victim, counted=False)
     stacked = pick(group.empty, group.num_empty - 1 - index)
     empty, stacked = fence(group.empty, stacked)
-    from_empty = ok & (index < from_stack)
-    ids = jnp.where(from_empty, stacked, pick(victims, index - from_stack))
-    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, from_empty))
+    ids = jnp.where(is_empty, stacked, pick(victims, index - from_stack))
+    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, is_empty))
     group = group.replace(
         blocks=advance_time(blocks, now, ok & (need > 0)),
         empty=empty,
-        num_empty=group.num_empty - jnp.where(ok, from_stack, 0),
-        num_cached=group.num_cached - jnp.where(ok, wanted, 0),
+        num_empty=group.num_empty - from_stack,
+        num_cached=group.num_cached - wanted,
         policy=either(ok, pstate, group.policy),
     )
-    return Taken(
-        group, jnp.where(ok & (index < need), ids, NO_BLOCK), ok, removed, updated=no_records(), orders=no_moves()
-    )  # fmt: skip
+    ids = jnp.where(index < from_stack + wanted, ids, NO_BLOCK)
+    return Taken(group, ids, ok, removed, updated=no_records(), orders=no_moves())

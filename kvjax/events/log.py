@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, put, rank
+from kvjax._arrays import padded, put, ranked
 from kvjax.events.records import COLUMNS, EventKind, Events, Records, joined, one_line
 from kvjax.state import Text
 
@@ -84,15 +84,16 @@ def append(log: EventLog, *events: Events) -> EventLog:
       >>> log.size.item(), log.num_free.item(), log.queried.item()
       (2, 14, 10)
     """
-    records = joined(*events)
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))
+    records, text = jax.tree.map(padded, (joined(*events), text))
     real = records.kind != EventKind.NONE
-    index = log.size + rank(real)
+    before, number = ranked(real)
+    index = log.size + before
     where = real & (index < log.records.shape[0])
     return EventLog(
         records=put(log.records, index, records.records, where),
         text=put(log.text, index, text, where),
-        size=jnp.minimum(log.size + count(real), log.records.shape[0]),
+        size=jnp.minimum(log.size + number, log.records.shape[0]),
         **lookups(log, events),
     )
 

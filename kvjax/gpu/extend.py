@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.blocks.rows import most_columns
 from kvjax.events.records import EventKind, Records, record
 from kvjax.gpu import ring
 from kvjax.gpu.lanes import copy_rows, count, lanes_of, numbered, peers, rank
@@ -34,7 +35,7 @@ def grow_rows(
     Also returns bool[], whether every row could grow; records, removed and copied; and i32[], missing blocks.
     """
     spec = state.spec
-    width = (max_tokens + spec.block_size - 2) // spec.block_size + 1
+    width = most_columns(max_tokens, spec.block_size)
     rows, most = spec.max_seqs, min(spec.max_seqs * width, spec.groups[0].num_blocks)
     lanes = lanes_of(rows * width)
     done = run(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, loop, pick, put, rank
+from kvjax._arrays import count, loop, pick, put, rank, ranked
 from kvjax.state import COPYING, Blocks, Eligible, EvictionPolicy
 from pallas_kernels.loops import while_loop
 
@@ -63,6 +63,7 @@ def _read(ring: Ring, blocks: Blocks, start: jax.Array, size: int):
 def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
     del now
     new = ids >= 0
+    before, number = ranked(new)
     capacity, chunk = ring.order.shape[0], min(1024, ring.order.shape[0])
 
     def squeeze(carry):
@@ -70,17 +71,18 @@ def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
         order, stamp, read, write = carry
         _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
         live = live & full
-        position = write + rank(live)
+        before, number = ranked(live)
+        position = write + before
         order, stamp = put(order, position & (capacity - 1), block, live), put(stamp, block, position, live)
-        return order, stamp, read + chunk, write + count(live)
+        return order, stamp, read + chunk, write + number
 
-    full = ring.tail - ring.head + count(new) > capacity
+    full = ring.tail - ring.head + number > capacity
     start = (ring.order, ring.stamp, ring.head, ring.head)
     order, stamp, _, end = loop(lambda carry: full & (carry[2] - ring.tail < 0), squeeze, start)
     tail = jnp.where(full, end, ring.tail)
-    position = tail + rank(new)
+    position = tail + before
     order, stamp = put(order, position & (capacity - 1), ids, new), put(stamp, ids, position, new)
-    return Ring(order, stamp, ring.head, tail + count(new))
+    return Ring(order, stamp, ring.head, tail + number)
 
 
 def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int):

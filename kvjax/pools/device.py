@@ -26,8 +26,8 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 import pallas_kernels
-from kvjax._arrays import Pytree, count, pick, put, rank
-from kvjax.events.records import EventKind, Events
+from kvjax._arrays import Pytree, count, padded, pick, put, rank
+from kvjax.events.records import EventKind, Events, Records
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
 from kvjax.pools.placement import Placement, placement_of
@@ -316,13 +316,13 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
     def copied(array: jax.Array, axes: MeshAxes, number: int, copies: dict[str, jax.Array]) -> jax.Array:
         return given.over_devices(number, copy, {"pool": array, **copies}, {"pool": axes}, axes)
 
-    given = pools
+    given, records = pools, Records(padded(events.records))
     for number, group in enumerate(pools.spec.groups):
-        wanted = (events.kind == EventKind.COPIED) & (events.group == number)
+        wanted = (records.kind == EventKind.COPIED) & (records.group == number)
         # Indices of the wanted records, packed to the front.
-        index = jnp.arange(wanted.size, dtype=jnp.int32)
-        order = put(jnp.zeros_like(index), rank(wanted), index, wanted)
-        copies = {"sources": events.source[order], "targets": events.block[order], "num_copies": count(wanted)}
+        order = put(jnp.zeros(wanted.size, jnp.int32), rank(wanted), np.arange(wanted.size, dtype=np.int32), wanted)
+        sources, targets = pick(records.source, order), pick(records.block, order)
+        copies = {"sources": sources, "targets": targets, "num_copies": count(wanted)}
         each = functools.partial(copied, number=number, copies=copies)
         for pool, spec in enumerate(group.pools):
             scales = pools.scales_of(number, pool)

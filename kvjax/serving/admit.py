@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree, compact, count, fence, once, pick, put
-from kvjax.blocks.rows import fit
+from kvjax._arrays import FEW, Pytree, compact, count, fence, once, pick, put
+from kvjax.blocks.rows import fit, most_columns
 from kvjax.cache import Cache
 from kvjax.events.log import Log, num_free
 from kvjax.policies.retention import Retention, is_retention
@@ -80,25 +80,27 @@ def _admit_one(
     """Admits request slot i32[] if it can be; also returns its row, whether it was, and the tokens found for it."""
     tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
     state, request = serving.cache.state, serving.requests[slot]
-    text = checked_text(state.spec, tokens, None)
-    text = checked_prompt(text, request.num_tokens, request.namespace, state.spec.block_size)
+    spec, text = state.spec, checked_text(state.spec, tokens, None)
+    text = checked_prompt(text, request.num_tokens, request.namespace, spec.block_size)
     match = find(state, text, TIERS[0], scheduler.alignment_tokens)
     samples = serving.requests.samples_of(slot)
     fits, evicts = _fits(serving, scheduler, slot, match, samples)
     good = fits & (count(serving.free) > count(samples))
     good = good & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
-    if state.spec.has_host:  # inside a loop, what is evicted does not go there
+    if spec.has_host:  # inside a loop, what is evicted does not go there
         both = find(state, text, TIERS[1], scheduler.alignment_tokens)
-        enough = both.host_tokens >= scheduler.min_onboard * state.spec.block_size
+        enough = both.host_tokens >= scheduler.min_onboard * spec.block_size
         brings = good & (enough | evicts) & request.onboard
         serving, good = serving.replace(onboard_slot=jnp.where(brings, slot, serving.onboard_slot)), good & ~brings
     row = jnp.argmax(serving.free).astype(jnp.int32)
     reserve_tokens = scheduler.chunk if len(state.groups) > 1 else None
+    width = spec.max_seqs * most_columns(scheduler.most_steps(spec), spec.block_size)  # the length of that of `grow`
+    width = width if width <= FEW else 0
 
     def try_it(carry):
         serving, log, _, _ = carry
         state, retention = serving.cache.state, _retention(serving, slot)
-        state, events, sources = admit_row(state, row, text, match, retention, now, reserve_tokens, TIERS[0])
+        state, events, sources = admit_row(state, row, text, match, retention, now, reserve_tokens, TIERS[0], width)
         cache = Cache(let_go(state, sources), apply(serving.cache.pools, events))
         serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
         requests, done = fence(serving.requests, events.ok)  # as in a mixed step: nobody reads the text any more

@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kvjax._arrays import Pytree, count, fence, once, put, runs
+from kvjax._arrays import Pytree, count, fence, once, pick, put, runs
 from kvjax.cache import Cache
 from kvjax.checks import integers
 from kvjax.events.log import Log, num_free
@@ -142,8 +143,8 @@ def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
     new = jnp.sum(real, axis=1, dtype=jnp.int32)
     any_chosen, num_tokens = new > 0, request.num_tokens + new
     at = runs(request.start + request.num_tokens, tokens.shape[1])
-    final = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)
-    stopped = any_chosen & jnp.any(final == request.stop, axis=1)
+    final = pick(tokens, (np.arange(new.size, dtype=np.int32), jnp.maximum(new - 1, 0)))
+    stopped = any_chosen & jnp.any(final[:, None] == request.stop, axis=1)
     over = stopped | (any_chosen & (num_tokens >= request.max_tokens))
     begins = any_chosen & (request.num_tokens == request.prompt)
     requests = requests.replace(

@@ -201,9 +201,11 @@ def admit_row(
     now: jax.Array,
     reserve_tokens: int | None,
     tiers: tuple[str, ...],
+    width: int = 0,
 ) -> tuple[CacheState, Events, jax.Array]:
     """Admits one row, whose match is what `find` finds in this state, on these tiers.
 
+    `width`, static: the least length of the list of blocks to take, for a program that takes others by such a list too.
     Also returns the blocks that it copies from, i32[G], NO_BLOCK if none. These sources stay held (`hold_source`) until
     the caller lets go of them (`let_go`) after the last row of the call: no later row evicts, moves, empties or
     overwrites them before the copies are made.
@@ -211,7 +213,7 @@ def admit_row(
     spec, size = state.spec, state.spec.block_size
     state, plan = _decide(state, seq, prompt, match, reserve_tokens)
     block_priorities = priorities(state, now, tiers)
-    groups, taken, sources, status, need = _take(state, plan, block_priorities, now)
+    groups, taken, sources, status, need = _take(state, plan, block_priorities, now, width)
     ok = status == Status.OK
     copies, cached = ok & (plan.shared > 0), jnp.where(ok, plan.whole * size + plan.shared, 0)
     sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
@@ -291,7 +293,7 @@ def _decide(
 
 
 def _take(
-    state: CacheState, plan: Decision, block_priorities: list[Any], now: jax.Array
+    state: CacheState, plan: Decision, block_priorities: list[Any], now: jax.Array, width: int
 ) -> tuple[list[Group], list[Taken], list[jax.Array], jax.Array, jax.Array]:
     """Holds the hits and takes new blocks, group by group.
 
@@ -310,7 +312,7 @@ def _take(
         group = hold_source(group, source)
         onboarded, _ = compact(jnp.where(found.on_host & good, found.blocks, NO_BLOCK))
         new = take(
-            group, number, policy, need, found.blocks.shape[0], now, priorities=block_priorities[number],
+            group, number, policy, need, max(found.blocks.shape[0], width), now, priorities=block_priorities[number],
             min_priority=state.spec.offload_min_priority, onboarded=onboarded,
         )  # fmt: skip
         group = hold(new.group, found.blocks, found.hits & good & ~new.ok, by=-1)

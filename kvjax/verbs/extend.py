@@ -14,7 +14,7 @@ from kvjax._arrays import Pytree, count, pick, put, rank, repeated, runs
 from kvjax.blocks import windows
 from kvjax.blocks.copy_on_write import settle, unshare
 from kvjax.blocks.publish import forget
-from kvjax.blocks.rows import copy_text, table_entry
+from kvjax.blocks.rows import copy_text, most_columns, table_entry
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
 from kvjax.checks import each_row, integers, on_state, row_mask, static_int
@@ -148,7 +148,7 @@ def grow(
     seqs = np.arange(spec.max_seqs, dtype=np.int32) if rows is None else rows
     first = metadata.length // size
     inside = (grown > metadata.length) & (metadata.length % size > 0)
-    columns = runs(first, (max_tokens + size - 2) // size + 1)
+    columns = runs(first, most_columns(max_tokens, size))
     beyond = (columns * size < grown[:, None]) & (columns * size >= metadata.length[:, None])
     written = jnp.maximum(metadata.committed - first * size, 0)  # tokens of the row's last block
 
