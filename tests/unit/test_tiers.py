@@ -198,7 +198,7 @@ def test_after_a_watermark_a_loop_evicts_nothing():
         assert after.found([*(100 * n + t for t in text), 1]) == 8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_sequence_goes_and_comes_back():
     cache, text = Fed(), list(range(1, 20))
     assert cache.admit(1, text) == ["OK"]

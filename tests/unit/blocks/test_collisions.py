@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
 P, S, LENGTH = 2, 3, 8
 
 
-@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow), 7])
+@pytest.fixture(params=[0, *(pytest.param(mask, marks=pytest.mark.slow) for mask in (1, 7))])
 def verbs(request, monkeypatch):
     """The verbs with keys of only a few values."""
     mask = np.uint32(request.param)

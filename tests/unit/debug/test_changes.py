@@ -88,7 +88,7 @@ def test_contents_that_were_replaced_are_a_change(moments):
     assert text.splitlines()[-1] == "cached -> cached, other contents  2"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_groups_and_tiers_are_compared():
     state = stories.tiers().state
     text = kvjax.show(state, since=kvjax.init(TIERS), width=80).splitlines()

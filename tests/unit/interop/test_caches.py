@@ -27,10 +27,8 @@ def given_out(tenants, versions=1):
     return names
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "fast host" else pytest.mark.slow) for name in STEPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
 def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
     """One reader reads from the beginning, one loses messages, one joins in the middle. At last the cache is attached.
 

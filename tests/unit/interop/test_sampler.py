@@ -50,7 +50,7 @@ def test_the_size_of_groups(batch, most, usual, size):
     assert group_size(batch, most, usual) == size
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_samples_of_groups_and_of_new_weights():
     """One program; no version finds what another has computed; old blocks are gone, and so are the weights' names."""
     sampler, greedy = make_sampler(), Options(MOST, temperature=0)

@@ -93,8 +93,8 @@ def test_a_size_below_the_longest_request_is_refused():
         belady(cut(), [longest - 1])
 
 
-@BOTH
 @pytest.mark.long
+@pytest.mark.parametrize("bypass", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_whole_trace_at_20_sizes(bypass):
     trace = whole()
     bound = assert_as_oracle(trace, np.geomspace(247, trace.num_ids, 20).astype(int).tolist(), bypass)

@@ -309,7 +309,8 @@ def test_an_engine_with_two_tiers(swap, tokens):
     assert fold(events).index == index_of(state_of(cache))
 
 
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8)]])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
 def test_moves_that_fail_and_cancels_change_nobodys_tokens(seed, monkeypatch, tokens):
     """Unused slots of the pools are NaN: what a failed move has lost is computed again, and never read."""
     copy, rng, failed = host_pool._copy, random.Random(seed), []

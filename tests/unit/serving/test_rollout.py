@@ -159,8 +159,8 @@ def counting(logits, last, positions, state):
     return jnp.where(allowed, logits, -jnp.inf), {"count": state["count"] + 1}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 4])
 def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
     """Few blocks, so that requests are preempted; each completion goes on from its own state."""
     scheduler, most = kvjax.serving.Scheduler(reserve="num_tokens", chunk=8, k=k), 11

@@ -103,7 +103,8 @@ def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, HOST])
 def test_python_can_call_each_step(host):
     """The tokens are the same, with a return to the host after each step."""
     prompts, turns = prompts_of(9, seed=4), []

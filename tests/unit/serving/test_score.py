@@ -71,7 +71,7 @@ def test_windows_padding_on_the_left_and_other_rows():
     np.testing.assert_array_equal(after.state.groups[0].table, cache.state.groups[0].table)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_cannot_be_scored_is_nan_and_gives_all_back():
     model, spec, score = parts()
     cache = kvjax.Cache.create(spec, num_blocks=7)  # enough for the prompt, not for two completions of 5 tokens

@@ -161,7 +161,7 @@ def test_a_pool_that_runs_out_ends_both_at_the_same_token(num_blocks, loop, laye
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layers", ["full", pytest.param("windows", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layers", ["full", pytest.param("windows", marks=pytest.mark.slow)])
 def test_pools_of_these_sizes_run_out_and_do_not(layers):
     ends = [alone(layers, EVICTS, n) for n in (SIZES[0], 11, SIZES[-1])]
     assert [(end.evicts, end.out_of_blocks) for end in ends] == [(False, True), (True, True), (True, False)]

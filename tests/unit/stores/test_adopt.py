@@ -47,8 +47,8 @@ def carried(first, second, prompt):
     return second
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["plain", pytest.param("windows", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "windows"])
 def test_a_generation_goes_on_in_another_cache(kind):
     """The model writes wrong tokens if it sees a NaN."""
     prompt = serving_kit.prompts_of(39)[0]

@@ -403,8 +403,8 @@ def test_an_empty_cache_and_one_without_bytes(tmp_path):
     assert counts == Loaded(24, 0, 0) and findable(loaded) == findable(cache)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("saved", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [True, False])
 def test_retention_tiers_and_policy_may_differ(saved, tmp_path):
     specs = [
         make_spec("plain", retention=True), make_spec("plain", num_blocks=10, num_host_blocks=16),
