@@ -126,13 +126,14 @@ def sum_before(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(earlier, x[None], 0), axis=1, dtype=jnp.int32)  # one kernel; a cumulative sum is five
 
 
-def ranked(where: jax.Array) -> tuple[jax.Array, jax.Array]:
+def ranked(where: jax.Array, *, small: bool = False) -> tuple[jax.Array, jax.Array]:
     """i32[K], for each entry, how many before it hold; and i32[], how many do.
 
-    For a CPU the last rank tells the number: a sum is a fusion more, or two.
+    For a CPU the last rank tells the number: a sum is a fusion more, or two. In a long list a sum is faster, and is
+    taken unless a `small` program, static, matters more.
     """
     before = rank(where)
-    if not where.size or pallas_kernels.lowers_for("cuda"):
+    if not where.size or (where.size > FEW and not small) or pallas_kernels.lowers_for("cuda"):
         return before, count(where)
     return before, before[-1] + where[-1].astype(jnp.int32)
 

@@ -87,7 +87,7 @@ def append(log: EventLog, *events: Events) -> EventLog:
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))
     records, text = jax.tree.map(padded, (joined(*events), text))
     real = records.kind != EventKind.NONE
-    before, number = ranked(real)
+    before, number = ranked(real, small=True)
     index = log.size + before
     where = real & (index < log.records.shape[0])
     return EventLog(

@@ -71,7 +71,7 @@ def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
         order, stamp, read, write = carry
         _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
         live = live & full
-        before, number = ranked(live)
+        before, number = ranked(live, small=True)
         position = write + before
         order, stamp = put(order, position & (capacity - 1), block, live), put(stamp, block, position, live)
         return order, stamp, read + chunk, write + number
