@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import reprlib
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -51,9 +52,19 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except OSError as error:
         raise ValueError(f"folder: got {os.fspath(folder)!r} without {MANIFEST}, wanted a saved cache") from error
+    except ValueError as error:
+        raise broken(path, str(error)) from error
+    try:
+        return _parsed(path, text)
+    except RecursionError as error:
+        raise broken(path, "lists in each other that are too deep") from error
+
+
+def _parsed(path: pathlib.Path, text: bytes) -> dict[str, Any]:
+    """The manifest with this text."""
     try:
         manifest = json.loads(text)
     except ValueError as error:
@@ -70,6 +81,9 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     _check(path, "index", save["index"], _OF_INDEX)
     for number, part in enumerate(save["parts"]):
         _check(path, f"parts[{number}]", part, _OF_PART)
+    loras = list(save["loras"].values())
+    if any(type(name) is not str for name in loras) or len(set(loras)) < len(loras):
+        raise broken(path, f"loras={reprlib.repr(save['loras'])}")
     return save
 
 
@@ -78,8 +92,31 @@ def _check(path: pathlib.Path, name: str, value: Any, wanted: dict[str, type]) -
     fits = isinstance(value, dict) and value.keys() == wanted.keys()
     if not fits or any(type(value[field]) is not kind for field, kind in wanted.items()):
         raise broken(path, f"{name}={reprlib.repr(value)}")
+    if any(value[field] < 0 for field, kind in wanted.items() if kind is int):
+        raise broken(path, f"a negative number in {name}={reprlib.repr(value)}")
     if "file" in wanted and not _PART.fullmatch(value["file"]):
         raise broken(path, f"the file {value['file']!r:.80}")
+
+
+def check_file(path: pathlib.Path, size: int | None = None) -> None:
+    """Raises a ValueError unless this is a regular file, of `size` bytes if they are known.
+
+    Opening a pipe would wait for whoever writes to it, and a device has no end.
+
+    Raises:
+      OSError: if there is none.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("no regular file")
+    if size not in (None, found.st_size):
+        raise ValueError(f"{found.st_size} bytes, wanted {size}")
+
+
+def read_file(path: pathlib.Path, size: int | None = None) -> bytes:
+    """The bytes of a file that `check_file` accepts."""
+    check_file(path, size)
+    return path.read_bytes()
 
 
 def broken(path: pathlib.Path, got: str) -> ValueError:
