@@ -37,7 +37,7 @@ from kvjax.stores.values import Block, Values, size_of
 
 READERS = 8  # threads
 _AT_ONCE = 32 << 20  # bytes of values that are written at the same time
-_RECENCY = "recency"
+_RECENCY, _RECENCY_BYTES = "recency", 1 << 30  # its name, and the most that is read of it
 
 
 class DiskStore:
@@ -180,9 +180,9 @@ class DiskStore:
     def _read(self, block: Block, number: int) -> list[np.ndarray] | None:
         name, found, outcome = self.values.name(block, number), None, "missed"
         try:
-            result = self._kv.read(name).result()
-            if result.state == "value":
-                found = self.values.decode(block, number, result.value)
+            value = self._location.read(name, self.values.sizes[number])
+            if value is not None:
+                found = self.values.decode(block, number, value)
                 outcome = "broken" if found is None else "read"
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
@@ -328,11 +328,12 @@ class DiskStore:
 
     def _recency(self) -> list[str]:
         """The names as they were used, the least recent first; those that came later are not among them."""
-        value = b""
+        value = None
         with contextlib.suppress(Exception):  # whatever tensorstore raises
-            value = self._kv.read(_RECENCY).result().value
+            value = self._location.read(_RECENCY, _RECENCY_BYTES)
+        value = value or b""
         names = value[4:]
-        return names.decode().split("\n") if zlib.crc32(names).to_bytes(4, "little") == value[:4] else []
+        return names.decode(errors="replace").split("\n") if zlib.crc32(names).to_bytes(4, "little") == value[:4] else []
 
     def close(self) -> None:
         """Writes what waits, and closes the store."""

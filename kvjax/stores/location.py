@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pathlib
+import stat
 import urllib.parse
 import urllib.request
 from typing import Any
@@ -24,6 +26,7 @@ class Location:
         import tensorstore
 
         self._lock: Any = None
+        self._folder: pathlib.Path | None = None
         if isinstance(location, tensorstore.KvStore):
             self.kv, self._text = location, "a KvStore"
             return
@@ -33,7 +36,7 @@ class Location:
         if "://" in self._text and not self._text.startswith("file://"):
             spec: Any = self._text
         else:
-            folder = pathlib.Path(_path_of(self._text)).absolute()
+            folder = self._folder = pathlib.Path(_path_of(self._text)).absolute()
             _open_folder(folder, readonly)
             self._lock = None if readonly else _locked(folder)
             spec = {"driver": "file", "path": f"{folder}/"}
@@ -42,6 +45,21 @@ class Location:
         except Exception as error:  # whatever tensorstore raises
             self.close()
             raise ValueError(f"location: got {self._text!r}, wanted one that can be opened ({error})") from error
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """The value of a name, None if there is none; b"" in place of a larger one, and of what is no regular file.
+
+        tensorstore would wait for a pipe's writer, and end the process for a file that is larger than its memory.
+        """
+        if self._folder is not None:
+            try:
+                status = (self._folder / name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                return b""
+        result = self.kv.read(name).result()
+        return result.value if result.state == "value" else None
 
     def close(self) -> None:
         """Lets another writer in."""
@@ -69,6 +87,8 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
         raise ValueError(
             f"location: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}"
         )
+    if LOCK in found and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
+        raise ValueError(f"location: got {os.fspath(folder)!r} with a {LOCK} that is no file, wanted {wanted}")
 
 
 def _locked(folder: pathlib.Path) -> Any:
@@ -82,5 +102,6 @@ def _locked(folder: pathlib.Path) -> Any:
         raise ValueError(f"location: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
     folder.chmod(0o700)
     for path in folder.rglob("*.__lock"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder of this name is no lock
+            path.unlink()
     return lock

@@ -204,6 +204,8 @@ def written_by_one(folder: pathlib.Path) -> Iterator[None]:
     is_new = not folder.exists()
     if (folder / MANIFEST).exists():
         read_manifest(folder)
+    if (folder / LOCK).exists() and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
+        raise broken(folder / LOCK, "no regular file")
     folder.mkdir(parents=True, exist_ok=True)
     if is_new:
         _sync(folder.absolute().parent)
