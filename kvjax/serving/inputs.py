@@ -117,10 +117,8 @@ class Inputs[C: (Cache, TieredCache)]:
         self.stop_tokens = np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)  # i32[K]
         self.retention: Retention | None = each(retentions(retention, number, self.spec.retention))
 
-    def submission(
-        self, outputs: Sequence[int], max_tokens: np.ndarray, slots: int
-    ) -> tuple[dict[str, Any], np.ndarray]:
-        """Arguments of `submit` for some outputs; and i32[outputs], how far each is behind its fork group's first."""
+    def submission(self, outputs: Sequence[int], max_tokens: np.ndarray, slots: int) -> dict[str, Any]:
+        """Arguments of `submit` for some outputs."""
 
         def each(values: Any) -> Any:
             return jax.tree.map(lambda x: padded(x[outputs]), values)
@@ -134,14 +132,13 @@ class Inputs[C: (Cache, TieredCache)]:
         behind = (np.array(outputs) - self.first_sample[outputs]) % int(self.own_rows.sum())
         leader = np.full((slots,), -1, np.int32)
         leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
-        arguments = {
+        return {
             "tokens": np.pad(tokens.astype(np.int32), (0, bucket(len(tokens), MIN_TOKENS) - len(tokens))),
             "lengths": padded(lengths), "max_new_tokens": padded(max_tokens - lengths),
             "slots": np.arange(slots, dtype=np.int32), "priority": each(self.priorities),
             "namespace": each(self.namespaces), "seed": each(self.seeds), "sampling": each(self.sampling),
             "stop_tokens": self.stop_tokens, "retention": each(self.retention), "sample_of": leader,
         }  # fmt: skip
-        return arguments, behind
 
 
 def read_clock(clock: Callable[[], int]) -> int:

@@ -181,11 +181,10 @@ class GenerationRunner[C: (Cache, TieredCache)]:
     def _submit(self) -> None:
         """Makes requests of the prompts."""
         serving, inputs = self.state.serving, self.inputs
-        arguments, behind = inputs.submission(self.output_of_slot, self.max_tokens, serving.requests.size)
+        arguments = inputs.submission(self.output_of_slot, self.max_tokens, serving.requests.size)
         self.state.serving, status, _, _ = _submit(serving, scheduler=self.scheduler, **arguments)
         self.submitted = True
-        reasons = np.asarray(status)[np.arange(len(behind)) - behind]  # of the first one of the fork group
-        for n, code in zip(self.output_of_slot, reasons.tolist(), strict=True):
+        for n, code in zip(self.output_of_slot, np.asarray(status).tolist(), strict=False):  # then slots without one
             if code != Status.OK:
                 self.outputs[n].finish = Status(code).name.lower()
         if self.stored:

@@ -174,6 +174,18 @@ def test_what_cannot_be_served_ends_with_its_reason(engine):
     idle(engine)
 
 
+def test_samples_end_with_the_reason_of_the_first_one(engine):
+    """As of `run_batch`: four samples of a row's length do not fit into three rows' blocks, and one too long nowhere."""
+    with Engine(MODEL, kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE), **SHARED) as small:
+        for served, new, reason in ((small, LENGTH - 2, "no_blocks"), (engine, LENGTH, "row_full")):
+            handle = served.submit([1, 2, 3], max_new_tokens=new, samples=ROWS)
+            assert [one.result(60).finish for one in handle.samples] == [reason] * ROWS
+            idle(served)
+    cache = kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE)
+    outputs, _, _ = kvjax.run_batch(MODEL, cache, [[1, 2, 3]], max_new_tokens=LENGTH - 2, samples=ROWS)
+    assert [output.finish for output in outputs] == ["no_blocks"] * ROWS
+
+
 def test_a_request_that_is_late_is_cancelled(engine):
     late, early = engine.submit([1, 2, 3], max_new_tokens=90, timeout=0.0), engine.submit([1, 2], timeout=60)
     assert late.result(60).finish == "cancelled" and early.result(60).finish == "length"
