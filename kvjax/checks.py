@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax._arrays import alive
+from kvjax._compile import own_transfers
 from kvjax.state import CacheState
 
 
@@ -25,6 +26,7 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
     """
 
     @functools.wraps(verb)
+    @own_transfers()
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(state, CacheState):
             check_alive(state, name="state")
@@ -139,7 +141,7 @@ def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **opt
     (name, state), *rest = signature.parameters.items()
     assert name == "state"
     returns = signature.return_annotation.replace("CacheState", owner)
-    method = functools.update_wrapper(method, verb)
+    method = functools.update_wrapper(own_transfers()(method), verb)
     vars(method)["__signature__"] = signature.replace(
         parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],
         return_annotation=returns,

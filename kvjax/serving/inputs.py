@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from kvjax._arrays import unreadable
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import check_alive, check_functions, check_on_host, host_integers, static_int
@@ -60,6 +61,7 @@ class RunOptions:
 class Inputs[C: (Cache, TieredCache)]:
     """The checked arguments of `run_batch`; those of each prompt are arrays [outputs], an output for each sample."""
 
+    @own_transfers()
     def __init__(
         self,
         model: Model,
@@ -78,8 +80,8 @@ class Inputs[C: (Cache, TieredCache)]:
         priorities: Sequence[int] | None = None,
         samples: int | Sequence[int] = 1,
     ):
-        check_model(model)
         check_cache(cache)
+        check_model(model, cache)
         lists = prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, priorities, samples
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, lists), instead)
@@ -199,7 +201,7 @@ def seeds_of(seed: Any, seeds: Sequence[int] | None, outputs: int, of: str) -> n
     """The seed of each output, u32[outputs]: given, made of one for all, or 0, 1, and so on."""
     if seed is not None and seeds is not None:
         raise ValueError(f"seed: got {seed!r:.80} and seeds, wanted one of them")
-    default = range(outputs) if seed is None else np.asarray(output_seeds(seed, outputs))
+    default = range(outputs) if seed is None else jax.device_get(output_seeds(seed, outputs))
     return of_each("seeds", seeds, outputs, np.uint32, default=default, of=of)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax.blocks.hashes import namespace_root
@@ -232,7 +233,7 @@ class DiskStore:
         """Writes blocks, whose bytes are the leaves' rows. Runs on the store's thread."""
         size, pending, arrays = self.values.sizes[number], deque[tuple[str, Any]](), None
         try:
-            arrays = [np.asarray(leaf) for leaf in leaves]
+            arrays = jax.device_get(leaves)
         except Exception as error:  # the computation that was to make them has failed
             self._failed(error)
         for at, block in enumerate(blocks):

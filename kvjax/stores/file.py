@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from kvjax._arrays import unreadable
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import integers
@@ -49,6 +50,7 @@ from kvjax.tiered import TieredCache
 PART_BYTES = 256 * 10**6  # the most of a file, unless one block has more
 
 
+@own_transfers()
 def save(
     cache: Cache | TieredCache, folder: Any, *, names: Namespaces, model: str, loras: Mapping[int, str] | None = None
 ) -> None:
@@ -165,6 +167,7 @@ def _write(
     commit_manifest(folder, {**described, "num_blocks": len(starts), "index": index, "parts": parts})
 
 
+@own_transfers()
 def load[C: (Cache, TieredCache)](
     cache: C, folder: Any, *, names: Namespaces, model: str, loras: Mapping[int, str] | None = None, now: int = 0
 ) -> tuple[C, Loaded]:

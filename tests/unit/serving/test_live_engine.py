@@ -174,6 +174,26 @@ def test_what_cannot_be_served_ends_with_its_reason(engine):
     idle(engine)
 
 
+def test_keys_give_the_streams_of_generate(engine):
+    options = {"max_new_tokens": NEW, "samples": 2, "sampling": Sampling(temperature=1.0)}
+    outputs, _, _ = kvjax.run_batch(MODEL, empty(), PROMPTS[:1], seed=3, **options)
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        handle = engine.submit(PROMPTS[0], seed=key, **options)
+        assert [one.result(60).tokens for one in handle.samples] == [output.tokens for output in outputs]
+    with pytest.raises(ValueError, match=r"^seed: got 0.5, wanted an integer or a jax key"):
+        engine.submit(PROMPTS[0], seed=0.5)
+
+
+def test_an_engine_runs_where_implicit_transfers_are_forbidden(tokens):
+    jax.config.update("jax_transfer_guard", "disallow")  # for all threads
+    try:
+        with Engine(MODEL, kvjax.Cache.create(SPEC), **SHARED) as engine:
+            assert engine.submit(PROMPTS[0], max_new_tokens=NEW).result(60).tokens == tokens[0]
+            kvjax.check(engine.state)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
 def test_samples_end_with_the_reason_of_the_first_one(engine):
     """As of `run_batch`: four samples of a row's length do not fit into three rows' blocks, and one too long nowhere."""
     with Engine(MODEL, kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE), **SHARED) as small:
