@@ -107,7 +107,7 @@ class EngineThread(threading.Thread):
         self, model: Model, cache: Any, options: RunOptions, inbox: Inbox, max_requests: int, num_stop_tokens: int,
         logits_state: Any,
     ):  # fmt: skip
-        """Compiles everything; `cache`, which is committed to its devices, is donated. The thread is still to be started."""
+        """Compiles everything; `cache`, committed to its devices, is donated. The thread is still to be started."""
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec, self._model, self._options, self._inbox = cache.state.spec, model, options, inbox
         self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None

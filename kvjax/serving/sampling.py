@@ -217,7 +217,7 @@ def check_logprobs(logprobs: Any) -> None:
 
 
 def output_seeds(seed: Any, number: int) -> jax.Array:
-    """u32[number]; a random stream for each output, from one seed: 32 bits of its key, folded with the output's number."""
+    """u32[number]; a random stream for each output: 32 bits of the seed's key folded with the output's number."""
     key = seed_key(seed)
     return jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n)))(np.arange(number, dtype=np.int32))
 

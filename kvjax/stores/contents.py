@@ -96,7 +96,7 @@ def checked_contents(arrays: Mapping[str, np.ndarray], spec: CacheSpec, count: i
         "parent": (np.int32, [(count,)], -1, count - 1),
         "namespace": (np.int32, [(count,)], 0, number.max),
         "tokens": (np.int32, [(count, size)], 0, number.max),
-        "extra_ids": (np.int32, [(count, size if spec.extra_ids else 0)], number.min, number.max),
+        "extra_ids": (np.int32, [(count, size * spec.extra_ids)], number.min, number.max),
         "fill": (np.int32, [(count,)], 1, size),
         "hits": (np.int32, [(count,)], number.min, number.max),  # the cache's counter wraps too
         "retention": (np.int32, [(count, 0), (count, 2)], number.min, number.max),

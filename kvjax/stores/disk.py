@@ -332,9 +332,8 @@ class DiskStore:
         value = None
         with contextlib.suppress(Exception):  # whatever tensorstore raises
             value = self._location.read(_RECENCY, _RECENCY_BYTES)
-        value = value or b""
-        names = value[4:]
-        return names.decode(errors="replace").split("\n") if zlib.crc32(names).to_bytes(4, "little") == value[:4] else []
+        crc, names = (value or b"")[:4], (value or b"")[4:]
+        return names.decode(errors="replace").split("\n") if zlib.crc32(names).to_bytes(4, "little") == crc else []
 
     def close(self) -> None:
         """Writes what waits, and closes the store."""

@@ -195,7 +195,7 @@ def test_an_engine_runs_where_implicit_transfers_are_forbidden(tokens):
 
 
 def test_samples_end_with_the_reason_of_the_first_one(engine):
-    """As of `run_batch`: four samples of a row's length do not fit into three rows' blocks, and one too long nowhere."""
+    """As of `run_batch`: four samples do not fit into the blocks of three rows, and one longer than a row nowhere."""
     with Engine(MODEL, kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE), **SHARED) as small:
         for served, new, reason in ((small, LENGTH - 2, "no_blocks"), (engine, LENGTH, "row_full")):
             handle = served.submit([1, 2, 3], max_new_tokens=new, samples=ROWS)

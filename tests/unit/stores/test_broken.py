@@ -472,7 +472,8 @@ def replaced_by(kind, path):
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_no_pipes_and_devices_are_read(kind, sound, tmp_path):
     named = manifest.read_manifest(sound)
-    for which, path in {"index": named["index"]["file"], "part": named["parts"][0]["file"], "": "manifest.json"}.items():
+    paths = {"index": named["index"]["file"], "part": named["parts"][0]["file"], "manifest": "manifest.json"}
+    for which, path in paths.items():
         folder = shutil.copytree(sound, tmp_path / f"forged {which}")
         replaced_by(kind, folder / path)
         refused = []
