@@ -223,7 +223,7 @@ def output_seeds(seed: Any, number: int) -> jax.Array:
 
 
 def seed_key(seed: Any) -> jax.Array:
-    """The jax key of a seed: a key, the words of one, as `jax.random.PRNGKey` gives them, or an integer modulo 2**32."""
+    """The jax key of a seed: of a key, of the words of one (`jax.random.PRNGKey`), or of an integer modulo 2**32."""
     if isinstance(seed, int) and not isinstance(seed, bool):
         seed = np.uint32(seed % 2**32)
     try:

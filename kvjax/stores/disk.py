@@ -100,7 +100,7 @@ class DiskStore:
         self.max_bytes, self.patience_ms = max_bytes, static_int("patience_ms", patience_ms, 0)
         self.max_in_flight = static_int("max_in_flight", max_in_flight, max(self.values.sizes))
         self._location = Location(location, self.readonly)
-        self._kv, self._lock = self._location.kv, threading.Lock()
+        self._lock = threading.Lock()
         self._names, self._used = OrderedDict[str, int](), 0  # name: bytes; the least recently used one first
         self._writing, self._in_flight = set[str](), 0
         self._counters, self._failure, self._has_warned = Counter[str](), "", False
@@ -161,7 +161,7 @@ class DiskStore:
     def refresh(self, recency: Sequence[str] = ()) -> None:
         """Lists the store's blocks; a reader does so at the beginning of each generation."""
         try:
-            names = [name.decode(errors="replace") for name in self._kv.list().result()]
+            names = [name.decode(errors="replace") for name in self._location.kv.list().result()]
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
             return
@@ -242,7 +242,7 @@ class DiskStore:
                 self._written(name, size, "dropped")
                 continue
             value = self.values.encode(block, number, [array[at] for array in arrays])
-            pending.append((name, self._kv.write(name, value)))
+            pending.append((name, self._location.kv.write(name, value)))
             while len(pending) * size > _AT_ONCE:
                 self._finish(*pending.popleft(), size)
         while pending:
@@ -285,7 +285,7 @@ class DiskStore:
 
     def _delete(self, name: str) -> None:
         try:
-            self._kv.write(name, None).result()
+            self._location.kv.write(name, None).result()
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
 
@@ -323,7 +323,7 @@ class DiskStore:
         with self._lock:
             names = "\n".join(self._names).encode()
         try:
-            self._kv.write(_RECENCY, zlib.crc32(names).to_bytes(4, "little") + names).result()
+            self._location.kv.write(_RECENCY, zlib.crc32(names).to_bytes(4, "little") + names).result()
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
 
