@@ -40,9 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     wires.check(parser, args)
     stores.check(parser, args)
     commands.keep_programs(not args.no_compile_cache)
-    with contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening:
-        with served(parser, args) as server:
-            _run(args, server, listening, signals)
+    with (
+        contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening,
+        served(parser, args) as server,
+    ):  # fmt: skip
+        _run(args, server, listening, signals)
 
 
 def make_parser() -> commands.Parser:
@@ -220,19 +222,19 @@ class _Signals:
     server: Any = None
 
     def __enter__(self) -> _Signals:
-        self._before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {one: signal.signal(one, self._end) for one in (signal.SIGINT, signal.SIGTERM)}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else nohup has said that it may come
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._end)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
 
-    def _end(self, number: int, frame: Any) -> None:
-        if self.server is None or (self.server.has_ended and number == signal.SIGINT):
+    def _end(self, kind: int, frame: Any) -> None:
+        if self.server is None or (self.server.has_ended and kind == signal.SIGINT):
             raise KeyboardInterrupt
-        self.server.handle_exit(number, frame)
+        self.server.handle_exit(kind, frame)
 
 
 def _run(args: argparse.Namespace, server: Server, listening: socket.socket, signals: _Signals) -> None:
