@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Cache` and `TieredCache` for their users: in an editor, as methods, and after a donation."""
 
+import functools
 import inspect
 
 import jax
@@ -92,6 +93,15 @@ def test_the_verbs_of_a_tiered_cache():
             assert tiered.ragged(ints(1, 1, 1), 4).positions.shape == (1, 4)
             assert tiered.mixed(np.ones(3, bool), ints(-1), 1, 4).positions.shape == (1, 7)
     assert kvjax.debug.stats(driver.state).empty_blocks == 8
+
+
+@pytest.mark.parametrize("jits", [False, True])
+@pytest.mark.parametrize(("verb", "args"), [("admit", (0, TOKENS, 8)), ("extend", (np.array([True, False, False]),))])
+def test_a_cache_that_makes_no_moves_refuses_the_host(verb, args, jits):
+    """Its copies would overwrite the pool rows whose blocks are still to be moved."""
+    method = functools.partial(getattr(kvjax.Cache, verb), tiers=("device", "host"))
+    with pytest.raises(ValueError, match=r"^tiers: got \('device', 'host'\), wanted \('device',\): a Cache moves no b"):
+        (jax.jit(method) if jits else method)(kvjax.Cache.create(TIERED), *args)
 
 
 def delete(tree):
