@@ -144,11 +144,16 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
 
 def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
-    """The template of chats; None: the checkpoint has none."""
+    """The template of chats; None: the checkpoint has none. With a fault of the checkpoint's, chats are refused."""
     try:
-        return chat.load_template(args.checkpoint, args.chat_template)
+        template = chat.load_template(args.checkpoint, args.chat_template)
     except (OSError, ValueError) as error:
-        parser.error(f"--{'chat-template' if args.chat_template else 'checkpoint'}: {commands.reason(error)}")
+        template = chat.Template("", {}, fault=commands.reason(error))
+    if template is not None and template.fault is not None:
+        if args.chat_template is not None:
+            parser.error(f"--chat-template: {template.fault}")
+        _note(f"chats are refused: {template.fault}")
+    return template
 
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any) -> kvjax.CacheSpec:
