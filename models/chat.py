@@ -115,8 +115,8 @@ def load_template(folder: str, other: pathlib.Path | None = None) -> Template | 
       other: a file to read in place of the folder's template.
 
     Raises:
-      OSError, ValueError: if a file cannot be read, or has a value that is neither a template nor a token. The errors of
-        Jinja are the template's `fault`.
+      OSError, ValueError: if a file cannot be read, or has a value that is neither a template nor a token. An error of
+        Jinja's is the template's `fault`.
     """
     config, file = pathlib.Path(folder) / "tokenizer_config.json", pathlib.Path(folder) / "chat_template.jinja"
     fields = read_json(config) if config.exists() else {}

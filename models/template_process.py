@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program of a process that renders one chat template: lines of JSON come in, and a line goes out for each.
 
-A template is code of whoever made the checkpoint. Jinja's sandbox keeps it from files and from Python's insides, but not
-from loops, from powers and from texts of many gigabytes, also while it is compiled. So it has a process of its own, with
-limits of the system: memory that it cannot get is an error, and a timer of CPU time ends the process. `chat.py` starts
-it, and it imports nothing of this package.
+A template is code of whoever made the checkpoint. Jinja's sandbox keeps it from files and from Python's insides, but
+not from endless loops and huge values, which the compiler computes too. So it has a process of its own, with the
+system's limits: memory that it cannot get is an error, and a timer of CPU time ends the process. `chat.py` starts it,
+and it imports nothing of this package.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ HOSTILE = {
         "chat template: it (needs more memory|takes more than 1 s)",
     "{{ messages[0].role * 5000000 }}": "chat template: it makes 20,000,004 characters, and the most are 16,777,216",
     "{{ 10 ** (10 ** 10) }}": "chat template: it takes more than 1 s",
-    "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}": "chat template: it takes more than 1 s",
+    "{% for _ in range(9999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}":
+        "chat template: it takes more than 1 s",
     "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}": "chat template: maximum recursion depth exceeded",
 }  # fmt: skip
 
@@ -140,7 +141,7 @@ def test_a_server_starts_without_chats_where_the_checkpoints_template_is_broken(
     found = serve._template(parser, args)
     assert found is not None and found.end == "<end>" and len(notes) == 1
     assert notes[0].startswith("chats are refused: ") and BROKEN[template] in notes[0]
-    with pytest.raises(ValueError, match="^chat template: "):
+    with pytest.raises(ValueError, match=r"^chat template: "):
         found.render(MESSAGES)
 
     (tmp_path / "own.jinja").write_text(template)

@@ -21,7 +21,7 @@ USER = {"role": "user", "content": " Wo ist <Bob> & wer?\n"}
 CONVERSATIONS = {
     "question": [USER],
     "turns": [
-        {"role": "system", "content": "Kurz, bitte – \"höflich\" \N{GRINNING FACE}."},
+        {"role": "system", "content": 'Kurz, bitte – "höflich" \N{GRINNING FACE}.'},
         USER,
         {"role": "assistant", "content": "<think>\nIn Oslo?\n</think>\n\nIn Oslo. "},
         {"role": "user", "content": "Und 'Eve'?"},
