@@ -58,8 +58,8 @@ def load(
 ) -> tuple[AnyModel, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
-    A model whose config is tied is loaded untied if the file has an output matrix other than the embedding; each process
-    compares all of the matrix. A tensor without a parameter is an error, unless it follows from the config, as
+    A model whose config is tied is loaded untied if the file has an output matrix other than the embedding; each
+    process compares all of the matrix. A tensor without a parameter is an error, unless it follows from the config, as
     frequencies do, or belongs to a part that is not served: a tower, or a layer that predicts a token further on.
 
     Args:
@@ -245,10 +245,10 @@ def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
             raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
         for path, names in files.items():
             with _open(path) as file:
-                there = set(file.keys())
-            if lacks := set(names) - there:
+                held = set(file.keys())
+            if lacks := set(names) - held:
                 raise ValueError(f"{folder / INDEX}: got tensors that {path.name} lacks: {_some(sorted(lacks))}")
-            names += sorted(there - weight_map.keys())
+            names += sorted(held - weight_map.keys())
         return files
     if not (folder / SINGLE).exists():
         raise FileNotFoundError(f"{folder}: found neither {SINGLE} nor {INDEX}")
@@ -304,13 +304,14 @@ def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) 
         return _HEAD not in where
     (path, name), (other_path, other_name) = where[_HEAD], where[_EMBEDDING]
     with _open(path) as file, _open(other_path) as other:
-        tensors = file.get_slice(name), other.get_slice(other_name)
-        shape, like = (tensor.get_shape() for tensor in tensors)
-        if shape != like or len(shape) != 2 or any(tensor.get_dtype() not in _FLOATS for tensor in tensors):
+        head, embedding = file.get_slice(name), other.get_slice(other_name)
+        shape, dtypes = head.get_shape(), {head.get_dtype(), embedding.get_dtype()}
+        if shape != embedding.get_shape() or len(shape) != 2 or not dtypes <= {*_FLOATS}:
             return False
         step = max(1, _PART // max(1, shape[1]))
         parts = ((slice(first, min(first + step, shape[0])), slice(None)) for first in range(0, shape[0], step))
-        return all(np.array_equal(*(_read(tensor, False, dtype, part) for tensor in tensors)) for part in parts)
+        same = (np.array_equal(_read(head, False, dtype, part), _read(embedding, False, dtype, part)) for part in parts)
+        return all(same)
 
 
 def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *, has_towers: bool) -> None:
@@ -353,16 +354,18 @@ def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
     """
     layer, rotations = _LAYER.match(name), config.rotations
     of_layer = rotations[int(layer[1]) :][:1] if layer else ()
-    if tensor.get_dtype() not in _FLOATS or len(tensor.get_shape()) != 1:
+    likes = [
+        frequencies
+        for rope, width in filter(None, set(of_layer or rotations))
+        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(width))
+        if [*frequencies.shape] == tensor.get_shape()
+    ]
+    if not likes or tensor.get_dtype() not in _FLOATS:
         return False
     values = tensor[:]
     limits = jnp.finfo(values.dtype)
-    for rope, width in filter(None, set(of_layer or rotations)):
-        for like in (rope.frequencies(width), Rope(rope.theta).frequencies(width)):
-            tolerances = {"rtol": max(float(limits.eps), 1e-5), "atol": float(limits.smallest_subnormal)}
-            if values.shape == like.shape and np.allclose(values.astype(np.float32), like, **tolerances):
-                return True
-    return False
+    relative, absolute = max(float(limits.eps), 1e-5), float(limits.smallest_subnormal)
+    return any(np.allclose(values.astype(np.float64), like, relative, absolute) for like in likes)
 
 
 def _is_left_out(name: str, shapes: dict[str, tuple[int, ...]], config: AnyConfig, has_towers: bool) -> bool:
