@@ -22,6 +22,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 
 MOST_CHARACTERS = 16 << 20  # of a rendered text
+MOST_REASON = 500  # characters of an error, which may be the template's own
 
 
 class Generation(Extension):
@@ -87,11 +88,12 @@ def answers(seconds: float) -> None:
                 text = template.render(request["values"])
             if len(text) > MOST_CHARACTERS:
                 raise ValueError(f"it makes {len(text):,} characters, and the most are {MOST_CHARACTERS:,}")
+            text.encode()  # an error for halves of surrogate pairs, which no tokenizer takes
             answer = json.dumps({"text": text})
         except MemoryError:
             answer = json.dumps({"error": "it needs more memory than it may have"})
         except Exception as error:  # a template is code
-            answer = json.dumps({"error": str(error) or type(error).__name__})
+            answer = json.dumps({"error": (str(error) or type(error).__name__)[:MOST_REASON]})
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 

@@ -66,6 +66,8 @@ def test_a_template_is_found_where_checkpoints_have_it(tmp_path):
         ("{{ messages.append(1) }}", "chat template: access to attribute 'append' of 'list' object is unsafe"),
         ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ 1 / 0 }}", "chat template: division by zero"),
+        ("{{ '\ud83d' }}", "chat template: 'utf-8' codec can't encode character"),
+        ("{{ raise_exception('a' * 9999) }}", "chat template: a{500}$"),
     ],
 )
 def test_what_a_template_may_not_do_is_an_error_of_one_line(tmp_path, template, message):
