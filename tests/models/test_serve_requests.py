@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import socket
+import types
 
 import pytest
 from hypothesis import given
@@ -259,3 +260,14 @@ def test_wrong_options_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name))
     needs = 'needs starlette, uvicorn and prometheus-client: pip install "kvjax[serve]"'
     assert refused(capsys, *folder) == needs
+
+
+def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
+    """generation_config.json may have many; the template may add the one that ends a turn."""
+    monkeypatch.setattr(serve, "_note", lambda _: None)
+    monkeypatch.setattr(serve, "Engine", lambda *_, **options: options["num_stop_tokens"])
+    parser = serve.make_parser()
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64"])
+    for number, wanted in ((0, 8), (7, 8), (8, 9), (20, 21)):
+        model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
+        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted
