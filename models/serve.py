@@ -28,7 +28,7 @@ from .openai_api import MOST_BIASES, Limits
 from .session import MOST, SIZES
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
-STOP_TOKENS = 8  # of a request, those of the model included
+STOP_TOKENS = 8  # of a request, those of the model included; more where the model's and the end of a turn are more
 KEY = "KVJAX_API_KEY"  # a variable of the environment: other users can read a command line
 
 
@@ -144,11 +144,16 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
 
 def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
-    """The template of chats; None: the checkpoint has none."""
+    """The template of chats; None: the checkpoint has none. With a fault of the checkpoint's, chats are refused."""
     try:
-        return chat.load_template(args.checkpoint, args.chat_template)
+        template = chat.load_template(args.checkpoint, args.chat_template)
     except (OSError, ValueError) as error:
-        parser.error(f"--{'chat-template' if args.chat_template else 'checkpoint'}: {commands.reason(error)}")
+        template = chat.Template("", {}, fault=commands.reason(error))
+    if template is not None and template.fault is not None:
+        if args.chat_template is not None:
+            parser.error(f"--chat-template: {template.fault}")
+        _note(f"chats are refused: {template.fault}")
+    return template
 
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any) -> kvjax.CacheSpec:
@@ -187,8 +192,9 @@ def _engine(
     try:
         return Engine(
             model, cache, scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), max_waiting=args.max_waiting,
-            num_stop_tokens=STOP_TOKENS, top_logprobs=args.top_logprobs, store=store, names=names, listener=listener,
-            logits_fn=penalize, logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
+            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 1), top_logprobs=args.top_logprobs,
+            store=store, names=names, listener=listener, logits_fn=penalize,
+            logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))

@@ -100,8 +100,9 @@ class Job:
     ):  # fmt: skip
         self._served, self._pages, self._wish, self._stop_tokens = served, pages, wish, frozenset(stop_tokens)
         self._leaders = [of_prompt[0] for of_prompt in handles]
+        options: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
         self._choices = [
-            (handle, Answer(served.decode, prompt, wish.stop, has_starts=wish.logprobs is not None))
+            (handle, Answer(served.decode, prompt, wish.stop, **options))
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]

@@ -126,6 +126,10 @@ def test_a_stop_string_ends_an_answer_and_frees_its_row(server, client, streams)
     assert len(offsets) == len(wanted.split()) and offsets[-1] < len(wanted)
     if not streams:
         assert found.usage.completion_tokens == len(wanted.split()) + 1
+        after = client.completions.create(
+            prompt=prompt_of(PEOPLE[0]), max_tokens=9, stop=stop, extra_body={**ON, "min_tokens": 9}, **GREEDY
+        )
+        assert after.choices[0].text.startswith(wanted + stop) and after.choices[0].finish_reason == "length"
     server.wait_for(lambda: server.rows == 0)
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers as docs/howto/serving.md runs them: a client, a router in front of two, a saved cache, and a mesh."""
 
+import concurrent.futures
 import contextlib
 import re
+import time
 
 import pytest
 
@@ -10,7 +12,7 @@ from models import recall, serve
 from models.recall import CHECKPOINT
 from tests import wire_kit
 from tests.drive import ROOT
-from tests.models.serve_kit import GREEDY, KEY, PATIENCE, PEOPLE, Running, batch, prompt_of
+from tests.models.serve_kit import GREEDY, KEY, PATIENCE, PEOPLE, Running, batch, prompt_of, with_template
 
 PAGE = ROOT / "docs/howto/serving.md"
 PUBLISH = ("--publish", wire_kit.ANY, "--replay", wire_kit.ANY)
@@ -97,6 +99,31 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
             found = client.completions.create(prompt=prompt, max_tokens=16, extra_body={"cache_salt": salt}, **GREEDY)
             assert found.usage.prompt_tokens_details.cached_tokens == cached
             assert batch()[PEOPLE[0]].agrees(found.choices[0].text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{% for _ in range(9999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}"]
+)
+def test_a_template_that_fails_costs_chats_and_nothing_else(started, tmp_path, template):
+    """Neither the start, nor completions, nor the time of others while it is rendered."""
+    import httpx
+    import openai
+
+    folder = with_template(tmp_path / "recall")
+    (folder / "chat_template.jinja").write_text(template)
+    server, *_ = started("--checkpoint", str(folder))
+    messages = [{"role": "user", "content": "alice"}]
+    with client_of(server) as client, httpx.Client(base_url=server.url) as other:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            chat = pool.submit(client.chat.completions.create, messages=messages, **GREEDY)
+            while not chat.done():
+                begin = time.monotonic()
+                assert other.get("/health").status_code == 200 and time.monotonic() - begin < 1
+        with pytest.raises(openai.BadRequestError, match=r"chat template: (Expected an expression|it takes more than)"):
+            chat.result()
+        found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
+        assert batch()[PEOPLE[0]].agrees(found.choices[0].text)
 
 
 @pytest.mark.slow

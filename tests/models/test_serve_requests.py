@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import socket
+import types
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,42 @@ def test_a_prompt_may_end_within_a_character():
     assert Answer(decode, [97, first]).add([last, 98], done=True) == "éb"
 
 
+class Counted:
+    """A decoder of bytes that counts the tokens that it reads; the byte 0 is a special token, which has no text."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    def __call__(self, tokens):
+        self.tokens += len(tokens)
+        return decode(token for token in tokens if token)
+
+
+@pytest.mark.parametrize("waiting", [b"\x80", "\N{GRINNING FACE}".encode()[:2], b"\xf0", b"\0"])
+def test_tokens_that_finish_no_character_cost_linear_time_and_are_shown(waiting):
+    cost = dict[int, int]()
+    for number in (500, 2000):
+        counted = Counted()
+        words = Detokenizer(counted, list(b"hi"))
+        tokens = list(waiting) * (number // len(waiting))
+        lengths = [len(words.add(token)) for token in tokens]
+        cost[number] = counted.tokens
+        text = decode(token for token in tokens if token)
+        assert len(text) - 16 <= sum(lengths) <= len(text) and sum(lengths) + len(words.end()) == len(text)
+    assert cost[2000] < 5 * cost[500] < 5 * 500 * 100
+
+
+@given(
+    st.lists(
+        st.one_of(st.sampled_from([b"\x80" * 13, b"\xf0\x9f" * 9, b"\0" * 20]), st.text(max_size=3).map(str.encode))
+    )
+)
+def test_what_follows_such_tokens_is_whole(parts):
+    data = list(b"".join(parts))
+    words = Detokenizer(Counted(), [])
+    assert "".join([words.add(token) for token in data]) + words.end() == decode(token for token in data if token)
+
+
 LETTERS = st.text("ab", max_size=12)
 
 
@@ -72,6 +109,22 @@ def test_nothing_of_a_stop_string_is_shown(text, stop, data):
     assert shown + ("" if answer.stopped else answer.add([], done=True)) == wanted
     assert answer.stopped == (end is not None)
     assert len(answer.starts) == len(wanted) and answer.num_tokens == (len(text) if end is None else end[0])
+
+
+@given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 8), st.data())
+def test_stop_strings_count_after_min_tokens(text, stop, min_tokens, data):
+    """As in vLLM: the first stop string that is complete with a token after these; it may begin before."""
+    ends = [(at + len(one), at) for one in stop for at in range(len(text)) if text.startswith(one, at)]
+    ends = [(until, at) for until, at in ends if until > min_tokens]
+    end = min(ends, default=None)
+    wanted = text if end is None else text[: end[1]]
+    answer, shown, left = Answer(decode, [], stop, min_tokens=min_tokens), "", list(text.encode())
+    while left and not answer.stopped:
+        size = data.draw(st.integers(1, len(left)))
+        shown += answer.add(left[:size], done=size == len(left))
+        left = left[size:]
+    assert shown == answer.text == wanted and answer.stopped == (end is not None)
+    assert answer.num_tokens == (len(text) if end is None else end[0])
 
 
 @given(st.text(max_size=12), st.lists(st.integers(1, 9)))
@@ -207,3 +260,14 @@ def test_wrong_options_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name))
     needs = 'needs starlette, uvicorn and prometheus-client: pip install "kvjax[serve]"'
     assert refused(capsys, *folder) == needs
+
+
+def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
+    """generation_config.json may have many; the template may add the one that ends a turn."""
+    monkeypatch.setattr(serve, "_note", lambda _: None)
+    monkeypatch.setattr(serve, "Engine", lambda *_, **options: options["num_stop_tokens"])
+    parser = serve.make_parser()
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64"])
+    for number, wanted in ((0, 8), (7, 8), (8, 9), (20, 21)):
+        model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
+        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted

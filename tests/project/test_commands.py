@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import socket
 import sys
 import time
@@ -196,6 +197,13 @@ def test_bytes_that_are_not_utf8_are_named(capsys, tmp_path, monkeypatch):
     assert line == f"--prompts: {tmp_path}/prompts: not UTF-8 at byte 3"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9\n"), encoding="utf-8"))
     assert refused(capsys, "--checkpoint", "text", "--chat") == f"--chat: {text} a turn"
+
+
+def test_a_chat_does_not_begin_with_a_broken_template(capsys, tmp_path):
+    folder = shutil.copytree("text", tmp_path / "text")
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    line = refused(capsys, "--checkpoint", str(folder), "--chat")
+    assert line.startswith("--chat: chat template: Expected an expression")
 
 
 @pytest.mark.parametrize("option", ["--publish", "--replay"])
