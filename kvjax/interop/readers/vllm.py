@@ -9,7 +9,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain, starmap
+from itertools import starmap
 from typing import Annotated, Any, NamedTuple
 
 from kvjax.interop._wires import msgspec
@@ -23,7 +23,7 @@ _LONGEST = 4096  # characters of a name, bytes of a hash, keys of a block
 _GROUPS, _BLOCK = 1 << 10, 1 << 16  # the most groups, and the most tokens of a block
 _MOST_EVENTS = 1 << 20  # of a payload
 _MOST_MEDIA = 32
-_BLOCK_BYTES = 400  # of a mirrored block, about, beside its names, keys and tokens
+_BLOCK_BYTES = 360  # of a mirrored block, about, without its tokens, names and keys
 _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})  # vLLM's words
 
 
@@ -252,9 +252,12 @@ class _Group:
 
 def _bytes_of(block_hash: Hash, node: Node) -> int:
     """The memory of a mirrored block, about."""
-    names = block_hash, node.tokens, node.lora, node.salt
-    parts = chain.from_iterable((key, *key) if isinstance(key, tuple) else (key,) for key in node.keys)
-    return _BLOCK_BYTES + sum(map(sys.getsizeof, names)) + sum(map(sys.getsizeof, (node.keys, *parts)))
+    num_bytes = _BLOCK_BYTES + len(node.tokens)
+    num_bytes += sys.getsizeof(block_hash) + sys.getsizeof(node.lora) + sys.getsizeof(node.salt)
+    for key in node.keys:
+        parts = (key, *key) if isinstance(key, tuple) else (key,)
+        num_bytes += sum(map(sys.getsizeof, parts))
+    return num_bytes
 
 
 class Mirror:
@@ -314,19 +317,22 @@ class Mirror:
 
     def _store(self, event: Stored) -> bool:
         """Adds the blocks of an event, or its medium to them; False if it does not fit the group or the limits."""
-        group = self._groups.get(event.group) or _Group(event.size, event.kind)
+        group = self._groups.get(event.group)
+        if group is None or not group.nodes:
+            group = _Group(event.size, event.kind)
         known_medium = event.medium in self._media or len(self._media) < _MOST_MEDIA
         if not known_medium or (event.tokens and event.size != group.size):
             return False
         nodes = group.nodes
         placed = self._placed(event, nodes) if event.tokens else []
-        num_bytes = self.num_bytes + sum(starmap(_bytes_of, placed))
-        if len(self) + len(placed) > self.max_blocks or num_bytes > self.max_bytes:
+        num_bytes = sum(starmap(_bytes_of, placed))
+        if len(self) + len(placed) > self.max_blocks or self.num_bytes + num_bytes > self.max_bytes:
             return False
         for block_hash, node in placed:
-            self._forget(group, block_hash)
+            if block_hash in nodes:
+                self._forget(group, block_hash)
             nodes[block_hash] = node
-            self.num_bytes += _bytes_of(block_hash, node)
+        self.num_bytes += num_bytes
         bit = self._media.setdefault(event.medium, 1 << len(self._media))
         for block_hash in event.hashes:
             node = nodes.get(block_hash)
