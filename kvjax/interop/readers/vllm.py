@@ -148,14 +148,14 @@ def decode(payload: bytes) -> Batch:
     """
     try:
         batch = (_decode_map if _is_map(payload) else _decode_array)(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"payload: got {payload[:40]!r}, wanted a KVEventBatch: {error}") from error
     events: list[Event] = []
     skipped: dict[str, Skipped] = {}  # equal ones are one object, so that a payload full of them takes no memory
     for event in batch.events:
         try:
             events.append(_checked((_decode_map_event if _is_map(event) else _decode_array_event)(event)))
-        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        except (ValueError, RecursionError) as error:
             reason = str(error)
             events.append(skipped.setdefault(reason, Skipped(reason)))
     return Batch(batch.ts, events, batch.data_parallel_rank)

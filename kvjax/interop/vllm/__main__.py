@@ -47,8 +47,11 @@ def _text(event: Event) -> str:
     after = "" if event.parent is None else f" after {_hex(event.parent)}"
     named = {"lora": event.lora, "salt": event.salt, "keys": event.keys or None}
     tenant = "".join(f" {name} {value!r}" for name, value in named.items() if value is not None)
+    where = f"stored {event.medium} group {event.group}: {hashes}{after}"
+    if not event.tokens:
+        return f"{where} without tokens"
     tokens = _some([str(token) for token in array.array("q", event.tokens)])
-    return f"stored {event.medium} group {event.group}: {hashes}{after} of {event.size} tokens{tenant}: {tokens}"
+    return f"{where} of {event.size} tokens{tenant}: {tokens}"
 
 
 def _hex(block_hash: Any) -> str:

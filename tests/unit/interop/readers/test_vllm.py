@@ -282,7 +282,8 @@ def test_a_mirror_takes_no_more_memory_than_it_may(size, hash_of):
         before = tracemalloc.get_traced_memory()[0]
         for first in range(0, 10_000, 50):
             hashes = [hash_of(n) for n in range(first, first + 50)]
-            event = ["BlockStored", hashes, hash_of(first - 1) if first else None, [first % 100] * 50 * size, size, None]
+            parent, tokens = hash_of(first - 1) if first else None, [first % 100] * 50 * size
+            event = ["BlockStored", hashes, parent, tokens, size, None]
             mirror.apply(decode(pack([1.5, [event], 0])))
             most = max(most, mirror.num_bytes)
         del event, hashes
