@@ -86,7 +86,7 @@ class Event(Struct, frozen=True):
 
 
 class _Numbered(Struct):
-    """What a mirror needs to know of an event that it cannot read."""
+    """The number and the rank of an event that cannot be read."""
 
     number: _Number = field(name="event_id")
     rank: _Number | None = field(name="attention_dp_rank", default=None)
