@@ -33,7 +33,7 @@ def test_files_and_folders_are_their_users(tmp_path):
         assert path.read_bytes() == b"secret"
 
 
-def test_a_file_that_is_there_is_taken_from_others_and_a_folder_keeps_its_mode(tmp_path):
+def test_an_old_file_is_taken_from_others_and_an_old_folder_keeps_its_mode(tmp_path):
     for name in ("file", "folder"):
         (tmp_path / name).write_text("old") if name == "file" else (tmp_path / name).mkdir()
         (tmp_path / name).chmod(0o755)

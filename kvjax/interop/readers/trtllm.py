@@ -292,8 +292,12 @@ class Mirror:
             self.counts["refused"] += 1
             self._complete.clear()
             return
-        if self._is_next(event.number, event.rank):
-            self._skip()
+        if self.rank is not None and event.rank != self.rank:
+            self.counts["others"] += 1
+            return
+        if event.number == (0 if self.last is None else self.last + 1):
+            self.last = event.number  # any other number is believed of events alone that can be read
+        self._skip()
 
     def _store(self, nodes: dict[Hash, Node], event: Stored) -> bool:
         """Adds blocks to a group; False if they exceed a limit. Blocks without tokens get a new level and priority."""

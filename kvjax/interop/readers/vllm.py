@@ -320,8 +320,8 @@ class Mirror:
         group = self._groups.get(event.group)
         if group is None or not group.nodes:
             group = _Group(event.size, event.kind)
-        known_medium = event.medium in self._media or len(self._media) < _MOST_MEDIA
-        if not known_medium or (event.tokens and event.size != group.size):
+        too_many_media = event.medium not in self._media and len(self._media) == _MOST_MEDIA
+        if too_many_media or (event.tokens and event.size != group.size):
             return False
         nodes = group.nodes
         placed = self._placed(event, nodes) if event.tokens else []

@@ -233,8 +233,8 @@ def test_an_event_that_is_skipped_costs_no_other(replays):
 @pytest.mark.parametrize("replays", [True, False])
 def test_unknown_blocks_of_offloading_are_counted(replays):
     one = follower(replays, upto=2)
-    known = msgspec.msgpack.decode(PAYLOADS[1])[1][0]["block_hashes"]
-    one.receive(message(102, msgspec.msgpack.encode([1.0, [["BlockStored", [*known, 7], None, [], 0, None, "DISK"]]])))
+    hashes = msgspec.msgpack.decode(PAYLOADS[1])[1][0]["block_hashes"]
+    one.receive(message(102, msgspec.msgpack.encode([1.0, [["BlockStored", [*hashes, 7], None, [], 0, None, "DISK"]]])))
     assert one.complete and one.counts["unknown"] == 1
     assert list(one.mirror.index.values()) == [("GPU", "DISK")]
 

@@ -210,7 +210,7 @@ def offloaded(hashes, medium="CPU", size=0, group=0):
     return stored(hashes, None, [], size=size, medium=medium, group=group)
 
 
-def test_an_event_without_tokens_adds_its_medium_to_blocks_that_are_known():
+def test_an_event_without_tokens_adds_its_medium_to_mirrored_blocks():
     mirror = mirror_of(stored([1, 2], None, [1, 2, 3, 4]), offloaded([1, 2, 9]), offloaded([1], "DISK", size=2))
     assert mirror.lookup([1, 2, 3, 4], None, None, None) == (4, {"GPU": 4, "CPU": 4, "DISK": 2})
     assert mirror.counts == {"skipped": 0, "unknown": 1} and mirror.complete and len(mirror) == 2
@@ -264,7 +264,7 @@ def test_media_are_limited():
     assert len(mirror) == 32 and mirror.counts["skipped"] == 8 and not mirror.complete
 
 
-def test_blocks_that_are_sent_again_need_no_room():
+def test_blocks_that_are_sent_again_take_nothing():
     mirror = Mirror(max_blocks=2, max_bytes=2000)
     mirror.apply(Batch(0.0, [STORED, STORED, STORED._replace(medium="CPU")], 0))
     assert mirror.complete and len(mirror) == 2
