@@ -311,56 +311,65 @@ class Mirror:
                 self.complete = True
             elif isinstance(event, Removed):
                 self._remove(event)
-            elif isinstance(event, Skipped) or not self._store(event):
+            elif isinstance(event, Skipped) or not (self._store if event.tokens else self._add_medium)(event):
                 self.counts["skipped"] += 1
                 self.complete = False
 
     def _store(self, event: Stored) -> bool:
-        """Adds the blocks of an event, or its medium to them; False if it does not fit the group or the limits."""
+        """Adds the blocks of an event; False if they do not fit the group or the limits."""
         group = self._groups.get(event.group)
         if group is None or not group.nodes:
             group = _Group(event.size, event.kind)
         too_many_media = event.medium not in self._media and len(self._media) == _MOST_MEDIA
-        if too_many_media or (event.tokens and event.size != group.size):
+        if too_many_media or event.size != group.size:
             return False
-        nodes = group.nodes
-        placed = self._placed(event, nodes) if event.tokens else []
-        num_bytes = sum(starmap(_bytes_of, placed))
-        if len(self) + len(placed) > self.max_blocks or self.num_bytes + num_bytes > self.max_bytes:
+        blocks, new = self._blocks_of(event, group.nodes)
+        num_bytes = sum(starmap(_bytes_of, new))
+        if len(self) + len(new) > self.max_blocks or self.num_bytes + num_bytes > self.max_bytes:
             return False
-        for block_hash, node in placed:
-            if block_hash in nodes:
+        for block_hash, node in new:
+            if block_hash in group.nodes:
                 self._forget(group, block_hash)
-            nodes[block_hash] = node
+            group.nodes[block_hash] = node
         self.num_bytes += num_bytes
         bit = self._media.setdefault(event.medium, 1 << len(self._media))
-        for block_hash in event.hashes:
-            node = nodes.get(block_hash)
-            if node is None:
-                self.counts["unknown"] += 1
-                continue
+        for block_hash, node, content in blocks:
             node.where |= bit
-            group.hashes[node.parent, node.tokens, node.keys] = block_hash
-        if placed:
-            self._groups[event.group] = group
+            group.hashes[content] = block_hash
+        self._groups[event.group] = group
         return True
 
-    def _placed(self, event: Stored, nodes: dict[Hash, Node]) -> list[tuple[Hash, Node]]:
-        """The blocks of an event that the group has not, or has with other contents.
+    def _blocks_of(self, event: Stored, nodes: dict[Hash, Node]) -> tuple[list[Any], list[tuple[Hash, Node]]]:
+        """(hash, node, content) of the blocks of an event; and those that the group has not, or with other contents.
 
         Contents of a block on the GPU stay: those that vLLM's offloading connector sends lack salts and extra keys.
         """
         on_gpu = 0 if event.medium == MEDIA[0] else self._media.get(MEDIA[0], 0)
-        width = _TOKEN_BYTES * event.size
+        width, start = _TOKEN_BYTES * event.size, 0
         parent = Root(event.lora, event.salt) if event.parent is None else event.parent
-        placed = []
+        blocks, new = [], []
         for at, block_hash in enumerate(event.hashes):
-            content = parent, event.tokens[at * width : (at + 1) * width], event.keys[at] if event.keys else ()
+            content = parent, event.tokens[start : start + width], event.keys[at] if event.keys else ()
             node = nodes.get(block_hash)
-            if node is None or not (node.where & on_gpu or (node.parent, node.tokens, node.keys) == content):
-                placed.append((block_hash, Node(*content, event.lora, event.salt, 0)))
-            parent = block_hash
-        return placed
+            if node is not None and node.where & on_gpu:
+                content = node.parent, node.tokens, node.keys
+            elif node is None or (node.parent, node.tokens, node.keys) != content:
+                node = Node(*content, event.lora, event.salt, 0)
+                new.append((block_hash, node))
+            blocks.append((block_hash, node, content))
+            parent, start = block_hash, start + width
+        return blocks, new
+
+    def _add_medium(self, event: Stored) -> bool:
+        """Adds the medium of an event without tokens to the blocks that the group has; False if it has no bit left."""
+        nodes = self._groups[event.group].nodes if event.group in self._groups else {}
+        found = [nodes[block_hash] for block_hash in event.hashes if block_hash in nodes]
+        if found and event.medium not in self._media and len(self._media) == _MOST_MEDIA:
+            return False
+        self.counts["unknown"] += len(event.hashes) - len(found)
+        for node in found:
+            node.where |= self._media.setdefault(event.medium, 1 << len(self._media))
+        return True
 
     def _remove(self, event: Removed) -> None:
         group, bit = self._groups.get(event.group), self._media.get(event.medium, 0)
