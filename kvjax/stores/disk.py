@@ -250,6 +250,7 @@ class DiskStore:
     def _finish(self, name: str, future: Any, size: int) -> None:
         try:
             future.result()
+            self._location.protect(name)
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
             self._written(name, size, "")
@@ -323,6 +324,7 @@ class DiskStore:
             names = "\n".join(self._names).encode()
         try:
             self._kv.write(_RECENCY, zlib.crc32(names).to_bytes(4, "little") + names).result()
+            self._location.protect(_RECENCY)
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
 

@@ -10,6 +10,8 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
+from kvjax._files import create, make_folder, protect
+
 LOCK = "store.lock"
 
 
@@ -24,6 +26,7 @@ class Location:
         import tensorstore
 
         self._lock: Any = None
+        self._folder: pathlib.Path | None = None
         if isinstance(location, tensorstore.KvStore):
             self.kv, self._text = location, "a KvStore"
             return
@@ -33,7 +36,7 @@ class Location:
         if "://" in self._text and not self._text.startswith("file://"):
             spec: Any = self._text
         else:
-            folder = pathlib.Path(_path_of(self._text)).absolute()
+            folder = self._folder = pathlib.Path(_path_of(self._text)).absolute()
             _open_folder(folder, readonly)
             self._lock = None if readonly else _locked(folder)
             spec = {"driver": "file", "path": f"{folder}/"}
@@ -42,6 +45,16 @@ class Location:
         except Exception as error:  # whatever tensorstore raises
             self.close()
             raise ValueError(f"location: got {self._text!r}, wanted one that can be opened ({error})") from error
+
+    def protect(self, name: str) -> None:
+        """Takes a written value and its folder from other users: tensorstore makes them with the umask's modes.
+
+        Until then the store's own folder keeps others out.
+        """
+        if self._folder is not None:
+            path = self._folder / name
+            protect(path.parent)
+            protect(path)
 
     def close(self) -> None:
         """Lets another writer in."""
@@ -61,7 +74,7 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
     wanted = "a folder of a store, an empty one or none"
     try:
         if not readonly:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
         found = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise ValueError(f"location: got {os.fspath(folder)!r}, wanted {wanted} ({error})") from error
@@ -73,14 +86,14 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
 
 def _locked(folder: pathlib.Path) -> Any:
     """The folder's lock, as an open file; the locks that killed writers have left on values are swept."""
-    lock = open(folder / LOCK, "ab")  # noqa: SIM115
+    lock = create(folder / LOCK, "ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         wanted = "wanted one without a writer, or readonly=True"
         raise ValueError(f"location: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
-    folder.chmod(0o700)
+    protect(folder)
     for path in folder.rglob("*.__lock"):
         path.unlink(missing_ok=True)
     return lock

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax._files import create, make_folder
+
 VERSION = 1
 MANIFEST, LOCK = "manifest.json", "save.lock"
 _FORMAT = "kvjax cache"
@@ -100,6 +102,7 @@ def write_part(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> dict[str, 
     """Writes and syncs a file; returns its name and size."""
     from safetensors.numpy import save_file
 
+    create(path, "wb").close()  # safetensors would make it with the umask's mode
     save_file(tensors, path)
     return _synced(path)
 
@@ -122,7 +125,7 @@ class PartWriter:
             header[name] = {"dtype": dtype_name, "shape": [count, *shape], "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._file, self._data = open(path, "wb"), 8 + len(text)  # noqa: SIM115
+        self._file, self._data = create(path, "wb"), 8 + len(text)
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, name: str, first: int, blocks: np.ndarray) -> None:
@@ -151,7 +154,8 @@ def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
     manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
     _sync(folder)
     temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(manifest, sort_keys=True, indent=1))
+    with create(temporary) as file:
+        json.dump(manifest, file, sort_keys=True, indent=1)
     _sync(temporary)
     os.replace(temporary, folder / MANIFEST)
     _sync(folder)
@@ -167,10 +171,10 @@ def written_by_one(folder: pathlib.Path) -> Iterator[None]:
     is_new = not folder.exists()
     if (folder / MANIFEST).exists():
         read_manifest(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if is_new:
         _sync(folder.absolute().parent)
-    with open(folder / LOCK, "wb") as lock:
+    with create(folder / LOCK, "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

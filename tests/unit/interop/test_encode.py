@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes on vLLM's wire, and each rule that its readers have."""
 
+import random
 import struct
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.interop import hashing
 from kvjax.interop.vllm import Encoder, Mirror, decode
-from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
+from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of, with_foreign
 from tests.wire_kit import removed, stored, updated
 
 SPEC = spec_of("plain")
@@ -413,6 +414,7 @@ def test_what_is_written_tells_the_index(shape, form):
     options = {"salts": "plain", **extra} if form == "array" else extra
     for seed in range(3):
         encoder, mirror, forest = Encoder(spec, names=names, form=form, **options), Mirror(), Forest(spec, seed)
+        among_others, rng = Mirror(), random.Random(seed)
         expected_names = names
         if form == "array-0.11":
             expected_names, options = kvjax.Namespaces(), {}
@@ -420,8 +422,11 @@ def test_what_is_written_tells_the_index(shape, form):
             events = forest.draw(forest.rng.randrange(1, 25))
             for payload in encoder.encode(arrays_of(events, spec)):
                 mirror.apply(decode(payload))
+                among_others.apply(decode(with_foreign(payload, rng)))
             groups = {0} - set(range(int(spec.bare))) if form == "array-0.11" else None
             assert mirror.index == projected(forest.mirror, spec, expected_names, groups=groups, **options)
+            assert among_others.index == mirror.index
+        assert mirror.complete and mirror.counts == {"skipped": 0, "unknown": 0}
         late = Mirror()
         for payload in encoder.snapshot():
             late.apply(decode(payload))
