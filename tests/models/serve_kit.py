@@ -16,7 +16,7 @@ import numpy as np
 
 import kvjax
 from kvjax.serving import engine_thread
-from models import load, recall, serve
+from models import load, recall, serve, tenants
 from models.recall import CHECKPOINT
 from tests.drive import ROOT, TIMEOUT
 
@@ -221,7 +221,7 @@ def with_template(folder):
 def started(folder, *options, code=0):
     """A server in a process of its own, which is to be ended by a signal: the process, and its address."""
     command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", serve.KEY: KEY}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", tenants.KEY: KEY}
     with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(TIMEOUT, process.kill)
         timer.start()
