@@ -29,7 +29,7 @@ def salt_of(key: str, cache_salt: str | None = None) -> str:
     Example:
       >>> from models.tenants import salt_of
       >>> salt_of("a secret")
-      'kvjax-tenant:a5a0d0c1e7e9ab7b3c9b2a7f0c6a2d3b'
+      'kvjax-tenant:5fb1147ae2db0ae3d14b8654800d6f70'
       >>> salt_of("a secret", "project 1") == salt_of("a secret") + ":project 1"
       True
     """
@@ -86,6 +86,7 @@ def keys_of(parser: commands.Parser, args: argparse.Namespace) -> Keys:
         if not lines:
             parser.error(f"--api-keys: {args.api_keys} has no key")
         keys += lines
-    if not all(keys):
-        parser.error("--api-key: got an empty one")
-    return Keys(keys or filter(None, [os.environ.get(KEY)]), shares_prefixes=args.share_prefixes)
+    keys = keys or list(filter(None, [os.environ.get(KEY)]))
+    if not all(key and key.isascii() and key.isprintable() for key in keys):
+        parser.error("--api-key: got one that no header can have, wanted ASCII letters, digits and signs")
+    return Keys(keys, shares_prefixes=args.share_prefixes)

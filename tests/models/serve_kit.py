@@ -25,6 +25,7 @@ TEMPLATE = """{%- for message in messages %}
     {{- message.content | trim }}{{ " " }}
 {%- endfor %}"""
 KEY, ROWS, PATIENCE = "a secret", 8, 60
+JSON = "content-type: application/json"
 DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
 PEOPLE = list(DOCUMENT.facts)
 GREEDY = {"model": "recall", "temperature": 0}
@@ -204,7 +205,7 @@ def batch():
 def request_of(path, body, *headers):
     """The bytes of a POST request with a body, bytes or what becomes JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: kvjax", f"authorization: Bearer {KEY}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: kvjax", f"authorization: Bearer {KEY}", JSON, *headers]
     if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
         lines.append(f"content-length: {len(data)}")
     return "\r\n".join([*lines, "", ""]).encode() + data
