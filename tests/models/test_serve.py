@@ -250,6 +250,7 @@ def test_a_server_that_is_full_says_when_to_come_again(server, client):
     try:
         with pytest.raises(openai.RateLimitError, match="wait already"):  # the scheduler has 32 requests at most
             client.completions.create(prompt=["alice"] * 20, n=2, max_tokens=500, extra_body=ON, **GREEDY)
+    finally:
         server.engine._max_waiting = most
     assert client.completions.create(prompt="alice", **GREEDY).choices
 

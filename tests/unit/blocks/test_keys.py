@@ -88,21 +88,21 @@ def test_a_save_of_version_1_is_read():
 
 def test_a_lent_number_ends_with_its_last_borrower_and_is_never_given_out_again():
     names = Namespaces()
-    first, second, kept = names.lend("a"), names.lend("a"), names.lend("b")
-    assert first == second != kept == names("b")
+    first, second, other = names.lend("a"), names.lend("a"), names.lend("b")
+    assert first == second != other == names("b")
     names.give_back(first)
     assert names.describe(first) == ("a", None)
     names.give_back(first)
-    names.give_back(kept)  # which a call has given out, so that it stays
-    names.give_back(kept)
-    assert first not in names and len(names) == 2 and names.describe(kept) == ("b", None)
+    names.give_back(other)  # which a call has given out, so that it stays
+    names.give_back(other)
+    assert first not in names and len(names) == 2 and names.describe(other) == ("b", None)
     with pytest.raises(KeyError):
         names.describe(first)
-    assert names.lend("b") == kept and names.lend("a") == 3
+    assert names.lend("b") == other and names.lend("a") == 3
     names.give_back(3)
     again = pickle.loads(pickle.dumps(names))
     for restored in (Namespaces.from_dict(json.loads(json.dumps(names.to_dict()))), again):
-        assert len(restored) == 2 and restored("b") == kept and restored("c") == 4
+        assert len(restored) == 2 and restored("b") == other and restored("c") == 4
     with pytest.raises(ValueError, match=r"^salt: got .*, wanted one that does not begin with 'kvjax-weights:'"):
         names.lend(Namespaces.salted("a", 1))
 
