@@ -433,8 +433,8 @@ class EngineThread(threading.Thread):
 
 def _cached_namespaces(state: CacheState) -> set[int]:
     """The namespaces of rows in use, and of all blocks with contents: each has a root, whose link has the number."""
-    seqs = jax.device_get(state.seqs)
-    found = set(seqs.namespace[seqs.length > 0].tolist())
+    namespace, length = jax.device_get((state.seqs.namespace, state.seqs.length))
+    found = set(namespace[length > 0].tolist())
     for group in state.groups:
         parent, fill = jax.device_get((group.blocks.parent, group.blocks.fill))
         found.update(parent[(fill > 0) & (parent[:, 0] == NO_BLOCK), 1].tolist())
