@@ -174,7 +174,7 @@ class Fields:
         return [_text(name, one) for one in values]
 
 
-def read_json(body: bytes) -> Fields:
+def read_json(body: bytes | bytearray) -> Fields:
     """The fields of a request's body."""
     try:
         fields = json.loads(body)

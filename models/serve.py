@@ -2,20 +2,20 @@
 """Serve a checkpoint in Hugging Face format with OpenAI's HTTP API, through the paged cache.
 
 Completions, chats with the checkpoint's own template, and models are under /v1, metrics for Prometheus at /metrics, and
-a page that shows the cache at /cache. SIGTERM and Ctrl-C end it: open answers have some seconds to end.
+a page that shows the cache at /cache. SIGTERM, SIGHUP and Ctrl-C end it: open answers have some seconds to end.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import ipaddress
 import os
 import pathlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kvjax
@@ -28,7 +28,6 @@ from .openai_api import MOST_BIASES, Limits
 from .session import MOST, SIZES
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
-WRITE_SECONDS = 5  # for clients to read their last bytes
 STOP_TOKENS = 8  # of a request, those of the model included
 
 
@@ -40,8 +39,11 @@ def main(arguments: list[str] | None = None) -> None:
     wires.check(parser, args)
     stores.check(parser, args)
     commands.keep_programs(not args.no_compile_cache)
-    with contextlib.suppress(KeyboardInterrupt), _bound(parser, args) as listening, served(parser, args) as server:
-        _run(args, server, listening)
+    with (
+        contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening,
+        served(parser, args) as server,
+    ):  # fmt: skip
+        _run(args, server, listening, signals)
 
 
 def make_parser() -> commands.Parser:
@@ -65,13 +67,19 @@ def make_parser() -> commands.Parser:
         ("--chunk", 1, Scheduler().chunk, "tokens of a prompt that a step computes"),
         ("--top-logprobs", 0, 5, "the most that a request may want"),
         ("--max-waiting", 1, 1024, "requests that wait for the scheduler; more get 429"),
-        ("--max-open", 1, 256, "answers that are open at a time; more get 429"),
+        ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
+        ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
+        ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
     )
     for option, least, default, what in limits:
         parser.add_argument(
             option, type=number(int, least, MOST), default=default, metavar="N", help=f"{what} (default: %(default)s)"
         )
     parser.add_argument("--max-body", metavar="SIZE", type=commands.size, default=4 << 20, help="such as 1MB (4MiB)")
+    bodies = "all that are read at a time (64MiB); more get 429"
+    parser.add_argument("--max-bodies", metavar="SIZE", type=commands.size, default=64 << 20, help=bodies)
+    hosts = "names that a request's Host may have (those of a loopback address: localhost and it; else any)"
+    parser.add_argument("--allowed-hosts", metavar="HOST", nargs="+", help=hosts)
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
@@ -129,7 +137,8 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         )  # fmt: skip
         shown = Served(
             args.name or os.path.basename(os.path.abspath(args.checkpoint)), tokenizer, template, stop_tokens, limits,
-            keys, args.max_body, args.max_open, shows_cached=not args.hide_cached_tokens,
+            keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+            max(map(len, tokenizer.get_vocab())) if tokenizer else None, shows_cached=not args.hide_cached_tokens,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine
@@ -205,30 +214,56 @@ def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
     return found
 
 
-def _run(args: argparse.Namespace, server: Server, listening: socket.socket) -> None:
-    """Answers requests until SIGTERM or Ctrl-C."""
-    import uvicorn
+class _Signals:
+    """SIGTERM, SIGHUP and Ctrl-C from the command's start to its end; another Ctrl-C interrupts the end.
 
-    class EndingServer(uvicorn.Server):
-        """A server whose engine closes some seconds after it has stopped to accept connections."""
+    Attributes:
+      server: which ends by itself; None: there is none yet.
+    """
 
-        async def shutdown(self, sockets: list[Any] | None = None) -> None:
-            """Ends it."""
-            closing = asyncio.create_task(_close_later(server.engine, args.grace))
-            await super().shutdown(sockets)
-            closing.cancel()
+    server: Any = None
 
-    config = uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=args.grace + WRITE_SECONDS)
+    def __enter__(self) -> _Signals:
+        self._before = {one: signal.signal(one, self._end) for one in (signal.SIGINT, signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else nohup has said that it may come
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._end)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+
+    def _end(self, kind: int, frame: Any) -> None:
+        if self.server is None or (self.server.has_ended and kind == signal.SIGINT):
+            raise KeyboardInterrupt
+        self.server.handle_exit(kind, frame)
+
+
+def _run(args: argparse.Namespace, server: Server, listening: socket.socket, signals: _Signals) -> None:
+    """Answers requests until a signal comes."""
     host = f"[{args.host}]" if ":" in args.host else args.host
-    _note(f"serving at http://{host}:{listening.getsockname()[1]}/v1")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn takes its place, and raises it again when it has ended
-    EndingServer(config).run(sockets=[listening])
+    address = f"http://{host}:{listening.getsockname()[1]}/v1"
+    signals.server = http_server(args, server, lambda: _note(f"serving at {address}"))
+    signals.server.run(sockets=[listening])
 
 
-async def _close_later(engine: Engine[Any], seconds: float) -> None:
-    """Closes an engine, which ends open answers with an error."""
-    await asyncio.sleep(seconds)
-    await asyncio.to_thread(engine.close)
+def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:
+    """An `HttpServer` with the limits of the options; `opened` is called when it accepts connections."""
+    from .serve_http import HttpServer, Patience, only_hosts
+
+    hosts = args.allowed_hosts
+    if hosts is None and _is_loopback(args.host):
+        hosts = ["localhost", "127.0.0.1", "::1", args.host]
+    app = server.app if hosts is None else only_hosts(server.app, hosts)
+    patience = Patience(connections=args.max_connections, grace=args.grace)
+    return HttpServer(app, patience, opened=opened, close=server.engine.close)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _note(text: str) -> None:

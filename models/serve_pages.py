@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import html
@@ -69,7 +70,8 @@ class Pages:
 
     def __init__(self, name: str, registry: Any, decode: Decode, *setters: Callable[[CacheState], Any]):
         self._name, self._registry, self._decode, self._setters = name, registry, decode, setters
-        self._reading: asyncio.Task[CacheState] | None = None
+        self._reading: asyncio.Future[CacheState] | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # waits for nothing but the engine
         self._read_at, self._lock = -np.inf, asyncio.Lock()
         self._shown: dict[str | None, tuple[float, str]] = {}  # by salt: when a page was made, and the page
         self._recent = collections.deque[tuple[float, int]]()  # when tokens came, and how many
@@ -134,7 +136,9 @@ class Pages:
         reading = self._reading
         if reading is None or (reading.done() and (reading.exception() or time.monotonic() - self._read_at > STALE)):
             self._read_at = time.monotonic()
-            reading = self._reading = asyncio.create_task(asyncio.to_thread(lambda: self.engine.state))
+            reading = self._reading = asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: self.engine.state
+            )
         try:
             return await asyncio.wait_for(asyncio.shield(reading), PATIENCE)
         except TimeoutError:

@@ -174,9 +174,7 @@ class Hashing:
         flags = col.SALT * (salt is not None) | col.LORA * (name is not None)
         return Space(root, flags, salt, number, name)
 
-    def hash(
-        self, rows: np.ndarray, among: list[int], size: int, hashes: set[int], spaces: dict[int, Space]
-    ) -> None:
+    def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int], spaces: dict[int, Space]) -> None:
         """Writes the flags and hashes of rows that are stored, and adds these to the group's.
 
         Args:

@@ -215,7 +215,7 @@ def _namespaces(namespaces: Any, number: int, names: Namespaces | None) -> np.nd
     for prompt, namespace in enumerate(checked.tolist()):
         if names is not None and namespace not in names:
             raise ValueError(
-                f"namespaces: got {namespace} for prompt {prompt}, wanted one of the {len(names):,} that names gave out; "
+                f"namespaces: got {namespace} for prompt {prompt}, wanted one of {len(names):,} that names gave out; "
                 "a saved cache needs the names saved with it (Namespaces.from_dict)"
             )
     return checked

@@ -143,7 +143,7 @@ def test_fields_become_arguments_of_the_engine():
         ({"logit_bias": {"1": 101}}, 'logit_bias: got {"1": 101}, ' + BIASES),
         ({"logit_bias": {"a": 1}}, 'logit_bias: got {"a": 1}, ' + BIASES),
         ({"logit_bias": [3]}, "logit_bias: got [3], " + BIASES),
-        ({"cache_salt": "kvjax-a"}, 'cache_salt: got "kvjax-a", wanted a salt that does not begin with \'kvjax-\''),
+        ({"cache_salt": "kvjax-a"}, "cache_salt: got \"kvjax-a\", wanted a salt that does not begin with 'kvjax-'"),
         ({"tools": [{}]}, "tools: got [{}], wanted none or []: nothing else is served"),
         ({"echo": 0}, "echo: got 0, wanted none or false: nothing else is served"),
         ({"min_p": False}, "min_p: got false, wanted none or 0: nothing else is served"),
@@ -208,11 +208,11 @@ def test_values_that_change_nothing_are_taken(is_chat):
 
 
 def test_the_table_has_each_field_once_and_those_that_are_read():
-    class Watched(openai_api.Fields):
-        read = set()
+    read = set[str]()
 
+    class Watched(openai_api.Fields):
         def get(self, name, default=None):
-            self.read.add(name)
+            read.add(name)
             return super().get(name, default)
 
     fields = Watched({"messages": [{"role": "user", "content": "a"}], "prompt": "a"})
@@ -220,7 +220,7 @@ def test_the_table_has_each_field_once_and_those_that_are_read():
         read_wish(fields, LIMITS, is_chat=is_chat)
     read_messages(fields)
     read_prompts(fields, lambda text: [1], LIMITS)
-    assert fields.read - {"add_special_tokens"} == (openai_api.SERVED - {"model"}) | openai_api.REFUSED.keys()
+    assert read - {"add_special_tokens"} == (openai_api.SERVED - {"model"}) | openai_api.REFUSED.keys()
     groups = (openai_api.SERVED, openai_api.HARMLESS, openai_api.REFUSED.keys())
     assert sum(map(len, groups)) == len({*groups[0], *groups[1], *groups[2]})
 

@@ -134,7 +134,10 @@ def test_numbers_end_at_those_of_an_i32():
         ({"namespaces": [[0, "a", None]]}, r"got \[0, 'a', None\], wanted number 0 with \(None, None\)$"),
         ({"namespaces": [[1, None, None]]}, r"got \[1, None, None\], wanted number 0"),
         ({"namespaces": [[False, None, None]]}, r"got \[False, None, None\], wanted number 0"),
-        ({"namespaces": [[0, None, None], [2**31, "a", None]]}, r"got \[2147483648, 'a', None\], wanted a number from 1"),
+        (
+            {"namespaces": [[0, None, None], [2**31, "a", None]]},
+            r"got \[2147483648, 'a', None\], wanted a number from 1",
+        ),
         ({"namespaces": [[0, None, None], [True, "a", None]]}, r"got \[True, 'a', None\], wanted a number from 1"),
         ({"namespaces": [[0, None, None], [0, "a", None]]}, r"got \[0, 'a', None\], wanted a number from 1"),
         ({"namespaces": [[0, None, None], [1, None, None]]}, r"got \[1, None, None\], wanted a number from 1"),

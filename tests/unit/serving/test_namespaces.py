@@ -20,7 +20,7 @@ def test_numbers_that_names_never_gave_out_are_refused_before_anything_is_donate
     names("tenant a")
     for namespaces, got in (([2], 2), ([-1], -1)):
         with pytest.raises(
-            ValueError, match=rf"^namespaces: got {got} for prompt 0, wanted one of the 2 that names gave out"
+            ValueError, match=rf"^namespaces: got {got} for prompt 0, wanted one of 2 that names gave out"
         ):
             use(MODEL, cache, [PROMPT], namespaces=namespaces, names=names)
     with pytest.raises(ValueError, match=r"^namespaces: got 2 for prompt 1, .*; a saved cache needs the names"):
