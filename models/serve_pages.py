@@ -167,8 +167,9 @@ class Pages:
             return page
 
 
-def _has_salt(names: kvjax.Namespaces, salt: str, namespace: int) -> bool:
+def _has_salt(names: kvjax.Namespaces | None, salt: str, namespace: int) -> bool:
     """Whether the salt of a namespace begins with another one."""
+    assert names is not None, "salts need names"
     try:
         found, _ = names.describe(namespace)
     except KeyError:  # it was given back after the state was read
