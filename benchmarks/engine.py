@@ -22,6 +22,7 @@ import json
 import os
 import pathlib
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -103,21 +104,18 @@ class Clients:
 @contextlib.contextmanager
 def serving(batch: Batch) -> Iterator[int]:
     """A server of the bundled model, with a cache of the batch's size; its port."""
-    import uvicorn
-
     parser = serve.make_parser()
     args = parser.parse_args([
         "--checkpoint", str(CHECKPOINT), "--rows", str(batch.rows), "--blocks", str(batch.num_blocks),
         "--chunk", str(batch.scheduler.chunk), "--top-logprobs", "0", "--max-length", str(-(-batch.longest // 16) * 16),
     ])  # fmt: skip
-    with serve.served(parser, args) as found:
-        config = uvicorn.Config(found.app, log_level="error", port=0)
-        listening = config.bind_socket()
-        server = uvicorn.Server(config)
+    with serve.served(parser, args) as found, socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        is_open = threading.Event()
+        server = serve.http_server(args, found, is_open.set)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
-        while not server.started:
-            time.sleep(0.01)
+        is_open.wait()
         try:
             yield listening.getsockname()[1]
         finally:

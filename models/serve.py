@@ -2,35 +2,33 @@
 """Serve a checkpoint in Hugging Face format with OpenAI's HTTP API, through the paged cache.
 
 Completions, chats with the checkpoint's own template, and models are under /v1, metrics for Prometheus at /metrics, and
-a page that shows the cache at /cache. SIGTERM and Ctrl-C end it: open answers have some seconds to end.
+a page that shows the cache at /cache. SIGTERM, SIGHUP and Ctrl-C end it: open answers have some seconds to end.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import ipaddress
 import os
 import pathlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kvjax
 from kvjax.interop import together
 from kvjax.serving import Engine, Penalties, Scheduler, penalize
 
-from . import chat, commands, session, stores, wires
+from . import chat, commands, session, stores, tenants, wires
 from .commands import number
 from .openai_api import MOST_BIASES, Limits
 from .session import MOST, SIZES
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
-WRITE_SECONDS = 5  # for clients to read their last bytes
-STOP_TOKENS = 8  # of a request, those of the model included
-KEY = "KVJAX_API_KEY"  # a variable of the environment: other users can read a command line
+STOP_TOKENS = 8  # of a request, those of the model included; more where the model's and the end of a turn are more
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -41,8 +39,11 @@ def main(arguments: list[str] | None = None) -> None:
     wires.check(parser, args)
     stores.check(parser, args)
     commands.keep_programs(not args.no_compile_cache)
-    with contextlib.suppress(KeyboardInterrupt), _bound(parser, args) as listening, served(parser, args) as server:
-        _run(args, server, listening)
+    with (
+        contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening,
+        served(parser, args) as server,
+    ):  # fmt: skip
+        _run(args, server, listening, signals)
 
 
 def make_parser() -> commands.Parser:
@@ -55,7 +56,10 @@ def make_parser() -> commands.Parser:
     parser.add_argument(
         "--port", type=wires.PORT, default=8000, help="to listen at; 0 chooses one (default: %(default)s)"
     )
-    parser.add_argument("--api-key", metavar="KEY", help=f"that requests must have (default: ${KEY}, or none)")
+    tenants.add_keys(parser)
+    parser.add_argument(
+        "--hide-cached-tokens", action="store_true", help="answers do not say how many tokens were found in the cache"
+    )
     session.add_dtype(parser)
     session.add_sizes(parser, rows="(default: %(default)s)", length=f"the model's most, or {MOST_LENGTH}")
     parser.set_defaults(rows=SIZES["rows"])
@@ -63,13 +67,19 @@ def make_parser() -> commands.Parser:
         ("--chunk", 1, Scheduler().chunk, "tokens of a prompt that a step computes"),
         ("--top-logprobs", 0, 5, "the most that a request may want"),
         ("--max-waiting", 1, 1024, "requests that wait for the scheduler; more get 429"),
-        ("--max-open", 1, 256, "answers that are open at a time; more get 429"),
+        ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
+        ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
+        ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
     )
     for option, least, default, what in limits:
         parser.add_argument(
             option, type=number(int, least, MOST), default=default, metavar="N", help=f"{what} (default: %(default)s)"
         )
     parser.add_argument("--max-body", metavar="SIZE", type=commands.size, default=4 << 20, help="such as 1MB (4MiB)")
+    bodies = "all that are read at a time (64MiB); more get 429"
+    parser.add_argument("--max-bodies", metavar="SIZE", type=commands.size, default=64 << 20, help=bodies)
+    hosts = "names that a request's Host may have (those of a loopback address: localhost and it; else any)"
+    parser.add_argument("--allowed-hosts", metavar="HOST", nargs="+", help=hosts)
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
@@ -106,7 +116,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
     where = session.make_mesh(parser, args)
     model, tokenizer = session.load_model(parser, args, **where)
-    template = _template(parser, args)
+    template, keys = _template(parser, args), tenants.keys_of(parser, args)
     spec = _spec(parser, args, model)
     registry, names = prometheus_client.CollectorRegistry(), kvjax.Namespaces()
     with contextlib.ExitStack() as stack:
@@ -127,7 +137,8 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         )  # fmt: skip
         shown = Served(
             args.name or os.path.basename(os.path.abspath(args.checkpoint)), tokenizer, template, stop_tokens, limits,
-            names, args.api_key or os.environ.get(KEY) or None, args.max_body, args.max_open,
+            keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+            max(map(len, tokenizer.get_vocab())) if tokenizer else None, shows_cached=not args.hide_cached_tokens,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine
@@ -135,11 +146,16 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
 
 def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
-    """The template of chats; None: the checkpoint has none."""
+    """The template of chats; None: the checkpoint has none. With a fault of the checkpoint's, chats are refused."""
     try:
-        return chat.load_template(args.checkpoint, args.chat_template)
+        template = chat.load_template(args.checkpoint, args.chat_template)
     except (OSError, ValueError) as error:
-        parser.error(f"--{'chat-template' if args.chat_template else 'checkpoint'}: {commands.reason(error)}")
+        template = chat.Template("", {}, fault=commands.reason(error))
+    if template is not None and template.fault is not None:
+        if args.chat_template is not None:
+            parser.error(f"--chat-template: {template.fault}")
+        _note(f"chats are refused: {template.fault}")
+    return template
 
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any) -> kvjax.CacheSpec:
@@ -178,8 +194,9 @@ def _engine(
     try:
         return Engine(
             model, cache, scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), max_waiting=args.max_waiting,
-            num_stop_tokens=STOP_TOKENS, top_logprobs=args.top_logprobs, store=store, names=names, listener=listener,
-            logits_fn=penalize, logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
+            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 1), top_logprobs=args.top_logprobs,
+            store=store, names=names, listener=listener, logits_fn=penalize,
+            logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
@@ -203,30 +220,56 @@ def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
     return found
 
 
-def _run(args: argparse.Namespace, server: Server, listening: socket.socket) -> None:
-    """Answers requests until SIGTERM or Ctrl-C."""
-    import uvicorn
+class _Signals:
+    """SIGTERM, SIGHUP and Ctrl-C from the command's start to its end; another Ctrl-C interrupts the end.
 
-    class EndingServer(uvicorn.Server):
-        """A server whose engine closes some seconds after it has stopped to accept connections."""
+    Attributes:
+      server: which ends by itself; None: there is none yet.
+    """
 
-        async def shutdown(self, sockets: list[Any] | None = None) -> None:
-            """Ends it."""
-            closing = asyncio.create_task(_close_later(server.engine, args.grace))
-            await super().shutdown(sockets)
-            closing.cancel()
+    server: Any = None
 
-    config = uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=args.grace + WRITE_SECONDS)
+    def __enter__(self) -> _Signals:
+        self._before = {one: signal.signal(one, self._end) for one in (signal.SIGINT, signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else nohup has said that it may come
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._end)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+
+    def _end(self, kind: int, frame: Any) -> None:
+        if self.server is None or (self.server.has_ended and kind == signal.SIGINT):
+            raise KeyboardInterrupt
+        self.server.handle_exit(kind, frame)
+
+
+def _run(args: argparse.Namespace, server: Server, listening: socket.socket, signals: _Signals) -> None:
+    """Answers requests until a signal comes."""
     host = f"[{args.host}]" if ":" in args.host else args.host
-    _note(f"serving at http://{host}:{listening.getsockname()[1]}/v1")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn takes its place, and raises it again when it has ended
-    EndingServer(config).run(sockets=[listening])
+    address = f"http://{host}:{listening.getsockname()[1]}/v1"
+    signals.server = http_server(args, server, lambda: _note(f"serving at {address}"))
+    signals.server.run(sockets=[listening])
 
 
-async def _close_later(engine: Engine[Any], seconds: float) -> None:
-    """Closes an engine, which ends open answers with an error."""
-    await asyncio.sleep(seconds)
-    await asyncio.to_thread(engine.close)
+def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:
+    """An `HttpServer` with the limits of the options; `opened` is called when it accepts connections."""
+    from .serve_http import HttpServer, Patience, only_hosts
+
+    hosts = args.allowed_hosts
+    if hosts is None and _is_loopback(args.host):
+        hosts = ["localhost", "127.0.0.1", "::1", args.host]
+    app = server.app if hosts is None else only_hosts(server.app, hosts)
+    patience = Patience(connections=args.max_connections, grace=args.grace)
+    return HttpServer(app, patience, opened=opened, close=server.engine.close)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _note(text: str) -> None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
-import kvjax
 from kvjax.serving import EngineError, Handle
 
 from .answers import Answer, Failed, Piece, pieces
@@ -18,6 +17,7 @@ from .chat import Template
 from .openai_api import ApiError, Limits, Wish
 from .openai_replies import Form, Usage
 from .serve_pages import Pages
+from .tenants import Keys
 
 try:
     from starlette.responses import Response
@@ -38,10 +38,13 @@ class Served:
       template: of chats, or None: there are none.
       stop_tokens: which end an answer.
       limits: of requests.
-      names: the engine's.
-      api_key: which requests have to have; None: none.
+      keys: which requests have to have.
       max_body: bytes of a request.
-      max_open: answers that are open at a time.
+      max_bodies: bytes of all requests that are being read.
+      max_open: answers that are being made at a time.
+      timeout: seconds in which an answer is made; None: no limit.
+      longest_token: the most characters of a token; longer texts are refused before they are encoded. None: no limit.
+      shows_cached: whether answers say how many tokens of their prompts were cached.
     """
 
     name: str
@@ -49,14 +52,27 @@ class Served:
     template: Template | None
     stop_tokens: list[int]
     limits: Limits
-    names: kvjax.Namespaces
-    api_key: str | None = None
+    keys: Keys
     max_body: int = 4 << 20
+    max_bodies: int = 64 << 20
     max_open: int = 256
+    timeout: float | None = None
+    longest_token: int | None = None
+    shows_cached: bool = True
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """The ids of a text; a whole one gets the tokenizer's special tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=is_whole).ids
+        """The ids of a text, which other threads do not wait for; a whole one gets the tokenizer's special tokens.
+
+        Raises:
+          ApiError: if it has more characters than the most tokens have, with a space between each two.
+        """
+        if self.longest_token is not None and len(text) > self.limits.max_length * (self.longest_token + 1):
+            most = f"{self.limits.max_length} tokens of at most {self.longest_token} characters"
+            name = "prompt" if is_whole else "messages"
+            message = f"{name}: got {len(text):,} characters, wanted at most {most}"
+            raise ApiError(400, message, name, "context_length_exceeded")
+        # `encode` would hold the interpreter's lock.
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)[0].ids
 
     def decode(self, tokens: list[int], *, skips_special: bool = True) -> str:
         """The text of ids."""
@@ -84,8 +100,9 @@ class Job:
     ):  # fmt: skip
         self._served, self._pages, self._wish, self._stop_tokens = served, pages, wish, frozenset(stop_tokens)
         self._leaders = [of_prompt[0] for of_prompt in handles]
+        options: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
         self._choices = [
-            (handle, Answer(served.decode, prompt, wish.stop, has_starts=wish.logprobs is not None))
+            (handle, Answer(served.decode, prompt, wish.stop, **options))
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
@@ -96,6 +113,11 @@ class Job:
     def size(self) -> int:
         """The number of choices."""
         return len(self._choices)
+
+    @property
+    def num_open(self) -> int:
+        """The number of choices that are not made yet."""
+        return sum(not handle.done for handle, _ in self._choices)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all choices, as they come, each with the choice's index."""
@@ -223,5 +245,8 @@ def failure(error: Exception) -> ApiError:
     if isinstance(error, Failed) and error.finish in REFUSED:
         message = "the cache cannot hold the prompt with its answers: fewer tokens or samples would do"
         return ApiError(400, message, code="context_length_exceeded")
+    if isinstance(error, Failed) and error.finish == "cancelled":  # nobody else cancels it while its client is there
+        headers = {"x-should-retry": "false"}  # for OpenAI's client
+        return ApiError(504, "the answer takes too long", code="timeout", kind="server_error", headers=headers)
     status = 503 if isinstance(error, EngineError) else 500
     return ApiError(status, str(error), code="engine_error", kind="server_error")

@@ -276,5 +276,3 @@ def _options(config: Any, eos: Sequence[int]) -> Options:
         1.0 if top_p is None else min(float(top_p), 1.0), seed_key(0 if config.seed is None else config.seed),
         [int(token) for token in eos],
     )  # fmt: skip
-
-

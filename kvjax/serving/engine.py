@@ -139,7 +139,7 @@ class Engine[C: (Cache, TieredCache)]:
         self.vocabulary = vocabulary_size(model, device, options.scheduler, top_logprobs)
         self._most_tokens = most_tokens(cache.state, options.scheduler)
         self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
-        self._numbers, self._inbox = itertools.count(), Inbox()
+        self._numbers, self._inbox = itertools.count(), Inbox(names)
         sizes = slots, self._stop_tokens, self._logits_state
         self._thread = EngineThread(model, cache, options, self._inbox, *sizes)
         self._thread.start()
@@ -154,6 +154,7 @@ class Engine[C: (Cache, TieredCache)]:
         seed: int | jax.Array = 0,
         stop_tokens: Sequence[int] = (),
         namespace: int = 0,
+        salt: str | None = None,
         priority: int = 0,
         samples: int = 1,
         timeout: float | None = None,
@@ -169,6 +170,8 @@ class Engine[C: (Cache, TieredCache)]:
             gives its outputs.
           stop_tokens: end it when chosen; at most `num_stop_tokens`.
           namespace: as `Namespaces` numbers them.
+          salt: of a tenant, in place of a namespace: `names` lends a number for it as long as a block or a request has
+            it, so that any number of salts may come. A request that is refused gets none.
           priority: higher first.
           samples: outputs of the prompt, which is computed once; see the handle's `samples`.
           timeout: seconds after which it is cancelled.
@@ -185,12 +188,11 @@ class Engine[C: (Cache, TieredCache)]:
             raise ValueError(f"stop_tokens: got {len(stop)}, wanted at most num_stop_tokens, {self._stop_tokens}")
         if not isinstance(sampling, Sampling | None):
             raise ValueError(f"sampling: got {sampling!r:.80}, wanted a kvjax.Sampling or None")
-        if static_int("samples", samples, 1) > self._most_samples:
-            raise ValueError(f"samples: got {samples}, wanted at most {self._most_samples}")
-        if self.names is not None and namespace not in self.names:
-            raise ValueError(f"namespace: got {namespace}, wanted one that names gave out")
-        if self._store is not None:
-            self._store.root(namespace)
+        if static_int("samples", samples, 1) > (most := min(self._most_samples, self._max_waiting)):
+            raise ValueError(f"samples: got {samples}, wanted at most {most}")
+        self._check_namespace(namespace, salt)
+        for name, value in (("priority", priority), ("namespace", namespace)):
+            host_integers(name, [value], np.int32, "a 32-bit integer")
         options = {
             "sampling": sampling or Sampling(), "stop": stop, "priority": int(priority), "namespace": int(namespace),
             "logits_state": self._checked_state(logits_state),
@@ -215,13 +217,30 @@ class Engine[C: (Cache, TieredCache)]:
             self._check_open()
             if len(inbox.queue) + samples > self._max_waiting:
                 raise QueueFull(len(inbox.queue))
+            if salt is not None:
+                number = inbox.lend(salt)
+                for request in requests:
+                    request.options["namespace"] = number
             inbox.queue.extend(requests)
             inbox.is_idle = False
             inbox.wake.notify_all()
         return handles[0]
 
+    def _check_namespace(self, namespace: int, salt: str | None) -> None:
+        if self.names is not None and namespace not in self.names:
+            raise ValueError(f"namespace: got {namespace}, wanted one that names gave out")
+        if salt is not None and (self.names is None or namespace):
+            got = "one of an engine without names" if self.names is None else f"one beside namespace {namespace}"
+            raise ValueError(f"salt: got {got}, wanted None")
+        Namespaces.salted(salt)
+        if self._store is not None:
+            self._store.root(namespace)
+
     def _checked_prompt(self, prompt: Any) -> np.ndarray:
-        (tokens,) = check_prompts([prompt])
+        try:
+            (tokens,) = check_prompts([prompt])
+        except ValueError:
+            raise ValueError(f"prompt: got {reprlib.repr(prompt)}, wanted a list of token ids") from None
         if not tokens.size or tokens.min() < 0 or tokens.max() >= self.vocabulary:
             wanted = f"wanted tokens of 0..{self.vocabulary - 1}, at least one"
             raise ValueError(f"prompt: got {reprlib.repr(tokens.tolist())}, {wanted}")

@@ -214,8 +214,8 @@ def _namespaces(namespaces: Any, number: int, names: Namespaces | None) -> np.nd
     for prompt, namespace in enumerate(checked.tolist()):
         if names is not None and namespace not in names:
             raise ValueError(
-                f"namespaces: got {namespace} for prompt {prompt}, wanted one that names gave out, "
-                f"0..{len(names) - 1}; a saved cache needs the names saved with it (Namespaces.from_dict)"
+                f"namespaces: got {namespace} for prompt {prompt}, wanted one of {len(names):,} that names gave out; "
+                "a saved cache needs the names saved with it (Namespaces.from_dict)"
             )
     return checked
 

@@ -11,6 +11,7 @@ blocks from the device and writes them; a few others read them and check what th
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import threading
 import warnings
@@ -39,6 +40,7 @@ from kvjax.stores.values import Block, Values, size_of
 READERS = 8  # threads
 _AT_ONCE = 32 << 20  # bytes of values that are written at the same time
 _RECENCY, _RECENCY_BYTES = "recency", 1 << 30  # its name, and the most that is read of it
+_MOST_ROOTS = 4096  # that need not be hashed anew
 
 
 class DiskStore:
@@ -94,7 +96,9 @@ class DiskStore:
             raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
         self.spec, self.names, self.readonly = spec, names, bool(readonly)
         self._model, self._loras, self._key = model, checked_names(names, model, loras), key
-        self.values, self._roots = Values(spec, key), dict[int, bytes]()
+        self.values = Values(spec, key)
+        of_names = self.names, self._loras, self._model, key
+        self._root_of = functools.lru_cache(_MOST_ROOTS)(lambda namespace: namespace_root(namespace, *of_names))
         if max_bytes is not None or not readonly:
             max_bytes = static_int("max_bytes", max_bytes, max(self.values.sizes))
         self.max_bytes, self.patience_ms = max_bytes, static_int("patience_ms", patience_ms, 0)
@@ -134,9 +138,7 @@ class DiskStore:
 
     def root(self, namespace: int) -> bytes:
         """The hash of a namespace's empty prefix."""
-        if namespace not in self._roots:
-            self._roots[namespace] = namespace_root(namespace, self.names, self._loras, self._model, self._key)
-        return self._roots[namespace]
+        return self._root_of(namespace)
 
     def blocks(self, tokens: Any, namespace: int = 0, extra_ids: Any = None) -> list[Block]:
         """The whole blocks of a prompt i32[n]."""
@@ -251,6 +253,7 @@ class DiskStore:
     def _finish(self, name: str, future: Any, size: int) -> None:
         try:
             future.result()
+            self._location.protect(name)
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
             self._written(name, size, "")
@@ -324,6 +327,7 @@ class DiskStore:
             names = "\n".join(self._names).encode()
         try:
             self._location.kv.write(_RECENCY, zlib.crc32(names).to_bytes(4, "little") + names).result()
+            self._location.protect(_RECENCY)
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
 

@@ -37,8 +37,8 @@ from kvjax.stores.manifest import (
     broken,
     checked_folder,
     commit_manifest,
+    open_file,
     part_name,
-    read_file,
     read_manifest,
     write_part,
     written_by_one,
@@ -235,7 +235,8 @@ def _read_index(folder: pathlib.Path, manifest: dict[str, Any], spec: CacheSpec)
     index = manifest["index"]
     path = folder / index["file"]
     try:
-        data = read_file(path, index["bytes"])
+        with open_file(path, index["bytes"]) as file:
+            data = file.read()
         if zlib.crc32(data) != index["crc32"]:
             raise ValueError("another checksum")
         return checked_contents(loads(data), spec, manifest["num_blocks"])

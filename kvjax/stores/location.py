@@ -12,6 +12,8 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
+from kvjax._files import create, make_folder, protect
+
 LOCK = "store.lock"
 
 
@@ -61,6 +63,16 @@ class Location:
         result = self.kv.read(name).result()
         return result.value if result.state == "value" else None
 
+    def protect(self, name: str) -> None:
+        """Takes a written value and its folder from other users: tensorstore makes them with the umask's modes.
+
+        Until then the store's own folder keeps others out.
+        """
+        if self._folder is not None:
+            path = self._folder / name
+            protect(path.parent)
+            protect(path)
+
     def close(self) -> None:
         """Lets another writer in."""
         if self._lock is not None:
@@ -79,7 +91,7 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
     wanted = "a folder of a store, an empty one or none"
     try:
         if not readonly:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
         found = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise ValueError(f"location: got {os.fspath(folder)!r}, wanted {wanted} ({error})") from error
@@ -93,14 +105,14 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
 
 def _locked(folder: pathlib.Path) -> Any:
     """The folder's lock, as an open file; the locks that killed writers have left on values are swept."""
-    lock = open(folder / LOCK, "ab")  # noqa: SIM115
+    lock = create(folder / LOCK, "ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         wanted = "wanted one without a writer, or readonly=True"
         raise ValueError(f"location: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
-    folder.chmod(0o700)
+    protect(folder)
     for path in folder.rglob("*.__lock"):
         with contextlib.suppress(OSError):  # a folder of this name is no lock
             path.unlink()

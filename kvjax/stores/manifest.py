@@ -15,13 +15,14 @@ import os
 import pathlib
 import re
 import reprlib
-import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+
+from kvjax._files import create, make_folder, open_regular
 
 VERSION = 1
 MANIFEST, LOCK = "manifest.json", "save.lock"
@@ -52,11 +53,12 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = read_file(path)
+        with open_file(path) as file:
+            text = file.read()
     except OSError as error:
         raise ValueError(f"folder: got {os.fspath(folder)!r} without {MANIFEST}, wanted a saved cache") from error
     except ValueError as error:
-        raise broken(path, str(error)) from error
+        raise broken(path, f"contents that cannot be read ({error})") from error
     try:
         return _parsed(path, text)
     except RecursionError as error:
@@ -98,25 +100,14 @@ def _check(path: pathlib.Path, name: str, value: Any, wanted: dict[str, type]) -
         raise broken(path, f"the file {value['file']!r:.80}")
 
 
-def check_file(path: pathlib.Path, size: int | None = None) -> None:
-    """Raises a ValueError unless this is a regular file, of `size` bytes if they are known.
-
-    Opening a pipe would wait for whoever writes to it, and a device has no end.
-
-    Raises:
-      OSError: if there is none.
-    """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError("no regular file")
-    if size not in (None, found.st_size):
-        raise ValueError(f"{found.st_size} bytes, wanted {size}")
-
-
-def read_file(path: pathlib.Path, size: int | None = None) -> bytes:
-    """The bytes of a file that `check_file` accepts."""
-    check_file(path, size)
-    return path.read_bytes()
+def open_file(path: pathlib.Path, size: int | None = None) -> IO[bytes]:
+    """Opens a regular file of `size` bytes, or of any number; a ValueError for anything else."""
+    file = open_regular(path, "rb")
+    found = os.fstat(file.fileno()).st_size
+    if size not in (None, found):
+        file.close()
+        raise ValueError(f"got {found} bytes, wanted {size}")
+    return file
 
 
 def broken(path: pathlib.Path, got: str) -> ValueError:
@@ -137,6 +128,7 @@ def write_part(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> dict[str, 
     """Writes and syncs a file; returns its name and size."""
     from safetensors.numpy import save_file
 
+    create(path, "wb").close()  # safetensors would make it with the umask's mode
     save_file(tensors, path)
     return _synced(path)
 
@@ -159,7 +151,7 @@ class PartWriter:
             header[name] = {"dtype": dtype_name, "shape": [count, *shape], "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._file, self._data = open(path, "wb"), 8 + len(text)  # noqa: SIM115
+        self._file, self._data = create(path, "wb"), 8 + len(text)
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, name: str, first: int, blocks: np.ndarray) -> None:
@@ -188,7 +180,9 @@ def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
     manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
     _sync(folder)
     temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(manifest, sort_keys=True, indent=1))
+    temporary.unlink(missing_ok=True)  # what an interrupted save has left, or a pipe or a link of somebody else's
+    with create(temporary) as file:
+        json.dump(manifest, file, sort_keys=True, indent=1)
     _sync(temporary)
     os.replace(temporary, folder / MANIFEST)
     _sync(folder)
@@ -206,10 +200,10 @@ def written_by_one(folder: pathlib.Path) -> Iterator[None]:
         read_manifest(folder)
     if (folder / LOCK).exists() and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
         raise broken(folder / LOCK, "no regular file")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if is_new:
         _sync(folder.absolute().parent)
-    with open(folder / LOCK, "wb") as lock:
+    with create(folder / LOCK, "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -20,7 +20,7 @@ from kvjax.state import NO_BLOCK, CacheState, Text
 from kvjax.stores.adoption import AnyCache, adopt_prefix, with_state
 from kvjax.stores.contents import Contents, blocks_with
 from kvjax.stores.layout import leaves_of
-from kvjax.stores.manifest import check_file
+from kvjax.stores.manifest import open_file
 from kvjax.stores.transport import checksum
 
 
@@ -108,7 +108,7 @@ def open_part(folder: pathlib.Path, part: Mapping[str, Any], stack: contextlib.E
 
     path = folder / part["file"]
     try:
-        check_file(path, part["bytes"])
+        open_file(path, part["bytes"]).close()
         return stack.enter_context(safe_open(path, framework="numpy"))
     except Exception:  # whatever safetensors raises
         return None

@@ -16,8 +16,9 @@ import numpy as np
 
 import kvjax
 from kvjax.serving import engine_thread
-from models import load, recall, serve
+from models import load, recall, serve, tenants
 from models.recall import CHECKPOINT
+from models.serve_http import Clients
 from tests.drive import ROOT, TIMEOUT
 
 TEMPLATE = """{%- for message in messages %}
@@ -25,6 +26,7 @@ TEMPLATE = """{%- for message in messages %}
     {{- message.content | trim }}{{ " " }}
 {%- endfor %}"""
 KEY, ROWS, PATIENCE = "a secret", 8, 60
+JSON = "content-type: application/json"
 DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
 PEOPLE = list(DOCUMENT.facts)
 GREEDY = {"model": "recall", "temperature": 0}
@@ -41,21 +43,22 @@ LONG = " ".join(prompt_of(person) for person in PEOPLE)  # a prompt of several c
 class Running:
     """A server in a thread."""
 
-    def __init__(self, folder, *options):
-        import uvicorn
-
+    def __init__(self, folder, *options, patience=None):
         parser, self._stack = serve.make_parser(), contextlib.ExitStack()
         args = parser.parse_args(["--checkpoint", str(folder), "--rows", str(ROWS), "--api-key", KEY, *options])
         found = self._stack.enter_context(serve.served(parser, args))
         self.engine = found.engine
-        config = uvicorn.Config(found.app, log_level="error", port=0)
-        listening = config.bind_socket()
+        self._stack.enter_context(contextlib.closing(listening := socket.socket()))
+        listening.bind(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(config)
+        is_open = threading.Event()
+        self._server = serve.http_server(args, found, is_open.set)
+        if patience is not None:
+            self._server.server_state = Clients(patience)
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
         self._thread.start()
-        self.wait_for(lambda: self._server.started)  # before, connections are refused
+        assert is_open.wait(PATIENCE)
 
     def connect(self):
         """A connection."""
@@ -204,7 +207,7 @@ def batch():
 def request_of(path, body, *headers):
     """The bytes of a POST request with a body, bytes or what becomes JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: kvjax", f"authorization: Bearer {KEY}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {KEY}", JSON, *headers]
     if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
         lines.append(f"content-length: {len(data)}")
     return "\r\n".join([*lines, "", ""]).encode() + data
@@ -221,7 +224,7 @@ def with_template(folder):
 def started(folder, *options, code=0):
     """A server in a process of its own, which is to be ended by a signal: the process, and its address."""
     command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", serve.KEY: KEY}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", tenants.KEY: KEY}
     with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(TIMEOUT, process.kill)
         timer.start()

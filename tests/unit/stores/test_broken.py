@@ -407,9 +407,7 @@ def test_a_forged_manifest_is_refused_or_leaves_a_sound_cache(sound, data):
 
 
 def twice(arrays):
-    return {
-        name: np.concatenate([x, x], axis=-1 if name in ("order", "crc32") else 0) for name, x in arrays.items()
-    }
+    return {name: np.concatenate([x, x], axis=-1 if name in ("order", "crc32") else 0) for name, x in arrays.items()}
 
 
 def changed(name, change):
@@ -449,7 +447,7 @@ def test_a_manifest_of_any_json_is_refused(text, sound, tmp_path):
 
 def two_loras_of_a_name(saved):
     pairs = [[0, None, None], [1, "a", 3], [2, "a", 4]]
-    return saved | {"loras": {"3": "x", "4": "x"}, "namespaces": saved["namespaces"] | {"namespaces": pairs}}
+    return saved | {"loras": {"3": "x", "4": "x"}, "namespaces": saved["namespaces"] | {"namespaces": pairs, "next": 3}}
 
 
 def test_two_loras_of_one_name_are_refused(sound, tmp_path):
@@ -477,7 +475,9 @@ def test_no_pipes_and_devices_are_read(kind, sound, tmp_path):
         folder = shutil.copytree(sound, tmp_path / f"forged {which}")
         replaced_by(kind, folder / path)
         refused = []
-        thread = threading.Thread(target=lambda to=folder: refused.append(assert_refused_or_sound(to)), daemon=True)
+        thread = threading.Thread(
+            target=lambda to=folder, found=refused: found.append(assert_refused_or_sound(to)), daemon=True
+        )
         thread.start()
         thread.join(60)
         assert refused == [which != "part"], f"{path} is a {kind}"

@@ -85,6 +85,19 @@ def leaves(tree):
     return jax.tree.leaves(tree)
 
 
+def test_values_are_their_users_alone(tmp_path):
+    """tensorstore makes files and folders with the umask's mode."""
+    before = os.umask(0)
+    try:
+        with opened(tmp_path / "store") as store:
+            wrote(store, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
+    wide = [path for path in paths if stat.S_IMODE(path.stat().st_mode) != (0o700 if path.is_dir() else 0o600)]
+    assert len(paths) >= 5 and wide == []
+
+
 def test_a_folder_is_its_owners_and_has_one_writer_and_any_number_of_readers(tmp_path):
     folder = tmp_path / "a" / "store"
     with opened(folder) as store:
