@@ -256,7 +256,7 @@ def _translated(
         raise broken(folder / MANIFEST, f"namespaces that do not fit its blocks ({error})") from error
     number_of, roots, namespaces = {None: None} | {name: number for number, name in loras.items()}, {}, {}
     for number, (salt, lora) in pairs.items():
-        name = lora_names.get(lora)
+        name = None if lora is None else lora_names[lora]
         roots[number] = root_crc(salt, name)
         if name in number_of:
             namespaces[number] = names.numbered(salt, number_of[name])
