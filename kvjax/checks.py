@@ -81,7 +81,7 @@ def _check_width(name: str, value: Any) -> None:
     """Raises a ValueError if integers on the host, or wide ones on a device, do not fit into 32 bits."""
     if isinstance(value, int) and not isinstance(value, bool):
         low = high = value
-    elif _may_be_wide(value) and value.size:
+    elif _may_be_wide(value) and np.size(value):
         numbers = np.asarray(value)
         low, high = int(numbers.min()), int(numbers.max())
     else:
