@@ -19,7 +19,7 @@ import kvjax
 import kvjax.stores
 from kvjax import Events, LayerSpec, Status
 from kvjax.testing import SMALL
-from kvjax.testing.trial import static_options
+from kvjax.testing.trial import static_options, verify_order
 
 ROOT = pathlib.Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -146,6 +146,7 @@ class Driver:
     def verify(self, verb: str, before: Any) -> None:
         """Verifies the cache after the last verb, which was called in the state `before`."""
         kvjax.check(self.state)
+        verify_order(verb, self.events)
         assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
         refused = np.asarray(self.events.status) != Status.OK
         if verb != "complete" and (refused.all() or (verb == "extend" and refused.any())):

@@ -26,7 +26,7 @@ from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.take import take
-from kvjax.blocks.tiers import find_unevictable, host_of, priorities, with_ancestors
+from kvjax.blocks.tiers import find_unevictable, host_of, host_space, priorities, with_ancestors
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
 from kvjax.checks import integers, on_state, static_int
@@ -39,6 +39,8 @@ from kvjax.verbs._request import assemble, chosen, conclude, first_failure, put_
 @on_state
 def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Moves cached blocks to the host, whatever their priority; all or nothing.
+
+    A full host removes blocks of its own for them, by its policy, and none of those that come.
 
     Args:
       state: the cache.
@@ -74,7 +76,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     all_claimed = good & (count(claimed) == count(named))
     taken = transfer(
         chosen_group.replace(blocks=claimed_blocks), group, windows.policy_of(state, group),
-        Outgoing(ids, claimed, claimed), now,
+        Outgoing(ids, claimed, claimed, stays=True), now,
     )  # fmt: skip
     status = first_failure((held, Status.HELD), (~all_claimed, Status.BAD_REQUEST), (~taken.ok, Status.NO_BLOCKS))
     after, removed = put_taken(state, group, taken)
@@ -136,7 +138,8 @@ def watermark(
     """Empties device blocks ahead of time, so that a loop that takes `empty` blocks evicts nothing.
 
     The policy's victims go to the host, or are removed if their priority is too low. If fewer are cached than wanted,
-    all of them go.
+    all of them go. No more leave than the host has space for, with its own victims: the others stay on the device,
+    where they are found.
 
     Args:
       state: the cache.
@@ -152,6 +155,7 @@ def watermark(
     chosen_group, empty, now = _tiered_group(state, group), integers("empty", empty, ()), integers("now", now, ())
     most = static_int("most", most, 1)
     extra = jnp.minimum(jnp.clip(empty - chosen_group.num_empty, 0, most), chosen_group.num_cached)
+    extra = jnp.minimum(extra, host_space(chosen_group))
     taken = take_unheld(state, group, chosen_group, most, now, extra=extra)
     after, removed = put_taken(state, group, taken)
     return conclude(state, after, first_failure((~taken.ok, Status.NO_BLOCKS)), [taken], removed)
