@@ -58,10 +58,13 @@ _finish = OutermostJit(_finish, donate_argnums=0)
 class FailedTransfer(RuntimeError):
     """Moves that failed. Nothing is findable with wrong bytes; rows that had lost K/V have been released.
 
+    A verb that only moves blocks (`offload`, `onboard`, `watermark`, `swap_out`, `swap_in`) is undone: its blocks and
+    rows are where they were, and only blocks whose bytes a move may have overwritten are lost.
+
     Attributes:
       tiered: the cache to go on with.
       lost: the rows that were released.
-      events: of the verb, done for all rows but these.
+      events: of the verb, done for all rows but these; of one that is undone, none, and the status NO_BLOCKS.
       removed: events of the blocks that left the index.
     """
 
@@ -71,10 +74,17 @@ class FailedTransfer(RuntimeError):
 
 
 def _moving_method[**P](
-    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **options: Any
+    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]],
+    *static: str,
+    undoes: bool = False,
+    **options: Any,
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
-    """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
-    jitted = OutermostJit(functools.partial(verb, **options), donate_argnums=0, static_argnames=static)
+    """A verb on states as a method, jitted, that also makes the moves and copies that it orders.
+
+    A verb that `undoes` orders no copies, and keeps the state from before it, to go back to if a move fails.
+    """
+    donated = () if undoes else (0,)
+    jitted = OutermostJit(functools.partial(verb, **options), donate_argnums=donated, static_argnames=static)
     compiled: set[Any] = set()  # shapes
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
@@ -90,7 +100,7 @@ def _moving_method[**P](
             _finish.lower(Cache(state, self.pools), events, np.bool_(True)).compile()
             compiled.add(shapes)
         state, events = jitted(self.state, *args, **kwargs)
-        return self._settle(state, events), events
+        return self._settle(state, events, undoes), events
 
     return face(method, verb, "TieredCache", **options)
 
@@ -178,11 +188,11 @@ class TieredCache:
     pin = _method(pin, "group")
     unpin = _method(unpin, "group")
     reset = _method(reset)
-    offload = _moving_method(offload, "group")
-    onboard = _moving_method(onboard, "group")
-    watermark = _moving_method(watermark, "most", "group")
-    swap_out = _moving_method(swap_out)
-    swap_in = _moving_method(swap_in)
+    offload = _moving_method(offload, "group", undoes=True)
+    onboard = _moving_method(onboard, "group", undoes=True)
+    watermark = _moving_method(watermark, "most", "group", undoes=True)
+    swap_out = _moving_method(swap_out, undoes=True)
+    swap_in = _moving_method(swap_in, undoes=True)
     lookup = reader(lookup, OutermostJit(lookup, static_argnames=("alignment_tokens", "tiers")))
     view = reader(view)
     ragged = reader(ragged)
@@ -248,7 +258,7 @@ class TieredCache:
         cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
         return self.replace(cache), computed, events
 
-    def _settle(self, state: CacheState, events: Events) -> TieredCache:
+    def _settle(self, state: CacheState, events: Events, undoes: bool) -> TieredCache:
         """Makes the moves and the copies, in this order, and completes the moves in the state."""
         pools, host, failure = self.pools, self.host, None
         if events.transfer is not None:
@@ -258,9 +268,13 @@ class TieredCache:
                 pools, host, failure = error.pools, error.host, error
             if failed_anywhere(state, failure is not None) and failure is None:
                 failure = RuntimeError("a move failed in another process")
-        cache, done = _finish(Cache(state, pools), events, np.bool_(failure is None))
+        undone = undoes and failure is not None
+        cache, done = _finish(Cache(self.state if undone else state, pools), events, np.bool_(failure is None))
         if failure is None:
             return TieredCache(cache, host)
+        if undone:
+            status = np.full(events.status.shape, Status.NO_BLOCKS, np.int32)
+            events = events.only(np.bool_(False)).replace(status=status, transfer=None)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
             state, _ = _release(cache.state, np.int32(row))  # stores nothing: its blocks are not in the index

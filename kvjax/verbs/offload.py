@@ -26,7 +26,7 @@ from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.take import take
-from kvjax.blocks.tiers import find_unevictable, host_of, host_space, priorities, with_ancestors
+from kvjax.blocks.tiers import find_unevictable, host_of, host_space, next_move, priorities, with_ancestors
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
 from kvjax.checks import integers, on_state, static_int
@@ -170,6 +170,10 @@ def complete(
     Blocks whose move has failed are removed with all their descendants, on both tiers; rows that hold one of them have
     lost K/V and must be released. Lost contents are never stored.
 
+    To undo the transition instead, give the state from before it, with `ok` False, and go on with what comes back: all
+    blocks and rows are where they were. Only blocks in pool rows that a failed move may have overwritten are lost. No
+    copy of the transition may have been made, and nothing may have been written since.
+
     Args:
       state: the cache.
       transfer: of the events that ordered the moves; None: there is nothing to do.
@@ -188,10 +192,17 @@ def complete(
         group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
         current = (ids >= 0) & (transfer.number == pick(host.pending_transfer, ids))
-        pending_transfer, current = fence(host.pending_transfer, current)
+        undone = (ids >= 0) & (transfer.number == next_move(host)) & ~ok  # the state is from before the transition
+        overwritten = pick(is_among(group.ids.size, transfer.target, undone), host.pool_row)
+        overwritten = overwritten & ((group.blocks.refcount > 0) | (group.blocks.fill > 0))
+        pending_transfer, current, undone = fence(host.pending_transfer, current, undone)
         # A block whose move has failed stays on the move until it is empty, so that its row's writes are not stored.
-        host = host.replace(pending_transfer=put(pending_transfer, ids, 0, current & ok, unique=False))
-        lost = is_among(group.blocks.fill.shape[0], ids, current & ~ok)
+        pending_transfer = put(pending_transfer, ids, 0, current & ok, unique=False)
+        host = host.replace(
+            pending_transfer=jnp.where(overwritten, next_move(host), pending_transfer),
+            num_moves=jnp.where(jnp.any(undone), next_move(host), host.num_moves),
+        )
+        lost = is_among(group.ids.size, ids, current & ~ok) | overwritten
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(state, number)
