@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -13,6 +12,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax.checks import static_options
 from kvjax.debug.invariants import check
 from kvjax.events.mirror import Mirror, fold, index_of, to_list
 from kvjax.events.records import COLUMNS, EventKind, Events, Records, Status
@@ -36,13 +36,8 @@ VERBS = (
     unpin, evict, forget_namespaces, reset, offload, onboard, watermark,
     swap_out, swap_in, complete,
 )  # fmt: skip
-ROW_BY_ROW = ("admit", "fork", "truncate", "release")  # several rows are as many transitions, one after the other
-
-
-def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
-    """The static options of a verb: numbers and tiers, by keyword."""
-    options = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
+# Of these verbs, several rows are as many transitions, one after the other.
+ROW_BY_ROW = ("admit", "fork", "truncate", "release", "swap_out", "swap_in")
 
 
 @functools.cache

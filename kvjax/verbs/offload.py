@@ -50,8 +50,8 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
       group: static; number of their group.
 
     Returns:
-      The cache; and events, E = 5 K: removed (from a full host), updated; with `transfer`. Status HELD if a block is
-      held or on the move, NO_BLOCKS if the host has too few blocks, else BAD_REQUEST.
+      The cache; and events, E = 4 K + 1: removed (from a full host), updated; with `transfer`. Status HELD if a block
+      is held or on the move, NO_BLOCKS if the host has too few blocks, else BAD_REQUEST.
 
     Example:
       >>> from kvjax import stores, tiers
@@ -192,7 +192,8 @@ def complete(
         group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
         current = (ids >= 0) & (transfer.number == pick(host.pending_transfer, ids))
-        undone = (ids >= 0) & (transfer.number == next_move(host)) & ~ok  # the state is from before the transition
+        later = jnp.where(ids >= 0, transfer.number - host.num_moves, 0)  # above 0: the state is from before the moves
+        undone = (later > 0) & ~ok
         overwritten = pick(is_among(group.ids.size, transfer.target, undone), host.pool_row)
         overwritten = overwritten & ((group.blocks.refcount > 0) | (group.blocks.fill > 0))
         pending_transfer, current, undone = fence(host.pending_transfer, current, undone)
@@ -200,7 +201,7 @@ def complete(
         pending_transfer = put(pending_transfer, ids, 0, current & ok, unique=False)
         host = host.replace(
             pending_transfer=jnp.where(overwritten, next_move(host), pending_transfer),
-            num_moves=jnp.where(jnp.any(undone), next_move(host), host.num_moves),
+            num_moves=host.num_moves + jnp.max(jnp.where(undone, later, 0), initial=0),
         )
         lost = is_among(group.ids.size, ids, current & ~ok) | overwritten
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)

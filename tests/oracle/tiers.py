@@ -243,7 +243,7 @@ class Tiers:
         return events, moves
 
     def _host_space(self, group: Group) -> int:
-        """The blocks that the host has space for: a block may leave it if it and those after it neither move nor are held."""
+        """The blocks that the host has space for. A block may leave it if nothing moves or is held from it on."""
         used = [b for b, block in enumerate(group.blocks) if block.host and (block.node or block.refcount)]
         fixed = {b for b in used if group.blocks[b].refcount or group.blocks[b].move}
         leaves = [b for b in used if not fixed & {b, *([] if group.number else self._followers([b]))}]
