@@ -149,8 +149,8 @@ def _method[**P](
 class TieredCache:
     """A cache and its host tier, with the verbs of both as methods; for host code, between loops. It is a pytree.
 
-    Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
-    later programs wait for them where they must. A loop takes `cache`; put back what it returns with `replace`.
+    Every verb is jitted and takes what it is called on: go on with what it returns. Moves are started, not awaited;
+    later programs wait for them where they must. A verb that only moves blocks is undone if a move fails. A loop takes `cache`; put back what it returns with `replace`.
 
     Attributes:
       cache: the state and the device's pools; this is what a jitted loop takes.
