@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from kvjax._files import check_owned, make_folder
 
 VARIABLE = "KVJAX_COMMAND_BUFFERS"
 # XLA's usual kinds of command, and loops and branches.
@@ -22,7 +26,7 @@ def keep_programs(folder: str | os.PathLike[str] | None = None) -> str:
 
     It sets jax's persistent compilation cache, for all programs that this process compiles from now on. Programs are
     kept that take 0.1 s to compile, or less if jax is set so. Nothing is ever deleted there. Code from the folder is
-    run: nobody else should be able to write to it.
+    run, so that nobody else may write to it: it has to be the user's, and is made with mode 0700 if there is none.
 
     Args:
       folder: where. It takes the place of one that jax has already. None: the one that jax has, from
@@ -32,13 +36,18 @@ def keep_programs(folder: str | os.PathLike[str] | None = None) -> str:
       The folder.
 
     Raises:
-      ValueError: if `folder` is no path.
+      ValueError: if `folder` is no path; or if the folder belongs to another user, or others may write to it. Nothing
+        is changed then.
+      OSError: if it cannot be made.
     """
     if not isinstance(folder, str | os.PathLike | None) or folder == "":
         raise ValueError(f"folder: got {folder!r:.80}, wanted a path or None")
     present = jax.config.jax_compilation_cache_dir
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     wanted = os.fspath(folder) if folder is not None else present or os.path.join(home, "kvjax")
+    if "://" not in wanted:  # else a bucket, which has rules of its own
+        make_folder(pathlib.Path(wanted))
+        check_owned("folder", pathlib.Path(wanted))
     if wanted != present:
         jax.config.update("jax_compilation_cache_dir", wanted)
         reset_cache()  # jax would go on with the folder of the first program that it kept
@@ -76,6 +85,27 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
     return options | {"xla_gpu_enable_command_buffer": COMMANDS, "xla_gpu_graph_min_graph_size": "1"}
 
 
+_GUARDS = {
+    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
+    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
+    "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
+}
+
+
+@contextlib.contextmanager
+def own_transfers() -> Iterator[None]:
+    """Makes the library's own transfers explicit ones, which `jax.transfer_guard("disallow")` lets pass.
+
+    No `jax.device_put` could: an eager operation of jax moves each Python number in it, `jnp.zeros` its 0. As with
+    `jax.device_put`, "disallow_explicit" forbids them.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, guard in _GUARDS.items():
+            if getattr(jax.config, name) in ("log", "disallow"):
+                stack.enter_context(guard("allow"))
+        yield
+
+
 class OutermostJit:
     """`jax.jit` with `compiler_options()`, for programs that are never called inside another."""
 
@@ -86,6 +116,7 @@ class OutermostJit:
     def _jitted(self) -> Any:  # at the first call, since asking for the options starts jax's backend
         return jax.jit(self._function, compiler_options=compiler_options(), **self._options)
 
+    @own_transfers()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._jitted(*args, **kwargs)
 

@@ -12,20 +12,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
-from kvjax.checks import check_alive, face, integers
+from kvjax._compile import own_transfers
+from kvjax.checks import check_32_bits, check_alive, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
 from kvjax.ledger import human, pool_bytes
-from kvjax.model import Model, call
+from kvjax.model import Model, call, check_placement
 from kvjax.pools.device import Pools, apply, init_pools
 from kvjax.pools.stage import Staged, check_staged, scatter
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
+from kvjax.verbs._request import TIERS
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.adopt import adopt, land
-from kvjax.verbs.commit import commit
+from kvjax.verbs.commit import commit, is_refused
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
@@ -43,6 +45,9 @@ def _method[**P](
 
     def method(self: Cache, *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
         check_alive(self)
+        if kwargs.get("tiers") == TIERS[-1]:  # the copies would run before the moves
+            others = "kvjax.tiers.TieredCache moves blocks, and the verbs on states leave moves and copies to you"
+            raise ValueError(f"tiers: got {TIERS[-1]}, wanted {TIERS[0]}: a Cache moves no blocks; {others}")
         state, events = verb(self.state, *args, **kwargs)
         pools = apply(self.pools, events) if verb in (admit, extend) else self.pools
         return Cache(state, pools), events
@@ -57,6 +62,8 @@ def reader[**P, R](
 
     def method(self: Any, *args: Any, **kwargs: Any) -> R:
         check_alive(self.state)
+        if called is not None:
+            check_32_bits(verb, self.state, *args, **kwargs)
         return (called or verb)(self.state, *args, **kwargs)
 
     return face(method, verb, "Cache")
@@ -123,6 +130,7 @@ class Cache(Pytree):
     ragged = reader(ragged)
     mixed = reader(mixed)
 
+    @own_transfers()
     def adopt(
         self,
         tokens: ArrayLike,
@@ -185,6 +193,7 @@ class Cache(Pytree):
     def _repr_html_(self) -> str:
         return page(self)
 
+    @own_transfers()
     def step(
         self,
         model: Model,
@@ -197,12 +206,15 @@ class Cache(Pytree):
     ) -> tuple[Cache, jax.Array, Events]:
         """See `kvjax.step`."""
         check_alive(self)
+        check_placement(model, self)
         if logits not in ("last", "all"):
             raise ValueError(f"logits: got {logits!r}, wanted 'last' or 'all'")
         seqs = None if seqs is None else integers("seqs", seqs, ("R",))
         rows = (self.state.spec.max_seqs,) if seqs is None else seqs.shape
         tokens, count = integers("tokens", tokens, (*rows, "C")), integers("count", count, rows)
         last = jnp.maximum(count - 1, 0) if logits == "last" else None
-        computed, pools = call(model, tokens, self.pools, self.view(count, tokens.shape[1], seqs), last)
+        # The model writes nothing for a row that `commit` refuses: a recurrent layer would overwrite its snapshot.
+        computable = jnp.where(is_refused(self.state, tokens, count, seqs), 0, count)
+        computed, pools = call(model, tokens, self.pools, self.view(computable, tokens.shape[1], seqs), last)
         after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
         return after, computed, events

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from kvjax._compile import OutermostJit
+from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache, reader
-from kvjax.checks import check_alive, check_on_host, face, integers, static_options
+from kvjax.checks import check_32_bits, check_alive, check_on_host, face, integers, static_options
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
@@ -106,7 +106,7 @@ def _moving_method[**P](
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that also makes the moves and copies that it orders.
 
-    A verb that `undoes` orders no copies, and keeps the state from before it, to go back to if a move fails.
+    A verb that `undoes` orders no copies. It keeps the state from before it, and returns to it if a move fails.
     """
     jitted = _JittedVerb(verb, () if undoes else (0,), **options)
     compiled: set[Any] = set()  # shapes and static values
@@ -117,6 +117,7 @@ def _moving_method[**P](
             name, arguments, "it moves blocks; inside one use the verbs of its `cache`, or kvjax.serving.serve"
         )
         check_alive(self.cache, self.host)
+        check_32_bits(verb, self.state, *args, **kwargs)
         program, static = jitted.program(args, kwargs)
         shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
         if (shapes, static) not in compiled:
@@ -138,6 +139,7 @@ def _method[**P](
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         check_alive(self.cache, self.host)
+        check_32_bits(verb, self.state, *args, **kwargs)
         state, events = jitted(self.state, *args, **kwargs)
         return self.replace(Cache(state, self.pools)), events
 
@@ -149,8 +151,8 @@ def _method[**P](
 class TieredCache:
     """A cache and its host tier, with the verbs of both as methods; for host code, between loops. It is a pytree.
 
-    Every verb is jitted and takes what it is called on: go on with what it returns. Moves are started, not awaited;
-    later programs wait for them where they must. A verb that only moves blocks is undone if a move fails. A loop takes `cache`; put back what it returns with `replace`.
+    Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
+    later programs wait for them where they must. A loop takes `cache`; put back what it returns with `replace`.
 
     Attributes:
       cache: the state and the device's pools; this is what a jitted loop takes.
@@ -226,6 +228,7 @@ class TieredCache:
 
     _adopt = _moving_method(adopt, tiers=("device", "host"))
 
+    @own_transfers()
     def adopt(
         self,
         tokens: ArrayLike,
@@ -268,6 +271,7 @@ class TieredCache:
     def _repr_html_(self) -> str:
         return page(self)
 
+    @own_transfers()
     def step(
         self,
         model: Model,
@@ -280,7 +284,8 @@ class TieredCache:
     ) -> tuple[TieredCache, jax.Array, Events]:
         """See `kvjax.step`; jitted already."""
         check_alive(self.cache, self.host)
-        check_model(model)
+        check_model(model, self.cache)
+        check_32_bits(Cache.step, None, None, tokens, count, seqs, now=now)
         cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
         return self.replace(cache), computed, events
 
@@ -299,7 +304,8 @@ class TieredCache:
         if failure is None:
             return TieredCache(cache, host)
         if undone:
-            status = np.full(events.status.shape, Status.NO_BLOCKS, np.int32)
+            status = np.asarray(events.status)
+            status = np.where(status == Status.OK, np.int32(Status.NO_BLOCKS), status)
             events = events.only(np.bool_(False)).replace(status=status, transfer=None)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:

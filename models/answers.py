@@ -15,6 +15,8 @@ from kvjax.serving import Handle, Output
 PERIOD = 0.02  # seconds from one piece of an answer to the next: nobody reads faster
 _CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_MOST_WAITING = 16  # tokens that end with an unfinished character
+_CHARACTER = 4  # bytes of a character, and so its tokens, at most
 
 Decode = Callable[[list[int]], str]
 
@@ -22,7 +24,8 @@ Decode = Callable[[list[int]], str]
 class Detokenizer:
     """The text of tokens, by decoding each a bounded number of times.
 
-    The bytes of an unfinished character wait for the others.
+    The bytes of an unfinished character wait for the others. At most 16 tokens wait: of more, all but the last few are
+    shown as they are, since no character has more than four bytes.
 
     Args:
       decode: from token ids to text.
@@ -38,19 +41,32 @@ class Detokenizer:
     def add(self, *tokens: int) -> str:
         """The new text with these tokens; empty if a character is unfinished."""
         self._tokens += tokens
-        new = self._new()
+        new, end = self._new(len(self._tokens)), len(self._tokens)
         if not new or new.endswith(_UNFINISHED):
-            return ""
-        self._from, self._to = self._to, len(self._tokens)
+            if end - self._to <= _MOST_WAITING:
+                return ""
+            new, end = self._before_unfinished()
+            if not new:  # special tokens, which have no text: what was before them stays the context
+                del self._tokens[self._to : end]
+                return ""
+        self._from, self._to = self._to, end
         return new
 
     def end(self) -> str:
         """The text that waits: a character that nothing has finished."""
-        new, self._to = self._new(), len(self._tokens)
+        new, self._to = self._new(len(self._tokens)), len(self._tokens)
         return new
 
-    def _new(self) -> str:
-        before, whole = self._decode(self._tokens[self._from : self._to]), self._decode(self._tokens[self._from :])
+    def _before_unfinished(self) -> tuple[str, int]:
+        """The new text up to a character that may be unfinished, and the number of tokens up to there."""
+        tokens = self._tokens[self._from :]
+        whole, last = self._decode(tokens), len(tokens)
+        # A part that ends within a finished character has another text than the whole.
+        size = next(n for n in range(last - _CHARACTER + 1, last + 1) if whole.startswith(self._decode(tokens[:n])))
+        return self._new(self._from + size), self._from + size
+
+    def _new(self, end: int) -> str:
+        before, whole = self._decode(self._tokens[self._from : self._to]), self._decode(self._tokens[self._from : end])
         if whole.startswith(before):
             return whole[len(before) :]
         return whole[len(before.rstrip(_UNFINISHED)) :]  # the prompt has ended within a character
@@ -59,13 +75,15 @@ class Detokenizer:
 class Answer:
     """An answer's text, and as much of it as may be shown.
 
-    Text that may become a stop string is held back; a stop string ends the answer and is no part of it.
+    Text that may become a stop string is held back; a stop string ends the answer and is no part of it. Stop strings
+    that are complete with the first `min_tokens` tokens are text like any other.
 
     Args:
       decode: from token ids to text.
       prompt: token ids.
       stop: strings.
       has_starts: whether the text is made token by token, which takes more time; it is for stop strings.
+      min_tokens: a stop string has to end after the text of this many.
 
     Attributes:
       text: so far, with what is held back.
@@ -75,8 +93,10 @@ class Answer:
     """
 
     def __init__(
-        self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = (), *, has_starts: bool = True
+        self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = (), *, has_starts: bool = True,
+        min_tokens: int = 0,
     ):  # fmt: skip
+        self._min_tokens = min_tokens
         self._words, self._stop, self._by_token = Detokenizer(decode, prompt), stop, has_starts or bool(stop)
         self._longest = max(map(len, stop), default=0)
         self.text, self.starts, self.stopped, self.num_tokens = "", list[int](), False, 0
@@ -102,10 +122,11 @@ class Answer:
         return new
 
     def _add(self, new: str) -> None:
-        first = max(0, len(self.text) - self._longest + 1)
+        before = len(self.text)
         self.text += new
-        found = [at for stop in self._stop if (at := self.text.find(stop, first)) >= 0]
-        if new and found:
+        stops = self._stop if new and self.num_tokens > self._min_tokens else ()
+        found = [at for stop in stops if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        if found:
             self.stopped, self.text = True, self.text[: min(found)]
             while self.starts and self.starts[-1] >= len(self.text):
                 self.starts.pop()

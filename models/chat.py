@@ -3,58 +3,108 @@
 
 from __future__ import annotations
 
-import datetime
+import importlib.util
 import json
 import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from typing import Any
+
+from .fields import read_json, read_text
+
+SECONDS = 2  # of CPU time for a template to compile, and for each text
+MOST_BYTES = 512 << 20  # of memory of its process
+_PROGRAM = pathlib.Path(__file__).with_name("template_process.py")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Template:
-    """A checkpoint's chat template. It came with the checkpoint, so it runs in a sandbox.
+    """A checkpoint's chat template. It came with the checkpoint, so it runs in a sandbox, in a process with limits.
 
     Attributes:
       end: the text of the token that ends a turn; None if the tokenizer's config names none.
+      fault: why there are no texts, such as an error of its syntax; None if it compiles.
 
     Source: transformers, `apply_chat_template`.
     """
 
-    def __init__(self, text: str, fields: dict[str, Any]):
+    def __init__(self, text: str, tokens: dict[str, str], fault: str | None = None):
         """Compiles the template.
 
         Args:
           text: in Jinja.
-          fields: of tokenizer_config.json.
-
-        Raises:
-          ValueError: if it is no template, or Jinja is not installed.
+          tokens: the tokenizer's special tokens by their names, such as bos_token.
+          fault: why the text could not be read; None if it was.
         """
-        try:
-            import jinja2.sandbox  # only a template needs it
-        except ModuleNotFoundError:
-            raise ValueError('a chat template needs jinja2: pip install "kvjax[models]"') from None
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        tokens = {name: _text(value) for name, value in fields.items() if name.endswith("_token")}
-        self._tokens = {name: token for name, token in tokens.items() if token is not None}
-        self.end = self._tokens.get("eos_token")
-        try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template: {error}") from error
+        self._text, self._tokens, self.end, self.fault = text, tokens, tokens.get("eos_token"), fault
+        self._lock = threading.Lock()
+        if fault is None:
+            try:
+                self._start()
+            except ValueError as error:
+                self.fault = str(error)
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """The text of a conversation, up to where the model is to answer.
 
+        Any thread may call it, and waits until the texts of the others are made.
+
         Raises:
-          ValueError: if the template refuses it.
+          ValueError: if the template has a fault, refuses the conversation, or takes too much time or memory.
         """
+        if self.fault is not None:
+            raise ValueError(self.fault)
+        values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **self._tokens}
+        with self._lock:
+            if self._process.poll() is not None:
+                self._end()
+                self._start()
+            return self._ask({"values": values})
+
+    def _start(self) -> None:
+        """Starts the process, which compiles the template."""
+        if importlib.util.find_spec("jinja2") is None:
+            raise ValueError('a chat template needs jinja2: pip install "kvjax[models]"')
+        command = [sys.executable, "-P", str(_PROGRAM), str(SECONDS), str(MOST_BYTES)]
+        pipe, no_file = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=no_file)
+        self._end = weakref.finalize(self, _end, self._process)
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except Exception as error:  # a template is code
-            raise ValueError(f"chat template: {error}") from error
+            self._ask({"template": self._text})
+        except ValueError:
+            self._end()
+            raise
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        """The answer of the process."""
+        process: Any = self._process  # with pipes
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        except KeyboardInterrupt:  # the answer would be taken for the next request's
+            self._end()
+            raise
+        if not line:
+            process.wait()
+            self._end()
+            took = f"it takes more than {SECONDS} s" if process.returncode == -signal.SIGPROF else "its process ended"
+            raise ValueError(f"chat template: {took}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ValueError(f"chat template: {answer['error']}")
+        return answer["text"]
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a process that has no request, or has ended by itself."""
+    process.kill()
+    process.communicate()
 
 
 def load_template(folder: str, other: pathlib.Path | None = None) -> Template | None:
@@ -65,18 +115,48 @@ def load_template(folder: str, other: pathlib.Path | None = None) -> Template | 
       other: a file to read in place of the folder's template.
 
     Raises:
-      OSError, ValueError: if a file cannot be read, or is no template.
+      OSError, ValueError: if a file cannot be read, or has a value that is neither a template nor a token. An error of
+        Jinja's is the template's `fault`.
     """
     config, file = pathlib.Path(folder) / "tokenizer_config.json", pathlib.Path(folder) / "chat_template.jinja"
-    try:
-        fields = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{config}: not valid JSON") from error
-    file = other or file
-    text = file.read_text(encoding="utf-8") if other or file.exists() else fields.get("chat_template")
-    if isinstance(text, list):  # several, by name
-        text = {one.get("name"): one.get("template") for one in text}.get("default")
-    return None if text is None else Template(text, fields)
+    fields = read_json(config) if config.exists() else {}
+    if other is not None or file.exists():
+        text = read_text(other or file)
+    else:
+        text = _default(config, fields.get("chat_template"))
+    return None if text is None else Template(text, _special_tokens(config, fields))
+
+
+def _default(config: pathlib.Path, template: Any) -> str | None:
+    """The template that tokenizer_config.json has, as a text, or as the default one of several with names."""
+    if template is None or isinstance(template, str):
+        return template
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        text = {str(entry.get("name")): entry.get("template") for entry in template}.get("default")
+        if isinstance(text, str):
+            return text
+    wanted = "a text, or a list of objects with name and template, one of them with the name 'default'"
+    raise ValueError(f"{config}: chat_template: got {template!r:.80}, wanted {wanted}")
+
+
+def _special_tokens(config: pathlib.Path, fields: dict[str, Any]) -> dict[str, str]:
+    """The special tokens of tokenizer_config.json and special_tokens_map.json by their names.
+
+    As in transformers the map goes first, and is for folders whose tokenizer_config.json has no added_tokens_decoder.
+    """
+    sources, special = [(config, fields)], config.with_name("special_tokens_map.json")
+    if "added_tokens_decoder" not in fields and special.exists():
+        sources.append((special, read_json(special)))
+    tokens = {}
+    for file, values in sources:
+        extra = values.get("extra_special_tokens")
+        for name, value in {**values, **(extra if isinstance(extra, dict) else {})}.items():
+            text = value.get("content") if isinstance(value, dict) else value  # an object has properties too
+            if name.endswith("_token") and isinstance(text, str):
+                tokens[name] = text
+            elif name in _NAMED and value is not None:  # add_bos_token is a flag
+                raise ValueError(f"{file}: {name}: got {value!r:.80}, wanted a text, or an object with it as content")
+    return tokens
 
 
 class Chat:
@@ -109,21 +189,3 @@ class Chat:
         """Notes what the model said."""
         self._messages.append({"role": "assistant", "content": text})
         self._ids += tokens
-
-
-def _text(token: Any) -> str | None:
-    """The text of a special token, which may be an object with its properties."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    """Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _refuse(message: str) -> None:
-    raise ValueError(message)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import jax
 
 import kvjax
+from kvjax._files import create
 
 EXTRAS = {
     "wires": ("msgspec and pyzmq", ("msgspec", "zmq")),
@@ -96,11 +97,14 @@ def prepare(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def keep_programs(keep: bool) -> None:
-    """Sets the compilation cache, or switches it off."""
-    if keep:
-        kvjax.keep_programs()
-    else:
+    """Sets the compilation cache, or switches it off. The process ends if the folder cannot be one."""
+    if not keep:
         jax.config.update("jax_enable_compilation_cache", False)
+        return
+    try:
+        kvjax.keep_programs()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{reason(error)}; --no-compile-cache needs no folder") from error
 
 
 def check_extra(parser: Parser, extra: str, option: str = "") -> None:
@@ -114,7 +118,7 @@ def save(parser: Parser, args: argparse.Namespace, entries: Iterable[dict[str, A
     """Writes the events, as lines of `kvjax.interop.log`."""
     try:
         if args.events is not None:
-            with args.events.open("w") as file:
+            with create(args.events) as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
     except OSError as error:
         parser.error(f"--events: {reason(error, args.events)}")

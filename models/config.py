@@ -83,6 +83,11 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+    @property
+    def rotations(self) -> tuple[tuple[Rope, int], ...]:
+        """The rope of each layer, and how many dimensions it rotates."""
+        return tuple((layer.rope, layer.head_dim) for layer in self.layers)
+
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Reads the fields of a config.json.

@@ -247,15 +247,15 @@ class Decoder(Logits):
 
     def _stream(self, tokens, positions, mix: Callable, cache):
         """The residual stream [R, C, E] after all layers, and the cache. A layer mixes by `mix(number, turn, ...)`."""
-        shapes = {(layer.rope, layer.head_dim) for layer in self.config.layers}
-        angles = {(rope, width): rope.angles(positions, width) for rope, width in shapes}
+        rotations = self.config.rotations
+        angles = {(rope, width): rope.angles(positions, width) for rope, width in dict.fromkeys(rotations)}
         x = _scaled(self.embed_tokens(tokens), self.config.embed_scale)
         own = self._own_inputs(tokens, x)
 
         def step(carry, layer, number, own, turn):
-            (x, cache), shape = carry, self.config.layers[number]
+            x, cache = carry
             with jax.named_scope(f"layer{number}"):
-                return layer(x, own, angles[shape.rope, shape.head_dim], partial(mix, number, turn), cache)
+                return layer(x, own, angles[rotations[number]], partial(mix, number, turn), cache)
 
         return over_layers(step, (x, cache), self.layers, own, self.run)
 

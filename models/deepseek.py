@@ -217,15 +217,17 @@ class DeepSeekConfig(LanguageConfig):
         """The kind of each layer."""
         return tuple(LayerKind("latents", number < self.num_dense) for number in range(self.num_layers))
 
-    def angles(self, positions: jax.Array) -> Angles:
-        """Cosine and sine of the rope at `positions i32[R, C]`."""
+    @property
+    def rotation(self) -> tuple[Rope | Yarn, int] | None:
+        """The rope of all layers, and how many dimensions it rotates."""
         assert self.latents.rope is not None
-        return self.latents.rope.angles(positions, self.latents.rope_dim)
+        return self.latents.rope, self.latents.rope_dim
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor is of a layer after the last one, which predicts a token further on."""
+    def predictor(self, name: str) -> str | None:
+        """The joining matrix of a layer after the last one."""
         parts = name.split(".")
-        return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= self.num_layers
+        is_after = parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= self.num_layers
+        return f"model.layers.{parts[2]}.eh_proj.weight" if is_after else None
 
 
 class DeepSeek(MixtureModel):

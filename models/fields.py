@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a config.json, checked one by one: a ValueError names the field, its value and what was wanted.
+"""Files of JSON and their fields, checked one by one: a ValueError names the field, its value and what was wanted.
 
 `of` is the field that holds these fields; empty at the top.
 """
 
 from __future__ import annotations
 
+import json
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +15,33 @@ import numpy as np
 
 _MOST = 2**31 - 1
 _LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def check_file(path: pathlib.Path) -> None:
+    """Refuses a path that has no bytes, as a folder, or would wait for somebody who writes, as a pipe."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
+
+
+def read_text(path: pathlib.Path) -> str:
+    """The text of a file, without the byte order mark that it may begin with."""
+    check_file(path)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from error
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The fields of a file of JSON; a ValueError names the file."""
+    check_file(path)
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
+    return value
 
 
 def either(wanted: Iterable[Any]) -> str:

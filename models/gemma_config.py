@@ -128,6 +128,11 @@ def write(config: Any) -> dict[str, Any]:
     }
 
 
+def has_towers(fields: Mapping[str, Any]) -> bool:
+    """Whether these are the fields of a checkpoint that also has towers for images or sound."""
+    return fields.get("model_type") in _WITH_TOWERS
+
+
 def text_fields(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The model type of the decoder alone, and its fields, defaults included."""
     kind = only(fields, "model_type", *KINDS)

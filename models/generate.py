@@ -70,6 +70,8 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
         template = chat.load_template(args.checkpoint)
     except (OSError, ValueError) as error:
         parser.error(f"--chat: {commands.reason(error)}")
+    if template is not None and template.fault is not None:
+        parser.error(f"--chat: {template.fault}")
     stop = list(args.stop or model.config.eos_token_ids)
     if template is not None and template.end is not None and not args.stop:
         stop += [end for end in [tokenizer.token_to_id(template.end)] if end is not None]

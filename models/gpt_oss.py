@@ -188,9 +188,10 @@ class GptOssConfig(LanguageConfig):
         """The kind of each layer."""
         return tuple(LayerKind(name, dense=False) for name in self.types)
 
-    def angles(self, positions: jax.Array) -> Angles:
-        """Cosine and sine of the rope at `positions i32[R, C]`."""
-        return self.rope.angles(positions, self.head_dim)
+    @property
+    def rotation(self) -> tuple[Rope | Yarn, int] | None:
+        """The rope of all layers, and how many dimensions it rotates."""
+        return self.rope, self.head_dim
 
 
 class GptOss(LanguageModel):

@@ -11,6 +11,8 @@ import jax
 
 from .fields import count, flag, ids, number, only, token
 from .norm import NormConfig
+from .rope import Rope
+from .yarn import Yarn
 
 Angles = tuple[jax.Array, jax.Array] | None  # cosine and sine of the rope; None: there is none
 
@@ -81,13 +83,29 @@ class LanguageConfig:
         """The norms of the stream."""
         return NormConfig(self.rms_norm_eps)
 
-    def angles(self, positions: jax.Array) -> Angles:
-        """Cosine and sine of the rope at `positions i32[R, C]`; None: there is none."""
+    @property
+    def rotation(self) -> tuple[Rope | Yarn, int] | None:
+        """The rope of all layers, and how many dimensions it rotates; None: there is none."""
         return None
 
-    def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although the model has no parameter for it."""
-        return False
+    @property
+    def rotations(self) -> tuple[tuple[Rope | Yarn, int] | None, ...]:
+        """The rotation of each layer."""
+        return (self.rotation,) * self.num_layers
+
+    def angles(self, positions: jax.Array) -> Angles:
+        """Cosine and sine of the rope at `positions i32[R, C]`; None: there is none."""
+        if self.rotation is None:
+            return None
+        rope, width = self.rotation
+        return rope.angles(positions, width)
+
+    def predictor(self, name: str) -> str | None:
+        """The matrix [E, 2 E] that joins stream and embedding in the layers of a tensor; None: they have none.
+
+        Such layers predict a token further on. A checkpoint has them after the model's, and the model leaves them out.
+        """
+        return None
 
 
 def read_common(

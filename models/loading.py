@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -20,18 +21,30 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from . import gemma_config
 from .decoder import scanned, unrolled
 from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
+from .fields import check_file, ids, read_json
 from .language_config import LanguageConfig
 from .placement import check_axes, placed
+from .rope import Rope
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jax.numpy.bfloat16}  # a weight's dtypes
 _ALWAYS_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")  # whatever dtype the weights have
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PART = 1 << 22  # numbers of a matrix that are compared at a time
 # The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
-_DECODER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+_DECODER = {
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+    "language_model.": "model.",
+}  # fmt: skip
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
+# Names in a checkpoint of the stream without its output matrix, as `AutoModel` saves it.
+_BARE = re.compile(r"(layers|norm|embed_tokens|embed_tokens_per_layer|per_layer_\w+|rotary_emb\w*)\.")
+_REUSED = re.compile(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.(weight|bias)")
 
 
 def load(
@@ -45,8 +58,13 @@ def load(
 ) -> tuple[AnyModel, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
+    A model whose config is tied is loaded untied if the file has an output matrix other than the embedding; each
+    process compares all of the matrix. A tensor without a parameter is an error, unless it follows from the config, as
+    frequencies do, or belongs to a part that is not served: a tower, or a layer that predicts a token further on.
+
     Args:
-      folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json.
+      folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json and
+        generation_config.json, whose eos_token_id is joined with that of config.json.
       dtype: of the weights; None for the one they are stored in. Rates of decay and the bias of a choice of experts
         are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
@@ -66,16 +84,18 @@ def load(
     """
     folder = pathlib.Path(folder)
     check_axes(mesh, heads, context)
-    fields, files = _json(folder / CONFIG), weight_files(folder)
-    config, tokenizer = _config(folder / CONFIG, fields, files), load_tokenizer(folder)
+    fields, files = read_json(folder / CONFIG), weight_files(folder)
+    config, tokenizer = _config(folder, fields, files), load_tokenizer(folder)
     _check_mesh(config, mesh)
     dtype = _stored_dtype(files) if dtype is None else dtype
+    if config.tie_word_embeddings and not _is_tied(files, dtype):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
     abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     parameters = dict(nnx.to_flat_state(state))
     wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
     shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
-    _check_names(files, shapes, config)
+    _check_names(files, shapes, config, has_towers=gemma_config.has_towers(fields))
     flat, stacks = [], {}
     for name, tensor in _tensors(files):
         if _own_name(name) in wanted:
@@ -113,7 +133,10 @@ def _check_mesh(config: AnyConfig, mesh: Mesh | None) -> None:
 
 
 def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Writes config.json, model.safetensors and, if given, tokenizer.json, as `load` reads them."""
+    """Writes what `load` reads: config.json, generation_config.json, model.safetensors and, if given, tokenizer.json.
+
+    If the folder has an index of shards, it is removed, since `load` would read them.
+    """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -124,7 +147,10 @@ def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> N
             tensors[name] = np.ascontiguousarray(tensor.T if path[-1] == "kernel" else tensor)
     fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id")}
+    (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    (folder / INDEX).unlink(missing_ok=True)
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -134,7 +160,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     path = pathlib.Path(folder) / "tokenizer.json"
     if not path.exists():
         return None
-    _check_file(path)
+    check_file(path)
     from tokenizers import Tokenizer  # only text needs it
 
     try:
@@ -163,11 +189,14 @@ def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[tuple, int
 
 
 def _own_name(name: str) -> str:
-    """A tensor's name in a checkpoint of the decoder alone: language_model.model.norm.weight is model.norm.weight."""
+    """A tensor's name in a checkpoint of the decoder alone.
+
+    language_model.model.norm.weight and norm.weight are model.norm.weight.
+    """
     for prefix, own in _DECODER.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
-    return name
+    return f"model.{name}" if _BARE.match(name) else name
 
 
 def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -175,8 +204,13 @@ def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[-2:][::-1] if path[-1] == "kernel" else shape
 
 
-def _config(path: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> AnyConfig:
-    """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer."""
+def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> AnyConfig:
+    """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer.
+
+    Tokens that end a text are those of generation_config.json too: models for chats have more than config.json tells.
+    """
+    path, more = folder / CONFIG, folder / GENERATION
+    generation = read_json(more) if more.exists() else {}
     try:
         found = {
             int(layer[1]) for names in files.values() for layer in map(_LAYER.match, map(_own_name, names)) if layer
@@ -184,32 +218,21 @@ def _config(path: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path
         number, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
         if number > len(found):
             raise ValueError(f"num_hidden_layers: got {number}, wanted {len(found)}: no tensor is of layer {lacks}")
-        return read_config(fields)
+        config = read_config(fields)
+        path = more
+        ends = *config.eos_token_ids, *ids(generation, "eos_token_id", config.vocab_size)
+        return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _check_file(path: pathlib.Path) -> None:
-    """Refuses what has no bytes, as a folder, or would wait for somebody who writes, as a pipe."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
-
-
-def _json(path: pathlib.Path) -> dict[str, Any]:
-    _check_file(path)
-    try:
-        value = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
-    return value
-
-
 def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
-    """Each weight file with the names of the tensors to take from it."""
+    """Each weight file with the names of the tensors to take from it.
+
+    An index says which file has a tensor, and may leave out tensors of its files: they are taken too.
+    """
     if (folder / INDEX).exists():
-        weight_map = _json(folder / INDEX).get("weight_map")
+        weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{folder / INDEX}: got no weight_map, wanted one of tensor names to files")
         files: dict[pathlib.Path, list[str]] = {}
@@ -222,9 +245,10 @@ def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
             raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
         for path, names in files.items():
             with _open(path) as file:
-                lacks = set(names) - set(file.keys())
-            if lacks:
+                held = set(file.keys())
+            if lacks := set(names) - held:
                 raise ValueError(f"{folder / INDEX}: got tensors that {path.name} lacks: {_some(sorted(lacks))}")
+            names += sorted(held - weight_map.keys())
         return files
     if not (folder / SINGLE).exists():
         raise FileNotFoundError(f"{folder}: found neither {SINGLE} nor {INDEX}")
@@ -241,7 +265,7 @@ def _is_below(path: pathlib.PurePath) -> bool:
 
 
 def _open(path: pathlib.Path):
-    _check_file(path)
+    check_file(path)
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
@@ -270,14 +294,42 @@ def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
                 yield name, file.get_slice(name)
 
 
-def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig) -> None:
-    """Compares names, shapes and dtypes with the model's, from the files' headers alone."""
-    found, dtypes = {}, {}
-    for name, tensor in _tensors(files):
-        found[_own_name(name)], dtypes[_own_name(name)] = tuple(tensor.get_shape()), tensor.get_dtype()
+def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) -> bool:
+    """Whether the output matrix of a tied config is left out, or equals the embedding in the wanted dtype.
+
+    A matrix of the wrong shape or dtype is no copy: `_check_names` reports it.
+    """
+    where = {_own_name(name): (path, name) for path, names in files.items() for name in names}
+    if _HEAD not in where or _EMBEDDING not in where:
+        return _HEAD not in where
+    (path, name), (other_path, other_name) = where[_HEAD], where[_EMBEDDING]
+    with _open(path) as file, _open(other_path) as other:
+        head, embedding = file.get_slice(name), other.get_slice(other_name)
+        shape, dtypes = head.get_shape(), {head.get_dtype(), embedding.get_dtype()}
+        if shape != embedding.get_shape() or len(shape) != 2 or not dtypes <= {*_FLOATS}:
+            return False
+        step = max(1, _PART // max(1, shape[1]))
+        parts = ((slice(first, min(first + step, shape[0])), slice(None)) for first in range(0, shape[0], step))
+        same = (np.array_equal(_read(head, False, dtype, part), _read(embedding, False, dtype, part)) for part in parts)
+        return all(same)
+
+
+def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *, has_towers: bool) -> None:
+    """Compares names, shapes and dtypes with the model's, by the files' headers, and frequencies with the config's."""
+    found, dtypes, twice, strange = {}, {}, [], []
+    for file_name, tensor in _tensors(files):
+        name = _own_name(file_name)
+        twice += [f"{name} (as {file_name})"] * (name in found)
+        found[name], dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+        if name.endswith(".inv_freq") and not _has_frequencies(name, tensor, config):
+            strange.append(name)
     faults = {
         "missing": [name for name in wanted if name not in found],
-        "unexpected": [name for name in found if name not in wanted and not _is_ignored(name, config)],
+        "unexpected": [
+            name for name in found if name not in wanted and not _is_left_out(name, found, config, has_towers)
+        ],
+        "that are there twice": twice,
+        "of other frequencies than the config's": strange,
         "of the wrong shape": [
             f"{name} {list(found[name])}, wanted {list(shape)}"
             for name, shape in wanted.items()
@@ -295,17 +347,38 @@ def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig) -
         raise ValueError(f"{folder}: tensors {text}")
 
 
-def _is_ignored(name: str, config: AnyConfig) -> bool:
-    """Whether a checkpoint may hold this tensor although the model has no parameter for it."""
-    if name == "lm_head.weight":
-        return config.tie_word_embeddings
-    if isinstance(config, LanguageConfig):
-        return name.endswith(".inv_freq") or config.ignores(name)
-    layer = re.match(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.", name)
-    if layer and int(layer[1]) < len(config.layers) and config.layers[int(layer[1])].reuses is not None:
+def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
+    """Whether a tensor has the frequencies of its layer's rope, or without a layer those of any layer.
+
+    Old checkpoints carry them, perhaps as they are before the rope stretches them.
+    """
+    layer, rotations = _LAYER.match(name), config.rotations
+    of_layer = rotations[int(layer[1]) :][:1] if layer else ()
+    likes = [
+        frequencies
+        for rope, width in filter(None, set(of_layer or rotations))
+        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(width))
+        if [*frequencies.shape] == tensor.get_shape()
+    ]
+    if not likes or tensor.get_dtype() not in _FLOATS:
+        return False
+    values = tensor[:]
+    limits = jnp.finfo(values.dtype)
+    relative, absolute = max(float(limits.eps), 1e-5), float(limits.smallest_subnormal)
+    return any(np.allclose(values.astype(np.float64), like, relative, absolute) for like in likes)
+
+
+def _is_left_out(name: str, shapes: dict[str, tuple[int, ...]], config: AnyConfig, has_towers: bool) -> bool:
+    """Whether the model has a reason to leave out a tensor of its checkpoint; `shapes` are those of all tensors."""
+    if name == _HEAD or name.endswith(".inv_freq"):  # a copy by `_is_tied`; `_has_frequencies` has compared them
         return True
-    # Old Llama checkpoints carry the rope's frequencies, which follow from the config.
-    return name.endswith(".inv_freq") or (config.model_type.startswith("gemma") and _TOWERS.match(name) is not None)
+    if isinstance(config, LanguageConfig):
+        joining = config.predictor(name)
+        return joining is not None and shapes.get(joining) == (config.hidden_size, 2 * config.hidden_size)
+    layer = _REUSED.fullmatch(name)
+    if layer is not None and int(layer[1]) < len(config.layers):
+        return config.layers[int(layer[1])].reuses is not None
+    return has_towers and _TOWERS.match(name) is not None
 
 
 def _some(names: list[str], most: int = 8) -> str:

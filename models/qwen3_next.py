@@ -207,13 +207,14 @@ class Qwen3NextConfig(LanguageConfig):
         """The norms of the stream, and of queries and keys."""
         return NormConfig(self.rms_norm_eps, norm_offset=1.0, norm_in_float32=True)
 
-    def angles(self, positions: jax.Array) -> Angles:
-        """Cosine and sine of the rope at `positions i32[R, C]`."""
-        return self.rope.angles(positions, self.rotated)
+    @property
+    def rotation(self) -> tuple[Rope | Yarn, int] | None:
+        """The rope of all layers, and how many dimensions it rotates."""
+        return self.rope, self.rotated
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor is of the layer that predicts a token further on."""
-        return name.startswith("mtp.")
+    def predictor(self, name: str) -> str | None:
+        """The joining matrix of the layers that have a name of their own."""
+        return "mtp.fc.weight" if name.startswith("mtp.") else None
 
 
 class Qwen3Next(MixtureModel):

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 import kvjax
+from kvjax._files import create
 from kvjax.interop import together
 from kvjax.interop.log import Log
 from kvjax.interop.trace import Trace
@@ -190,7 +191,7 @@ class _File(io.TextIOBase):
     """A text file whose disk may be full: the first error is noted, and nothing is written after it."""
 
     def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
-        self._path, self._note, self._file = path, note, path.open("w", encoding="utf-8")
+        self._path, self._note, self._file = path, note, create(path, encoding="utf-8")
         self.failed = False
 
     def write(self, text: str, /) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
+from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import Log
@@ -21,6 +22,7 @@ from kvjax.verbs.free_rows import free_rows
 from pallas_kernels.loops import scan, while_loop
 
 
+@own_transfers()
 def score(
     model: Model,
     cache: Cache,
@@ -62,7 +64,7 @@ def score(
     Raises:
       ValueError: while tracing, naming the argument; also for a model that cannot give all logits.
     """
-    check_model(model)
+    check_model(model, cache)
     check_on_device(cache)
     prompts, completions = integers("prompts", prompts, ("B", "P")), integers("completions", completions)
     number, width = prompts.shape

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pathlib
+import stat
 import urllib.parse
 import urllib.request
 from typing import Any
+
+from kvjax._files import create, make_folder, protect
 
 LOCK = "store.lock"
 
@@ -24,6 +28,7 @@ class Location:
         import tensorstore
 
         self._lock: Any = None
+        self._folder: pathlib.Path | None = None
         if isinstance(location, tensorstore.KvStore):
             self.kv, self._text = location, "a KvStore"
             return
@@ -33,7 +38,7 @@ class Location:
         if "://" in self._text and not self._text.startswith("file://"):
             spec: Any = self._text
         else:
-            folder = pathlib.Path(_path_of(self._text)).absolute()
+            folder = self._folder = pathlib.Path(_path_of(self._text)).absolute()
             _open_folder(folder, readonly)
             self._lock = None if readonly else _locked(folder)
             spec = {"driver": "file", "path": f"{folder}/"}
@@ -42,6 +47,31 @@ class Location:
         except Exception as error:  # whatever tensorstore raises
             self.close()
             raise ValueError(f"location: got {self._text!r}, wanted one that can be opened ({error})") from error
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """The value of a name, None if there is none; b"" in place of a larger one, and of what is no regular file.
+
+        tensorstore would wait for a pipe's writer, and end the process for a file that is larger than its memory.
+        """
+        if self._folder is not None:
+            try:
+                status = (self._folder / name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                return b""
+        result = self.kv.read(name).result()
+        return result.value if result.state == "value" else None
+
+    def protect(self, name: str) -> None:
+        """Takes a written value and its folder from other users: tensorstore makes them with the umask's modes.
+
+        Until then the store's own folder keeps others out.
+        """
+        if self._folder is not None:
+            path = self._folder / name
+            protect(path.parent)
+            protect(path)
 
     def close(self) -> None:
         """Lets another writer in."""
@@ -61,7 +91,7 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
     wanted = "a folder of a store, an empty one or none"
     try:
         if not readonly:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
         found = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise ValueError(f"location: got {os.fspath(folder)!r}, wanted {wanted} ({error})") from error
@@ -69,18 +99,21 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
         raise ValueError(
             f"location: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}"
         )
+    if LOCK in found and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
+        raise ValueError(f"location: got {os.fspath(folder)!r} with a {LOCK} that is no file, wanted {wanted}")
 
 
 def _locked(folder: pathlib.Path) -> Any:
     """The folder's lock, as an open file; the locks that killed writers have left on values are swept."""
-    lock = open(folder / LOCK, "ab")  # noqa: SIM115
+    lock = create(folder / LOCK, "ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         wanted = "wanted one without a writer, or readonly=True"
         raise ValueError(f"location: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
-    folder.chmod(0o700)
+    protect(folder)
     for path in folder.rglob("*.__lock"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder of this name is no lock
+            path.unlink()
     return lock

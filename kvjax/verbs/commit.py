@@ -68,7 +68,24 @@ def commit(
     tokens = integers("tokens", tokens, (rows.shape[0], "T"))
     num_tokens, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
     text = checked_text(spec, tokens, extra_ids)
-    exists = (rows >= 0) & (rows < spec.max_seqs)
+    exists, start, bad = _checked_rows(state, None if seqs is None else rows, tokens, num_tokens)
+    end = start + jnp.where(bad, 0, num_tokens)
+    chunk, served = Chunk(rows, start, end, exists & ~bad, text), serves(state, rows.shape[0], tokens.shape[1])
+    state, stored, updated = fused(write_fused, write, state, chunk, now) if served else write(state, chunk, now)
+    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
+
+
+def is_refused(state: CacheState, tokens: jax.Array, num_tokens: jax.Array, seqs: jax.Array | None) -> jax.Array:
+    """bool[R]; the rows for which `commit` answers BAD_REQUEST, for who computes before it."""
+    return _checked_rows(state, seqs, tokens, num_tokens)[2]
+
+
+def _checked_rows(
+    state: CacheState, seqs: jax.Array | None, tokens: jax.Array, num_tokens: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """bool[R], the rows that exist; i32[R], their committed lengths; bool[R], the rows that are refused."""
+    rows = jnp.arange(state.spec.max_seqs, dtype=jnp.int32) if seqs is None else seqs
+    exists = (rows >= 0) & (rows < state.spec.max_seqs)
     length, start = state.seqs.length, state.seqs.committed
     if seqs is not None:
         exists = exists & ~(repeated(rows) & (num_tokens != 0))
@@ -78,10 +95,7 @@ def commit(
     bad = (~exists & (num_tokens > 0)) | (num_tokens < 0) | (num_tokens > jnp.minimum(length - start, most))
     bad = bad | jnp.any((steps < num_tokens[:, None]) & (tokens < 0), axis=1)
     bad = bad | ((num_tokens > 0) & pick(state.seqs.swapped_out, rows))
-    end = start + jnp.where(bad, 0, num_tokens)
-    chunk, served = Chunk(rows, start, end, exists & ~bad, text), serves(state, rows.shape[0], most)
-    state, stored, updated = fused(write_fused, write, state, chunk, now) if served else write(state, chunk, now)
-    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
+    return exists, start, bad
 
 
 Written = tuple[CacheState, list[Records], list[Records]]  # the cache; for each group the records stored, updated

@@ -19,9 +19,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import Decoder, ModelConfig, load, loading, recall, save
-from tests.drive import DATA
+from tests.models.families import GOLDENS, dense
 
-GOLDENS = DATA / "goldens"
 FIELDS = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 6,
@@ -183,16 +182,234 @@ def test_no_float32_copy_of_the_whole_is_made(tmp_path):
     assert peak < whole / 8
 
 
-def test_ignored_tensors(tmp_path):
-    model = make(tie_word_embeddings=True)
+# Tensors without a parameter: there is a reason for each that is left out.
+
+
+FAMILIES = [path.parent.name for path in sorted(GOLDENS.glob("*/golden.npz"))]
+QUICK = {"llama": False, "gemma3": True, "gpt_oss": True, "qwen3_next_options": False}  # whether it is scanned
+
+
+@pytest.mark.parametrize(
+    ("family", "scan"),
+    [
+        pytest.param(family, scan, marks=() if QUICK.get(family) == scan else pytest.mark.long)
+        for family in FAMILIES
+        for scan in (False, True)
+    ],
+)
+def test_an_output_matrix_of_its_own_is_loaded_where_the_config_is_tied(tmp_path, family, scan):
+    """Of every family, and saved. A copy of the embedding stays tied, also one of another dtype."""
+    folder = shutil.copytree(GOLDENS / family, tmp_path / "model")
+    tensors = load_file(folder / loading.SINGLE)
+    embedding = tensors[loading._EMBEDDING]
+    head = np.random.default_rng(0).normal(size=embedding.shape).astype(embedding.dtype)
+    head[:-1] = embedding[:-1]  # the last token's row differs
+    change(folder / loading.CONFIG, tie_word_embeddings=True)
+    save_file({**tensors, loading._HEAD: head}, folder / loading.SINGLE)
+    model, _ = load(folder, scan=scan)
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(model.lm_head.kernel[...], head.T)
+    save(model, tmp_path / "again")
+    assert_same(model, load(tmp_path / "again", scan=scan)[0])
+
+    save_file({**tensors, loading._HEAD: embedding.copy()}, folder / loading.SINGLE)
+    model, _ = load(folder, scan=scan)
+    assert model.config.tie_word_embeddings and not hasattr(model, "lm_head")
+    save_file({**tensors, loading._HEAD: embedding.astype(jnp.bfloat16)}, folder / loading.SINGLE)
+    assert load(folder, dtype="bfloat16", scan=scan)[0].config.tie_word_embeddings
+    assert not load(folder, dtype="float32", scan=scan)[0].config.tie_word_embeddings
+
+
+def test_the_logits_are_those_of_the_output_matrix(tmp_path):
+    """Of Gemma, which is tied without a field, and in shards, where the two matrices are in two files."""
+    folder = shutil.copytree(GOLDENS / "gemma3_options", tmp_path / "model")
+    fields = json.loads((folder / loading.CONFIG).read_text())
+    fields.pop("tie_word_embeddings")
+    (folder / loading.CONFIG).write_text(json.dumps(fields))
+    shard(folder)
+    tokens, (model, _) = np.arange(1, 9)[None], load(folder)
+    save(model, tmp_path / "again")
+    wanted = dense(load(GOLDENS / "gemma3_options")[0], tokens)
+    for found in (model, load(tmp_path / "again")[0]):
+        np.testing.assert_array_equal(dense(found, tokens), wanted)
+
+
+def test_an_output_matrix_is_divided_among_devices(tmp_path):
+    folder = shutil.copytree(GOLDENS / "llama_heads", tmp_path / "model")
+    change(folder / loading.CONFIG, tie_word_embeddings=True)
+    where = {"mesh": jax.make_mesh((4,), ("heads",)), "heads": "heads"}
+    model, _ = load(folder, **where)
+    assert not model.lm_head.kernel[...].sharding.is_fully_replicated
+    assert_same(model, load(GOLDENS / "llama_heads", **where)[0])
+
+
+def test_output_matrices_are_compared_in_parts(tmp_path, monkeypatch):
+    """An embedding of several parts, of which the last has fewer rows; a difference ends the comparison."""
+    monkeypatch.setattr(loading, "_PART", 16 * 7)
+    save(make(tie_word_embeddings=True), tmp_path)
+    read, whole = list[tuple[int, ...]](), loading._read
+
+    def reading(*args):
+        read.append(whole(*args).shape)
+        return whole(*args)
+
+    def add(row):
+        def change(tensors):
+            tensors[loading._HEAD] = tensors[loading._EMBEDDING].copy()
+            tensors[loading._HEAD][row:] += row < 40
+
+        return change
+
+    files, dtype = {tmp_path / loading.SINGLE: [loading._HEAD, loading._EMBEDDING]}, np.float32
+    for row, parts in ((40, 6), (39, 6), (0, 1), (7, 2)):
+        rewrite(tmp_path, add(row))
+        read.clear()
+        monkeypatch.setattr(loading, "_read", reading)
+        assert loading._is_tied(files, dtype) == (row == 40)
+        assert len(read) == 2 * parts and set(read) <= {(7, 16), (5, 16)}
+        monkeypatch.setattr(loading, "_read", whole)
+
+
+@pytest.mark.parametrize("shape", [(39, 16), (40, 17), (40,)])
+def test_an_output_matrix_of_another_shape_is_no_copy(tmp_path, shape):
+    save(make(tie_word_embeddings=True), tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({loading._HEAD: np.zeros(shape, np.float32)}))
+    with pytest.raises(ValueError, match=r"of the wrong shape: lm_head\.weight .*, wanted \[40, 16\]$"):
+        load(tmp_path)
+
+
+INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+@pytest.mark.parametrize("name", [INV_FREQ, "model.rotary_emb.inv_freq", "rotary_emb.inv_freq"])
+def test_frequencies_are_those_of_the_config(tmp_path, dtype, name):
+    """Old checkpoints carry them, in the dtype of the weights."""
+    model = make(rope_parameters={"rope_type": "default", "rope_theta": 1e6}, head_dim=12)
+    save(model, tmp_path)
+    right = 1 / (np.float32(1e6) ** (np.arange(0, 12, 2, dtype=np.float32) / 12))
+    rewrite(tmp_path, lambda tensors: tensors.update({name: right.astype(dtype)}))
+    assert_same(model, load(tmp_path, dtype="float32")[0])
+    for wrong in (right[::-1], right[:5], right[None], right * 1.02, np.arange(6), np.zeros(6)):
+        value = wrong if wrong.dtype == np.int64 else np.array(wrong, dtype)
+        rewrite(tmp_path, lambda tensors, value=value: tensors.update({name: value}))
+        with pytest.raises(ValueError, match=r"of other frequencies than the config's: model\..*inv_freq$"):
+            load(tmp_path, dtype="float32")
+
+
+def test_frequencies_of_layers_with_other_ropes(tmp_path):
+    """Those of a layer are its own; those before a rope stretches them are taken too."""
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    save(make("gemma3_text", sliding_window_pattern=2, rope_parameters=ropes), tmp_path)
+    sliding, full = (rope.frequencies(width) for rope, width in load(tmp_path)[0].config.rotations)
+    for value, is_right in ((full, True), (8 * full, True), (sliding, False)):
+        rewrite(tmp_path, lambda tensors, value=value: tensors.update({INV_FREQ: value}))
+        with contextlib.nullcontext() if is_right else pytest.raises(ValueError, match="of other frequencies"):
+            load(tmp_path)
+
+
+def test_towers_and_unread_projections_are_left_out_only_where_the_config_has_them(tmp_path):
+    save(make("gemma3_text", sliding_window_pattern=2), tmp_path)
+    names = [
+        "vision_tower.x", "audio_tower.x", "model.layers.0.self_attn.k_proj.lora_A.weight", "model.layers.0.mask",
+        "lm_head.bias", "model.causal_mask",
+    ]  # fmt: skip
+    for name in names:
+        rewrite(tmp_path, lambda tensors, name=name: tensors.update({name: np.ones(2, np.float32)}))
+        with pytest.raises(ValueError, match=rf"unexpected: {name}$"):
+            load(tmp_path)
+        rewrite(tmp_path, lambda tensors, name=name: tensors.pop(name))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_without_the_models_prefix(tmp_path, tied):
+    """A stream that was saved without its output matrix has no prefix; with one it may have."""
+    model = make("gemma4_text", tie_word_embeddings=tied, **GEMMA4)
     save(model, tmp_path)
 
-    def add(tensors):
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    rewrite(tmp_path, add)
+    rewrite(tmp_path, rename)
     assert_same(model, load(tmp_path)[0])
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": np.ones(16, np.float32)}))
+    with pytest.raises(ValueError, match=r"that are there twice: model\.norm\.weight \(as norm\.weight\)$"):
+        load(tmp_path)
+
+
+def test_an_index_may_leave_out_tensors_of_its_files(tmp_path):
+    """They are taken too: an output matrix that nobody lists would be dropped otherwise."""
+    save(make(), tmp_path)
+    shard(tmp_path)
+    weight_map = json.loads((tmp_path / loading.INDEX).read_text())["weight_map"]
+    weight_map.pop(loading._HEAD)
+    change(tmp_path / loading.INDEX, weight_map=weight_map)
+    change(tmp_path / loading.CONFIG, tie_word_embeddings=True)
+    assert_same(load(tmp_path)[0], make())
+    rewrite_shard = tmp_path / weight_map["model.norm.weight"]
+    save_file({**load_file(rewrite_shard), "model.extra": np.ones(2, np.float32)}, rewrite_shard)
+    with pytest.raises(ValueError, match=r"unexpected: model\.extra$"):
+        load(tmp_path)
+
+
+def test_what_is_saved_over_shards_is_loaded(tmp_path):
+    save(make(), tmp_path)
+    shard(tmp_path)
+    model = make(tie_word_embeddings=True)
+    save(model, tmp_path)
+    assert_same(load(tmp_path)[0], model)
+
+
+# Tokens that end a text.
+
+
+@pytest.mark.parametrize("family", [*QUICK])
+def test_tokens_that_end_a_text_are_those_of_both_files(tmp_path, family):
+    folder = shutil.copytree(GOLDENS / family, tmp_path / "model")
+    change(folder / loading.CONFIG, eos_token_id=7)
+    assert load(folder)[0].config.eos_token_ids == (7,)
+    for more, wanted in ((9, (7, 9)), ([9, 7, 11], (7, 9, 11)), ([], (7,)), (None, (7,)), (7, (7,))):
+        (folder / loading.GENERATION).write_text(json.dumps({"eos_token_id": more, "temperature": 0.6}))
+        model, _ = load(folder)
+        assert model.config.eos_token_ids == wanted
+        save(model, tmp_path / "again")
+        saved = json.loads((tmp_path / "again" / loading.GENERATION).read_text())
+        assert saved == {"bos_token_id": model.config.bos_token_id, "eos_token_id": list(wanted)}
+        assert load(tmp_path / "again")[0].config == model.config
+
+
+def test_a_saved_model_has_no_tokens_of_the_model_before(tmp_path):
+    save(make(eos_token_id=[3, 4]), tmp_path)
+    model = make()
+    save(model, tmp_path)
+    assert load(tmp_path)[0].config == model.config
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        *((json.dumps({"eos_token_id": value}), "eos_token_id: got .*, wanted token ids below vocab_size=40")
+          for value in (40, -1, True, 1.0, "</s>", [1, "x"], {}, [[1]])),
+        ("[]", "got a JSON list, wanted an object"), ("null", "got a JSON NoneType"), ("{", "not valid JSON"),
+    ],
+)  # fmt: skip
+def test_odd_values_of_generation_config_are_named(folder, text, complaint):
+    (folder / loading.GENERATION).write_text(text)
+    with pytest.raises(ValueError, match=rf"/generation_config\.json: {complaint}") as caught:
+        load(folder)
+    assert str(caught.value).count(str(folder)) == 1
+
+
+@pytest.mark.parametrize("name", [loading.CONFIG, loading.INDEX, loading.GENERATION])
+def test_files_may_begin_with_a_byte_order_mark(saved, tmp_path, name):
+    folder = shutil.copytree(saved / "shards", tmp_path / "model")
+    content = (folder / name).read_bytes() if (folder / name).exists() else b'{"eos_token_id": null}'
+    (folder / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert_same(load(folder)[0], make())
 
 
 def test_faulty_tensors_are_named(tmp_path):
@@ -305,7 +522,7 @@ def test_a_folder_of_links_is_read(saved, tmp_path):
     assert_same(load(tmp_path / "snapshot")[0], make())
 
 
-@pytest.mark.parametrize("name", ["config.json", loading.INDEX, loading.SINGLE, "tokenizer.json"])
+@pytest.mark.parametrize("name", ["config.json", loading.GENERATION, loading.INDEX, loading.SINGLE, "tokenizer.json"])
 @pytest.mark.parametrize("kind", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])
 def test_what_is_no_file_is_refused_and_does_not_block(folder, name, kind):
     (folder / name).unlink(missing_ok=True)

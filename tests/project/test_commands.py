@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import socket
 import sys
 import time
@@ -38,6 +39,7 @@ from models import (
     stores,
     train,
     verify,
+    wires,
 )
 from models.speech import Speech
 from models.stopwatch import Stopwatch
@@ -52,6 +54,24 @@ def ends(pipe, keep_programs):
 def sleeps(pipe, keep_programs):
     """A stand-in for an engine that never answers."""
     time.sleep(60)
+
+
+def test_logs_of_prompts_are_their_users_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        commands.save(commands.Parser("demo", None), types.SimpleNamespace(events=tmp_path / "demo"), [{"ts": 0}])
+        with wires._File(tmp_path / "wire", print) as file:
+            file.write("{}")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600, 0o600]
+
+
+def test_a_folder_of_programs_to_which_others_may_write_ends_a_command_with_one_line(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(kvjax, "keep_programs", functools.partial(kvjax.keep_programs, tmp_path))
+    with pytest.raises(SystemExit, match=r"^folder: got .* mode 0777, wanted .*; --no-compile-cache needs no folder$"):
+        commands.keep_programs(True)
 
 
 FIELDS = {
@@ -196,6 +216,13 @@ def test_bytes_that_are_not_utf8_are_named(capsys, tmp_path, monkeypatch):
     assert line == f"--prompts: {tmp_path}/prompts: not UTF-8 at byte 3"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9\n"), encoding="utf-8"))
     assert refused(capsys, "--checkpoint", "text", "--chat") == f"--chat: {text} a turn"
+
+
+def test_a_chat_does_not_begin_with_a_broken_template(capsys, tmp_path):
+    folder = shutil.copytree("text", tmp_path / "text")
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    line = refused(capsys, "--checkpoint", str(folder), "--chat")
+    assert line.startswith("--chat: chat template: Expected an expression")
 
 
 @pytest.mark.parametrize("option", ["--publish", "--replay"])

@@ -15,8 +15,8 @@ import kvjax.stores
 HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
-    "_arrays", "_compile", "_pictures", "layers", "spec", "state", "checks", "events", "policies", "blocks", "gpu",
-    "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "stores", "serving",
+    "_files", "_arrays", "_compile", "_pictures", "layers", "spec", "state", "checks", "events", "policies", "blocks",
+    "gpu", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "stores", "serving",
     "testing", "tiers", "interop", "research", "__init__",
 )  # fmt: skip
 
@@ -171,6 +171,19 @@ def test_tests_are_nobodys_library():
 
 
 QUESTIONS = ("What", "How", "Which", "Who", "Whose", "Where")
+
+
+def test_files_with_prompts_are_made_by_one_helper():
+    """`kvjax._files` makes them private. Figures, pictures, learned policies and checkpoints have no prompts."""
+    public = {"kvjax/research/__main__.py", "kvjax/research/learning/learned.py", "models/loading.py"}
+    writes = re.compile(r"""open\([^()]*["'][wax]b?["']|\.write_(text|bytes)\(|\.mkdir\(|\.touch\(\)|makedirs\(""")
+    found = {
+        f"{path.relative_to(HOUSE.parent)}"
+        for folder in ("kvjax", "models", "pallas_kernels")
+        for path in (HOUSE.parent / folder).rglob("*.py")
+        if writes.search(re.sub(r"^ *(>>>|\.\.\.).*", "", path.read_text(), flags=re.M))
+    }
+    assert found == {*public, "kvjax/_files.py"}
 
 
 @pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "tests"])

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs cached in a folder."""
 
+import os
 import pathlib
+import stat
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import kvjax
+from kvjax import _files
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -31,12 +34,13 @@ def test_programs_are_cached_in_the_users_folder(monkeypatch, tmp_path):
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
     jax.config.update(SETTINGS[0], None)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(pathlib.os.path, "expanduser", lambda path: path.replace("~", "users"))
-    assert kvjax.keep_programs() == "users/.cache/kvjax"
+    monkeypatch.setattr(pathlib.os.path, "expanduser", lambda path: path.replace("~", f"{tmp_path}/users"))
+    assert kvjax.keep_programs() == f"{tmp_path}/users/.cache/kvjax"
 
 
 @pytest.mark.usefixtures("no_folder")
-def test_a_folder_that_is_set_stays_unless_another_is_named(tmp_path):
+def test_a_folder_that_is_set_stays_unless_another_is_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     jax.config.update(SETTINGS[0], "set")  # like jax with JAX_COMPILATION_CACHE_DIR
     jax.config.update(SETTINGS[1], 0.05)
     assert kvjax.keep_programs() == "set" == jax.config.jax_compilation_cache_dir
@@ -46,6 +50,36 @@ def test_a_folder_that_is_set_stays_unless_another_is_named(tmp_path):
         with pytest.raises(ValueError, match=r"^folder: got .*, wanted a path or None"):
             kvjax.keep_programs(wrong)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+
+
+@pytest.mark.usefixtures("no_folder")
+def test_a_folder_is_the_users_alone(monkeypatch, tmp_path):
+    """Programs from it are run, so that whoever may write to it may run any code."""
+    before = os.umask(0o002)
+    try:
+        kvjax.keep_programs(tmp_path / "a" / "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a" / "new").stat().st_mode) == 0o700
+    (tmp_path / "file").write_text("")
+    (tmp_path / "mine").mkdir()
+    for mode in (0o777, 0o775, 0o757, 0o1777, 0o720):
+        (tmp_path / "mine").chmod(mode)
+        with pytest.raises(ValueError, match=rf"^folder: got .*mine' of mode {mode:04o}, wanted a folder to which its"):
+            kvjax.keep_programs(tmp_path / "mine")
+    with pytest.raises(FileExistsError):
+        kvjax.keep_programs(tmp_path / "file")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "a" / "new")
+    jax.config.update(SETTINGS[0], str(tmp_path / "mine"))  # like jax with JAX_COMPILATION_CACHE_DIR
+    with pytest.raises(ValueError, match=r"^folder: got .*mine' of mode 0720"):
+        kvjax.keep_programs()
+    (tmp_path / "mine").chmod(0o755)
+    assert kvjax.keep_programs() == str(tmp_path / "mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(_files.os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ValueError, match=r"^folder: got .*mine', which belongs to user \d+, wanted"):
+            kvjax.keep_programs()
+    assert kvjax.keep_programs("gs://bucket/programs") == "gs://bucket/programs"
 
 
 @pytest.mark.usefixtures("no_folder")

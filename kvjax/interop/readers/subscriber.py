@@ -2,8 +2,9 @@
 """Mirrors the cache behind a publisher of vLLM's events, kvjax's or any engine's, on a thread of its own.
 
 A message that does not follow the last one is trusted only if the publisher's replay has it: a higher number may be
-another publisher's, a lower one a duplicate or a new process that counts from 0. Without a replay the reader goes on,
-and reports that something is missing (`complete`). The `Follower` decides all this without sockets and clocks.
+another publisher's, a lower one a duplicate or a new process that counts from 0. A message that is refused counts as
+missed. Without a replay the reader goes on, and reports that something is missing (`complete`). The `Follower` decides
+all this without sockets and clocks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvjax.interop.sockets import END, Curve, attach_socket, open_socket, receiv
 
 _FIRST = 0  # the first message's number, of engines that count from there
 _WAITING_BYTES = 64 << 20  # the most that waits for the end of a replay; what is dropped beyond is requested later
-_OVERHEAD = 512  # bytes of a batch that waits, beside its payload, about
+_OVERHEAD = 512  # bytes of a message that waits, beside its frames, about
 _QUEUED = 100_000  # messages that wait for the thread
 _AT_ONCE = 256  # messages that it takes before others may look
 _POLL = 50  # milliseconds
@@ -31,7 +32,8 @@ class Subscriber:
     """Mirrors one publisher: the cached blocks and their media, found by tokens.
 
     It requests what it missed where the publisher answers. Messages that are truncated, too large, foreign or of
-    another kind are refused and counted, and leave the mirror as it is. An endpoint that cannot be bound is an OSError.
+    another kind are refused and counted, and leave the mirror as it is. A message is not refused for an event that
+    cannot be placed: that event is skipped and counted. An endpoint that cannot be bound is an OSError.
 
     Args:
       endpoint: where it publishes.
@@ -44,6 +46,7 @@ class Subscriber:
         again after as long.
       max_message: the most bytes of a frame.
       max_blocks: the most blocks that are mirrored.
+      max_bytes: the most memory that they may take, about.
       curve: keys, with the server's.
     """
 
@@ -59,6 +62,7 @@ class Subscriber:
         replay_timeout: float = 5.0,
         max_message: int = 16 << 20,
         max_blocks: int = 1 << 22,
+        max_bytes: int = 1 << 30,
         curve: Curve | None = None,
     ):
         if salts not in ("digest", "plain"):
@@ -66,7 +70,7 @@ class Subscriber:
         salt_text("", salts, key)  # refuses what is no key
         self._salts, self._key, self._curve, self._max_message = salts, key, curve, max_message
         self._replay_endpoint, self._timeout = replay_endpoint or "", replay_timeout
-        self._follower = Follower(replay_endpoint is not None, max_blocks)
+        self._follower = Follower(replay_endpoint is not None, max_blocks, max_bytes)
         self._num_sent, self._deadline, self._failed = 0, 0.0, False  # requests, and until when the last one counts
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._context = zmq.Context()
@@ -85,9 +89,14 @@ class Subscriber:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing, by all messages so far: no gap, and mirrored from its beginning on."""
+        """Whether nothing is missing, by all messages so far.
+
+        The cache is mirrored from its beginning on, without a gap, and no message was refused and no event skipped. A
+        replay or AllBlocksCleared makes up for what was missing. Blocks that `counts` has as unknown change nothing:
+        no message says what they hold.
+        """
         with self._changed:
-            return self._follower.complete and self._follower.replay_from is None
+            return self._follower.complete
 
     @property
     def last(self) -> int | None:
@@ -97,7 +106,12 @@ class Subscriber:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages, and those refused; gaps, duplicates, restarts; replays, and those that did not come."""
+        """Counts of messages, of events and of blocks.
+
+        Messages are `messages`, `refused`, `gaps`, `duplicates`, `restarts`, `replays` and `replays_failed`, those that
+        did not come. Events that could not be placed are `skipped`. Blocks are `unknown` that events without tokens,
+        such as those of vLLM's offloading connector, have named and no event with tokens.
+        """
         with self._changed:
             return dict(self._follower.counts)
 
@@ -194,50 +208,73 @@ class Subscriber:
 
 
 class _Message(NamedTuple):
-    """A message: its number, its batch, whether that clears the cache, and the bytes of its payload."""
+    """A message: its number, its batch, and whether that clears the cache."""
 
     number: int
     batch: Batch
     clears: bool
-    size: int
 
 
 class Follower:
     """The state of a subscription by the messages so far; `replays`: whether the publisher answers requests."""
 
-    def __init__(self, replays: bool, max_blocks: int):
-        self._replays, self._max_blocks = replays, max_blocks
-        self.mirror, self.complete = Mirror(max_blocks), False  # complete: nothing is missing
+    def __init__(self, replays: bool, max_blocks: int, max_bytes: int = 1 << 30):
+        self._replays, self._limits = replays, (max_blocks, max_bytes)
         self.last: int | None = None  # number of the last message that counts
         self.replay_from: int | None = None  # number of the first message of the replay that is under way
         self.num_requests = 0  # of replays
         counted = "messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"
-        self.counts: dict[str, int] = dict.fromkeys(counted, 0)
-        self._waiting: list[_Message] = []  # for the end of a replay
+        self.counts: dict[str, int] = dict.fromkeys((*counted, "skipped", "unknown"), 0)
+        self.mirror = self._empty_mirror()
+        self._is_whole = False  # no message is missing
+        self._waiting: list[Sequence[bytes]] = []  # frames, for the end of a replay: batches would take more memory
         self._waiting_bytes = 0
         self._num_unproven = 0  # the first of `_waiting`, which were there when the replay was requested
         self._low: int | None = None  # number of a message below the last one, which the next one may follow
         if replays:
             self.request_replay(0)
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing: no message, and no event that the mirror has skipped."""
+        return self._is_whole and self.replay_from is None and self.mirror.complete
+
     def receive(self, frames: Sequence[bytes]) -> None:
         """Takes a published message: topic, number, payload."""
+        if self.replay_from is not None:
+            self._wait(frames)
+            return
+        message = self._read(frames)
+        if message is None:
+            self._miss()
+        else:
+            self._follow(message, frames)
+
+    def _read(self, frames: Sequence[bytes]) -> _Message | None:
+        """The message of frames; None for one that is refused."""
         try:
-            message = _read(frames, (3,))
+            message = _message(frames, (3,))
         except ValueError:
             self.counts["refused"] += 1
-            return
+            return None
         self.counts["messages"] += 1
-        if self.replay_from is None:
-            self._follow(message)
-        elif self._waiting_bytes + _OVERHEAD + message.size <= _WAITING_BYTES:
-            self._wait(message)
+        return message
 
-    def _wait(self, message: _Message) -> None:
-        self._waiting.append(message)
-        self._waiting_bytes += _OVERHEAD + message.size
+    def _miss(self) -> None:
+        """A message was refused: it may have been the next one."""
+        if self._replays:
+            self.request_replay(0 if self.last is None else self.last + 1)
+        else:
+            self._is_whole = False
 
-    def _follow(self, message: _Message) -> None:
+    def _wait(self, frames: Sequence[bytes]) -> None:
+        """Keeps a message for the end of the replay, if there is room."""
+        num_bytes = _OVERHEAD + sum(map(len, frames))
+        if self._waiting_bytes + num_bytes <= _WAITING_BYTES:
+            self._waiting.append(frames)
+            self._waiting_bytes += num_bytes
+
+    def _follow(self, message: _Message, frames: Sequence[bytes]) -> None:
         if self.last is not None and message.number == self.last + 1:
             self._apply(message)
         elif message.number == self.last:
@@ -245,7 +282,7 @@ class Follower:
         elif self._replays:
             ahead = self.last is not None and message.number > self.last
             self.counts["gaps" if ahead else "duplicates"] += self.last is not None
-            self._wait(message)
+            self._wait(frames)
             self.request_replay(self.last + 1 if ahead and self.last is not None else 0)
         else:
             self._guess(message)
@@ -255,7 +292,7 @@ class Follower:
         number = message.number
         if self.last is not None and number > self.last:
             self.counts["gaps"] += 1
-            self.complete = False
+            self._is_whole = False
         elif self.last is not None:
             restarted = number == _FIRST or number - 1 == self._low or message.clears
             self._low = number
@@ -263,19 +300,19 @@ class Follower:
                 self.counts["duplicates"] += 1
                 return
             self.counts["restarts"] += 1
-            self.mirror, self.complete = Mirror(self._max_blocks), False
-        self.complete |= number == _FIRST
+            self.mirror, self._is_whole = self._empty_mirror(), False
+        self._is_whole |= number == _FIRST
         self._apply(message)
 
     def _apply(self, message: _Message) -> None:
-        try:
-            self.mirror.apply(message.batch)
-        except ValueError:
-            self.counts["refused"] += 1
-            self.complete = False
-            return
+        self.mirror.apply(message.batch)
         self.last, self._low = message.number, None
-        self.complete |= message.clears
+        self._is_whole |= message.clears
+
+    def _empty_mirror(self) -> Mirror:
+        mirror = Mirror(*self._limits)
+        mirror.counts = self.counts  # which has those of all its mirrors together
+        return mirror
 
     # Replays.
 
@@ -295,7 +332,7 @@ class Follower:
             self._end_replay()
             return
         try:
-            self._replay(_read(frames, (3, 4)))
+            self._replay(_message(frames, (3, 4)))
         except ValueError:
             self.counts["refused"] += 1
             self._sound = False
@@ -306,10 +343,10 @@ class Follower:
         if self._replayed is not None:
             self._sound &= number == self._replayed + 1
         elif self.replay_from == 0 or message.clears:
-            self._new = Mirror(self._max_blocks)
+            self._new = self._empty_mirror()
             self._sound &= number == _FIRST or message.clears
         else:
-            self._sound &= self.complete and number == self.replay_from
+            self._sound &= self._is_whole and number == self.replay_from
         mirror = self.mirror if self._new is None else self._new
         mirror.apply(message.batch)
         self._replayed = number
@@ -322,38 +359,42 @@ class Follower:
         if self._new is not None and self._replayed is not None:
             self.counts["restarts"] += self.last is not None and self._replayed < self.last
             self.mirror, self.last = self._new, self._replayed
-        self.complete = self._sound and (self.complete or self._new is not None or self.last is None)
+        self._is_whole = self._sound and (self._is_whole or self._new is not None or self.last is None)
         num_unproven = self._num_unproven
-        for at, message in enumerate(self._stop_waiting()):
+        for at, frames in enumerate(self._stop_waiting()):
             if self.replay_from is not None:
-                self._wait(message)
+                self._wait(frames)
+                continue
+            message = self._read(frames)
+            if message is None:
+                self._miss()
             elif self.last is not None and message.number <= self.last:
                 continue
             elif at < num_unproven and (self.last is None or message.number > self.last + 1):
                 self.counts["refused"] += 1  # the replay of its publisher would have had it
             else:
-                self._follow(message)
+                self._follow(message, frames)
 
     def fail_replay(self) -> None:
         """Goes on without the replay, which did not come in time."""
         self.counts["replays_failed"] += 1
-        self.complete = False
-        for message in self._stop_waiting():
-            follows = self.last is not None and message.number == self.last + 1
-            (self._apply if follows else self._guess)(message)
-            self.complete = False
+        for message in map(self._read, self._stop_waiting()):
+            if message is not None:
+                follows = self.last is not None and message.number == self.last + 1
+                (self._apply if follows else self._guess)(message)
+        self._is_whole = False
 
-    def _stop_waiting(self) -> list[_Message]:
+    def _stop_waiting(self) -> list[Sequence[bytes]]:
         """The messages that have waited; no replay is under way any more."""
         waiting = self._waiting
         self._waiting, self._waiting_bytes, self._num_unproven, self.replay_from = [], 0, 0, None
         return waiting
 
 
-def _read(frames: Sequence[bytes], lengths: Sequence[int]) -> _Message:
+def _message(frames: Sequence[bytes], lengths: Sequence[int]) -> _Message:
     """The message of the last two frames, of as many as one of `lengths`."""
     if len(frames) not in lengths or len(frames[-2]) != 8:
         raise ValueError("message: got other frames, wanted a number of 8 bytes and a payload")
     batch = decode(frames[-1])
     clears = any(isinstance(event, Cleared) for event in batch.events)
-    return _Message(int.from_bytes(frames[-2], "big"), batch, clears, len(frames[-1]))
+    return _Message(int.from_bytes(frames[-2], "big"), batch, clears)

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT-LLM's event JSON, of any engine: lines, decoded with limits on everything, and a mirror of the cache.
 
+Each event is judged by itself, so that an event which no mirror can place costs nothing but itself.
+
 Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from itertools import starmap
 from typing import Annotated, Any, NamedTuple
 
 from kvjax.interop._wires import msgspec
@@ -15,6 +19,7 @@ from kvjax.interop.readers.tree import Hash, Node, Root, paths
 Struct, Meta, field = msgspec.Struct, msgspec.Meta, msgspec.field
 _LONGEST_LINE, _LONGEST_TEXT = 64 << 20, 4096  # characters
 _BLOCK, _GROUPS = 1 << 16, 1 << 10  # the most tokens of a block, and the most groups
+_BLOCK_BYTES, _TOKEN_BYTES = 300, 120  # of a mirrored block without tokens and names, and of a token, about
 
 _Number = Annotated[int, Meta(ge=0)]
 _Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
@@ -39,7 +44,7 @@ class Tokens(tuple[tuple[int, int], ...]):
 
 
 class Block(Struct, frozen=True):
-    """A block that is cached."""
+    """A block that is cached; without tokens, a block that an earlier event has stored."""
 
     block_hash: _Hash
     tokens: Tokens
@@ -80,12 +85,19 @@ class Event(Struct, frozen=True):
     rank: _Number | None = field(name="attention_dp_rank", default=None)
 
 
+class _Numbered(Struct):
+    """The number and the rank of an event that cannot be read."""
+
+    number: _Number = field(name="event_id")
+    rank: _Number | None = field(name="attention_dp_rank", default=None)
+
+
 class _Token(Struct, gc=False):
     token_id: _Number
     token_extra_id: _Number = 0
 
 
-_UniqueTokens = Annotated[list[_Token], Meta(min_length=1, max_length=_BLOCK)]
+_UniqueTokens = Annotated[list[_Token], Meta(max_length=_BLOCK)]
 
 
 def _tokens(kind: type, value: Any) -> Tokens:
@@ -96,7 +108,7 @@ def _tokens(kind: type, value: Any) -> Tokens:
         raise ValueError(str(error)) from error  # msgspec adds the path of the tokens
 
 
-_decode = msgspec.json.Decoder(Event, dec_hook=_tokens).decode
+_DECODERS: dict[type, Any] = {kind: msgspec.json.Decoder(kind, dec_hook=_tokens).decode for kind in (Event, _Numbered)}
 
 
 def parse(lines: str | bytes | Iterable[str | bytes | dict[str, Any]]) -> list[Event]:
@@ -124,16 +136,15 @@ def parse(lines: str | bytes | Iterable[str | bytes | dict[str, Any]]) -> list[E
 
 
 def _parse_line(line: str | bytes | dict[str, Any]) -> Event:
-    if isinstance(line, str | bytes):
-        if len(line) > _LONGEST_LINE:
-            raise ValueError(f"got {len(line)} characters, wanted at most {_LONGEST_LINE}")
-        event = _decode(line)
-    else:
-        event = msgspec.convert(line, Event, dec_hook=_tokens)
+    """The event of a line; a ValueError for a line that is none."""
+    event = _read(line, Event)
     match event.data:
         case Stored(parent, blocks):
             _check_hashes("parent_hash", [] if parent is None else [parent])
-            _check_hashes("block_hash", [block.block_hash for block in blocks])
+            hashes = [block.block_hash for block in blocks]
+            _check_hashes("block_hash", hashes)
+            if len(set(hashes)) < len(hashes):
+                raise ValueError("block_hash: got one twice, wanted each once")
         case Removed(hashes):
             _check_hashes("block_hashes", hashes)
         case Updated(block_hash):
@@ -141,15 +152,23 @@ def _parse_line(line: str | bytes | dict[str, Any]) -> Event:
     return event
 
 
+def _read[T](line: str | bytes | dict[str, Any], kind: type[T]) -> T:
+    """A line as an Event, or as the numbers of one."""
+    try:
+        if not isinstance(line, str | bytes):
+            return msgspec.convert(line, kind, dec_hook=_tokens)
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(f"got {len(line)} characters, wanted at most {_LONGEST_LINE}")
+        return _DECODERS[kind](line)
+    except RecursionError as error:
+        raise ValueError("got lists in each other, wanted an event") from error
+
+
 def _check_hashes(name: str, hashes: Iterable[Hash]) -> None:
-    """Checks what their type does not say: integers have 64 bits, and each is there once."""
-    seen = set()
-    for one in hashes:
-        if isinstance(one, int) and not -(1 << 63) <= one < 1 << 64:
-            raise ValueError(f"{name}: got {one!r:.80}, wanted an int of 64 bits or a short text")
-        if one in seen:
-            raise ValueError(f"{name}: got {one!r:.80} twice, wanted each once")
-        seen.add(one)
+    """Checks what their type does not say: integers have 64 bits."""
+    for block_hash in hashes:
+        if isinstance(block_hash, int) and not -(1 << 63) <= block_hash < 1 << 64:
+            raise ValueError(f"{name}: got {block_hash!r:.80}, wanted an int of 64 bits or a short text")
 
 
 class Prefix(NamedTuple):
@@ -163,12 +182,26 @@ class Prefix(NamedTuple):
     after: Hash | None = None  # the hash of the prefix before, where no line has stored it
 
 
+def _bytes_of(block_hash: Hash, node: Node) -> int:
+    """The memory of a mirrored block, about."""
+    names = block_hash, node.lora, node.salt
+    return _BLOCK_BYTES + _TOKEN_BYTES * len(node.tokens) + sum(map(sys.getsizeof, names))
+
+
 class Mirror:
     """The cached blocks by the lines so far.
 
     Args:
       max_blocks: the most blocks that it takes.
       rank: the one to follow where a stream has events of several; None: all.
+      max_bytes: the most memory that the blocks may take, about.
+
+    Attributes:
+      last: the event_id of the last event that counts.
+      counts: `events`, those that it followed; `refused`, lines that are no events; `skipped`, events that it could not
+        read or that exceeded a limit; `unknown`, blocks without tokens, or with a new level, that no event has stored;
+        `gaps`; `duplicates`; and `others`, events of other ranks.
+      num_bytes: the memory of its blocks, about.
 
     Example:
       >>> from kvjax.interop.trtllm import Mirror, Writer
@@ -181,11 +214,13 @@ class Mirror:
       ([4, 8], True)
     """
 
-    def __init__(self, max_blocks: int = 1 << 22, rank: int | None = None):
-        self.max_blocks, self.rank = max_blocks, rank
-        self.last: int | None = None  # event_id of the last event that counts
-        # Lines that are refused, duplicates, and events of other ranks change nothing.
-        self.counts = dict.fromkeys(("events", "refused", "gaps", "duplicates", "others"), 0)
+    def __init__(self, max_blocks: int = 1 << 22, rank: int | None = None, max_bytes: int = 1 << 30):
+        self.max_blocks = max_blocks
+        self.rank = rank
+        self.max_bytes = max_bytes
+        self.last: int | None = None
+        self.counts = dict.fromkeys(("events", "refused", "skipped", "unknown", "gaps", "duplicates", "others"), 0)
+        self.num_bytes = 0
         self._groups: dict[tuple[int, int | None], dict[Hash, Node]] = {}
         self._complete = set[tuple[int, int | None]]()  # groups of which no event is missing since they were created
 
@@ -194,56 +229,112 @@ class Mirror:
 
     @property
     def complete(self) -> bool:
-        """Whether each group has been followed from its beginning (created), with no event missing since."""
+        """Whether each group has been followed from its beginning (created), with no event missing or skipped since."""
         return bool(self._groups) and self._complete == self._groups.keys()
 
     def follow(self, lines: Iterable[str | bytes | dict[str, Any]]) -> None:
-        """Follows lines or dicts; what is refused is counted and changes nothing."""
+        """Follows lines or dicts. An event that cannot be read is skipped, a line that is none is refused."""
         for line in lines:
             try:
                 self.apply(_parse_line(line))
             except ValueError:
-                self.counts["refused"] += 1
-                self._complete.clear()
+                self._skip_line(line)
 
     def apply(self, event: Event) -> None:
-        """Follows an event; a ValueError for one too many blocks or groups leaves the mirror as it was."""
+        """Follows an event, or skips it if it has too many blocks or groups."""
+        if not self._is_next(event.number, event.rank):
+            return
+        key = event.window, event.group
+        data = event.data
+        if key not in self._groups and len(self._groups) >= _GROUPS:
+            self._skip()
+            return
+        nodes = self._groups.setdefault(key, {})
+        if isinstance(data, Stored) and not self._store(nodes, data):
+            self._skip()
+            return
+        self.counts["events"] += 1
+        if isinstance(data, Created):
+            self._forget(nodes, list(nodes))
+            self._complete.add(key)
+        elif isinstance(data, Removed):
+            self._forget(nodes, data.block_hashes)
+        elif isinstance(data, Updated):
+            self._update(nodes, data)
+
+    def _is_next(self, number: int, rank: int | None) -> bool:
+        """Whether an event counts, by its number and rank; notes the gap before it."""
+        if self.rank is not None and rank != self.rank:
+            self.counts["others"] += 1
+            return False
+        if number == self.last:
+            self.counts["duplicates"] += 1
+            return False
+        if self.last is not None and number < self.last:  # of another process
+            self._groups.clear()
+            self._complete.clear()
+            self.num_bytes = 0
+        elif number != (0 if self.last is None else self.last + 1):
+            self.counts["gaps"] += 1
+            self._complete.clear()
+        self.last = number
+        return True
+
+    def _skip(self) -> None:
+        self.counts["skipped"] += 1
+        self._complete.clear()
+
+    def _skip_line(self, line: str | bytes | dict[str, Any]) -> None:
+        """Skips the event of a line that cannot be read, or refuses the line."""
+        try:
+            event = _read(line, _Numbered)
+        except ValueError:
+            self.counts["refused"] += 1
+            self._complete.clear()
+            return
         if self.rank is not None and event.rank != self.rank:
             self.counts["others"] += 1
             return
-        if event.number == self.last:
-            self.counts["duplicates"] += 1
+        if event.number == (0 if self.last is None else self.last + 1):
+            self.last = event.number  # any other number is believed of events alone that can be read
+        self._skip()
+
+    def _store(self, nodes: dict[Hash, Node], event: Stored) -> bool:
+        """Adds blocks to a group; False if they exceed a limit. Blocks without tokens get a new level and priority."""
+        parent = Root(event.lora, event.salt) if event.parent is None else event.parent
+        placed: dict[Hash, Node] = {}
+        for block in event.blocks:
+            if block.tokens:
+                where = block.level, block.priority
+                placed[block.block_hash] = Node(parent, block.tokens, (), event.lora, event.salt, where)
+            parent = block.block_hash
+        old = [(block_hash, nodes[block_hash]) for block_hash in placed if block_hash in nodes]
+        num_bytes = self.num_bytes + sum(starmap(_bytes_of, placed.items())) - sum(starmap(_bytes_of, old))
+        if len(self) + len(placed) - len(old) > self.max_blocks or num_bytes > self.max_bytes:
+            return False
+        nodes.update(placed)
+        self.num_bytes = num_bytes
+        for block in event.blocks:
+            node = nodes.get(block.block_hash)
+            if node is None:
+                self.counts["unknown"] += 1
+            else:
+                node.where = block.level, block.priority
+        return True
+
+    def _update(self, nodes: dict[Hash, Node], event: Updated) -> None:
+        node = nodes.get(event.block_hash)
+        if node is None:
+            self.counts["unknown"] += 1
             return
-        num_blocks = len(self) + (len(event.data.blocks) if isinstance(event.data, Stored) else 0)
-        if num_blocks > self.max_blocks or len(self._groups) > _GROUPS:
-            raise ValueError(f"lines: got {num_blocks} blocks, wanted at most {self.max_blocks}")
-        self.counts["events"] += 1
-        if self.last is not None and event.number < self.last:  # of another process
-            self._groups.clear()
-            self._complete.clear()
-        elif event.number != (0 if self.last is None else self.last + 1):
-            self.counts["gaps"] += 1
-            self._complete.clear()
-        self.last = event.number
-        key = event.window, event.group
-        nodes = self._groups.setdefault(key, {})
-        match event.data:
-            case Created():
-                nodes.clear()
-                self._complete.add(key)
-            case Stored(parent, blocks, salt, lora):
-                parent = Root(lora, salt) if parent is None else parent
-                for block in blocks:
-                    where = block.level, block.priority
-                    nodes[block.block_hash] = Node(parent, block.tokens, (), lora, salt, where)
-                    parent = block.block_hash
-            case Removed(hashes):
-                for block_hash in hashes:
-                    nodes.pop(block_hash, None)
-            case Updated(block_hash, level, priority) if block_hash in nodes:
-                node = nodes[block_hash]
-                pairs = zip(node.where, (level, priority), strict=True)
-                node.where = tuple(was if diff is None else diff.new for was, diff in pairs)
+        pairs = zip(node.where, (event.level, event.priority), strict=True)
+        node.where = tuple(was if diff is None else diff.new for was, diff in pairs)
+
+    def _forget(self, nodes: dict[Hash, Node], hashes: Iterable[Hash]) -> None:
+        """Removes the blocks that are there."""
+        for block_hash in hashes:
+            node = nodes.pop(block_hash, None)
+            self.num_bytes -= 0 if node is None else _bytes_of(block_hash, node)
 
     @property
     def index(self) -> dict[Prefix, tuple[int, int]]:

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's wire, as any engine publishes it: payloads in every form, decoded with limits, and a mirror of the cache."""
+"""vLLM's wire, as any engine publishes it: payloads in every form, decoded with limits, and a mirror of the cache.
+
+Each event is judged by itself, so that an event which no mirror can place costs nothing but itself.
+"""
 
 from __future__ import annotations
 
 import array
+import sys
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Annotated, Any, NamedTuple
 
 from kvjax.interop._wires import msgspec
@@ -16,16 +21,22 @@ SALT_PREFIX = "dynamo-cache-salt:"  # of the salt among the keys of `extra_keys`
 _TOKEN_BYTES = 8
 _LONGEST = 4096  # characters of a name, bytes of a hash, keys of a block
 _GROUPS, _BLOCK = 1 << 10, 1 << 16  # the most groups, and the most tokens of a block
+_MOST_EVENTS = 1 << 20  # of a payload
 _MOST_MEDIA = 32
+_BLOCK_BYTES = 360  # of a mirrored block, about, without its tokens, names and keys
 _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})  # vLLM's words
 
 
 class Stored(NamedTuple):
-    """Blocks that follow each other are cached."""
+    """Blocks that follow each other are cached.
+
+    An event whose tokens are not known for each block has none (`tokens` is empty). vLLM's offloading connector sends
+    events without tokens, and groups of Mamba layers events with fewer hashes than blocks of tokens.
+    """
 
     hashes: Sequence[Hash]
     parent: Hash | None  # the prefix before them, None at a root
-    tokens: bytes  # i64[n * size]
+    tokens: bytes  # i64[n * size], or empty
     size: int  # tokens of a block
     lora: str | None
     salt: str | None  # an event without a salt has that of its parent
@@ -48,11 +59,20 @@ class Cleared(NamedTuple):
     """Nothing is cached any more, in any group."""
 
 
+class Skipped(NamedTuple):
+    """An event that cannot be read: its kind is unknown, or a field is not as vLLM has it."""
+
+    reason: str
+
+
+Event = Stored | Removed | Cleared | Skipped
+
+
 class Batch(NamedTuple):
     """The contents of a payload: seconds since 1970, events in their order, data-parallel rank."""
 
     time: float
-    events: list[Stored | Removed | Cleared]
+    events: list[Event]
     rank: int | None
 
 
@@ -60,7 +80,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=_LONGEST)]
 _Hash = Annotated[bytes, msgspec.Meta(max_length=_LONGEST)] | int
 _Keys = Annotated[list[Any], msgspec.Meta(max_length=_LONGEST)]  # text or bytes, so that `_keys` checks them
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=_GROUPS)]
-_Size = Annotated[int, msgspec.Meta(ge=1, le=_BLOCK)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_BLOCK)]
 _Token = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -97,63 +117,84 @@ class _RemovedArray(_Removed, tag="BlockRemoved", array_like=True): ...
 class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True): ...
 
 
-class _Batch[E](msgspec.Struct, array_like=True, gc=False):
+class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[E]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_EVENTS)]
     data_parallel_rank: int | None = None
 
 
-class _BatchMap[E](_Batch[E], array_like=False): ...  # some versions of vLLM have the batch as a map too
+class _BatchMap(_Batch, array_like=False): ...  # some versions of vLLM have the batch as a map too
 
 
-_Maps, _Arrays = _Stored | _Removed | _Cleared, _StoredArray | _RemovedArray | _ClearedArray
-_DECODERS = [msgspec.msgpack.Decoder(form).decode for form in (_Batch[_Maps], _Batch[_Arrays], _BatchMap[_Maps])]
+_decode_array, _decode_map = (msgspec.msgpack.Decoder(form).decode for form in (_Batch, _BatchMap))
+_decode_array_event = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
+_decode_map_event = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared).decode
 
 
 def decode(payload: bytes) -> Batch:
-    """Reads a payload of any of the forms, with hashes that are ints or bytes; a ValueError for anything else.
+    """Reads a payload of any of the forms, with hashes that are ints or bytes.
+
+    An event that cannot be read is a `Skipped` with the reason, and costs no other event.
+
+    Raises:
+      ValueError: for a payload that is no batch of events.
 
     Example:
       >>> import msgspec
       >>> from kvjax.interop.vllm import decode
-      >>> payload = msgspec.msgpack.encode([0.0, [["AllBlocksCleared"]], 0])
+      >>> payload = msgspec.msgpack.encode([0.0, [["AllBlocksCleared"], ["BlockMoved"]], 0])
       >>> decode(payload)
-      Batch(time=0.0, events=[Cleared()], rank=0)
+      Batch(time=0.0, events=[Cleared(), Skipped(reason="Invalid value 'BlockMoved' - at `$[0]`")], rank=0)
     """
-    errors = []
-    for decoder in _DECODERS:
+    try:
+        batch = (_decode_map if _is_map(payload) else _decode_array)(payload)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"payload: got {payload[:40]!r}, wanted a KVEventBatch: {error}") from error
+    events: list[Event] = []
+    skipped: dict[str, Skipped] = {}  # equal ones are one object, so that a payload full of them takes no memory
+    for event in batch.events:
         try:
-            batch = decoder(payload)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            errors.append(str(error))
-            continue
-        return Batch(batch.ts, [_checked(event) for event in batch.events], batch.data_parallel_rank)
-    raise ValueError(f"payload: got {payload[:40]!r}, wanted a KVEventBatch: {errors[0]}; {errors[1]}")
+            events.append(_checked((_decode_map_event if _is_map(event) else _decode_array_event)(event)))
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+            events.append(skipped.setdefault(reason, Skipped(reason)))
+    return Batch(batch.ts, events, batch.data_parallel_rank)
+
+
+def _is_map(message: bytes | msgspec.Raw) -> bool:
+    """Whether msgpack begins with a map, by its first byte."""
+    first = memoryview(message)[:1]
+    return len(first) == 1 and (first[0] >> 4 == 0x8 or first[0] in (0xDE, 0xDF))
 
 
 def _checked(event: Any) -> Stored | Removed | Cleared:
     """The public form of an event, once what its types do not say is checked."""
     if isinstance(event, _Cleared):
         return Cleared()
-    hashes = event.block_hashes
-    if len(hashes) > 1 and len(set(hashes)) < len(hashes):
-        raise ValueError("block_hashes: got one twice, wanted each once")
-    group, medium = event.group_idx or 0, event.medium or MEDIA[0]
+    hashes, group, medium = event.block_hashes, event.group_idx or 0, event.medium or MEDIA[0]
     if isinstance(event, _Removed):
         return Removed(hashes, medium, group)
+    if len(hashes) > 1 and len(set(hashes)) < len(hashes):
+        raise ValueError("block_hashes: got one twice, wanted each once")
     size, lora, salt, parent = event.block_size, event.lora_name, event.cache_salt, event.parent_block_hash
-    if len(event.token_ids) != len(hashes) * size:
-        raise ValueError(f"token_ids: got {len(event.token_ids)}, wanted {size} for each of {len(hashes)} blocks")
+    tokens, keys = _tokens(event.token_ids, len(hashes), size), []
     if lora is None and event.lora_id is not None:
         lora = str(event.lora_id)
-    tokens, keys = array.array("q", event.token_ids).tobytes(), []
-    if event.extra_keys is not None:
+    if tokens and event.extra_keys is not None:
         if len(event.extra_keys) != len(hashes):
             raise ValueError(f"extra_keys: got those of {len(event.extra_keys)} blocks, wanted {len(hashes)}")
         keys, salt_key = _keys(event.extra_keys, lora, parent is None)
         salt = salt_key if salt is None else salt
     kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
     return Stored(hashes, parent, tokens, size, lora, salt, keys, medium, group, kind, window)
+
+
+def _tokens(token_ids: list[int], num_hashes: int, size: int) -> bytes:
+    """The tokens of blocks; none if an event has no tokens, or has skipped some blocks without saying which."""
+    num_blocks, beyond = divmod(len(token_ids), size) if size else (0, len(token_ids))
+    if beyond or (token_ids and num_blocks < num_hashes):
+        raise ValueError(f"token_ids: got {len(token_ids)}, wanted {size} for each of {num_hashes} blocks")
+    return array.array("q", token_ids).tobytes() if num_blocks == num_hashes else b""
 
 
 def _keys(extra_keys: Sequence[Any], lora: str | None, at_root: bool) -> tuple[list[tuple[Key, ...]], str | None]:
@@ -208,16 +249,34 @@ class _Group:
         self.nodes: dict[Hash, Node] = {}
         self.hashes: dict[tuple[Any, ...], Hash] = {}
 
-    def remove(self, block_hash: Hash) -> None:
-        """Removes a block that is there."""
-        node = self.nodes.pop(block_hash)
-        content = node.parent, node.tokens, node.keys
-        if self.hashes.get(content) == block_hash:
-            del self.hashes[content]
+
+def _bytes_of(block_hash: Hash, node: Node) -> int:
+    """The memory of a mirrored block, about."""
+    num_bytes = _BLOCK_BYTES + len(node.tokens)
+    num_bytes += sys.getsizeof(block_hash) + sys.getsizeof(node.lora) + sys.getsizeof(node.salt)
+    for key in node.keys:
+        parts = (key, *key) if isinstance(key, tuple) else (key,)
+        num_bytes += sum(map(sys.getsizeof, parts))
+    return num_bytes
 
 
 class Mirror:
-    """The cached blocks by the events so far, at most `max_blocks`.
+    """The cached blocks by the events so far.
+
+    It judges each event by itself. A stored event without tokens adds its medium to the blocks that are known, and the
+    others are counted (`unknown`). An event that cannot be read, has blocks of another size or exceeds a limit is
+    skipped and counted (`skipped`).
+
+    Args:
+      max_blocks: the most blocks that it takes.
+      max_bytes: the most memory that they may take, about.
+
+    Attributes:
+      counts: `skipped`, the events that it could not place; and `unknown`, the blocks that events without tokens have
+        named and no event with tokens.
+      complete: whether no event was skipped since the beginning, or since everything was cleared. Unknown blocks do not
+        change it: nothing that is sent says what they hold.
+      num_bytes: the memory of its blocks, about.
 
     Example:
       >>> from kvjax.interop.vllm import Encoder, Mirror, decode
@@ -231,8 +290,12 @@ class Mirror:
       Found(tokens=8, media={'GPU': 8})
     """
 
-    def __init__(self, max_blocks: int = 1 << 22):
+    def __init__(self, max_blocks: int = 1 << 22, max_bytes: int = 1 << 30):
         self.max_blocks = max_blocks
+        self.max_bytes = max_bytes
+        self.counts = {"skipped": 0, "unknown": 0}
+        self.complete = True
+        self.num_bytes = 0
         self._groups: dict[int, _Group] = {}
         self._media: dict[str, int] = {}
 
@@ -240,47 +303,73 @@ class Mirror:
         return sum(len(group.nodes) for group in self._groups.values())
 
     def apply(self, batch: Batch) -> None:
-        """Follows a batch; a ValueError for one that cannot belong to the cache leaves the mirror as it was."""
-        self._check(batch)
+        """Follows a batch."""
         for event in batch.events:
-            if isinstance(event, Stored):
-                self._store(event)
+            if isinstance(event, Cleared):
+                self._groups.clear()
+                self.num_bytes = 0
+                self.complete = True
             elif isinstance(event, Removed):
                 self._remove(event)
-            else:
-                self._groups.clear()
+            elif isinstance(event, Skipped) or not (self._store if event.tokens else self._add_medium)(event):
+                self.counts["skipped"] += 1
+                self.complete = False
 
-    def _check(self, batch: Batch) -> None:
-        sizes = {number: group.size for number, group in self._groups.items()}
-        media, num_blocks = set(self._media), len(self)
-        for event in batch.events:
-            if isinstance(event, Stored):
-                if sizes.setdefault(event.group, event.size) != event.size:
-                    raise ValueError(f"block_size: got {event.size}, wanted {sizes[event.group]}")
-                media.add(event.medium)
-                num_blocks += len(event.hashes)
-            elif isinstance(event, Cleared):
-                sizes, num_blocks = {}, 0
-        if len(media) > _MOST_MEDIA or num_blocks > self.max_blocks:
-            raise ValueError(f"events: got {num_blocks} blocks on {len(media)} media, wanted at most {self.max_blocks}")
-
-    def _store(self, event: Stored) -> None:
-        group = self._groups.setdefault(event.group, _Group(event.size, event.kind))
-        nodes, hashes, width = group.nodes, group.hashes, _TOKEN_BYTES * event.size
+    def _store(self, event: Stored) -> bool:
+        """Adds the blocks of an event; False if they do not fit the group or the limits."""
+        group = self._groups.get(event.group)
+        if group is None or not group.nodes:
+            group = _Group(event.size, event.kind)
+        too_many_media = event.medium not in self._media and len(self._media) == _MOST_MEDIA
+        if too_many_media or event.size != group.size:
+            return False
+        blocks, new = self._blocks_of(event, group.nodes)
+        num_bytes = sum(starmap(_bytes_of, new))
+        if len(self) + len(new) > self.max_blocks or self.num_bytes + num_bytes > self.max_bytes:
+            return False
+        for block_hash, node in new:
+            if block_hash in group.nodes:
+                self._forget(group, block_hash)
+            group.nodes[block_hash] = node
+        self.num_bytes += num_bytes
         bit = self._media.setdefault(event.medium, 1 << len(self._media))
+        for block_hash, node, content in blocks:
+            node.where |= bit
+            group.hashes[content] = block_hash
+        self._groups[event.group] = group
+        return True
+
+    def _blocks_of(self, event: Stored, nodes: dict[Hash, Node]) -> tuple[list[Any], list[tuple[Hash, Node]]]:
+        """(hash, node, content) of the blocks of an event; and those that the group has not, or with other contents.
+
+        Contents of a block on the GPU stay: those that vLLM's offloading connector sends lack salts and extra keys.
+        """
+        on_gpu = 0 if event.medium == MEDIA[0] else self._media.get(MEDIA[0], 0)
+        width, start = _TOKEN_BYTES * event.size, 0
         parent = Root(event.lora, event.salt) if event.parent is None else event.parent
-        start = 0
+        blocks, new = [], []
         for at, block_hash in enumerate(event.hashes):
             content = parent, event.tokens[start : start + width], event.keys[at] if event.keys else ()
             node = nodes.get(block_hash)
-            if node is not None and (node.parent, node.tokens, node.keys) != content:
-                group.remove(block_hash)
-                node = None
-            if node is None:
-                nodes[block_hash] = node = Node(*content, event.lora, event.salt, 0)
-            node.where |= bit
-            hashes[content] = block_hash
+            if node is not None and node.where & on_gpu:
+                content = node.parent, node.tokens, node.keys
+            elif node is None or (node.parent, node.tokens, node.keys) != content:
+                node = Node(*content, event.lora, event.salt, 0)
+                new.append((block_hash, node))
+            blocks.append((block_hash, node, content))
             parent, start = block_hash, start + width
+        return blocks, new
+
+    def _add_medium(self, event: Stored) -> bool:
+        """Adds the medium of an event without tokens to the blocks that the group has; False if it has no bit left."""
+        nodes = self._groups[event.group].nodes if event.group in self._groups else {}
+        found = [nodes[block_hash] for block_hash in event.hashes if block_hash in nodes]
+        if found and event.medium not in self._media and len(self._media) == _MOST_MEDIA:
+            return False
+        self.counts["unknown"] += len(event.hashes) - len(found)
+        for node in found:
+            node.where |= self._media.setdefault(event.medium, 1 << len(self._media))
+        return True
 
     def _remove(self, event: Removed) -> None:
         group, bit = self._groups.get(event.group), self._media.get(event.medium, 0)
@@ -291,7 +380,17 @@ class Mirror:
             if node is not None:
                 node.where &= ~bit
                 if not node.where:
-                    group.remove(block_hash)
+                    self._forget(group, block_hash)
+
+    def _forget(self, group: _Group, block_hash: Hash) -> None:
+        """Removes a block, if it is there."""
+        node = group.nodes.pop(block_hash, None)
+        if node is None:
+            return
+        self.num_bytes -= _bytes_of(block_hash, node)
+        content = node.parent, node.tokens, node.keys
+        if group.hashes.get(content) == block_hash:
+            del group.hashes[content]
 
     def lookup(
         self, tokens: Iterable[int], salt: str | None, lora: str | None, extra_keys: Sequence[Sequence[Key]] | None

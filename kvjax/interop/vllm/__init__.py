@@ -5,12 +5,12 @@
 """
 
 from kvjax.interop.readers.subscriber import Subscriber
-from kvjax.interop.readers.vllm import Batch, Cleared, Found, Mirror, Prefix, Removed, Stored, decode
+from kvjax.interop.readers.vllm import Batch, Cleared, Found, Mirror, Prefix, Removed, Skipped, Stored, decode
 from kvjax.interop.sockets import Curve
 from kvjax.interop.vllm.encode import Encoder
 from kvjax.interop.vllm.publisher import Publisher
 
 __all__ = [
-    "Batch", "Cleared", "Curve", "Encoder", "Found", "Mirror", "Prefix", "Publisher", "Removed", "Stored", "Subscriber",
-    "decode",
+    "Batch", "Cleared", "Curve", "Encoder", "Found", "Mirror", "Prefix", "Publisher", "Removed", "Skipped", "Stored",
+    "Subscriber", "decode",
 ]  # fmt: skip

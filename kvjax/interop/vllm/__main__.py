@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvjax.interop._wires import zmq
-from kvjax.interop.readers.vllm import Cleared, Removed, Stored, decode
+from kvjax.interop.readers.vllm import Cleared, Event, Removed, Skipped, decode
 from kvjax.interop.sockets import attach_socket, open_socket, receive
 
 _SHOWN = 8  # tokens and hashes
@@ -36,17 +36,22 @@ def lines(frames: Sequence[bytes]) -> Iterator[str]:
         yield f"{number} {_text(event)}"
 
 
-def _text(event: Stored | Removed | Cleared) -> str:
+def _text(event: Event) -> str:
     if isinstance(event, Cleared):
         return "cleared"
+    if isinstance(event, Skipped):
+        return f"skipped: {event.reason}"
     hashes = _some([_hex(block_hash) for block_hash in event.hashes])
     if isinstance(event, Removed):
         return f"removed {event.medium} group {event.group}: {hashes}"
     after = "" if event.parent is None else f" after {_hex(event.parent)}"
     named = {"lora": event.lora, "salt": event.salt, "keys": event.keys or None}
     tenant = "".join(f" {name} {value!r}" for name, value in named.items() if value is not None)
+    where = f"stored {event.medium} group {event.group}: {hashes}{after}"
+    if not event.tokens:
+        return f"{where} without tokens"
     tokens = _some([str(token) for token in array.array("q", event.tokens)])
-    return f"stored {event.medium} group {event.group}: {hashes}{after} of {event.size} tokens{tenant}: {tokens}"
+    return f"{where} of {event.size} tokens{tenant}: {tokens}"
 
 
 def _hex(block_hash: Any) -> str:

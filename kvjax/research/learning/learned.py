@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import os
-from typing import Any, Literal, NamedTuple
+import zipfile
+from typing import IO, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import pick
+from kvjax._files import open_regular
 from kvjax.policies.classes import by_class
 from kvjax.research.simulators.hits import Rule, check_rule, num_cached
 from kvjax.research.traces.trace import Trace, next_uses
@@ -42,6 +45,7 @@ NUM_CLASSES = len(CLASSES)
 _LOW = 5  # ages below 1.5 * 2^_LOW are one range
 NUM_AGES = 2 * (31 - _LOW)
 _FORMAT = "kvjax densities 1"
+_MEMBER_BYTES = 1 << 24  # the most of an array in a file
 
 # Of the fit.
 Hazard = Literal["mlp", "counted"]
@@ -161,16 +165,38 @@ class Learned:
         """The densities that `save` has written.
 
         Raises:
-          ValueError: for a file that it has not written.
+          ValueError: for a file that it has not written, or that is damaged.
+          OSError: for a file that cannot be opened.
         """
-        try:
-            with np.load(path) as file:
-                saved = {name: file[name] for name in ("format", "lengths", "table", "notes")}
-        except (KeyError, ValueError, EOFError) as error:
-            raise ValueError(f"{os.fspath(path)}: got no learned policy, wanted what Learned.save writes") from error
-        if saved["format"] != _FORMAT:
-            raise ValueError(f"{os.fspath(path)}: got {saved['format']}, wanted {_FORMAT}")
-        return cls(saved["lengths"], saved["table"], json.loads(str(saved["notes"])))
+        with open_regular(path, "rb") as file:
+            try:
+                saved = _arrays_of(file)
+                found = str(saved["format"])
+                if found == _FORMAT:
+                    return cls(saved["lengths"], saved["table"], _notes_of(saved["notes"]))
+            except Exception as error:  # whatever zipfile, zlib, numpy and json raise
+                message = f"{os.fspath(path)}: got no learned policy, wanted what Learned.save writes ({error})"
+                raise ValueError(message) from error
+        raise ValueError(f"{os.fspath(path)}: got {found:.80}, wanted {_FORMAT}")
+
+
+def _arrays_of(file: IO[bytes]) -> dict[str, np.ndarray]:
+    """The arrays that `Learned.save` writes, none of which may be large."""
+    arrays = {}
+    with zipfile.ZipFile(file) as members:
+        for name in ("format", "lengths", "table", "notes"):
+            member = members.getinfo(f"{name}.npy")
+            if member.file_size > _MEMBER_BYTES:
+                raise ValueError(f"{name} of {member.file_size} bytes, wanted at most {_MEMBER_BYTES}")
+            arrays[name] = np.lib.format.read_array(io.BytesIO(members.read(member)), allow_pickle=False)
+    return arrays
+
+
+def _notes_of(text: np.ndarray) -> dict[str, Any]:
+    notes = json.loads(str(text))
+    if not isinstance(notes, dict):
+        raise ValueError(f"notes: got {notes!r:.80}, wanted an object")
+    return notes
 
 
 def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Hazard = "mlp") -> Learned:

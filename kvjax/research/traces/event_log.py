@@ -15,6 +15,7 @@ from typing import Any
 from kvjax.research.traces import records
 from kvjax.research.traces.trace import Trace, make_trace
 
+_MOST_BLOCKS = 1 << 25  # of all prompts: each has all blocks before its own
 _ON_DEVICE = (None, "GPU")
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _STORED += ("lora_name", "extra_keys", "group_idx")
@@ -41,7 +42,7 @@ def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_siz
     follower = _Follower(pause_ms)
     for where, line in records.lines(path):
         try:
-            batch = records.parse_json(where, line)
+            batch = records.parse_batch(where, line)
             if isinstance(batch, dict) and "queried" in batch:
                 _follow_kvjax(follower, where, batch)
             else:
@@ -69,11 +70,13 @@ class _Follower:
     def __init__(self, pause_ms: float):
         self.requests: list[_Request] = []  # in the order in which they began
         self.removed = self.unknown = 0  # blocks: removed, and stored behind blocks that the log does not have
+        self.skipped = 0  # events that say no tokens of their blocks
         self.queried = self.cached = 0  # tokens: looked up and found, where the log has them
         self.nodes: dict[Hashable, int] = {}  # ids of the blocks that are cached, by their hash or number in the log
         self.sizes: list[int] = []  # the tokens of each id
         self.block_size: int | None = None  # vLLM's
         self._parents: list[int] = []  # id -> id, or -1
+        self._depths: list[int] = []  # id -> blocks up to it
         self._ids: dict[Hashable, int] = {}  # contents -> id
         self._ends: dict[int, _Request] = {}  # id -> the request that ended there last
         self._pause = pause_ms
@@ -83,6 +86,7 @@ class _Follower:
         block = self._ids.setdefault(contents, len(self._parents))
         if block == len(self._parents):
             self._parents.append(parent)
+            self._depths.append(1 + (self._depths[parent] if parent >= 0 else 0))
             self.sizes.append(tokens)
         return block
 
@@ -105,6 +109,7 @@ class _Follower:
 
     def trace(self, block_size: int | None) -> Trace:
         """The requests as a trace."""
+        records.check_blocks(((request.where, self._depths[request.leaf]) for request in self.requests), _MOST_BLOCKS)
         prompts = [self.path(request.leaf) for request in self.requests]
         lengths = [sum(self.sizes[block] for block in prompt) for prompt in prompts]
         first = self.requests[0].begun
@@ -127,6 +132,8 @@ class _Follower:
             )
         if self.unknown:
             notes.append(f"{self.unknown:,} blocks followed blocks that the log does not have: prompts begin there.")
+        if self.skipped:
+            notes.append(f"{self.skipped:,} events of stored blocks did not say the tokens of each, and were skipped.")
         return [*notes, f"{self.removed:,} blocks were removed; a trace does not say so."]
 
 
@@ -178,6 +185,9 @@ def _follow_vllm(follower: _Follower, where: str, value: Any) -> None:
             follower.removed += sum(follower.nodes.pop(block_hash, None) is not None for block_hash in hashes)
             continue
         size = records.count(where, event, "block_size")
+        if len(event["token_ids"]) == 0 or (size and len(event["token_ids"]) > size * len(hashes)):
+            follower.skipped += 1
+            continue
         if size < 1 or follower.block_size not in (None, size):
             raise ValueError(f"{where}: block_size: got {size}, wanted {follower.block_size or 'at least 1'}")
         if len(event["token_ids"]) != size * len(hashes):

@@ -67,7 +67,9 @@ def read_bailian(path: str | pathlib.Path, *, block_size: int = 16, two_parents:
     return columns.trace(path, block_size, two_parents=two_parents, session=sessions)
 
 
-def read_azure(path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16) -> Trace:
+def read_azure(
+    path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16, max_blocks: int = 1 << 23
+) -> Trace:
     """Reads a trace of Azure's LLM inference: a table of TIMESTAMP, ContextTokens and GeneratedTokens.
 
     It does not say which prompts share blocks. Without a model of sessions every block is its own and nothing hits;
@@ -77,6 +79,7 @@ def read_azure(path: str | pathlib.Path, *, sessions: Sessions | None = None, bl
       path: of the file.
       sessions: the model; None: no reuse.
       block_size: tokens of a block.
+      max_blocks: the most blocks of all prompts together, whose ids take some 250 bytes each.
 
     Raises:
       ValueError: for a record that is none of such a trace.
@@ -87,10 +90,12 @@ def read_azure(path: str | pathlib.Path, *, sessions: Sessions | None = None, bl
     for where, row in _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         columns.add(where, row, _date(where, row["TIMESTAMP"]), "ContextTokens", "GeneratedTokens")
     columns.time = [time - columns.time[0] for time in columns.time]
-    return _without_contents(columns, path, block_size, sessions, None)
+    return _without_contents(columns, path, block_size, max_blocks, sessions, None)
 
 
-def read_burst(path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16) -> Trace:
+def read_burst(
+    path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16, max_blocks: int = 1 << 23
+) -> Trace:
     """Reads a trace of BurstGPT's form: a table with Timestamp (s), lengths, Model and Log Type.
 
     It does not say which prompts share blocks. Without a model of sessions every block is its own and nothing hits;
@@ -101,6 +106,7 @@ def read_burst(path: str | pathlib.Path, *, sessions: Sessions | None = None, bl
       path: of the file.
       sessions: the model; None: no reuse.
       block_size: tokens of a block.
+      max_blocks: the most blocks of all prompts together, whose ids take some 250 bytes each.
 
     Raises:
       ValueError: for a record that is none of such a trace.
@@ -117,7 +123,8 @@ def read_burst(path: str | pathlib.Path, *, sessions: Sessions | None = None, bl
         # A request without a session is one of its own: no other has the same file and line.
         own_sessions.append(row.get("Session ID", "").strip() or where)
     has_sessions = own_sessions != columns.where
-    return _without_contents(columns, path, block_size, sessions, own_sessions if has_sessions else None)
+    own_sessions = own_sessions if has_sessions else None
+    return _without_contents(columns, path, block_size, max_blocks, sessions, own_sessions)
 
 
 @dataclasses.dataclass
@@ -149,12 +156,17 @@ class _Columns:
 
 
 def _without_contents(
-    columns: _Columns, path: str | pathlib.Path, block_size: int, model: Sessions | None, own_sessions: list[str] | None
-) -> Trace:
+    columns: _Columns, path: str | pathlib.Path, block_size: int, max_blocks: int, model: Sessions | None,
+    own_sessions: list[str] | None,
+) -> Trace:  # fmt: skip
     """A trace whose ids are made here, by the sessions of a model or those that the source has."""
     for where, tokens in zip(columns.where, columns.input_length, strict=True):
         if tokens < 1:
             raise ValueError(f"{where}: got a prompt of {tokens} tokens, wanted at least 1")
+    if block_size < 1:
+        raise ValueError(f"block_size: got {block_size}, wanted at least 1 token")
+    num_blocks = [-(-tokens // block_size) for tokens in columns.input_length]
+    records.check_blocks(zip(columns.where, num_blocks, strict=True), max_blocks)
     sessions: Sequence[Any] | None = None
     if model is None:
         note = "The source does not say what prompts have in common: every block is its own, and nothing can hit."
@@ -205,12 +217,12 @@ def _format_of(path: str | pathlib.Path) -> str:
     """The format of a file by its first line."""
     where, line = next(records.lines(path), (f"{path}:1", ""))
     if line.startswith(("{", "[")):
-        record = records.parse_json(where, line)
+        record = records.parse_batch(where, line)
         if isinstance(record, list) or "events" in record:
             return "events"
         if "hash_ids" in record:
             return "bailian" if "chat_id" in record else "mooncake"
-    columns = [name.strip() for name in line.split(",")]
+    columns = _cells(where, line)
     if "TIMESTAMP" in columns and "ContextTokens" in columns:
         return "azure"
     if "Timestamp" in columns and "Request tokens" in columns:
@@ -222,12 +234,9 @@ def _rows(path: str | pathlib.Path, wanted: tuple[str, ...]) -> Iterator[tuple[s
     """(file:line, {column: text}) of every row of a table whose first line names the columns."""
     columns: list[str] = []
     for where, line in records.lines(path):
-        try:
-            cells = next(csv.reader([line]))
-        except csv.Error as error:
-            raise ValueError(f"{where}: got {line:.60}, wanted cells: {error}") from error
+        cells = _cells(where, line)
         if not columns:
-            columns = [name.strip() for name in cells]
+            columns = cells
             lacks = [name for name in wanted if name not in columns]
             if lacks:
                 raise ValueError(f"{where}: got the columns {line:.80}, wanted {', '.join(lacks)} too")
@@ -235,6 +244,14 @@ def _rows(path: str | pathlib.Path, wanted: tuple[str, ...]) -> Iterator[tuple[s
             raise ValueError(f"{where}: got {len(cells)} cells, wanted {len(columns)}")
         else:
             yield where, dict(zip(columns, cells, strict=True))
+
+
+def _cells(where: str, line: str) -> list[str]:
+    """The cells of a row, of which any may be quoted."""
+    try:
+        return [cell.strip() for cell in next(csv.reader([line]))]
+    except csv.Error as error:
+        raise ValueError(f"{where}: got {line:.60}, wanted cells: {error}") from error
 
 
 def _date(where: str, text: str) -> float:

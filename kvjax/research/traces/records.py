@@ -6,21 +6,24 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from kvjax._files import open_regular
+
 _LARGEST = 2**31 - 1
+_REQUEST_BLOCKS = 1 << 20
 
 
 def lines(path: str | pathlib.Path) -> Iterator[tuple[str, str]]:
     """(file:line, the line) of every line that is not blank.
 
     Raises:
-      ValueError: for a file that is no text.
+      ValueError: for a file that is no text, and for a pipe or a device.
     """
     number = 0
     try:
-        with pathlib.Path(path).open(encoding="utf-8-sig") as file:
+        with open_regular(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield f"{path}:{number}", line.strip()
@@ -39,10 +42,36 @@ def parse_json(where: str, line: str) -> Any:
 def objects(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, the object) of every line that is not blank."""
     for where, line in lines(path):
-        record = parse_json(where, line)
+        record = parse_batch(where, line)
         if not isinstance(record, dict):
             raise ValueError(f"{where}: got {line:.60}, wanted a JSON object")
         yield where, record
+
+
+def parse_batch(where: str, line: str) -> Any:
+    """The value of a line of JSON, whose records are not in an array together."""
+    if line.startswith("[") and line[1:].lstrip()[:1] in ("", "{"):
+        raise ValueError(f"{where}: got a JSON array of objects, wanted JSON lines: an object a line, without brackets")
+    return parse_json(where, line)
+
+
+def check_blocks(requests: Iterable[tuple[str, int]], max_blocks: int) -> None:
+    """Refuses requests of too many blocks before their ids are made: a short line could make gigabytes of them.
+
+    Args:
+      requests: the file and line, and the number of blocks, of each.
+      max_blocks: the most blocks of all requests together.
+
+    Raises:
+      ValueError: for the first request that has too many, or with which the trace has too many.
+    """
+    total = 0
+    for where, num_blocks in requests:
+        total += num_blocks
+        if num_blocks > _REQUEST_BLOCKS:
+            raise ValueError(f"{where}: got a prompt of {num_blocks} blocks, wanted at most {_REQUEST_BLOCKS}")
+        if total > max_blocks:
+            raise ValueError(f"{where}: got {total} blocks up to this request, wanted at most {max_blocks}")
 
 
 def field(where: str, record: Mapping[str, Any], name: str) -> Any:

@@ -8,6 +8,7 @@ import pathlib
 
 import numpy as np
 
+from kvjax._files import create
 from kvjax.research.traces.trace import Trace, next_uses
 
 # libCacheSim's oracleGeneral: seconds, object, bytes, number of the next access to the object; packed.
@@ -29,7 +30,7 @@ def write_mooncake(trace: Trace, path: str | pathlib.Path) -> None:
       {"timestamp": 0, "input_length": 12, "output_length": 2, "hash_ids": [0, 1, 2]}
       {"timestamp": 5, "input_length": 12, "output_length": 2, "hash_ids": [0, 1, 3]}
     """
-    with pathlib.Path(path).open("w", encoding="utf-8") as file:
+    with create(path, encoding="utf-8") as file:
         for number in range(len(trace)):
             time = float(trace.time[number])
             record = {
@@ -50,7 +51,7 @@ def write_libcachesim_csv(trace: Trace, path: str | pathlib.Path) -> None:
     The columns are 1 to 4, under a header. libCacheSim 0.3.5 ignores the fourth one, so that its Belady is wrong there:
     that one needs `write_oracle_general`.
     """
-    with pathlib.Path(path).open("w", encoding="utf-8") as file:
+    with create(path, encoding="utf-8") as file:
         file.write("time,object,size,next\n")
         file.writelines(",".join(map(str, reference)) + "\n" for reference in _references(trace).tolist())
 
@@ -60,7 +61,8 @@ def write_oracle_general(trace: Trace, path: str | pathlib.Path) -> None:
 
     References as in `write_libcachesim_csv`, next accesses included.
     """
-    pathlib.Path(path).write_bytes(_references(trace).tobytes())
+    with create(path, "wb") as file:
+        file.write(_references(trace).tobytes())
 
 
 def _references(trace: Trace) -> np.ndarray:

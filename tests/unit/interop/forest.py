@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import kvjax
@@ -141,6 +142,30 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
         return EventLog(records, parts, *(np.int32(number) for number in (len(events), 0, 0)))
     zero = np.zeros(1, np.int32)
     return Events(records, parts, zero, zero, zero, zero[0])
+
+
+def with_foreign(payload: bytes, rng: random.Random) -> bytes:
+    """A payload of vLLM's wire with events of others among its own, which leave the index as it is.
+
+    They are those of an offloading connector that copies the stored blocks to a disk and deletes them there, those of
+    groups that skip blocks, and some that nobody can read.
+    """
+    time, events, rank = msgspec.msgpack.decode(payload)
+    foreign = [
+        ["BlockStored", [b"unknown"], None, [], 0, None, "CPU"], ["BlockStored", [b"unknown"], 1, [1] * 8, 4, None],
+        ["BlockRemoved", [b"unknown"], "CPU", 1], ["BlockMoved", [1]], {"type": "BlockStored"}, None, [["BlockStored"]],
+        ["BlockStored", [b"unknown"], None, ["text"] * 4, 4, None], ["BlockStored", [b"unknown"], None, [1] * 3, 0],
+    ]  # fmt: skip
+    found = []
+    for event in events:
+        found += [rng.choice(foreign), event]
+        fields = event if isinstance(event, dict) else {"type": event[0], "block_hashes": (event[1:] or [[]])[0]}
+        group = event.get("group_idx") if isinstance(event, dict) else (*event, *[None] * 9)[9]
+        if fields["type"] == "BlockStored" and rng.random() < 0.5:
+            hashes = fields["block_hashes"]
+            found.append(["BlockStored", [*hashes, b"unknown"], None, [], 0, None, "DISK", None, None, group])
+            found.append(["BlockRemoved", [*hashes, *hashes], "DISK", group])
+    return msgspec.msgpack.encode([time, found, rank])
 
 
 def projected(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes on vLLM's wire, and each rule that its readers have."""
 
+import random
 import struct
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.interop import hashing
 from kvjax.interop.vllm import Encoder, Mirror, decode
-from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
+from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of, with_foreign
 from tests.wire_kit import removed, stored, updated
 
 SPEC = spec_of("plain")
@@ -413,6 +414,7 @@ def test_what_is_written_tells_the_index(shape, form):
     options = {"salts": "plain", **extra} if form == "array" else extra
     for seed in range(3):
         encoder, mirror, forest = Encoder(spec, names=names, form=form, **options), Mirror(), Forest(spec, seed)
+        among_others, rng = Mirror(), random.Random(seed)
         expected_names = names
         if form == "array-0.11":
             expected_names, options = kvjax.Namespaces(), {}
@@ -420,9 +422,35 @@ def test_what_is_written_tells_the_index(shape, form):
             events = forest.draw(forest.rng.randrange(1, 25))
             for payload in encoder.encode(arrays_of(events, spec)):
                 mirror.apply(decode(payload))
+                among_others.apply(decode(with_foreign(payload, rng)))
             groups = {0} - set(range(int(spec.bare))) if form == "array-0.11" else None
             assert mirror.index == projected(forest.mirror, spec, expected_names, groups=groups, **options)
+            assert among_others.index == mirror.index
+        assert mirror.complete and mirror.counts == {"skipped": 0, "unknown": 0}
         late = Mirror()
         for payload in encoder.snapshot():
             late.apply(decode(payload))
         assert late.index == mirror.index
+
+
+def test_names_may_forget_a_pair_while_copies_of_its_blocks_wait_to_be_sent():
+    """A queue and a history have rows of blocks that are gone, and send them with their salts."""
+    names, base = kvjax.Namespaces(), None
+    encoder = Encoder(SPEC, names=names, salts="plain")
+    for generation in range(1, 400):
+        salt = f"salt {generation}"
+        number = names.lend(salt)
+        changes = encoder.follow([stored(0, generation, number, [generation] * 4)])
+        moved = encoder.follow([updated(0, generation, 1)])
+        if base is None:
+            base = encoder.nodes.copy()
+        base.write(changes[0])  # as a history's base learns of batches that it drops
+        gone = encoder.follow([removed(0, generation)])
+        names.give_back(number)
+        (payload,) = encoder.payloads(encoder.messages([*changes, *moved, *gone]))
+        first, *_, last = decode(payload).events
+        assert first.salt == salt and first.hashes == last.hashes
+        (payload,) = encoder.snapshot_of(base)
+        assert [event.salt for event in decode(payload).events[1:]] == [salt]
+    assert len(encoder.nodes._contents.spaces) < 200 and len(base._contents.spaces) < 200
+    assert len(names) == 1

@@ -45,6 +45,11 @@ def test_hashes_of_bytes_long_events_and_what_is_none_are_printed_too():
     [line] = lines(msgspec.msgpack.encode([1.0, [event], None]))
     assert line.startswith("7 stored GPU group 0: 01ff 0000000000000000 ") and line.endswith(" 1 1 and 13 more")
     assert " after 02 of 1 tokens keys [(('image', 0),)" in line
+    odd = [["BlockStored", [1], None, [], 0, None, "CPU"], ["BlockMoved"]]
+    assert lines(msgspec.msgpack.encode([1.0, odd, None])) == [
+        "7 stored CPU group 0: 0000000000000001 without tokens",
+        "7 skipped: Invalid value 'BlockMoved' - at `$[0]`",
+    ]
     assert lines(msgspec.msgpack.encode([1.0, [], 0])) == ["7 idle"]
     assert lines(b"\xc1")[0].startswith("7 refused: payload: got b'\\xc1', wanted a KVEventBatch")
     assert lines(b"", b"short") == ["refused: 3 frames, wanted a topic, a number of 8 bytes and a payload"]

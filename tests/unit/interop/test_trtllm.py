@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT-LLM's event JSON: the written bytes, the law, and refusals of a reader."""
 
+import gc
 import io
 import json
+import random
+import tracemalloc
 
 import hypothesis
 import hypothesis.strategies as st
@@ -174,7 +177,7 @@ def test_a_writer_is_attached_to_a_cache(story):
     assert mirror.index == late.index == wanted != {} and mirror.complete
     kinds = [event.data.__class__ for event in parse(file.getvalue())]
     assert kinds[: 2 + len(writer.groups)].count(Created) == len(writer.groups) and Removed in kinds
-    assert mirror.counts == {"events": len(kinds), "refused": 0, "gaps": 0, "duplicates": 0, "others": 0}
+    assert {name: count for name, count in mirror.counts.items() if count} == {"events": len(kinds)}
 
 
 def test_the_blocks_in_use_are_the_states():
@@ -210,15 +213,40 @@ def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
 # The law: the lines give the index.
 
 
+FOREIGN = [
+    {"type": "moved"}, {"type": "removed", "block_hashes": ["unknown"]}, {"type": "removed", "block_hashes": 7},
+    {"type": "updated", "block_hash": "unknown", "cache_level": {"new_value": 1, "old_value": 0}},
+    {"type": "stored", "parent_hash": None, "blocks": [
+        {"block_hash": "unknown", "tokens": [], "cache_level": 1, "priority": 35}]},
+    {"type": "stored", "parent_hash": None, "blocks": [
+        {"block_hash": "unknown", "tokens": ["1"], "cache_level": 1, "priority": 35}]},
+]  # fmt: skip
+
+
+def with_foreign(lines, rng, first):
+    """The lines with others among them, which leave the index as it is, numbered from `first` on."""
+    found = []
+    for line in map(json.loads, lines):
+        found += [{**line, "data": rng.choice(FOREIGN)}, line]
+    return [json.dumps({**line, "event_id": first + number}) for number, line in enumerate(found)]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_written_tells_the_index(shape):
     spec, names = spec_of(shape), namespaces()
     for seed in range(3):
         writer, mirror, forest = Writer(spec, names=names), Mirror(), Forest(spec, seed)
+        among_others, rng, num_lines = Mirror(), random.Random(seed), 0
         for _ in range(15):
             events = forest.draw(forest.rng.randrange(1, 25))
-            mirror.follow(writer.lines(arrays_of(events, spec)))
+            lines = writer.lines(arrays_of(events, spec))
+            mirror.follow(lines)
+            among_others.follow(with_foreign(lines, rng, num_lines))
+            num_lines += 2 * len(lines)
             assert mirror.index == written(forest.mirror, spec, names) and mirror.complete
+            assert among_others.index == mirror.index
+        counts = among_others.counts
+        assert counts["skipped"] and counts["unknown"] and not counts["gaps"] and not counts["refused"]
         assert mirror.counts["events"] == writer.next_id == mirror.last + 1
 
 
@@ -253,23 +281,26 @@ def entry(**fields):
     return data(blocks=[{**V1["data"]["blocks"][0], **fields}])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "", "null", "7", "[]", "{}", '"x"', "{", LINES[1][:-1], "[" * 100_000, b"\xff\xfe", '{"event_id":1}',
-        "9" * 5000, changed(event_id=None), changed(event_id=-1), changed(event_id=True), changed(event_id=1.0),
-        changed(window_size="8"), changed(layer_group_id=1 << 11), changed(attention_dp_rank="0"), changed(data=[]),
-        changed(data={"type": "moved"}), changed(data={"type": ["stored"]}), data(parent_hash=1.5),
-        data(parent_hash=1 << 64), data(parent_hash="x" * 5000), data(blocks=None), data(blocks=[7]),
-        data(blocks=V1["data"]["blocks"] * 2), data(cache_salt=7), data(lora_name="x" * 5000), entry(block_hash=None),
-        entry(tokens=[]), entry(tokens=[1]), entry(tokens="1"), entry(tokens=[{}]), entry(tokens=[{"token_id": "1"}]),
-        entry(cache_level=-1), entry(priority=None), changed(data={"type": "removed", "block_hashes": [1, 1]}),
-        changed(data={"type": "updated", "block_hash": 7, "cache_level": 1, "priority": None}),
-        changed(data={"type": "updated", "block_hash": 7, "priority": {"new_value": 1}}),
-        changed(data={"type": "created", "num_blocks_per_cache_level": [-1]}),
-    ],
-)  # fmt: skip
-def test_what_is_malformed_is_refused_and_counted(line):
+NO_EVENTS = [
+    "", "null", "7", "[]", "{}", '"x"', "{", LINES[1][:-1], "[" * 100_000, b"\xff\xfe", "9" * 5000,
+    changed(event_id=None), changed(event_id=-1), changed(event_id=True), changed(event_id=1.0),
+    changed(attention_dp_rank="0"), '{"event_id": 2, "data": ' + "[" * 100_000,
+]  # fmt: skip
+UNREADABLE = [
+    {"event_id": 5}, changed(window_size="8"), changed(layer_group_id=1 << 11), changed(data=[]),
+    changed(data={"type": "moved"}), changed(data={"type": ["stored"]}), data(parent_hash=1.5),
+    data(parent_hash=1 << 64), data(parent_hash="x" * 5000), data(blocks=None), data(blocks=[7]),
+    data(blocks=V1["data"]["blocks"] * 2), data(cache_salt=7), data(lora_name="x" * 5000), entry(block_hash=None),
+    entry(tokens=[1]), entry(tokens="1"), entry(tokens=[{}]), entry(tokens=[{"token_id": "1"}]),
+    entry(cache_level=-1), entry(priority=None), changed(data={"type": "removed", "block_hashes": [1.5]}),
+    changed(data={"type": "updated", "block_hash": 7, "cache_level": 1, "priority": None}),
+    changed(data={"type": "updated", "block_hash": 7, "priority": {"new_value": 1}}),
+    changed(data={"type": "created", "num_blocks_per_cache_level": [-1]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NO_EVENTS, ids=range(len(NO_EVENTS)))
+def test_what_is_no_event_is_refused_and_counted(line):
     with pytest.raises(ValueError, match=r"^lines: got no event in line 1: "):
         parse([line])
     mirror = Mirror()
@@ -277,6 +308,26 @@ def test_what_is_malformed_is_refused_and_counted(line):
     before = mirror.index
     mirror.follow([line])
     assert mirror.index == before != {} and mirror.counts["refused"] == 1 and not mirror.complete
+    assert mirror.last == 1
+
+
+@pytest.mark.parametrize("line", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_an_event_that_cannot_be_read_is_skipped_and_counted(line):
+    """It has a number, so that the next event follows it."""
+    with pytest.raises(ValueError, match=r"^lines: got no event in line 1: "):
+        parse([line])
+    mirror = Mirror()
+    mirror.follow(LINES[:2])
+    before = mirror.index
+    mirror.follow([line | {"event_id": 2}])
+    assert mirror.index == before != {} and mirror.counts["skipped"] == 1 and not mirror.complete
+    mirror.follow([changed(event_id=3, window_size=32, layer_group_id=0)])
+    assert len(mirror) == 2 and mirror.counts["refused"] == mirror.counts["gaps"] == 0 and mirror.last == 3
+    mirror.follow([line | {"event_id": number} for number in (0, 3, 900)])  # no process that begins anew
+    assert len(mirror) == 2 and mirror.counts["skipped"] == 4 and mirror.last == 3
+    others = Mirror(rank=4)
+    others.follow([line])
+    assert others.counts["skipped"] == 0 and others.counts["others"] == 1 and others.last is None
 
 
 @pytest.mark.parametrize(
@@ -286,7 +337,7 @@ def test_what_is_malformed_is_refused_and_counted(line):
         (entry(priority=None), "Expected `int`, got `null` - at `$.data.blocks[0].priority`"),
         (entry(tokens=[{"token_id": "1"}]), "at `$[0].token_id` - at `$.data.blocks[0].tokens`"),
         (data(parent_hash=1 << 64), "parent_hash: got 18446744073709551616, wanted an int of 64 bits"),
-        (changed(data={"type": "removed", "block_hashes": [1, 1]}), "block_hashes: got 1 twice"),
+        (data(blocks=V1["data"]["blocks"] * 2), "block_hash: got one twice, wanted each once"),
     ],
 )
 @pytest.mark.parametrize("form", [dict, json.dumps])
@@ -308,8 +359,9 @@ def test_any_bytes_are_read_or_refused(data):
     mirror.follow(LINES[:2])
     before = mirror.index
     mirror.follow([cut])
-    assert sum(mirror.counts[what] for what in ("events", "refused", "duplicates")) == 3
-    assert not mirror.counts["refused"] or (mirror.index == before and not mirror.complete)
+    assert sum(mirror.counts[what] for what in ("events", "refused", "skipped", "duplicates")) == 3
+    wrong = mirror.counts["refused"] + mirror.counts["skipped"]
+    assert not wrong or (mirror.index == before and not mirror.complete)
 
 
 # Mirrors.
@@ -367,8 +419,58 @@ def test_an_unknown_prefix_is_named_and_circles_end():
     assert len(mirror) == 3
 
 
-def test_too_many_blocks_are_refused():
-    mirror = mirror_of(event(0, Created((9, 0))), max_blocks=2)
-    with pytest.raises(ValueError, match=r"^lines: got 3 blocks, wanted at most 2"):
-        mirror.apply(event(1, Stored(None, tuple(block_of(n, n) for n in range(3)), None, None)))
-    assert len(mirror) == 0 and mirror.last == 0
+def test_blocks_without_tokens_get_a_level_and_are_else_counted():
+    """Engines that move a block store it again, and a line may name blocks without saying what they hold."""
+    store = Stored(None, (block_of(7, 1), block_of(8, 2)), None, None)
+    moved = Stored(None, tuple(Block(name, (), 1, 50) for name in (7, 9, 8)), None, None)
+    mirror = mirror_of(event(0, Created((9, 0))), event(1, store), event(2, moved), event(3, Updated(99, Diff(1, 0))))
+    assert sorted(mirror.index.values()) == [(1, 50), (1, 50)] and mirror.complete
+    assert mirror.counts["unknown"] == 2 and mirror.counts["skipped"] == 0
+    mirror.apply(event(4, Removed((7, 8, 7))))
+    assert len(mirror) == 0 and mirror.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Stored(None, tuple(block_of(n, n) for n in range(3)), None, None),
+        Stored(None, (block_of(7, 1),), "s" * 5000, None),
+        Stored(None, (block_of(7, *range(40)),), None, None),
+    ],
+    ids=["blocks", "salt", "tokens"],
+)  # fmt: skip
+def test_an_event_that_exceeds_a_limit_is_skipped(data):
+    mirror = mirror_of(event(0, Created((9, 0))), max_blocks=2, max_bytes=4000)
+    mirror.apply(event(1, data))
+    assert len(mirror) == 0 and mirror.last == 1 and mirror.counts["skipped"] == 1 and not mirror.complete
+    store = Stored(None, (block_of(7, 1), block_of(8, 1)), None, None)
+    mirror.apply(event(2, store))
+    mirror.apply(event(3, store))  # needs no more room
+    assert len(mirror) == 2 and mirror.counts["skipped"] == 1 and mirror.counts["gaps"] == 0
+    mirror.apply(event(4, Created((9, 0))))
+    assert mirror.complete and mirror.num_bytes == 0
+
+
+def test_groups_are_limited():
+    mirror = mirror_of(*(event(n, Created((9, 0)), n, 0) for n in range(1030)))
+    assert mirror.counts["skipped"] == 6 and not mirror.complete
+
+
+@pytest.mark.parametrize("size", [1, 32])
+def test_a_mirror_takes_no_more_memory_than_it_may(size):
+    mirror, most = Mirror(max_bytes=1 << 20), 0
+    tracemalloc.start()
+    try:
+        for number in range(4000):
+            tokens = [{"token_id": 300 + number + at, "token_extra_id": 0} for at in range(size)]
+            block = {"block_hash": number + 2**40, "tokens": tokens, "cache_level": 0, "priority": 35}
+            stored = {"type": "stored", "parent_hash": number + 2**40 - 1 if number else None, "blocks": [block]}
+            mirror.follow([json.dumps({"event_id": number, "window_size": 32, "data": stored})])
+            most = max(most, mirror.num_bytes)
+        del tokens, block, stored
+        gc.collect()
+        traced = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert mirror.counts["skipped"] and 0.95 * mirror.max_bytes < most <= mirror.max_bytes
+    assert 0.4 * most < traced < most

@@ -139,6 +139,37 @@ def test_a_token_that_was_computed_twice_is_seen():
     assert np.isnan(second).all()
 
 
+def last_output(tokens, pools, view, *, last):
+    """A model of one layer: the sums after the last tokens."""
+    outputs, pools = kvjax.recur(cell, pools, 1, view, EMBED[tokens])
+    return outputs[np.arange(len(tokens)), last].reshape(len(tokens), -1), pools
+
+
+REFUSED = {
+    "more than is reserved": (TEXTS[:1, 5:9], [4], [0]),
+    "a negative token": (np.array([[6, -1, 0, 0]]), [2], [0]),
+    "a negative count": (TEXTS[:1, 5:9], [-1], [0]),
+    "named twice": (TEXTS[:2, 5:9], [1, 2], [0, 0]),
+    "named twice, once without tokens": (TEXTS[:2, 5:9], [0, 2], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_step_that_is_refused_leaves_the_snapshot(why):
+    """The row goes on as if there had been no such step: with the same pools, bit for bit but for the scratch row."""
+    model, step = jax.tree_util.Partial(last_output), jax.jit(kvjax.step)
+    tokens, count, seqs = REFUSED[why]
+    before, _ = one_row([5])
+    before = before.replace(state=VERBS["truncate"](before.state, 0, 8)[0])
+    after, _, events = step(model, before, tokens, np.asarray(count), np.asarray(seqs))
+    assert not events.ok and int(after.state.seqs.committed[0]) == 5
+    for one, other in zip(jax.tree.leaves(before.pools), jax.tree.leaves(after.pools), strict=True):
+        assert np.asarray(one[:-1]).tobytes() == np.asarray(other[:-1]).tobytes()
+    _, outputs, events = step(model, after, TEXTS[:1, 5:9], np.array([3]), np.array([0]))
+    assert events.ok
+    np.testing.assert_allclose(np.asarray(outputs).reshape(2, 3), whole(TEXTS[0])[7], atol=1e-5)
+
+
 @pytest.mark.long
 def test_draft_tokens_leave_no_snapshot_behind():
     cache, _ = one_row([5])

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A learned policy: its counts and hit densities. It is the same each time, and can beat LRU."""
 
+import contextlib
+import os
 import pickle
 import sys
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -154,10 +157,77 @@ def test_a_learned_policy_is_saved_and_loaded(tmp_path):
     for name in ("other.npz", "text.npz"):
         with pytest.raises(ValueError, match="got no learned policy, wanted what"):
             Learned.load(tmp_path / name)
-    saved = dict(np.load(tmp_path / "learned.npz"))
+    with np.load(tmp_path / "learned.npz") as file:
+        saved = dict(file)
     np.savez(tmp_path / "later.npz", **saved | {"format": "kvjax densities 9"})
     with pytest.raises(ValueError, match="got kvjax densities 9, wanted kvjax densities 1"):
         Learned.load(tmp_path / "later.npz")
+
+
+ARRAYS = {
+    "format": np.array(module._FORMAT), "lengths": np.arange(2, 16, 2, dtype=np.int32),
+    "table": np.ones((NUM_CLASSES, NUM_AGES), np.float32), "notes": np.array("{}"),
+}  # fmt: skip
+HEADER = b"\x93NUMPY\x01\x00v\x00"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: None} for name in ARRAYS), {"table": np.ones(3, np.float32)}, {"table": ARRAYS["table"] * np.nan},
+        {"table": ARRAYS["table"].astype(">f4")}, {"table": ARRAYS["table"].astype(object)},
+        {"lengths": np.arange(7.0)}, {"notes": np.array("{")}, {"notes": np.array("[1]")},
+        {"notes": np.array("[" * 100_000)}, {"notes": np.array([1, 2])}, {"format": np.array([module._FORMAT] * 2)},
+        {"format": np.array(3)},
+    ],
+)  # fmt: skip
+def test_a_file_with_other_arrays_is_no_learned_policy(tmp_path, change):
+    arrays = {name: value for name, value in (ARRAYS | change).items() if value is not None}
+    np.savez(tmp_path / "policy", allow_pickle=True, **arrays)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/policy.npz: got .*, wanted "):
+        Learned.load(tmp_path / "policy.npz")
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_file_is_no_learned_policy(tmp_path, compression):
+    """Each cut, bytes that are changed, and members that are none, too large, or say that they are."""
+    path = tmp_path / "policy.npz"
+    Learned(ARRAYS["lengths"], ARRAYS["table"], {"a": 1}).save(path)
+    members = {name: zipfile.ZipFile(path).read(name) for name in zipfile.ZipFile(path).namelist()}
+
+    def write(**changes):
+        with zipfile.ZipFile(path, "w", compression) as file:
+            for name, data in (members | {f"{name}.npy": data for name, data in changes.items()}).items():
+                file.writestr(name, data)
+        return path.read_bytes()
+
+    whole, rng = write(), np.random.default_rng(0)
+    assert Learned.load(path).notes == {"a": 1}
+    huge = HEADER + f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**15},)}}".encode().ljust(117) + b"\n"
+    for wrong in (b"", b"text", huge, b"\x93NUMPY\x09\x00", bytes(module._MEMBER_BYTES + 1)):
+        write(table=wrong)
+        with pytest.raises(ValueError, match="got no learned policy, wanted what"):
+            Learned.load(path)
+    for cut in sorted({0, 1, 30, *rng.integers(len(whole), size=40).tolist()}):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match="got no learned policy, wanted what"):
+            Learned.load(path)
+    for at in rng.integers(len(whole), size=200).tolist():
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ int(rng.integers(1, 256))]) + whole[at + 1 :])
+        with contextlib.suppress(ValueError):  # nothing else; the zip file's own notes may be anything
+            assert Learned.load(path).table.tobytes() == ARRAYS["table"].tobytes()
+
+
+def test_a_learned_policy_is_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        with pytest.raises(ValueError, match=rf"^{path}: got a folder, a pipe or a device, wanted a regular file"):
+            Learned.load(path)
+    np.save(tmp_path / "array.npy", ARRAYS["table"])
+    with pytest.raises(ValueError, match="got no learned policy, wanted what"):
+        Learned.load(tmp_path / "array.npy")
+    with pytest.raises(FileNotFoundError):
+        Learned.load(tmp_path / "nothing.npz")
 
 
 def test_without_optax_the_extra_is_named(monkeypatch):

@@ -13,6 +13,7 @@ import kvjax
 from kvjax.interop.log import Log
 from kvjax.interop.vllm import Encoder
 from kvjax.research import read_events, read_trace
+from kvjax.research.traces import event_log
 from tests.drive import PLAIN, Driver
 from tests.unit.research.cases import BAILIAN, MOONCAKE, jsonl, prompts_of, text
 
@@ -64,6 +65,23 @@ def test_arrays_are_read_too(tmp_path):
             events[1] = [*events[1][:-1], None, "GPU", None, None, 1]
         rows.append([row["ts"], events, 0])
     assert prompts_of(read_trace(jsonl(tmp_path / "log", rows))) == IDS
+
+
+def test_events_that_say_no_tokens_of_their_blocks_are_skipped(tmp_path):
+    """vLLM's offloading connector leaves tokens out, and a group of Mamba layers hashes some of its blocks."""
+    odd = [stored(["z"], None) | change for change in ({"token_ids": [], "block_size": 0}, {"token_ids": [1] * 6})]
+    trace = read_events(jsonl(tmp_path / "log", [*VLLM[:3], batch(31.0, *odd), *VLLM[3:]]))
+    assert prompts_of(trace) == IDS
+    assert "2 events of stored blocks did not say the tokens of each, and were skipped." in trace.notes
+
+
+def test_a_log_cannot_make_more_ids_than_a_trace_may_have(tmp_path, monkeypatch):
+    """Each request has all blocks before its own, so that n lines make up to n * n / 2 ids."""
+    monkeypatch.setattr(event_log, "_MOST_BLOCKS", 1000)
+    rows = [batch(10.0 * n, stored([n], n - 1 if n else None)) for n in range(100)]
+    with pytest.raises(ValueError, match=r"log:45: got 1035 blocks up to this request, wanted at most 1000"):
+        read_events(jsonl(tmp_path / "log", rows))
+    assert len(read_events(jsonl(tmp_path / "log", rows[:40]))) == 40
 
 
 def kvjax_log(time, *events, queried=0, cached=0):

@@ -2,6 +2,7 @@
 """Readers of published traces, on files written by hand."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -169,6 +170,59 @@ def test_rows_that_are_none_are_refused_with_their_number(tmp_path, read, good, 
     assert len(read(text(tmp_path / "trace", good))) == 2
     with pytest.raises(ValueError, match=message):
         read(text(tmp_path / "trace", good.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("2147483632,1", r"trace:4: got a prompt of 134217727 blocks, wanted at most 1048576"),
+        ("1600,1", r"trace:4: got 149 blocks up to this request, wanted at most 100"),
+    ],
+)
+@pytest.mark.parametrize("sessions", [None, Sessions()])
+def test_a_short_row_cannot_make_many_ids(tmp_path, row, message, sessions):
+    path = text(tmp_path / "trace", f"{AZURE}2023-11-17 00:00:01,{row}\n")
+    with pytest.raises(ValueError, match=message):
+        read_trace(path, max_blocks=100, sessions=sessions)
+    model, *rows = BURST.splitlines()
+    path = text(
+        tmp_path / "trace", "\n".join([model, *rows, f"50,GPT-4,{row},{sum(map(int, row.split(',')))},API log"])
+    )
+    with pytest.raises(ValueError, match=message.replace("149", "160")):
+        read_trace(path, max_blocks=100, sessions=sessions)
+
+
+def test_blocks_have_a_size_where_ids_are_made(tmp_path):
+    with pytest.raises(ValueError, match="block_size: got 0, wanted at least 1 token"):
+        read_azure(text(tmp_path / "trace", AZURE), block_size=0)
+
+
+def test_cells_may_be_quoted(tmp_path):
+    quoted = "\n".join(",".join(f'"{cell}"' for cell in line.split(",")) for line in AZURE.splitlines())
+    assert prompts_of(read_trace(text(tmp_path / "trace", quoted))) == prompts_of(
+        read_azure(text(tmp_path / "a", AZURE))
+    )
+    quoted = BURST.replace("Log Type", '"Log Type"').replace("API log", '"API log"')
+    assert read_trace(text(tmp_path / "trace", quoted)).kinds == ("ChatGPT, Conversation log", "GPT-4, API log")
+    with pytest.raises(ValueError, match=r"trace:1: got .*, wanted cells: field larger"):
+        read_trace(text(tmp_path / "trace", "x" * 200_000))
+
+
+@pytest.mark.parametrize("form", [None, "mooncake", "bailian", "events"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_named(tmp_path, form, indent):
+    path = text(tmp_path / "trace", json.dumps(MOONCAKE, indent=indent))
+    with pytest.raises(ValueError, match=r"trace:1: got a JSON array of objects, wanted JSON lines: an object a line"):
+        read_trace(path, form)
+
+
+@pytest.mark.parametrize("form", [None, "mooncake", "azure", "events"])
+def test_pipes_and_devices_are_refused(tmp_path, form):
+    """A pipe without a writer would wait for ever, and a device has no end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        with pytest.raises(ValueError, match=rf"^{path}: got a folder, a pipe or a device, wanted a regular file"):
+            read_trace(path, form)
 
 
 @pytest.mark.parametrize("change", [{"chat_id": "a"}, {"parent_chat_id": None}])

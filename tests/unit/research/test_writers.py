@@ -2,6 +2,7 @@
 """Written traces are read again; libCacheSim's layout by hand."""
 
 import dataclasses
+import os
 import struct
 
 import hypothesis
@@ -30,6 +31,16 @@ def equal(a, b):
 def test_mooncakes_lines_give_the_trace_back(tmp_path, trace):
     write_mooncake(trace, tmp_path / "trace")
     equal(read_mooncake(tmp_path / "trace", block_size=trace.block_size), trace)
+
+
+@pytest.mark.parametrize("write", [write_mooncake, write_libcachesim_csv, write_oracle_general])
+def test_written_traces_are_their_users_alone(tmp_path, write):
+    before = os.umask(0)
+    try:
+        write(SMALL, tmp_path / "trace")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600
 
 
 def test_times_between_milliseconds_are_preserved(tmp_path):

@@ -3,6 +3,8 @@
 
 import functools
 import importlib.util
+import os
+import stat
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +118,23 @@ def test_a_restart_finds_the_same(kind, seed, tmp_path):
     assert counts == Loaded(total(cache), 0, 0)
     assert len(wanted) > 8 and findable(loaded) == wanted
     assert in_order(loaded) == in_order(cache)
+
+
+def test_a_save_is_its_users_alone(tmp_path):
+    """Prompts and salts are in it. A folder that was there keeps its mode."""
+    cache = create(make_spec("plain"))
+    before = os.umask(0)
+    try:
+        (tmp_path / "there").mkdir(mode=0o755)
+        for name in ("there", "new"):
+            for _ in range(2):
+                save(cache, tmp_path / name, names=Namespaces(), model=MODEL)
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("there", "new")}
+    assert modes == {"there": 0o755, "new": 0o700}
+    files = [path for name in modes for path in (tmp_path / name).iterdir()]
+    assert len(files) >= 6 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
 def closed(prefixes):
