@@ -273,7 +273,8 @@ class HostTier[C: (Cache, TieredCache)]:
             options = {"most": self._most_taken(number), "group": number}
             while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
                 events, _ = self.call(TieredCache.watermark, target, **options)
-                target = empty if events.ok else (empty + target) // 2
+                failed = events.transfer is None  # fewer moves would fail as well
+                target = empty if events.ok or failed else (empty + target) // 2
 
     def empty_refused(self) -> None:
         """Empties blocks that the loop was refused, since their children are on the host."""
