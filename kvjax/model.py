@@ -50,8 +50,8 @@ class Model(Protocol):
         ...
 
 
-def check_model(model: Any, cache: Any) -> None:
-    """Raises a ValueError if this cannot be an argument of a jitted loop together with this cache."""
+def check_model(model: Any) -> None:
+    """Raises a ValueError if this cannot be an argument of a jitted loop."""
     if not callable(model):
         raise ValueError(f"model: got a {type(model).__name__}, wanted a kvjax.serving.Model; the cache comes after it")
     if jax.tree_util.all_leaves([model]):
@@ -67,7 +67,6 @@ def check_model(model: Any, cache: Any) -> None:
                 f"model{jax.tree_util.keystr(path)}: got {getattr(leaf, '__name__', repr(leaf)):.80}, wanted an array: "
                 "partition static leaves, then jax.tree_util.Partial(fn, arrays)"
             ) from error
-    check_placement(model, cache)
 
 
 def check_placement(model: Any, cache: Any) -> None:

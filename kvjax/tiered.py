@@ -22,7 +22,7 @@ from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
 from kvjax.ledger import human, pool_bytes
-from kvjax.model import Model, check_model
+from kvjax.model import Model, check_model, check_placement
 from kvjax.pools.device import Pools, apply
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.stage import Staged, check_staged
@@ -285,7 +285,8 @@ class TieredCache:
     ) -> tuple[TieredCache, jax.Array, Events]:
         """See `kvjax.step`; jitted already."""
         check_alive(self.cache, self.host)
-        check_model(model, self.cache)
+        check_model(model)
+        check_placement(model, self.cache)
         check_32_bits(Cache.step, None, None, tokens, count, seqs, now=now)
         cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
         return self.replace(cache), computed, events

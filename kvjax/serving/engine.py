@@ -26,7 +26,7 @@ from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import check_alive, host_integers, static_int
-from kvjax.model import Model, check_model
+from kvjax.model import Model, check_model, check_placement
 from kvjax.serving.decode import LogitsFn, check_cache
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineThread, Inbox, Request
 from kvjax.serving.handle import EngineError, Handle
@@ -118,7 +118,8 @@ class Engine[C: (Cache, TieredCache)]:
         check_alive(cache)
         # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
-        check_model(model, cache)
+        check_model(model)
+        check_placement(model, cache)
         self.spec, self.names, self._store = cache.state.spec, names, store
         options = RunOptions(
             Scheduler() if scheduler is None else scheduler, steps=MANY, fixed_steps=fixed_steps, clock=clock,

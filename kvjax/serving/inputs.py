@@ -18,7 +18,7 @@ from kvjax.cache import Cache
 from kvjax.checks import check_alive, check_functions, check_on_host, host_integers, static_int
 from kvjax.events.log import EventLog
 from kvjax.events.records import Events
-from kvjax.model import Model, check_model
+from kvjax.model import Model, check_model, check_placement
 from kvjax.policies.retention import UNSTATED, Retention
 from kvjax.pools.host import HostPools
 from kvjax.serving.decode import LogitsFn, check_cache
@@ -80,8 +80,9 @@ class Inputs[C: (Cache, TieredCache)]:
         priorities: Sequence[int] | None = None,
         samples: int | Sequence[int] = 1,
     ):
+        check_model(model)
         check_cache(cache)
-        check_model(model, cache)
+        check_placement(model, cache)
         lists = prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, priorities, samples
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, lists), instead)

@@ -17,7 +17,7 @@ from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import EventLog, Log, init_log
 from kvjax.events.records import Status
-from kvjax.model import Model, check_model
+from kvjax.model import Model, check_model, check_placement
 from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.decode import LogitsFn, note
 from kvjax.serving.options import Scheduler, with_canonical
@@ -124,7 +124,8 @@ def rollout(
 
     Source: TensorRT-LLM's and vLLM's parallel sampling, which share a prompt's blocks among its samples.
     """
-    check_model(model, cache)
+    check_model(model)
+    check_placement(model, cache)
     check_on_device(cache)
     scheduler, spec = with_canonical(scheduler, canonical), cache.state.spec
     _check(spec, scheduler, logprobs)

@@ -15,7 +15,7 @@ from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import Log
-from kvjax.model import Model, check_model
+from kvjax.model import Model, check_model, check_placement
 from kvjax.serving.decode import note
 from kvjax.serving.rollout import check_on_device, spans
 from kvjax.verbs.free_rows import free_rows
@@ -64,7 +64,8 @@ def score(
     Raises:
       ValueError: while tracing, naming the argument; also for a model that cannot give all logits.
     """
-    check_model(model, cache)
+    check_model(model)
+    check_placement(model, cache)
     check_on_device(cache)
     prompts, completions = integers("prompts", prompts, ("B", "P")), integers("completions", completions)
     number, width = prompts.shape
