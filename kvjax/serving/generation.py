@@ -208,6 +208,7 @@ def _progress[C: (Cache, TieredCache)](runner: GenerationRunner[C]) -> Generator
             with state.ctrl_c:
                 more = runner.turn()
                 state.publish()
+                state.catch_up(is_last=not more)
             yield Progress(runner.outputs, runner.new, state.events, runner.closing, state)
     except GeneratorExit:
         runner.close()
@@ -309,6 +310,7 @@ def run_batch[C: (Cache, TieredCache)](
                     state.publish()
                     progress(runner.outputs)
             state.publish()
+            state.catch_up(is_last=True)
     except BaseException as cause:
         with state.ctrl_c:
             raise state.interrupted(cause, runner.outputs) from cause

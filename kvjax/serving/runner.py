@@ -145,6 +145,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         self.new = {}
         if not self.output_of_slot:
             return False
+        state.catch_up()
         if not self.submitted:
             self._submit()
         if self.stored:
@@ -223,6 +224,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             with self.state.ctrl_c, jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
                 self.state.release_rows()
                 self.state.publish()
+                self.state.catch_up(is_last=True)
 
 
 class HostTier[C: (Cache, TieredCache)]:
