@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
-from kvjax.checks import check_alive, face, integers
+from kvjax.checks import check_32_bits, check_alive, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
@@ -60,6 +60,8 @@ def reader[**P, R](
 
     def method(self: Any, *args: Any, **kwargs: Any) -> R:
         check_alive(self.state)
+        if called is not None:
+            check_32_bits(verb, self.state, *args, **kwargs)
         return (called or verb)(self.state, *args, **kwargs)
 
     return face(method, verb, "Cache")

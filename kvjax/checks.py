@@ -60,12 +60,37 @@ def _array(name: str, value: Any, wanted: str) -> jax.Array:
         raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}") from error
 
 
+def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raises a ValueError if an argument has integers beyond 32 bits; for host code that calls a jitted `verb`.
+
+    jax would cut them before `integers` sees them: image 2**40 + 5 would be image 5.
+    """
+    arguments = _signature(verb).bind(*args, **kwargs).arguments
+    for name, value in arguments.items():
+        if not isinstance(value, CacheState):
+            for leaf in jax.tree.leaves(value):
+                _check_width(name, leaf)
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def _check_width(name: str, value: Any) -> None:
+    """Raises a ValueError if integers on the host, or wide ones on a device, do not fit into 32 bits."""
+    is_wide = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.dtype.itemsize == 8
+    if isinstance(value, int) and not isinstance(value, bool):
+        low = high = value
+    elif (is_wide or isinstance(value, np.ndarray | np.integer)) and np.issubdtype(value.dtype, np.integer):
+        low, high = (int(np.min(value)), int(np.max(value))) if value.size else (0, 0)
+    else:
+        return
+    if low < -(2**31) or high >= 2**31:
+        raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
+
+
 def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
     """`value` as i32 of the wanted shape (a string stands for any size), or a ValueError that names it."""
-    if isinstance(value, np.ndarray | np.integer) and value.size and np.issubdtype(value.dtype, np.integer):
-        low, high = int(np.min(value)), int(np.max(value))
-        if low < -(2**31) or high >= 2**31:  # jax would truncate: token 2**32 + 5 to token 5
-            raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
+    _check_width(name, value)
     array = _array(name, value, "integers")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")

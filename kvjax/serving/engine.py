@@ -174,6 +174,8 @@ class Engine[C: (Cache, TieredCache)]:
         if static_int("samples", samples, 1) > (most := min(self._most_samples, self._max_waiting)):
             raise ValueError(f"samples: got {samples}, wanted at most {most}")
         self._check_namespace(namespace, salt)
+        for name, value in (("priority", priority), ("namespace", namespace)):
+            host_integers(name, [value], np.int32, "a 32-bit integer")
         options = {
             "sampling": sampling or Sampling(), "stop": stop, "priority": int(priority), "namespace": int(namespace),
             "logits_state": self._checked_state(logits_state),
