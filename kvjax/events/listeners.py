@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -52,13 +52,13 @@ class _Standing:
 
 
 # By the identity of a function, or of an object and the name of its method. An entry goes with the function or object.
-_standings: dict[tuple[int, str, int], _Standing] = {}
+_standings: dict[tuple[Hashable, ...], _Standing] = {}
 
 
-def _standing_of(listener: Listener, member: int) -> _Standing:
+def _standing_of(listener: Callable[..., object], leading: tuple[Hashable, ...]) -> _Standing:
     """The standing of a listener; a new one each time for a function that takes no weak references, as of a list."""
     owner = getattr(listener, "__self__", listener)
-    key = id(owner), getattr(listener, "__name__", ""), member
+    key = id(owner), getattr(listener, "__name__", ""), *leading
     if key not in _standings:
         try:
             weakref.finalize(owner, _standings.pop, key, None).atexit = False
@@ -80,7 +80,7 @@ class Listeners:
     Args:
       listeners: functions of `Events`, an `EventLog` or other events. An object whose `is_behind` is true after a call
         of its method wants a snapshot too.
-      member: tells apart the caches that call one listener, each with its own events.
+      leading: arguments before the events, such as the number of one of the caches that call one listener.
 
     Example:
       >>> from kvjax.events import Listeners, to_list
@@ -100,8 +100,9 @@ class Listeners:
       (['created', 'cleared', 'stored', 'stored'], {'failures': 1, 'missed': 0, 'snapshots': 1})
     """
 
-    def __init__(self, *listeners: Listener, member: int = 0):
-        self._listeners = [(listener, _standing_of(listener, member)) for listener in listeners]
+    def __init__(self, *listeners: Callable[..., object], leading: tuple[Hashable, ...] = ()):
+        self._listeners = [(listener, _standing_of(listener, leading)) for listener in listeners]
+        self._leading = leading
 
     @classmethod
     def of(cls, listener: Listener) -> Listeners:
@@ -165,7 +166,7 @@ class Listeners:
         listener, standing = self._listeners[number]
         owner, was_behind, interrupts = getattr(listener, "__self__", listener), standing.is_behind, []
         try:
-            listener(read())
+            listener(*self._leading, read())
         except BaseException as error:
             standing.fail()
             log.error(

@@ -199,11 +199,12 @@ def snapshot_log(state: CacheState) -> EventLog:
         node = ids, blocks.generation[ids], *host[0].blocks.parent[group0_blocks].T
         parts.append(np.column_stack((kinds, *node, blocks.fill[ids], ~on_device, priority)).astype(np.int32))
         text_blocks.append(group0_blocks)
-    records, of_blocks, zero = np.concatenate(parts), np.concatenate(text_blocks), np.int32(0)
+    records, of_blocks, zero = np.concatenate(parts), np.concatenate(text_blocks), np.zeros((), np.int32)
     is_text = np.arange(state.spec.block_size) < records[:, COLUMNS.index("num_tokens"), None]
     text = jax.tree.map(lambda x: np.where(is_text, x[of_blocks], 0), host[0].blocks.text)
     unusable = zero if state.spec.has_recurrent else None
-    return EventLog(records, text, np.int32(len(records)), queried=zero, cached=zero, unusable=unusable)  # pyright: ignore[reportArgumentType]
+    arrays: Any = records, text, np.array(len(records), np.int32), zero, zero, unusable
+    return EventLog(*arrays)
 
 
 @on_state

@@ -41,6 +41,7 @@ from kvjax.verbs.control import reset
 ENTRIES, MANY = 16, 32  # requests of one call; the most steps of a turn
 PACE = 0.02  # seconds of a turn while somebody waits for tokens
 _FEW_SALTS = 64
+_RETRY = 0.1  # seconds between two looks at listeners that have failed, if there is nothing to do
 _NAP = 0.001  # seconds between two looks at a store's reads, if there is nothing else to do
 
 _copy = OutermostJit(lambda state: jax.tree.map(jnp.copy, state))
@@ -96,6 +97,10 @@ class Inbox:
         self._names, self.lent = names, dict[str, int]()
         self.queue, self.cancels = deque[Request](), deque[Request]()
         self.copies = deque[tuple[threading.Event, list[CacheState]]]()
+
+    def has_task(self) -> bool:
+        """Whether there is something to do for an engine that is idle."""
+        return bool(self.queue or self.cancels or self.copies or self.is_closing)
 
     def lend(self, salt: str) -> int:
         """The number of a salt whose request comes next; for who has `wake`."""
@@ -179,7 +184,7 @@ class EngineThread(threading.Thread):
                     inbox.is_idle = not (inbox.queue or inbox.cancels or self.reading or self.active or self._turns)
                     if inbox.is_idle:
                         inbox.wake.notify_all()  # whoever drains
-                        inbox.wake.wait_for(lambda: inbox.queue or inbox.cancels or inbox.copies or inbox.is_closing)
+                        inbox.wake.wait_for(inbox.has_task, _RETRY if self._state.is_behind else None)
                 try:
                     self._step()
                 except Exception as error:
@@ -207,8 +212,10 @@ class EngineThread(threading.Thread):
             self._dispatch(self._choose_steps())
         elif self.reading and not self._turns:
             time.sleep(_NAP)
-        while len(self._turns) > (self._ahead if self.active else 0):
+        while len(self._turns) > (self._ahead if self.active and not self._state.is_due else 0):
             self._read(*self._turns.popleft())
+        if not self._turns:
+            self._state.catch_up()
         if self._stored:
             waiting = [request for request in self.reading if not request.handle.done]
             self._stored.forget_others({request.leader.number for request in [*waiting, *self.active.values()]})
@@ -426,9 +433,11 @@ class EngineThread(threading.Thread):
         if stored:
             stored.drop()
         if state and state.alive:
+            state.unpublished += [log for _, _, log, _ in vars(self).get("_turns", ()) if log is not None]
             state.release_rows()
             self.last = state.result
             state.publish()
+            state.catch_up(is_last=True)
 
 
 def _cached_namespaces(state: CacheState) -> set[int]:

@@ -134,6 +134,11 @@ class GenerationState[C: (Cache, TieredCache)]:
                 self._options.listeners(oldest)
 
     @property
+    def is_behind(self) -> bool:
+        """Whether a listener has failed, and has had no snapshot since."""
+        return self._options.listeners is not None and self._options.listeners.is_behind
+
+    @property
     def is_due(self) -> bool:
         """Whether `catch_up` has something to do."""
         return self._options.listeners is not None and self._options.listeners.is_due
@@ -145,7 +150,7 @@ class GenerationState[C: (Cache, TieredCache)]:
           is_last: whether the run ends here, so that all that are behind get one.
         """
         listeners = self._options.listeners
-        if listeners is not None and self.alive and (listeners.is_behind if is_last else listeners.is_due):
+        if listeners is not None and self.alive and (self.is_behind if is_last else self.is_due):
             self.publish()
             listeners.catch_up(self.cache.state, due_only=not is_last)
 

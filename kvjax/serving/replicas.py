@@ -145,8 +145,8 @@ class Replicas:
             job = ReplicaJob(run, checked, spans, outputs, options, self._prefixes)
             of_replicas = {r: (self._devices[r], self._models[r], numbers) for r, numbers in chosen.items() if numbers}
             failed = job.run(of_replicas, self._caches)
-            for number in failed:
-                self._recover(number)
+            lost = [number for number in failed if self._recover(number)]
+            job.catch_up([cache.state for cache in self._caches], lost)
             if job.cause is not None or (failed and (len(healthy) < len(self._devices) or len(failed) == len(healthy))):
                 cause = job.cause or next(iter(failed.values()))
                 raise GenerationInterrupted(f"replicas ended: {cause}", self.caches, outputs, []) from cause
@@ -157,11 +157,13 @@ class Replicas:
             left = [n for r in failed for n in chosen[r] if any(outputs[at].finish is None for at in spans[n])]
         return outputs
 
-    def _recover(self, number: int) -> None:
-        """Goes on with the cache that a failure has left, or with an empty one."""
-        if self._caches[number] is None:
+    def _recover(self, number: int) -> bool:
+        """Goes on with the cache that a failure has left, or with an empty one; whether the cache was lost."""
+        is_lost = self._caches[number] is None
+        if is_lost:
             self._caches[number] = self._empty(number)
         self._prefixes[number].attach(self._caches[number].state)
+        return is_lost
 
 
 def _namespaces(namespaces: Sequence[int] | None, number: int) -> list[int]:
