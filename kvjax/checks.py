@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax._arrays import alive
+from kvjax._compile import own_transfers
 from kvjax.state import CacheState
 
 
@@ -25,6 +26,7 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
     """
 
     @functools.wraps(verb)
+    @own_transfers()
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(state, CacheState):
             check_alive(state, name="state")
@@ -77,15 +79,22 @@ _signature = functools.cache(inspect.signature)
 
 def _check_width(name: str, value: Any) -> None:
     """Raises a ValueError if integers on the host, or wide ones on a device, do not fit into 32 bits."""
-    is_wide = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.dtype.itemsize == 8
     if isinstance(value, int) and not isinstance(value, bool):
         low = high = value
-    elif (is_wide or isinstance(value, np.ndarray | np.integer)) and np.issubdtype(value.dtype, np.integer):
-        low, high = (int(np.min(value)), int(np.max(value))) if value.size else (0, 0)
+    elif _may_be_wide(value) and np.size(value):
+        numbers = np.asarray(value)
+        low, high = int(numbers.min()), int(numbers.max())
     else:
         return
     if low < -(2**31) or high >= 2**31:
         raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
+
+
+def _may_be_wide(value: Any) -> bool:
+    """Whether these are integers whose values can be read, in an array of the host or of 64 bits on a device."""
+    if isinstance(value, jax.Array):
+        return not isinstance(value, Tracer) and value.dtype in (np.int64, np.uint64)
+    return isinstance(value, np.ndarray | np.integer) and np.issubdtype(value.dtype, np.integer)
 
 
 def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
@@ -164,7 +173,7 @@ def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **opt
     (name, state), *rest = signature.parameters.items()
     assert name == "state"
     returns = signature.return_annotation.replace("CacheState", owner)
-    method = functools.update_wrapper(method, verb)
+    method = functools.update_wrapper(own_transfers()(method), verb)
     vars(method)["__signature__"] = signature.replace(
         parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],
         return_annotation=returns,

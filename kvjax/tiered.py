@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from kvjax._compile import OutermostJit
+from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache, reader
 from kvjax.checks import check_32_bits, check_alive, check_on_host, face, integers
 from kvjax.debug.counts import one_line
@@ -192,6 +192,7 @@ class TieredCache:
 
     _adopt = _moving_method(adopt, "tiers", tiers=("device", "host"))
 
+    @own_transfers()
     def adopt(
         self,
         tokens: ArrayLike,
@@ -234,6 +235,7 @@ class TieredCache:
     def _repr_html_(self) -> str:
         return page(self)
 
+    @own_transfers()
     def step(
         self,
         model: Model,
@@ -246,7 +248,7 @@ class TieredCache:
     ) -> tuple[TieredCache, jax.Array, Events]:
         """See `kvjax.step`; jitted already."""
         check_alive(self.cache, self.host)
-        check_model(model)
+        check_model(model, self.cache)
         check_32_bits(Cache.step, None, None, tokens, count, seqs, now=now)
         cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
         return self.replace(cache), computed, events

@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-REFUSED = ("row_full", "no_blocks", "bad_request")  # by the scheduler; the last one is a sample of such a prompt
+REFUSED = ("row_full", "no_blocks")  # by the scheduler
 
 
 @dataclasses.dataclass(frozen=True)

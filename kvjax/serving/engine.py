@@ -12,6 +12,7 @@ Source: vLLM's AsyncLLM and its engine core, which run apart from whoever submit
 from __future__ import annotations
 
 import itertools
+import operator
 import reprlib
 import threading
 import time
@@ -21,9 +22,10 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
-from kvjax.checks import host_integers, static_int
+from kvjax.checks import check_alive, host_integers, static_int
 from kvjax.model import Model, check_model
 from kvjax.serving.decode import LogitsFn, check_cache
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineThread, Inbox, Request
@@ -31,10 +33,19 @@ from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.inputs import Listener, RunOptions, check_prompts
 from kvjax.serving.options import Scheduler
 from kvjax.serving.runner import most_tokens, vocabulary_size
-from kvjax.serving.sampling import Sampling
+from kvjax.serving.sampling import Sampling, output_seeds
 from kvjax.state import CacheState
 from kvjax.stores.disk import DiskStore
 from kvjax.tiered import TieredCache
+
+
+def _streams(seed: Any, samples: int) -> list[int]:
+    """The random stream of each sample of a request."""
+    try:
+        first = operator.index(seed)
+    except TypeError:  # a key
+        return jax.device_get(output_seeds(seed, samples)).tolist()
+    return [(first + sample) % 2**32 for sample in range(samples)]
 
 
 class QueueFull(RuntimeError):
@@ -63,6 +74,7 @@ class Engine[C: (Cache, TieredCache)]:
       names: the `Namespaces` of the requests, or None.
     """
 
+    @own_transfers()
     def __init__(
         self,
         model: Model,
@@ -102,8 +114,11 @@ class Engine[C: (Cache, TieredCache)]:
         Raises:
           ValueError: naming the argument, before anything is donated.
         """
-        check_model(model)
         check_cache(cache)
+        check_alive(cache)
+        # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
+        cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
+        check_model(model, cache)
         self.spec, self.names, self._store = cache.state.spec, names, store
         options = RunOptions(
             Scheduler() if scheduler is None else scheduler, steps=MANY, fixed_steps=fixed_steps, clock=clock,
@@ -129,13 +144,14 @@ class Engine[C: (Cache, TieredCache)]:
         self._thread = EngineThread(model, cache, options, self._inbox, *sizes)
         self._thread.start()
 
+    @own_transfers()
     def submit(
         self,
         prompt: Sequence[int],
         *,
         max_new_tokens: int = 32,
         sampling: Sampling | None = None,
-        seed: int = 0,
+        seed: int | jax.Array = 0,
         stop_tokens: Sequence[int] = (),
         namespace: int = 0,
         salt: str | None = None,
@@ -150,7 +166,8 @@ class Engine[C: (Cache, TieredCache)]:
           prompt: token ids.
           max_new_tokens: for each sample.
           sampling: how tokens are chosen; None: greedy.
-          seed: of the random stream; sample n has `seed + n`.
+          seed: of the random stream; sample n has `seed + n`. Of a jax key the samples have the streams that `generate`
+            gives its outputs.
           stop_tokens: end it when chosen; at most `num_stop_tokens`.
           namespace: as `Namespaces` numbers them.
           salt: of a tenant, in place of a namespace: `names` lends a number for it as long as a block or a request has
@@ -188,9 +205,9 @@ class Engine[C: (Cache, TieredCache)]:
         requests = [
             Request(
                 next(self._numbers), Handle(len(tokens), self._cancel), tokens,
-                options=options | {"seed": (int(seed) + sample) % 2**32}, **limits,
+                options=options | {"seed": stream}, **limits,
             )
-            for sample in range(samples)
+            for stream in _streams(seed, samples)
         ]  # fmt: skip
         handles = [request.handle for request in requests]
         for request in requests:

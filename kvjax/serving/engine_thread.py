@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._compile import OutermostJit
+from kvjax._compile import OutermostJit, own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
@@ -129,7 +129,7 @@ class EngineThread(threading.Thread):
         self, model: Model, cache: Any, options: RunOptions, inbox: Inbox, max_requests: int, num_stop_tokens: int,
         logits_state: Any,
     ):  # fmt: skip
-        """Compiles everything; `cache` is donated. The thread is still to be started."""
+        """Compiles everything; `cache`, committed to its devices, is donated. The thread is still to be started."""
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec, self._model, self._options, self._inbox = cache.state.spec, model, options, inbox
         self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None
@@ -138,8 +138,7 @@ class EngineThread(threading.Thread):
         self._scheduler = options.scheduler
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
-        # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
-        self._begin(jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache))
+        self._begin(cache)
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""
@@ -192,6 +191,7 @@ class EngineThread(threading.Thread):
         finally:
             self._end()
 
+    @own_transfers()
     def _step(self) -> None:
         """One turn: what has come goes in, the loop runs, and an earlier turn is read."""
         while self._inbox.copies:
@@ -393,6 +393,7 @@ class EngineThread(threading.Thread):
         while tier.swap():
             pass
 
+    @own_transfers()
     def _recover(self, error: Exception) -> None:
         """Ends the requests that the scheduler has, and goes on with an empty cache."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
@@ -419,6 +420,7 @@ class EngineThread(threading.Thread):
         pools, host = init_host_pools(pools)
         return TieredCache(Cache(state, pools), host)
 
+    @own_transfers()
     def _end(self) -> None:
         """Ends all requests, and leaves the cache with its rows released."""
         failure = EngineError("the engine was closed")

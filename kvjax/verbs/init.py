@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from kvjax._compile import own_transfers
 from kvjax.blocks import index, windows
 from kvjax.checks import integers
 from kvjax.spec import CacheSpec, GroupSpec
@@ -19,6 +20,7 @@ from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Hos
 from kvjax.verbs._request import checked_policy
 
 
+@own_transfers()
 def init(
     spec: CacheSpec,
     policy: EvictionPolicy | None = None,

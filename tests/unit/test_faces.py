@@ -95,6 +95,23 @@ def test_the_verbs_of_a_tiered_cache():
     assert kvjax.debug.stats(driver.state).empty_blocks == 8
 
 
+@pytest.mark.parametrize("owner", [kvjax.Cache, pytest.param(kvjax.tiers.TieredCache, marks=pytest.mark.long)])
+def test_verbs_and_methods_run_where_implicit_transfers_are_forbidden(owner):
+    """Arguments are host data, and each eager operation has Python numbers in it."""
+    with jax.transfer_guard("disallow"):
+        spec = SPEC if owner is kvjax.Cache else TIERED
+        cache, state = owner.create(spec), kvjax.init(spec)
+        for verb, args, options in (("admit", (0, TOKENS, 8), {}), ("commit", (TOKENS[None], ints(8)), {"seqs": [0]})):
+            cache, events = getattr(cache, verb)(*args, **options)
+            state, of_state = getattr(kvjax, verb)(state, *args, **options)
+            assert events.ok and of_state.ok and kvjax.to_list(events) == kvjax.to_list(of_state)
+        assert int(cache.lookup(TOKENS, 8).cached_tokens) == 7 and cache.view(1).positions.shape == (3, 1)
+        assert "active" in repr(cache)
+        kvjax.check(cache.state)
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(RuntimeError, match="Disallowed host-to-device"):
+        kvjax.release(state, 0)  # as with jax' own explicit transfers
+
+
 @pytest.mark.parametrize("jits", [False, True])
 @pytest.mark.parametrize(("verb", "args"), [("admit", (0, TOKENS, 8)), ("extend", (np.array([True, False, False]),))])
 def test_a_cache_that_makes_no_moves_refuses_the_host(verb, args, jits):

@@ -178,6 +178,38 @@ def test_what_cannot_be_served_ends_with_its_reason(engine):
     idle(engine)
 
 
+def test_keys_give_the_streams_of_generate(engine):
+    options = {"max_new_tokens": NEW, "samples": 2, "sampling": Sampling(temperature=1.0)}
+    outputs, _, _ = kvjax.run_batch(MODEL, empty(), PROMPTS[:1], seed=3, **options)
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        handle = engine.submit(PROMPTS[0], seed=key, **options)
+        assert [one.result(60).tokens for one in handle.samples] == [output.tokens for output in outputs]
+    with pytest.raises(ValueError, match=r"^seed: got 0.5, wanted an integer or a jax key"):
+        engine.submit(PROMPTS[0], seed=0.5)
+
+
+def test_an_engine_runs_where_implicit_transfers_are_forbidden(tokens):
+    jax.config.update("jax_transfer_guard", "disallow")  # for all threads
+    try:
+        with Engine(MODEL, kvjax.Cache.create(SPEC), **SHARED) as engine:
+            assert engine.submit(PROMPTS[0], max_new_tokens=NEW).result(60).tokens == tokens[0]
+            kvjax.check(engine.state)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
+def test_samples_end_with_the_reason_of_the_first_one(engine):
+    """As of `run_batch`: four samples do not fit into the blocks of three rows, and one longer than a row nowhere."""
+    with Engine(MODEL, kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE), **SHARED) as small:
+        for served, new, reason in ((small, LENGTH - 2, "no_blocks"), (engine, LENGTH, "row_full")):
+            handle = served.submit([1, 2, 3], max_new_tokens=new, samples=ROWS)
+            assert [one.result(60).finish for one in handle.samples] == [reason] * ROWS
+            idle(served)
+    cache = kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE)
+    outputs, _, _ = kvjax.run_batch(MODEL, cache, [[1, 2, 3]], max_new_tokens=LENGTH - 2, samples=ROWS)
+    assert [output.finish for output in outputs] == ["no_blocks"] * ROWS
+
+
 def shared_tokens(one, other):
     """The number of tokens with which both begin."""
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
