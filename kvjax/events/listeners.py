@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Listeners get a cache's events, and cannot harm the cache, its requests or each other.
 
-    events ──> listener                   one that raises is behind: it gets no more of them
-    state  ──> listener that is behind    until it takes a snapshot, which stands for all that it has missed
+events    are for each listener; one that raises is behind, and gets no more of them
+snapshot  of the cache's state is for a listener that is behind; it stands for all that the listener has missed
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class Listeners:
 
     def __call__(self, events: Any) -> None:
         """Calls each listener with the events of the next transition, or of several together."""
+        if not hasattr(events, "records"):
+            raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
         read, interrupts = functools.cache(functools.partial(self._read, events, is_shared=True)), []
         for number, (_, standing) in enumerate(self._listeners):
             if standing.is_behind and not _begins_anew(events):

@@ -32,6 +32,11 @@ class HostEvents:
     is_shared: bool = False  # whether several listeners get this
     _found: dict[object, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether these say the whole of a cache, by themselves: they begin with groups that are cleared."""
+        return self.records[:1, 0].tolist() == [EventKind.CLEARED]
+
     @functools.cached_property
     def steps(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """(kind, records, text of the stored ones) in as few runs of one kind as follow each other.

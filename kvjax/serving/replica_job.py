@@ -37,7 +37,7 @@ def _is_list(value: Any) -> bool:
 
 
 class _Stop(BaseException):
-    """The end of a replica's run, because its caller is interrupted; no failure of a listener, which changes nothing."""
+    """The end of a replica's run, because its caller is interrupted. An `Exception` of a listener would end nothing."""
 
 
 class ReplicaJob:
