@@ -2,6 +2,7 @@
 """Parts of the server: text of tokens and stop strings, requests as they are read, and options of the command line."""
 
 import asyncio
+import functools
 import importlib.util
 import json
 import re
@@ -10,13 +11,17 @@ import types
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 import kvjax
+from kvjax.serving import Output
 from models import openai_api, serve
-from models.answers import Answer, Detokenizer
+from models.answers import Answer, Detokenizer, pieces
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
+from models.openai_replies import Form, Usage
 from models.recall import CHECKPOINT
 from models.tenants import Keys, keys_of, salt_of
 from tests.drive import ROOT
@@ -114,6 +119,79 @@ def test_nothing_of_a_stop_string_is_shown(text, stop, data):
     assert shown + ("" if answer.stopped else answer.add([], done=True)) == wanted
     assert answer.stopped == (end is not None)
     assert len(answer.starts) == len(wanted) and answer.num_tokens == (len(text) if end is None else end[0])
+
+
+class Grown:
+    """A handle of an answer that is there already, as it grows by a few tokens at a time."""
+
+    def __init__(self, tokens, tops, sizes):
+        self.tokens, self.tops, self.sizes, self.done = tokens, tops, sizes, False
+
+    async def changes(self, **_):
+        output, end = Output(1, finish="length"), 0
+        while end < len(self.tokens) and not self.done:
+            end += next(self.sizes)
+            self.done = end >= len(self.tokens)
+            output.tokens, output.top_logprobs = self.tokens[:end], self.tops[:end]
+            output.logprobs = [-0.5] * len(output.tokens)
+            yield output
+
+    def cancel(self):
+        self.done = True
+
+
+@functools.cache
+def tokenizers_of_bytes_and_words():
+    """One whose tokens are bytes and pairs of them, as GPT-2's, and one of words with their spaces, as Llama's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: at for at, letter in enumerate([*alphabet, "Ġa", "ab"])}
+    of_bytes = Tokenizer(BPE(vocabulary, [("Ġ", "a"), ("a", "b")]))
+    of_bytes.pre_tokenizer, of_bytes.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fallback = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    of_words = Tokenizer(BPE({**fallback, "▁": 256, "a": 257, "▁a": 258}, [("▁", "a")], byte_fallback=True))
+    of_words.pre_tokenizer = pre_tokenizers.Metaspace()
+    of_words.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return of_bytes, of_words
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("kind", [0, 1], ids=["bytes", "words"])
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text("ab é€😀", min_size=1, max_size=12),
+    stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
+    data=st.data(),
+)
+def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, stop, data):
+    """Whole and in a stream. A character of several tokens is the last one's."""
+    tokenizer = tokenizers_of_bytes_and_words()[kind]
+    prompt, tokens = (tokenizer.encode(words).ids for words in ("a b", text))
+    words = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)  # noqa: E731
+    tops = [{token: -0.5, 0: -1.0} for token in tokens]
+    sizes = iter(data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens))))
+    wish: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
+    form = Form("model", wish, words, is_chat=is_chat)
+
+    async def read():
+        of_answer = pieces(Grown(tokens, tops, sizes), Answer(words, prompt, stop), (), listens=True, has_top=True)
+        return [piece async for piece in of_answer]
+
+    found = asyncio.run(read())
+    (choice,) = form.whole([found], Usage())["choices"]
+    chunks = [form.chunk(0, piece)["choices"][0] for piece in found]
+    shown = choice["message"]["content"] if is_chat else choice["text"]
+    assert found and shown == "".join(piece.text for piece in found)
+    for choices in ([choice], chunks):
+        if is_chat:
+            entries = [entry for one in choices for entry in one["logprobs"]["content"]]
+            assert "".join(entry["token"] for entry in entries) == shown
+            assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
+            if "\N{REPLACEMENT CHARACTER}" not in shown:
+                assert bytes(byte for entry in entries for byte in entry["bytes"]) == shown.encode()
+        else:
+            assert "".join(token for one in choices for token in one["logprobs"]["tokens"]) == shown
 
 
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 8), st.data())
