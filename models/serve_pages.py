@@ -91,15 +91,18 @@ class Pages:
         self._ended = counter("request_success", "Answers that have ended by themselves.", "finished_reason")
 
     def collect(self) -> list[Any]:
-        """The gauges of a scrape."""
+        """The gauges and the counter of a scrape."""
         engine = getattr(self, "engine", None)
         gauges = {
             "num_requests_running": ("Requests that the scheduler has.", engine and engine.running),
             "num_requests_waiting": ("Requests that wait for it.", engine and engine.waiting),
             "generation_tokens_per_second": (f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
         }
+        failures = engine.listener_counts["failures"] if engine else 0
+        text = "Calls of those that get the cache's events, the wires among them, that have failed."
         return [
-            core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0) for what, (text, value) in gauges.items()
+            *(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0) for what, (text, value) in gauges.items()),
+            core.CounterMetricFamily("kvjax_listener_failures", text, value=failures),
         ]
 
     def _rate(self) -> float:

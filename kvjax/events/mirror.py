@@ -176,6 +176,7 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
     return [event for event in to_list(snapshot_log(state)) if event["kind"] != "cleared"]
 
 
+@own_transfers()
 @on_state
 def snapshot_log(state: CacheState) -> EventLog:
     """The same on the host as an `EventLog`, whatever its reader has: created, cleared, then stored.

@@ -22,6 +22,7 @@ import numpy as np
 from kvjax._compile import OutermostJit, own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
+from kvjax.events.listeners import Listeners
 from kvjax.events.log import EventLog
 from kvjax.events.records import Status
 from kvjax.model import Model
@@ -139,6 +140,11 @@ class EngineThread(threading.Thread):
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
         self._begin(cache)
+
+    @property
+    def listener_counts(self) -> dict[str, int]:
+        """As of `Listeners`; zeros without a listener."""
+        return (self._options.listeners or Listeners()).counts
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""

@@ -114,7 +114,8 @@ class Replicas:
 
         Args:
           prompts: token ids.
-          options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread.
+          options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread;
+            what it raises costs nothing, see `kvjax.events.Listeners`.
             Events are not decoded. All replicas use the same `store`.
 
         Raises:
