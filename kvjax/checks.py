@@ -167,6 +167,12 @@ def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     return array
 
 
+def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
+    """The static options of a verb: numbers and tiers, by keyword."""
+    options = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
+
+
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **options: Any) -> Any:
     """Gives a method the name, the docstring and the parameters of the verb that it calls with these options."""
     signature = inspect.signature(functools.partial(verb, **options))

@@ -37,6 +37,11 @@ class HostEvents:
         """Whether these say the whole of a cache, by themselves: they begin with groups that are cleared."""
         return self.records[:1, 0].tolist() == [EventKind.CLEARED]
 
+    @property
+    def lost(self) -> int:
+        """The number of events that a full log has lost: an index that follows these events is wrong above 0."""
+        return int(self.events.lost) if isinstance(self.events, EventLog) else 0
+
     @functools.cached_property
     def steps(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """(kind, records, text of the stored ones) in as few runs of one kind as follow each other.
@@ -112,7 +117,7 @@ def arrays(events: Any) -> Events | EventLog:
 def records_of(events: Events | EventLog) -> np.ndarray:
     """i32[n, 9]; the records, those of a log without its padding."""
     records = np.asarray(events.records).reshape(-1, len(COLUMNS))
-    return records[: int(events.size)] if isinstance(events, EventLog) else records
+    return records[: int(events.appended)] if isinstance(events, EventLog) else records
 
 
 def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -275,7 +275,8 @@ class HostTier[C: (Cache, TieredCache)]:
             options = {"most": self._most_taken(number), "group": number}
             while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
                 events, _ = self.call(TieredCache.watermark, target, **options)
-                target = empty if events.ok else (empty + target) // 2
+                failed = events.transfer is None  # fewer moves would fail as well
+                target = empty if events.ok or failed else (empty + target) // 2
 
     def empty_refused(self) -> None:
         """Empties blocks that the loop was refused, since their children are on the host."""
@@ -296,11 +297,10 @@ class HostTier[C: (Cache, TieredCache)]:
             "reserve_tokens": self.scheduler.chunk if len(self.spec.groups) > 1 else None,
             "alignment_tokens": self.scheduler.alignment_tokens,
         }
-        lost = [row]
-        while row in lost:  # once in any case; a move that fails takes its blocks out of the index
-            events, lost = self.call(
-                TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
-            )
+        arguments = np.array([row], np.int32), tokens, np.array([num_tokens], np.int32)
+        events, lost = self.call(TieredCache.admit, *arguments, **options)
+        if row in lost:  # by a move that failed, and may fail again for ever
+            events, _ = self.call(TieredCache.admit, *arguments, tiers=("device",), **options)
         placed = np.array([slot, row], np.int32)
         self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
 

@@ -313,7 +313,7 @@ class StoredPrefixes:
 
     def _write(self, log: EventLog) -> None:
         """Writes the whole blocks that a loop stored and that are still there."""
-        records = np.asarray(log.records)[: int(log.size)]
+        records = np.asarray(log.records)[: int(log.appended)]
         kind, number, block, generation, _, _, num_tokens, level, _ = records.T
         is_whole = (kind == EventKind.STORED) & (num_tokens == self.size) & (level == 0)
         if not is_whole.any():

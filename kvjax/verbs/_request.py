@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax._arrays import either, pick
 from kvjax.blocks.publish import forget_all
@@ -172,7 +173,7 @@ def conclude(
 
 def chosen(state: CacheState, group: int) -> Group:
     """The group numbered `group`, or a ValueError."""
-    if not isinstance(group, int) or not 0 <= group < len(state.groups):
+    if not isinstance(group, int | np.integer) or not 0 <= group < len(state.groups):
         raise ValueError(f"group: got {group!r}, wanted 0..{len(state.groups) - 1}")
     return state.groups[group]
 
