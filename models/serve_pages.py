@@ -99,11 +99,11 @@ class Pages:
             "generation_tokens_per_second": (f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
         }
         failures = engine.listener_counts["failures"] if engine else 0
-        text = "Calls of those that get the cache's events, the wires among them, that have failed."
-        return [
-            *(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0) for what, (text, value) in gauges.items()),
-            core.CounterMetricFamily("kvjax_listener_failures", text, value=failures),
-        ]
+        text = "Failures of listeners to the cache's events, such as these numbers and the wires."
+        found = [core.CounterMetricFamily("kvjax_listener_failures", text, value=failures)]
+        for what, (text, value) in gauges.items():
+            found.append(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0))
+        return found
 
     def _rate(self) -> float:
         until = time.monotonic() - _WINDOW

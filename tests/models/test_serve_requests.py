@@ -2,6 +2,7 @@
 """Parts of the server: text of tokens and stop strings, requests as they are read, and options of the command line."""
 
 import asyncio
+import errno
 import functools
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import socket
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from tokenizers.models import BPE
 
 import kvjax
 from kvjax.serving import Output
-from models import openai_api, serve
+from models import openai_api, serve, stores
 from models.answers import Answer, Detokenizer, pieces
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
 from models.openai_replies import Form, Usage
@@ -506,3 +508,49 @@ def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
     for number, wanted in ((0, 8), (7, 8), (8, 9), (20, 21)):
         model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
         assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted
+
+
+# A save at the end.
+
+SMALL = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+
+
+def test_a_save_is_tried_at_the_start_and_says_what_it_finds_and_saves(tmp_path, capsys):
+    folder, notes, parser = tmp_path / "saved", list[str](), serve.make_parser()
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--save", str(folder)])
+
+    def run(tokens):
+        """A server that computes some tokens: what it says, and how many blocks it has loaded."""
+        notes.clear()
+        names, cache = kvjax.Namespaces(), kvjax.Cache.create(SMALL)
+        with stores.saved(parser, args, cache, names, notes.append) as found:
+            loaded = len(kvjax.events.index_of(found.cache.state))
+            state, _ = kvjax.admit(found.cache.state, 0, np.array(tokens), len(tokens))
+            state, _ = kvjax.commit(state, np.array([tokens]), [len(tokens)], seqs=[0])
+            found.cache = found.cache.replace(state=kvjax.release(state, 0)[0])
+        return notes[:], loaded
+
+    none = f"--save: {folder}: no save is there yet, and the cache begins empty"
+    assert run(range(8)) == ([none, "2 blocks are saved"], 0)
+    (folder / f"{'0' * 16}-00001.safetensors").write_bytes(b"half")
+    interrupted = f"--save: {folder}: 1 files of a save that was interrupted are deleted"
+    assert run(range(20, 28)) == ([interrupted, "2 blocks are loaded", "4 blocks are saved"], 2)
+    args.save = str(folder / "manifest.json" / "folder")
+    with pytest.raises(SystemExit):
+        run(range(4))
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_save_that_fails_at_the_end_is_an_error_of_one_line(tmp_path, capsys, monkeypatch):
+    parser, folder = serve.make_parser(), str(tmp_path / "saved")
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--save", folder])
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache, names = kvjax.Cache.create(SMALL), kvjax.Namespaces()
+    with pytest.raises(SystemExit) as ended, stores.saved(parser, args, cache, names, print):
+        monkeypatch.setattr(stores, "save", full)
+    assert ended.value.code == 2
+    line = f"--save: {folder}: no space left on device; the cache is not saved\n"
+    assert capsys.readouterr().err.endswith(line)

@@ -65,7 +65,7 @@ class Runs:
 
     def listen(self, events):
         """Calls the listener; some calls fail before it, and some after it."""
-        if self.is_unkind and self.rng.random() < 0.2:
+        if self.is_unkind and self.rng.random() < 0.5:
             raise EOFError
         self.listener(events)
         if self.is_unkind and self.rng.random() < 0.1:
