@@ -100,7 +100,7 @@ class Pages:
         }
         failures = engine.listener_counts["failures"] if engine else 0
         text = "Failures of listeners to the cache's events, such as these numbers and the wires."
-        found = [core.CounterMetricFamily("kvjax_listener_failures", text, value=failures)]
+        found: list[Any] = [core.CounterMetricFamily("kvjax_listener_failures", text, value=failures)]
         for what, (text, value) in gauges.items():
             found.append(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0))
         return found
