@@ -78,7 +78,7 @@ class Subscriber:
         self._replay_endpoint, self._timeout = replay_endpoint or "", replay_timeout
         self._follower = Follower(replay_endpoint is not None, max_blocks, max_bytes)
         self._num_sent, self._deadline, self._failed = 0, 0.0, False  # requests, and until when the last one counts
-        self._heartbeat, self._heard_at, self._was_silent = heartbeat, time.monotonic(), False
+        self._heartbeat, self._received_at, self._was_silent = heartbeat, time.monotonic(), False
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._context = zmq.Context()
         self._dealer: Any = None
@@ -108,7 +108,7 @@ class Subscriber:
     @property
     def age(self) -> float:
         """Seconds since something came from the publisher; until then, since the subscription."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._received_at
 
     @property
     def is_silent(self) -> bool:
@@ -205,7 +205,7 @@ class Subscriber:
                         is_changed = is_replayed = True
                     self._request(is_replayed)
                 if is_changed:
-                    self._heard_at = time.monotonic()
+                    self._received_at = time.monotonic()
                 if is_changed or self.is_silent != self._was_silent:
                     self._was_silent = self.is_silent
                     self._changed.notify_all()

@@ -22,7 +22,7 @@ from tests.wire_kit import Reader, agent, agrees, hurried, publisher, removed, s
 __all__ = ["hurried"]
 
 
-class Told(Driver):
+class Published(Driver):
     """A cache whose events listeners get; `catch_up` gives them a snapshot."""
 
     def __init__(self, spec, *listeners):
@@ -102,16 +102,16 @@ def test_what_each_consumer_has_in_the_end_is_the_index(spec):
     ):  # fmt: skip
         consumers = mirrored.fold, nodes.fold, lines.follow, source.publish, served.publish
         unkind, kind = [Unkind(consume, rng) for consume in consumers], NodeMap(spec)
-        told = Told(spec, *(one.listen for one in unkind), kind.fold)
+        driver = Published(spec, *(one.listen for one in unkind), kind.fold)
         for _ in range(4):
-            told.live(rng, 8)
-            assert kind.index == told.index
-            while told.listeners.is_behind:
-                told.listeners.catch_up(told.state)
-            assert mirrored.mirror.index == nodes.index == told.index and lines.agrees(told.mirror)
-            assert agrees(sub, projected(told.mirror, spec, names))
-            assert reader.agrees(named(told.mirror, spec, names, groups=every))
-    counts = told.listeners.counts
+            driver.live(rng, 8)
+            assert kind.index == driver.index
+            while driver.listeners.is_behind:
+                driver.listeners.catch_up(driver.state)
+            assert mirrored.mirror.index == nodes.index == driver.index and lines.agrees(driver.mirror)
+            assert agrees(sub, projected(driver.mirror, spec, names))
+            assert reader.agrees(named(driver.mirror, spec, names, groups=every))
+    counts = driver.listeners.counts
     assert counts["failures"] > counts["snapshots"] > 5 and counts["missed"]
 
 
@@ -119,14 +119,14 @@ def test_files_on_a_disk_that_is_full_at_times_tell_the_whole_in_the_end():
     rng, names = random.Random(3), kvjax.Namespaces()
     files = [FullDisk(rng) for _ in range(2)]
     writer = trtllm.Writer(PLAIN, files[1], names=names)
-    told = Told(PLAIN, Log(files[0]).write, writer.write)
+    driver = Published(PLAIN, Log(files[0]).write, writer.write)
     for _ in range(5):
-        told.live(rng, 8)
-        while told.listeners.is_behind:
-            told.listeners.catch_up(told.state)
+        driver.live(rng, 8)
+        while driver.listeners.is_behind:
+            driver.listeners.catch_up(driver.state)
     mirror, follower = kvjax.events.Mirror(), trtllm.Mirror()
     follower.follow(filter(None, files[1].getvalue().splitlines()))
-    assert follower.index == written(told.mirror, PLAIN, names) and follower.complete
+    assert follower.index == written(driver.mirror, PLAIN, names) and follower.complete
     lines, whole = files[0].getvalue().splitlines(), []
     for line in filter(None, lines):
         try:
@@ -135,7 +135,7 @@ def test_files_on_a_disk_that_is_full_at_times_tell_the_whole_in_the_end():
             whole = []  # a line that was cut, after which a snapshot comes
     for events in whole:
         mirror = kvjax.fold(events, mirror)
-    assert mirror.index == told.index
+    assert mirror.index == driver.index
     assert report(lines).refused and report(lines).blocks[-1][0] == len(mirror.nodes)
 
 
@@ -144,51 +144,51 @@ def test_a_listener_that_raises_keeps_no_events_from_the_others(caplog):
     failing, maps = Unkind(None, random.Random(0)), [NodeMap(PLAIN) for _ in range(2)]
     failing.nodes = NodeMap(PLAIN)
     failing.consume = failing.nodes.fold
-    told = Told(PLAIN, maps[0].fold, failing.listen, maps[1].fold)
+    driver = Published(PLAIN, maps[0].fold, failing.listen, maps[1].fold)
     failing.fails = ""
-    told.start(0, range(9))
+    driver.start(0, range(9))
     assert maps[0].groups is maps[1].groups is failing.nodes.groups
     failing.fails = "ever"
     with caplog.at_level(logging.INFO, logger="kvjax"):
-        told.do("release", 0)
-        told.start(1, range(20, 29))
+        driver.do("release", 0)
+        driver.start(1, range(20, 29))
         assert maps[0].groups is maps[1].groups is not failing.nodes.groups
-        assert maps[0].index == told.index != failing.nodes.index
-        told.listeners.catch_up(told.state)
+        assert maps[0].index == driver.index != failing.nodes.index
+        driver.listeners.catch_up(driver.state)
         failing.fails = ""
-        assert told.listeners.is_behind
-        told.listeners.catch_up(told.state)
-    assert failing.nodes.index == told.index
-    assert told.listeners.counts == Listeners(failing.listen).counts == {"failures": 2, "missed": 2, "snapshots": 1}
+        assert driver.listeners.is_behind
+        driver.listeners.catch_up(driver.state)
+    assert failing.nodes.index == driver.index
+    assert driver.listeners.counts == Listeners(failing.listen).counts == {"failures": 2, "missed": 2, "snapshots": 1}
     first, second, third = caplog.records
     assert first.levelname == second.levelname == "ERROR" and "ConnectionError: away" in first.getMessage()
     assert first.exc_info and not second.exc_info and "works again" in third.getMessage()
 
 
 def test_impossible_events_end_no_wire_for_good():
-    """Of a publisher that is told of them, and of a name that is no text, which its thread finds."""
+    """Of a publisher that is driver of them, and of a name that is no text, which its thread finds."""
     extra_names, spec = ["image {}".format], EXTRA
     with publisher(spec, extra_name=lambda number: extra_names[-1](number)) as source, subscriber(source) as sub:
         lines = trtllm.Writer(spec)
-        told = Told(spec, source.publish, lines.lines)
-        told.start(0, range(9))
+        driver = Published(spec, source.publish, lines.lines)
+        driver.start(0, range(9))
         for one in (source.publish, lines.lines):
             try:
                 one([removed(7, 77)])
             except ValueError as error:
                 assert one == lines.lines and "removed of node" in str(error)  # noqa: PT017
         assert sub.wait(lambda one: one.complete and not one.index, 20.0)
-        told.do("release", 0)
-        assert told.listeners.is_behind
-        told.listeners.catch_up(told.state)
+        driver.do("release", 0)
+        assert driver.listeners.is_behind
+        driver.listeners.catch_up(driver.state)
         names = kvjax.Namespaces()
-        assert agrees(sub, projected(told.mirror, spec, names, extra_name="image {}".format))
-        assert lines.nodes.index == told.index and source.counts["ignored"] == 1
+        assert agrees(sub, projected(driver.mirror, spec, names, extra_name="image {}".format))
+        assert lines.nodes.index == driver.index and source.counts["ignored"] == 1
         extra_names.append(lambda number: None)
-        assert told.admit(1, range(20, 29), extra_ids=np.full(spec.max_length + 1, 5, np.int32)) == ["OK"]
-        told.write({1: range(20, 29)}, extra_ids=np.full((spec.max_seqs, spec.max_length), 5, np.int32))
+        assert driver.admit(1, range(20, 29), extra_ids=np.full(spec.max_length + 1, 5, np.int32)) == ["OK"]
+        driver.write({1: range(20, 29)}, extra_ids=np.full((spec.max_seqs, spec.max_length), 5, np.int32))
         assert sub.wait(lambda one: one.complete and not one.index, 20.0)
-        told.do("release", 1)
+        driver.do("release", 1)
         extra_names.pop()
-        told.listeners.catch_up(told.state)
-        assert agrees(sub, projected(told.mirror, spec, names, extra_name="image {}".format))
+        driver.listeners.catch_up(driver.state)
+        assert agrees(sub, projected(driver.mirror, spec, names, extra_name="image {}".format))

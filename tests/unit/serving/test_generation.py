@@ -72,8 +72,8 @@ def test_ctrl_c_leaves_a_cache_that_goes_on(way, monkeypatch):
 def test_what_a_listener_raises_costs_nothing_and_it_gets_a_snapshot():
     listener = Listener(fail, [1])
     outputs, cache, events = together(start(), prompts_of(0), listener=listener)
-    for told in (events, listener.events):
-        assert_whole(cache, told, prompts_of(0), outputs)
+    for published in (events, listener.events):
+        assert_whole(cache, published, prompts_of(0), outputs)
     assert [output.tokens for output in outputs] == [output.tokens for output in together(start(), prompts_of(0))[0]]
     counts = Listeners(listener).counts
     assert counts["failures"] == counts["snapshots"] == 1 and counts["missed"]

@@ -213,10 +213,10 @@ def test_a_listener_that_fails_has_each_index_in_the_end(wanted, monkeypatch, is
             outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, steps=2, listener=listener)
         assert [output.tokens for output in outputs] == wanted
     for number, cache in enumerate(made.caches):
-        told = Listeners(listener, leading=(number,))
-        assert told.counts["failures"] and told.counts["snapshots"]
-        while told.is_behind:
-            told.catch_up(cache.state)
+        of_replica = Listeners(listener, leading=(number,))
+        assert of_replica.counts["failures"] and of_replica.counts["snapshots"]
+        while of_replica.is_behind:
+            of_replica.catch_up(cache.state)
         assert mirrors[number].index == kvjax.events.index_of(cache.state)
 
 

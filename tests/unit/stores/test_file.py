@@ -200,8 +200,8 @@ def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     assert counts.taken == 6 and findable(again) == after
 
 
-def test_a_folder_is_tried_before_there_is_something_to_save(tmp_path):
-    """What an interrupted save has left is no save, is counted, and goes; the older save stays."""
+def test_a_folder_is_tried_before_something_is_saved(tmp_path):
+    """Files of an interrupted save are no save, are counted, and go; the older save stays."""
     folder, names = tmp_path / "new" / "saved", Namespaces()
     assert check_folder(folder) == (False, 0) == check_folder(folder)
     part = f"{'0' * 16}-00000.safetensors"
