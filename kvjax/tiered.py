@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -306,7 +307,7 @@ class TieredCache:
         if undone:
             status = np.asarray(events.status)
             status = np.where(status == Status.OK, np.int32(Status.NO_BLOCKS), status)
-            events = events.only(np.bool_(False)).replace(status=status, transfer=None)
+            events = events.only(jnp.bool_(False)).replace(status=status, transfer=None)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
             state, _ = _release(cache.state, np.int32(row))  # stores nothing: its blocks are not in the index

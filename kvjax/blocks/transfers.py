@@ -75,12 +75,13 @@ def take_over_tiers(
     priorities: jax.Array,
     min_priority: int,
     onboarded: jax.Array,
-    extra: jax.Array | None,
+    extra: jax.Array | int,
+    stays: bool,
 ) -> Taken:
     """Takes `need` blocks for one holder each and brings blocks back, offloading the policy's victims; see `take`."""
     host, before = host_of(group), group.blocks
     device_rows = group.empty.shape[0]
-    total = need + count(onboarded >= 0) + (0 if extra is None else extra)
+    total = need + count(onboarded >= 0) + extra
     popped = jnp.minimum(need + count(onboarded >= 0), group.num_empty)
     num_victims = jnp.where(total <= group.available, total - popped, 0)
 
@@ -94,7 +95,7 @@ def take_over_tiers(
     where = (jnp.arange(size, dtype=jnp.int32) < num_victims) & eligible(ids)
     blocks, claimed = claim(before, ids, where)
     fits = (total <= group.available) & (count(claimed) == num_victims)
-    outgoing = Outgoing(ids, claimed, claimed & (pick(priorities, ids) >= min_priority), stays=extra is not None)
+    outgoing = Outgoing(ids, claimed, claimed & (pick(priorities, ids) >= min_priority), stays=stays)
     group_after_claim = group.replace(blocks=blocks, policy=pstate)
     taken = transfer(group_after_claim, number, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped)
     ok = fits & taken.ok

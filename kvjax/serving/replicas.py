@@ -18,7 +18,7 @@ import numpy as np
 
 from kvjax._compile import own_transfers
 from kvjax.cache import Cache
-from kvjax.checks import check_on_host
+from kvjax.checks import check_functions, check_on_host
 from kvjax.model import Model
 from kvjax.serving.generation import generate, run_batch
 from kvjax.serving.inputs import check_prompts, of_each, positive, seeds_of
@@ -115,8 +115,8 @@ class Replicas:
         Args:
           prompts: token ids.
           options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread;
-            what it raises costs nothing, see `kvjax.events.Listeners`.
-            Events are not decoded. All replicas use the same `store`.
+            what it raises costs nothing, see `kvjax.events.Listeners`. Events are not decoded. All replicas use one
+            `store`.
 
         Raises:
           ValueError: as `kvjax.run_batch`, before anything is donated.
@@ -132,6 +132,7 @@ class Replicas:
     def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
         check_on_host("Replicas", (prompts, options), "inside one use kvjax.serving.serve under shard_map")
         checked = check_prompts(prompts)
+        check_functions(listener=options.get("listener"))
         if options.get("progress") is not None:
             raise ValueError("progress: got one, wanted None: replicas do not go on together")
         copies = positive("samples", options.get("samples", 1), len(checked)).tolist()

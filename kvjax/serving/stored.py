@@ -258,7 +258,7 @@ class StoredPrefixes:
             return {column: words.get((number, column), []) for column in columns}
 
         tokens: Any = np.asarray(prefix.tokens[: end * size], np.int32).reshape(end, size)
-        events, _ = call(adopt_prefix, Text(tokens, None), have, read, length=end * size, namespace=prefix.namespace)
+        events, *_ = call(adopt_prefix, Text(tokens, None), have, read, length=end * size, namespace=prefix.namespace)
         return bool(events.ok)
 
     def _give_up(self, prefix: Prefix) -> None:

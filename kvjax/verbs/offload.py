@@ -17,6 +17,8 @@ Source: TensorRT-LLM's secondary pool; vLLM's swapping of whole sequences.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -156,7 +158,7 @@ def watermark(
     most = static_int("most", most, 1)
     extra = jnp.minimum(jnp.clip(empty - chosen_group.num_empty, 0, most), chosen_group.num_cached)
     extra = jnp.minimum(extra, host_space(chosen_group))
-    taken = take_unheld(state, group, chosen_group, most, now, extra=extra)
+    taken = take_unheld(state, group, chosen_group, most, now, extra=extra, stays=True)
     after, removed = put_taken(state, group, taken)
     return conclude(state, after, first_failure((~taken.ok, Status.NO_BLOCKS)), [taken], removed)
 
@@ -225,7 +227,7 @@ def _tiered_group(state: CacheState, number: int) -> Group:
     return group
 
 
-def take_unheld(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **options: jax.Array) -> Taken:
+def take_unheld(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **options: Any) -> Taken:
     """`take` over both tiers for no new holders, with the policy of group `number`."""
     return take(
         group, number, windows.policy_of(state, number), jnp.int32(0), size, now,

@@ -369,7 +369,7 @@ def test_watermark_leaves_on_the_device_what_the_host_has_no_space_for():
     assert not changes(cache.do("watermark", 4, most=4)) and cache.found([99] * 5, tiers=("device",)) == 4
 
 
-def test_a_block_that_is_the_hosts_victim_at_once_is_removed_and_was_never_there():
+def test_a_block_that_is_the_hosts_victim_at_once_is_removed_and_never_arrives():
     """The youngest block leaves a tier first, so that the host keeps its own: readers hear that the other is gone."""
     youngest = kvjax.by_score(lambda blocks: (blocks.clock - blocks.stored).astype(np.float32))
     cache, ids = of_documents(2, youngest, num_host_blocks=2)
