@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that their user alone can read, since prompts are in them; and regular files alone to read from."""
+"""Files that their user alone can read, since prompts are in them; regular files alone to read from; whole lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 import os
 import pathlib
 import stat
-from typing import IO, Any
+from collections.abc import Iterable
+from typing import IO, Any, TextIO
 
 _FOLDER, _FILE = 0o700, 0o600  # modes
 
@@ -38,6 +39,20 @@ def _private(path: str, flags: int) -> int:
         os.close(handle)
         raise
     return handle
+
+
+class LineFile:
+    """Writes lines to a text file. A line that a full disk has cut ends before the next line begins."""
+
+    def __init__(self, file: TextIO):
+        self._file, self._is_cut = file, False
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Writes lines, each with its end."""
+        begin = "\n" if self._is_cut else ""
+        self._is_cut = True
+        self._file.write(begin + "".join(f"{line}\n" for line in lines))
+        self._is_cut = False
 
 
 def protect(path: pathlib.Path) -> None:

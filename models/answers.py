@@ -98,14 +98,29 @@ class Answer:
     ):  # fmt: skip
         self._min_tokens = min_tokens
         self._words, self._stop, self._by_token = Detokenizer(decode, prompt), stop, has_starts or bool(stop)
+        self._prompt = list(prompt[-_CONTEXT:])
         self._longest = max(map(len, stop), default=0)
         self.text, self.starts, self.stopped, self.num_tokens = "", list[int](), False, 0
         self._shown = 0
 
     @property
     def num_shown(self) -> int:
-        """Tokens that have begun in the text that was shown."""
-        return bisect.bisect_left(self.starts, self._shown)
+        """Tokens whose whole text was shown; a token without text counts with the next one."""
+        begun = bisect.bisect_left(self.starts, self._shown)
+        end = self.starts[begun] if begun < len(self.starts) else len(self.text)
+        return begun - (end > self._shown)
+
+    def texts(self, part: slice) -> list[str]:
+        """The text of each token of a part; all together are the answer's text.
+
+        A character of several tokens is the text of the last one, and the others have none.
+        """
+        bounds = [*self.starts[part.start : part.stop + 1], len(self.text)]
+        return [self.text[start:end] for start, end in itertools.pairwise(bounds)][: part.stop - part.start]
+
+    def before(self, number: int, tokens: Sequence[int]) -> list[int]:
+        """The last tokens before a token of the answer, which has these tokens: they decide on its first space."""
+        return [*self._prompt, *tokens[max(number - _CONTEXT, 0) : number]][-_CONTEXT:]
 
     def add(self, tokens: Sequence[int], *, done: bool = False) -> str:
         """Adds tokens, the last ones if `done`; returns the text that may be shown now, and was not yet."""
@@ -146,7 +161,9 @@ class Piece:
 
     Attributes:
       text: new.
-      tokens: new ones, of which text may be held back; no stop token, and nothing of a stop string.
+      tokens: those whose text is shown by now, and was not yet; no stop token, and nothing of a stop string.
+      before: the last tokens before them.
+      texts: of each token.
       starts: the index of each one's first character in the answer.
       logprobs, top_logprobs: of each; the latter is empty unless the engine notes them.
       finish: "stop" or "length" with the last piece.
@@ -155,6 +172,8 @@ class Piece:
 
     text: str
     tokens: list[int]
+    before: list[int]
+    texts: list[str]
     starts: list[int]
     logprobs: list[float]
     top_logprobs: list[dict[int, float]]
@@ -206,8 +225,9 @@ async def pieces(
             if text or finish:
                 part = slice(shown, len(answer.starts) if finish else answer.num_shown)
                 yield Piece(
-                    text, output.tokens[part], answer.starts[part], output.logprobs[part], output.top_logprobs[part],
-                    finish, answer.num_tokens + is_stop,
+                    text, output.tokens[part], answer.before(shown, output.tokens), answer.texts(part),
+                    answer.starts[part], output.logprobs[part], output.top_logprobs[part], finish,
+                    answer.num_tokens + is_stop,
                 )  # fmt: skip
                 shown = part.stop
             if finish:

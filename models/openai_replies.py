@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import Any
 
-from .answers import Decode, Piece
+from .answers import Decode, Detokenizer, Piece
 from .openai_api import Wish
 
 
@@ -82,31 +82,43 @@ class Form:
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
-        rows = []
-        for piece in pieces:
-            tops = piece.top_logprobs or [{}] * len(piece.tokens)
-            rows += zip(piece.tokens, piece.starts, piece.logprobs, tops, strict=True)
-        likeliest = [list(top.items())[: self._most] for *_, top in rows]
+        texts = [text for piece in pieces for text in piece.texts]
+        logprobs = [_finite(logprob) for piece in pieces for logprob in piece.logprobs]
+        likeliest = [top for piece in pieces for top in self._likeliest(piece)]
         if self._is_chat:
             content = [
-                self._token(token, logprob) | {"top_logprobs": [self._token(*one) for one in top]}
-                for (token, _, logprob, _), top in zip(rows, likeliest, strict=True)
+                _token(text, logprob) | {"top_logprobs": [_token(*one) for one in top]}
+                for text, logprob, top in zip(texts, logprobs, likeliest, strict=True)
             ]
             return {"content": content, "refusal": None}
         # The chosen token comes last: another one may have the same text.
-        named = [
-            {self._decode([one]): _finite(logprob) for one, logprob in [*top, (row[0], row[2])]}
-            for row, top in zip(rows, likeliest, strict=True)
-        ]
+        named = [{**dict(top), text: logprob} for text, logprob, top in zip(texts, logprobs, likeliest, strict=True)]
         return {
-            "tokens": [self._decode([row[0]]) for row in rows], "token_logprobs": [_finite(row[2]) for row in rows],
-            "top_logprobs": named if self._most else None, "text_offset": [row[1] for row in rows],
+            "tokens": texts, "token_logprobs": logprobs, "top_logprobs": named if self._most else None,
+            "text_offset": [start for piece in pieces for start in piece.starts],
         }  # fmt: skip
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode([token])
-        encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+    def _likeliest(self, piece: Piece) -> list[list[tuple[str, float]]]:
+        """For each token of a piece the likeliest ones in its place: their texts there, and their log-probabilities."""
+        found, before, tops = [], list(piece.before), piece.top_logprobs or [{}] * len(piece.tokens)
+        for token, text, top in zip(piece.tokens, piece.texts, tops, strict=True):
+            of_token = [
+                (text if other == token else self._text(before, other), _finite(logprob))
+                for other, logprob in list(top.items())[: self._most]
+            ]
+            found.append(of_token)
+            before = [*before, token][-len(piece.before) :]
+        return found
+
+    def _text(self, before: list[int], token: int) -> str:
+        """The text of a token after others; by itself if it is a part of a character."""
+        return Detokenizer(self._decode, before).add(token) or self._decode([token])
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    """A token of a chat. Its bytes are unknown if it is a part of a character."""
+    encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": encoded}
 
 
 def _finite(logprob: float) -> float:

@@ -21,9 +21,10 @@ class Router:
     def route(
         self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None, *, without: Collection[str] = ()
     ) -> str:
-        """The cache that has most of a prompt, but for those in `without`; of equal ones, that which was sent least."""
-        mirrors = {name: mirror for name, mirror in self.mirrors.items() if name not in without}
-        cached = {name: mirror.lookup(prompt, salt, lora).tokens for name, mirror in mirrors.items()}
+        """The cache that has most of a prompt, of equal ones that which was sent least; none in `without` or silent."""
+        names = [name for name in self.mirrors if name not in without]
+        names = [name for name in names if not self.mirrors[name].is_silent] or names
+        cached = {name: self.mirrors[name].lookup(prompt, salt, lora).tokens for name in names}
         sent = [self.sent[name] for name in cached]
         best = list(cached)[choose_replica(list(cached.values()), sent, len(prompt))]
         self.sent[best] += len(prompt) - cached[best]

@@ -22,7 +22,7 @@ import kvjax
 from kvjax.interop import together
 from kvjax.serving import Engine, Penalties, Scheduler, penalize
 
-from . import chat, commands, session, stores, tenants, wires
+from . import chat, commands, memory, session, stores, tenants, wires
 from .commands import number
 from .openai_api import MOST_BIASES, Limits
 from .session import MOST, SIZES
@@ -61,7 +61,9 @@ def make_parser() -> commands.Parser:
         "--hide-cached-tokens", action="store_true", help="answers do not say how many tokens were found in the cache"
     )
     session.add_dtype(parser)
-    session.add_sizes(parser, rows="(default: %(default)s)", length=f"the model's most, or {MOST_LENGTH}")
+    session.add_sizes(
+        parser, rows="(default: %(default)s)", length=f"the model's most, or {MOST_LENGTH}", has_budget=True
+    )
     parser.set_defaults(rows=SIZES["rows"])
     limits = (
         ("--chunk", 1, Scheduler().chunk, "tokens of a prompt that a step computes"),
@@ -117,7 +119,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
     where = session.make_mesh(parser, args)
     model, tokenizer = session.load_model(parser, args, **where)
     template, keys = _template(parser, args), tenants.keys_of(parser, args)
-    spec = _spec(parser, args, model)
+    spec = _spec(parser, args, model, where)
     registry, names = prometheus_client.CollectorRegistry(), kvjax.Namespaces()
     with contextlib.ExitStack() as stack:
         wire = stack.enter_context(wires.Wires(parser, args, spec, _note, names))
@@ -126,6 +128,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         listeners = [metrics.observe, *([wire.listener] if wire.listener else [])]
         cache = _cache(parser, args, spec, where)
         saved = stack.enter_context(stores.saved(parser, args, cache, names, _note))
+        _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
         engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store)
@@ -158,21 +161,26 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
     return template
 
 
-def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any) -> kvjax.CacheSpec:
-    """The spec of the cache; sets the length of a row if none was given."""
-    most, positions = session.most_tokens(args, model) or MOST, model.config.max_positions or MOST
+def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
+    """The spec of the cache; sets the length of a row if none was given, and the number of blocks of a budget."""
+    positions, spec = model.config.max_positions or MOST, None
+    if args.budget is not None:
+        spec = memory.fitting(parser, args, model, min(args.max_length or MOST_LENGTH, positions), where)
+    most = session.most_tokens(args, model) or MOST
     if args.max_length is None:
         args.max_length = min(most, positions, MOST_LENGTH)
     elif args.max_length > min(most, positions):
         wanted = f"at most {min(most, positions)}: the model has {positions} positions, and the cache {most} tokens"
         parser.error(f"--max-length: got {args.max_length}, wanted {wanted}")
     try:
-        spec = kvjax.make_spec(
+        spec = spec or kvjax.make_spec(
             model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
             block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
+    if spec.max_length > args.max_length:  # the budget holds no row of so many tokens
+        spec = memory.fitting(parser, args, model, args.max_length, where)
     session.check_memory(parser, args, model, spec)
     return spec
 

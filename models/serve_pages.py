@@ -91,16 +91,19 @@ class Pages:
         self._ended = counter("request_success", "Answers that have ended by themselves.", "finished_reason")
 
     def collect(self) -> list[Any]:
-        """The gauges of a scrape."""
+        """The gauges and the counter of a scrape."""
         engine = getattr(self, "engine", None)
         gauges = {
             "num_requests_running": ("Requests that the scheduler has.", engine and engine.running),
             "num_requests_waiting": ("Requests that wait for it.", engine and engine.waiting),
             "generation_tokens_per_second": (f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
         }
-        return [
-            core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0) for what, (text, value) in gauges.items()
-        ]
+        failures = engine.listener_counts["failures"] if engine else 0
+        text = "Failures of listeners to the cache's events, such as these numbers and the wires."
+        found: list[Any] = [core.CounterMetricFamily("kvjax_listener_failures", text, value=failures)]
+        for what, (text, value) in gauges.items():
+            found.append(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0))
+        return found
 
     def _rate(self) -> float:
         until = time.monotonic() - _WINDOW

@@ -42,8 +42,11 @@ def add_dtype(parser: commands.Parser) -> None:
     )
 
 
-def add_sizes(parser: commands.Parser, rows: str, length: str) -> None:
-    """The options that size a cache; `rows` and `length` are the help of defaults that the caller sets."""
+def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bool = False) -> None:
+    """The options that size a cache; `rows` and `length` are the help of defaults that the caller sets.
+
+    With `has_budget` there is `--budget` too, which `memory.fitting` reads.
+    """
     sizes = (
         ("--blocks", "N", 1, "blocks for each attention window (default: %(default)s)"),
         ("--host-blocks", "N", 0, "and on the host, where blocks go that have to leave (default: %(default)s)"),
@@ -51,9 +54,15 @@ def add_sizes(parser: commands.Parser, rows: str, length: str) -> None:
         ("--rows", "S", 1, f"sequences at a time {rows}"),
         ("--max-length", "N", 1, f"tokens of a prompt with its answer (default: {length})"),
     )
+    of_blocks = parser.add_mutually_exclusive_group()
     for option, name, least, what in sizes:
         default = None if option in ("--rows", "--max-length") else SIZES[option.removeprefix("--").replace("-", "_")]
-        parser.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
+        of: Any = of_blocks if option == "--blocks" else parser
+        of.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
+    parser.set_defaults(budget=None)
+    if has_budget:
+        what = "of each device for weights, K/V and steps, such as 20GiB: as many blocks as fit"
+        of_blocks.add_argument("--budget", metavar="SIZE", type=commands.size, help=what)
 
 
 def add_mesh(parser: commands.Parser) -> None:
@@ -248,4 +257,6 @@ def check_memory(parser: commands.Parser, args: argparse.Namespace, model: AnyMo
         if taken > most:
             blamed = max(SIZES, key=lambda name: getattr(args, name) / (SIZES[name] or SIZES["blocks"]))
             got = f"--{blamed.replace('_', '-')}: got {getattr(args, blamed)}, which takes {human(taken)}"
+            if args.budget is not None:
+                got = f"--budget: got {human(args.budget)}, which takes {human(taken)}"
             parser.error(f"{got} with the model, wanted at most the {human(most)} of {where}")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kvjax
-from kvjax.stores import DiskStore, load, save
+from kvjax.stores import DiskStore, check_folder, load, save
 
 from . import commands
 from .loading import CONFIG, weight_files
@@ -92,16 +92,29 @@ def saved(
         yield Saved(cache)
         return
     options: Any = {"names": names, "model": checkpoint_name(args.checkpoint)}
-    found = Saved(cache, loaded=os.path.isdir(args.save) and bool(os.listdir(args.save)))
     try:
+        folder = check_folder(args.save)
+        found = Saved(cache, loaded=folder.has_save)
+        if folder.interrupted:
+            note(f"--save: {args.save}: {folder.interrupted} files of a save that was interrupted are deleted")
         if found.loaded:
             found.cache, blocks = load(cache, args.save, **options)
-            note(f"{blocks.taken:,} blocks are loaded")
+            note(f"{blocks.taken:,} blocks are loaded{f', {blocks.broken:,} are broken' if blocks.broken else ''}")
+        else:
+            note(f"--save: {args.save}: no save is there yet, and the cache begins empty")
     except (OSError, ValueError) as error:
-        parser.error(f"--save: {commands.reason(error, args.save).removeprefix('folder: ')}")
+        parser.error(f"--save: {_reason(error, args.save)}")
     yield found
-    if found.cache is not None:
-        save(found.cache, args.save, **options)
+    if found.cache is None:
+        return
+    try:
+        note(f"{save(found.cache, args.save, **options):,} blocks are saved")
+    except (OSError, ValueError) as error:
+        parser.error(f"--save: {_reason(error, args.save)}; the cache is not saved")
+
+
+def _reason(error: Exception, folder: str) -> str:
+    return commands.reason(error, folder).removeprefix("folder: ")
 
 
 def checkpoint_name(folder: str | os.PathLike) -> str:

@@ -5,13 +5,14 @@ Inside `jit` events are arrays of a fixed size with padding between; on the host
 `fold(events)` gives exactly the index of the state that came with them, from any snapshot, for any interleaving.
 """
 
+from kvjax.events.listeners import Listeners
 from kvjax.events.log import EventLog, append, init_log
-from kvjax.events.mirror import Mirror, fold, index_of, snapshot, to_list
+from kvjax.events.mirror import Mirror, fold, index_of, snapshot, snapshot_log, to_list
 from kvjax.events.records import EventKind, Events, Status
 from kvjax.events.totals import Totals, counts
 from kvjax.events.transfer import Transfer
 
 __all__ = [
-    "EventKind", "EventLog", "Events", "Mirror", "Status", "Totals", "Transfer", "append", "counts", "fold", "index_of",
-    "init_log", "snapshot", "to_list",
+    "EventKind", "EventLog", "Events", "Listeners", "Mirror", "Status", "Totals", "Transfer", "append", "counts",
+    "fold", "index_of", "init_log", "snapshot", "snapshot_log", "to_list",
 ]  # fmt: skip

@@ -175,23 +175,41 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
       >>> kvjax.fold(kvjax.events.snapshot(state)).index == kvjax.events.index_of(state)
       True
     """
-    events: list[dict[str, Any]] = []
-    tree = jax.device_get(state.groups[0].blocks)
-    for number, group in enumerate(state.groups):
-        events.append({"kind": "created", "group": number})
-        ids, blocks = group.ids, jax.device_get(group.blocks)
-        columns = group.group0_blocks(ids), group.on_device(ids), group.blocks.stated_priority(ids)
+    return [event for event in to_list(snapshot_log(state)) if event["kind"] != "cleared"]
+
+
+@own_transfers()
+@on_state
+def snapshot_log(state: CacheState) -> EventLog:
+    """The same on the host as an `EventLog`, whatever its reader has: created, cleared, then stored.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
+      >>> state, _ = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
+      >>> kvjax.events.snapshot_log(state)
+      EventLog(4 of 4; 1 created, 1 cleared, 2 stored)
+    """
+    host: Any = jax.device_get(state.groups)
+    begin = [(kind, number) for kind in (EventKind.CREATED, EventKind.CLEARED) for number in range(len(host))]
+    parts = [np.pad(np.array(begin, np.int32), ((0, 0), (0, len(COLUMNS) - 2)))]
+    text_blocks = [np.zeros(len(begin), np.int32)]  # of the first group, which has the text of each record
+    for number, group in enumerate(host):
+        blocks, found = group.blocks, np.flatnonzero(group.blocks.fill > 0)
+        age = (blocks.clock - blocks.stored)[found].astype(np.int64)
+        ids = found[np.argsort(-age, kind="stable")].astype(np.int32)  # parents before children
+        columns = group.group0_blocks(ids), group.on_device(ids), blocks.stated_priority(ids)
         group0_blocks, on_device, priority = jax.device_get(columns)
-        findable = np.flatnonzero(blocks.fill > 0)
-        age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
-        for block in findable[np.argsort(-age, kind="stable")].tolist():
-            group0_block, size = group0_blocks[block], blocks.fill[block]
-            parent, second = tree.parent[group0_block].tolist()
-            event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
-            event |= {"parent": None, "namespace": second} if parent < 0 else {"parent": (parent, second)}
-            event |= {name: x[group0_block, :size].tolist() for name, x in tree.text.parts().items()}
-            events.append(event | {"level": int(not on_device[block]), "priority": int(priority[block])})
-    return events
+        kinds = np.full((len(ids), 2), (EventKind.STORED, number))
+        node = ids, blocks.generation[ids], *host[0].blocks.parent[group0_blocks].T
+        parts.append(np.column_stack((kinds, *node, blocks.fill[ids], ~on_device, priority)).astype(np.int32))
+        text_blocks.append(group0_blocks)
+    records, of_blocks, zero = np.concatenate(parts), np.concatenate(text_blocks), np.zeros((), np.int32)
+    is_text = np.arange(state.spec.block_size) < records[:, COLUMNS.index("num_tokens"), None]
+    text = jax.tree.map(lambda x: np.where(is_text, x[of_blocks], 0), host[0].blocks.text)
+    unusable = zero if state.spec.has_recurrent else None
+    arrays: Any = records, text, np.array(len(records), np.int32), zero, zero, unusable
+    return EventLog(*arrays)
 
 
 @on_state

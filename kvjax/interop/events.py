@@ -33,6 +33,11 @@ class HostEvents:
     _found: dict[object, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether these say the whole of a cache, by themselves: they begin with groups that are cleared."""
+        return self.records[:1, 0].tolist() == [EventKind.CLEARED]
+
+    @property
     def lost(self) -> int:
         """The number of events that a full log has lost: an index that follows these events is wrong above 0."""
         return int(self.events.lost) if isinstance(self.events, EventLog) else 0

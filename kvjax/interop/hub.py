@@ -17,13 +17,12 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from kvjax.events.log import EventLog
-from kvjax.events.records import Events
+from kvjax.events.listeners import Listeners
 from kvjax.interop.encoder import EventEncoder
-from kvjax.interop.events import host_events, listened
+from kvjax.interop.events import HostEvents, host_events, listened
 from kvjax.interop.index import Change, NodeMap, share
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -31,10 +30,10 @@ from kvjax.state import CacheState
 log = logging.getLogger("kvjax.interop")
 
 
-def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[Events | EventLog], None]:
+def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
     """One listener for several: events are copied to the host, read, and folded into an index once for all of them.
 
-    If one raises, those after it are not called.
+    One that raises costs the others nothing, see `kvjax.events.Listeners`.
 
     Args:
       spec: of the cache.
@@ -42,7 +41,7 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[
         `HostEvents`. Those that have equal indices by now share one, with its hashes if their `key` and names agree.
 
     Returns:
-      The listener.
+      The listener; in a loop of your own its `catch_up(state)` brings back those that have failed.
 
     Example:
       >>> from kvjax.interop import NodeMap, together
@@ -55,16 +54,26 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[
       >>> stored, len(nodes.index)
       ([2], 2)
     """
-    owners = [getattr(listener, "__self__", None) for listener in listeners]
-    maps = [owner if isinstance(owner, NodeMap) else getattr(owner, "nodes", None) for owner in owners]
-    share([one for one in maps if isinstance(one, NodeMap)])
+    return _Together(spec, listeners)
 
-    def listen(events: Events | EventLog) -> None:
-        shared = dataclasses.replace(listened(events, spec), is_shared=True)
-        for listener in listeners:
-            listener(shared)
 
-    return listen
+class _Together(Listeners):
+    """The listener of `together`."""
+
+    def __init__(self, spec: CacheSpec, listeners: Sequence[Callable[[Any], object]]):
+        super().__init__(*listeners)
+        self._spec = spec
+        owners = [getattr(listener, "__self__", None) for listener in listeners]
+        maps = [owner if isinstance(owner, NodeMap) else getattr(owner, "nodes", None) for owner in owners]
+        self._maps = [one if isinstance(one, NodeMap) else None for one in maps]
+        share([one for one in self._maps if one is not None])
+
+    def _read(self, events: Any, *, is_shared: bool) -> HostEvents:
+        return dataclasses.replace(listened(events, self._spec), is_shared=is_shared)
+
+    def _fall_behind(self, number: int) -> None:
+        if (nodes := self._maps[number]) is not None:
+            nodes.part()
 
 
 class PublisherThread[E: EventEncoder](abc.ABC):
@@ -90,7 +99,8 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         """Publishes events; their arrays may be donated afterwards.
 
         Events that cannot have happened never reach the caller: readers get an empty index, the log of
-        `kvjax.interop` has it once, what follows is ignored until `attach`, and `close` raises the error.
+        `kvjax.interop` has it once, and what follows is ignored until `attach`, or until events that begin with groups
+        that are cleared: a run's `kvjax.events.Listeners` send such a snapshot. Without it `close` raises the error.
 
         Args:
           events: `Events`, an `EventLog` or decoded events (`progress.events`); each once, in their order.
@@ -100,14 +110,22 @@ class PublisherThread[E: EventEncoder](abc.ABC):
             return
         with self._callers:
             self._refuse_closed()
-            if self._error is not None:
+            if self._error is not None and not read.begins_anew:
                 self._counts["ignored"] += 1
                 return
             try:
                 changes = self._encoder.follow(read)
             except Exception as error:
                 return self._fail(error)
-            self._push(changes)
+            if read.begins_anew:  # readers may have anything
+                self._begin_anew()
+            else:
+                self._push(changes)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether events are ignored, after some that cannot have happened."""
+        return self._error is not None
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
@@ -117,9 +135,13 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         with self._callers:
             self._refuse_closed()
             self._encoder.attach(state)
-            with self._wake:
-                self._error = None
-                self._replace(self._encoder.nodes.copy())
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Queues the whole index, whatever was wrong before."""
+        with self._wake:
+            self._error = None
+            self._replace(self._encoder.nodes.copy())
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until what was published is sent, at most `timeout` seconds; whether it is."""
@@ -203,7 +225,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
 
     def _fail(self, error: Exception) -> None:
         """Ends publishing, for events that cannot have happened or an `extra_name` that raises."""
-        log.error("events cannot be published any more, until `attach`: %s", error)
+        log.error("events cannot be published any more, until `attach` or a snapshot: %s", error)
         with self._wake:
             self._error = error
             self._replace(NodeMap(self._encoder.nodes.spec))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.events.mirror import snapshot
+from kvjax.events.mirror import snapshot_log
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.events import HostEvents, host_events, parts_of
@@ -99,7 +99,8 @@ class _Contents:
 class NodeMap:
     """An index of the cached blocks, by the events alone; memory is O(blocks).
 
-    After a ValueError for events that cannot have happened its contents are undefined, until `attach`.
+    After a ValueError for events that cannot have happened its contents are undefined, until `attach` or events that
+    begin with groups that are cleared, such as a snapshot of `kvjax.events.Listeners`.
 
     Args:
       spec: of the cache, which is empty; see `attach` for others.
@@ -133,6 +134,11 @@ class NodeMap:
         other = copy.copy(self)
         other._contents, other._version = self._contents.copy(), 0
         return other
+
+    def part(self) -> None:
+        """Shares its contents with no other map any more: some events will not come to both."""
+        if self._contents.is_shared:
+            self._contents, self._version = self._contents.copy(), 0
 
     def fold(self, events: Any) -> list[Change]:
         """Follows events, which must be possible: `Events`, an `EventLog`, or decoded ones; what they changed."""
@@ -187,6 +193,7 @@ class NodeMap:
 
     def _clear(self, number: int) -> Change:
         change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
+        self.groups[number].hashes.clear()  # of blocks too that came with events which were impossible
         others = (number for number, group in enumerate(self.groups) if group.table[:, col.FILL].any())
         return change._replace(others=frozenset(others))
 
@@ -226,7 +233,7 @@ class NodeMap:
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty, was restored, or goes on without its events."""
-        events = snapshot(state)
+        events = snapshot_log(state)
         if state.spec != self.spec:
             raise ValueError(f"state: got a cache of {state.spec}, wanted one of {self.spec}")
         self._contents, self._version = _Contents(self.spec, self.hashing), 0

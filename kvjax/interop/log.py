@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from kvjax import _pictures as pictures
+from kvjax._files import LineFile
 from kvjax.events.log import EventLog
-from kvjax.events.mirror import Node, snapshot, to_list
+from kvjax.events.mirror import Node, snapshot_log, to_list
 from kvjax.events.records import EventKind, Events
 from kvjax.interop.events import arrays
 from kvjax.interop.hashing import block_hash, root_hash
@@ -65,16 +66,15 @@ class Log:
     """
 
     def __init__(self, file: TextIO, *, clock: Callable[[], float] = time.time):
-        self._file, self._clock = file, clock
+        self._file, self._clock = LineFile(file), clock
 
     def write(self, events: Events | EventLog) -> None:
         """Writes a line: a listener."""
-        self._file.write(json.dumps(entry(events, self._clock())) + "\n")
+        self._file.write([json.dumps(entry(events, self._clock()))])
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty: writes a line of what would build its index."""
-        line = {"ts": self._clock(), "events": snapshot(state), "queried": 0, "cached": 0}
-        self._file.write(json.dumps(line) + "\n")
+        self.write(snapshot_log(state))
 
 
 def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from kvjax._files import LineFile
 from kvjax.blocks.keys import Namespaces
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
@@ -47,8 +48,9 @@ _MOST_TOKENS = 1 << 16  # of an event, so that no line is over about 6 MB
 class Writer(EventEncoder[str]):
     """Writes a cache's events; `write` is a listener of `generate`, `stream` and `run_batch`.
 
-    After a ValueError for events that cannot have happened nothing more can be written, until `attach`. A bare first
-    group is not written: its blocks have no K/V. Extra ids are written as numbers.
+    After a ValueError for events that cannot have happened nothing more can be written, until `attach` or events that
+    begin with groups that are cleared, such as a snapshot of `kvjax.events.Listeners`. A bare first group is not
+    written: its blocks have no K/V. Extra ids are written as numbers.
 
     Args:
       spec: of the cache, which is empty; see `attach` for others.
@@ -86,7 +88,7 @@ class Writer(EventEncoder[str]):
         sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
         super().__init__(spec, Hashing(names, lora_names, model, key), sizes, unpublished)
         self._salt = functools.partial(salt_text, salts=salts, key=key)
-        self._file, self.next_id = file, 0  # event_id of the next event
+        self._file, self.next_id = None if file is None else LineFile(file), 0  # event_id of the next event
         dp_rank = "" if rank is None else f',"attention_dp_rank":{rank}'
         self._ends = {  # the smallest window first
             number: f',"window_size":{size}{dp_rank},"layer_group_id":{number}}}'
@@ -101,7 +103,7 @@ class Writer(EventEncoder[str]):
         """Writes the lines of events to the file: a listener."""
         if self._file is None:
             raise ValueError("file: got None, wanted a file to write to")
-        self._file.writelines(f"{line}\n" for line in self.lines(events))
+        self._file.write(self.lines(events))
 
     def lines(self, events: Any) -> list[str]:
         """Follows events; their lines.
@@ -110,11 +112,15 @@ class Writer(EventEncoder[str]):
           events: `Events`, an `EventLog`, or decoded events, which must be possible after those so far.
         """
         events = host_events(events, self.nodes.spec)
-        if not self._sound:
+        if not (self._sound or events.begins_anew):
             raise ValueError("events: got more after some that cannot have happened, wanted `attach(state)` first")
-        found = [] if self._begun else self._created(self.nodes.spec.groups)
         self._sound = False
-        found += self.messages(self.follow(events))
+        changes = self.follow(events)
+        gone = [change for change in changes if change.kind == EventKind.CLEARED] if events.begins_anew else []
+        found = self.messages(gone)
+        if gone or not self._begun:  # the reader forgets what else it has
+            found += self._created(self.nodes.spec.groups)
+        found += self.messages(changes[len(gone) :])
         self._sound = True
         return found
 
@@ -134,7 +140,7 @@ class Writer(EventEncoder[str]):
         found = [*self.messages(before), *self._created(state.groups), *self.messages(self.nodes.snapshot())]
         self._sound = True
         if self._file is not None:
-            self._file.writelines(f"{line}\n" for line in found)
+            self._file.write(found)
         return found
 
     def _created(self, groups: Sequence[Any]) -> list[str]:

@@ -66,7 +66,8 @@ class Engine[C: (Cache, TieredCache)]:
     Its programs are compiled when it starts; those that move blocks to a host tier or from a store at their first use.
 
     A step that fails costs the cache: the requests that it served end with an `EngineError`, the listener gets the
-    event that all is cleared, and the engine goes on with an empty cache.
+    event that all is cleared, and the engine goes on with an empty cache. A listener that raises costs no request and
+    no cache: see `kvjax.events.Listeners`.
 
     Attributes:
       spec: of the cache.
@@ -270,6 +271,11 @@ class Engine[C: (Cache, TieredCache)]:
     def waiting(self) -> int:
         """Requests that the scheduler does not have yet."""
         return len(self._inbox.queue) + len(self._thread.reading)
+
+    @property
+    def listener_counts(self) -> dict[str, int]:
+        """Failures of the listener, calls that it has missed, and snapshots that it has taken since."""
+        return self._thread.listener_counts
 
     @property
     def running(self) -> int:

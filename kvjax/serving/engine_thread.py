@@ -22,6 +22,7 @@ import numpy as np
 from kvjax._compile import OutermostJit, own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
+from kvjax.events.listeners import Listeners
 from kvjax.events.log import EventLog
 from kvjax.events.records import Status
 from kvjax.model import Model
@@ -41,6 +42,7 @@ from kvjax.verbs.control import reset
 ENTRIES, MANY = 16, 32  # requests of one call; the most steps of a turn
 PACE = 0.02  # seconds of a turn while somebody waits for tokens
 _FEW_SALTS = 64
+_RETRY = 0.1  # seconds between two looks at listeners that have failed, if there is nothing to do
 _NAP = 0.001  # seconds between two looks at a store's reads, if there is nothing else to do
 
 _copy = OutermostJit(lambda state: jax.tree.map(jnp.copy, state))
@@ -97,6 +99,10 @@ class Inbox:
         self.queue, self.cancels = deque[Request](), deque[Request]()
         self.copies = deque[tuple[threading.Event, list[CacheState]]]()
 
+    def has_task(self) -> bool:
+        """Whether there is something to do for an engine that is idle."""
+        return bool(self.queue or self.cancels or self.copies or self.is_closing)
+
     def lend(self, salt: str) -> int:
         """The number of a salt whose request comes next; for who has `wake`."""
         assert self._names is not None
@@ -134,6 +140,11 @@ class EngineThread(threading.Thread):
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
         self._begin(cache)
+
+    @property
+    def listener_counts(self) -> dict[str, int]:
+        """As of `Listeners`; zeros without a listener."""
+        return (self._options.listeners or Listeners()).counts
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""
@@ -178,7 +189,7 @@ class EngineThread(threading.Thread):
                     inbox.is_idle = not (inbox.queue or inbox.cancels or self.reading or self.active or self._turns)
                     if inbox.is_idle:
                         inbox.wake.notify_all()  # whoever drains
-                        inbox.wake.wait_for(lambda: inbox.queue or inbox.cancels or inbox.copies or inbox.is_closing)
+                        inbox.wake.wait_for(inbox.has_task, _RETRY if self._state.is_behind else None)
                 try:
                     self._step()
                 except Exception as error:
@@ -207,8 +218,10 @@ class EngineThread(threading.Thread):
             self._dispatch(self._choose_steps())
         elif self.reading and not self._turns:
             time.sleep(_NAP)
-        while len(self._turns) > (self._ahead if self.active else 0):
+        while len(self._turns) > (self._ahead if self.active and not self._state.is_due else 0):
             self._read(*self._turns.popleft())
+        if not self._turns:
+            self._state.catch_up()
         if self._stored:
             waiting = [request for request in self.reading if not request.handle.done]
             self._stored.forget_others({request.leader.number for request in [*waiting, *self.active.values()]})
@@ -428,9 +441,11 @@ class EngineThread(threading.Thread):
         if stored:
             stored.drop()
         if state and state.alive:
+            state.unpublished += [log for _, _, log, _ in vars(self).get("_turns", ()) if log is not None]
             state.release_rows()
             self.last = state.result
             state.publish()
+            state.catch_up(is_last=True)
 
 
 def _cached_namespaces(state: CacheState) -> set[int]:

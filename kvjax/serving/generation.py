@@ -130,9 +130,11 @@ def generate[C: (Cache, TieredCache)](
       log_events: whether to decode the events.
       listener: called on this thread with every `Events` and `EventLog` of the run, each once and in their order,
         whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It gets the events of a loop while
-        the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits for it. If it raises,
-        the run ends as by Ctrl-C; it gets the events of that too before the error is raised. It must not read the
-        cache, which the running loop has: to see its metadata beside the events, take `progress.state` of a `stream`.
+        the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits for it. An `Exception`
+        that it raises is logged, and costs nothing: later, and at the run's end, it gets a snapshot in place of all
+        that it has missed, see `kvjax.events.Listeners`. By another exception the run ends as by Ctrl-C. It must not
+        read the cache, which the running loop has: to see its metadata beside the events, take `progress.state` of a
+        `stream`.
       store: a `kvjax.stores.DiskStore`, for whole blocks of prompts that the cache lacks: what comes in time is taken,
         the rest is computed. What is computed is written to it. Waits for it at most its `patience_ms`, once.
 
@@ -185,9 +187,8 @@ def stream[C: (Cache, TieredCache)](
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
-    has got the events of a loop when its `Progress` comes, and gets those of these releases; an error that it then
-    raises comes out of `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the
-    caller's.
+    has got the events of a loop when its `Progress` comes, and gets those of these releases. Errors and Ctrl-C are as
+    in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.
@@ -211,6 +212,7 @@ def _progress[C: (Cache, TieredCache)](runner: GenerationRunner[C]) -> Generator
             with state.ctrl_c:
                 more = runner.turn()
                 state.publish()
+                state.catch_up(is_last=not more)
             yield Progress(runner.outputs, runner.new, state.events, runner.closing, state)
     except GeneratorExit:
         runner.close()
@@ -313,6 +315,7 @@ def run_batch[C: (Cache, TieredCache)](
                     state.publish()
                     progress(runner.outputs)
             state.publish()
+            state.catch_up(is_last=True)
     except BaseException as cause:
         with state.ctrl_c:
             raise state.interrupted(cause, runner.outputs) from cause

@@ -16,8 +16,7 @@ from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import check_alive, check_functions, check_on_host, host_integers, static_int
-from kvjax.events.log import EventLog
-from kvjax.events.records import Events
+from kvjax.events.listeners import Listener, Listeners
 from kvjax.model import Model, check_model, check_placement
 from kvjax.policies.retention import UNSTATED, Retention
 from kvjax.pools.host import HostPools
@@ -28,7 +27,6 @@ from kvjax.stores.disk import DiskStore
 from kvjax.tiered import TieredCache
 
 MIN_TOKENS = 4096  # tokens of prompts that are submitted together, at least: fewer compile no other program
-Listener = Callable[[Events | EventLog], object]
 
 
 @dataclasses.dataclass
@@ -52,6 +50,7 @@ class RunOptions:
         self.top_logprobs = static_int("top_logprobs", self.top_logprobs, 0)
         check_logprobs(self.logprobs)
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
+        self.listeners = None if self.listener is None else Listeners.of(self.listener)
         if not isinstance(self.store, DiskStore | None):
             raise ValueError(f"store: got {self.store!r:.80}, wanted a kvjax.stores.DiskStore or None")
         if self.clock is not None:

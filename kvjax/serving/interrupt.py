@@ -124,14 +124,35 @@ class GenerationState[C: (Cache, TieredCache)]:
         return self._time
 
     def publish(self, *events: Events | EventLog, keep: int = 0) -> None:
-        """Passes events on in their order, but for the last `keep`; if the listener raises, later ones stay too."""
+        """Passes events on in their order, but for the last `keep`; if a listener interrupts, later ones stay too."""
         self.unpublished += events
         while len(self.unpublished) > keep:
             if self._options.log_events:
                 self.events += to_list(self.unpublished[0])
             oldest = self.unpublished.pop(0)
-            if self._options.listener is not None:
-                self._options.listener(oldest)
+            if self._options.listeners is not None:
+                self._options.listeners(oldest)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a listener has failed, and has had no snapshot since."""
+        return self._options.listeners is not None and self._options.listeners.is_behind
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `catch_up` has something to do."""
+        return self._options.listeners is not None and self._options.listeners.is_due
+
+    def catch_up(self, *, is_last: bool = False) -> None:
+        """Passes all events on, if listeners that have failed are due, and gives these a snapshot of the cache.
+
+        Args:
+          is_last: whether the run ends here, so that all that are behind get one.
+        """
+        listeners = self._options.listeners
+        if listeners is not None and self.alive and (self.is_behind if is_last else self.is_due):
+            self.publish()
+            listeners.catch_up(self.cache.state, due_only=not is_last)
 
     def rows_in_use(self) -> np.ndarray:
         """Rows of this generation that have tokens, i32[K]."""
@@ -160,9 +181,9 @@ class GenerationState[C: (Cache, TieredCache)]:
                 cache, how = self.result, "go on with this error's `cache`"
             except Exception as error:
                 how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
-            for _ in self.unpublished[:]:
+            for act in [*[self.publish] * len(self.unpublished), functools.partial(self.catch_up, is_last=True)]:
                 try:
-                    self.publish()
+                    act()
                 except BaseException as error:  # the generation ends already, by `cause`
                     how += f"; at its last events the listener raised {_describe(error)}"
         return GenerationInterrupted(f"interrupted by {_describe(cause)}; {how}", cache, outputs, self.events)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from kvjax.events.listeners import Listeners
 from kvjax.serving.interrupt import CtrlC, GenerationInterrupted
 from kvjax.serving.replica_devices import on
 from kvjax.serving.requests import Output
 from kvjax.serving.routing import CachedPrefixes
+from kvjax.state import CacheState
 
 _POLL = 0.1  # seconds of waiting for a report until Ctrl-C acts
 
@@ -34,8 +36,8 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
 
 
-class _Stop(Exception):
-    """The end of a replica's run, because its caller is interrupted."""
+class _Stop(BaseException):
+    """The end of a replica's run, because its caller is interrupted. An `Exception` of a listener would end nothing."""
 
 
 class ReplicaJob:
@@ -50,7 +52,7 @@ class ReplicaJob:
       prefixes: of each replica, to which its events are told.
 
     Attributes:
-      cause: Ctrl-C, or the error of the listener, that has ended all; or None.
+      cause: Ctrl-C, or an interrupt of the listener, that has ended all; or None.
     """
 
     def __init__(
@@ -60,6 +62,10 @@ class ReplicaJob:
         self._run, self._prompts, self._spans = run, prompts, spans
         self._outputs, self._options, self._prefixes = outputs, options, prefixes
         self._reports: queue.Queue[tuple[int, Any]] = queue.Queue()  # of a replica: events, an error, or None: done
+        listeners, numbers = [options["listener"]] if options.get("listener") else [], range(len(prefixes))
+        # On this thread the caller's listener, and on a replica's own the function that sends its events here.
+        self._listeners = [Listeners(*listeners, leading=(number,)) for number in numbers]
+        self._senders = [Listeners(self._send, leading=(number,)) for number in numbers]
         self.cause: BaseException | None = None
 
     def run(self, chosen: dict[int, tuple[Any, Any, list[int]]], caches: list[Any]) -> dict[int, BaseException]:
@@ -85,7 +91,7 @@ class ReplicaJob:
                         self._tell(number, report)
                 except queue.Empty:
                     pass
-                except BaseException as error:  # Ctrl-C, or the listener's
+                except BaseException as error:  # Ctrl-C, or an interrupt of the listener
                     self.cause = self.cause or error
             for thread in threads:
                 thread.join()
@@ -98,21 +104,33 @@ class ReplicaJob:
                 raise error
         return failed
 
+    def catch_up(self, states: Sequence[CacheState], anew: Container[int]) -> None:
+        """Gives the caller's listener a snapshot of each replica whose events it has missed, and of those in `anew`."""
+        for number, (listeners, state) in enumerate(zip(self._listeners, states, strict=True)):
+            if number in anew:
+                listeners.lose()
+            if self.cause is None:
+                try:
+                    listeners.catch_up(state)
+                except BaseException as error:  # an interrupt of the listener
+                    self.cause = error
+
     def _tell(self, number: int, events: Any) -> None:
         self._prefixes[number].observe(events)
-        listener = self._options.get("listener")
-        if listener is not None and self.cause is None:
-            listener(number, events)
+        if self.cause is None:
+            self._listeners[number](events)
+            if self._listeners[number].is_due:
+                self._senders[number].lose()  # the replica's thread sends a snapshot
+
+    def _send(self, number: int, events: Any) -> None:
+        """Sends a replica's events to the caller's thread."""
+        self._reports.put((number, jax.device_get(events)))  # a later call may take the arrays
+        if self.cause is not None:
+            raise _Stop
 
     def _work(self, number: int, caches: list[Any], device: Any, model: Any, prompts: list[int]) -> None:
         """The thread of a replica."""
-
-        def listener(events: Any) -> None:
-            self._reports.put((number, jax.device_get(events)))  # a later call may take the arrays
-            if self.cause is not None:
-                raise _Stop
-
-        options, outputs, report = {**self._options, "listener": listener}, list[Output](), None
+        options, outputs, report = {**self._options, "listener": self._senders[number]}, list[Output](), None
         at = [output for n in prompts for output in self._spans[n]]
         try:  # all of it: `run` waits for a report
             lists = [name for name in _OF_PROMPTS if _is_list(options.get(name))]

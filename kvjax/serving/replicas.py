@@ -18,7 +18,7 @@ import numpy as np
 
 from kvjax._compile import own_transfers
 from kvjax.cache import Cache
-from kvjax.checks import check_on_host
+from kvjax.checks import check_functions, check_on_host
 from kvjax.model import Model
 from kvjax.serving.generation import generate, run_batch
 from kvjax.serving.inputs import check_prompts, of_each, positive, seeds_of
@@ -114,8 +114,9 @@ class Replicas:
 
         Args:
           prompts: token ids.
-          options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread.
-            Events are not decoded. All replicas use the same `store`.
+          options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread;
+            what it raises costs nothing, see `kvjax.events.Listeners`. Events are not decoded. All replicas use one
+            `store`.
 
         Raises:
           ValueError: as `kvjax.run_batch`, before anything is donated.
@@ -131,6 +132,7 @@ class Replicas:
     def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
         check_on_host("Replicas", (prompts, options), "inside one use kvjax.serving.serve under shard_map")
         checked = check_prompts(prompts)
+        check_functions(listener=options.get("listener"))
         if options.get("progress") is not None:
             raise ValueError("progress: got one, wanted None: replicas do not go on together")
         copies = positive("samples", options.get("samples", 1), len(checked)).tolist()
@@ -147,8 +149,8 @@ class Replicas:
             job = ReplicaJob(run, checked, spans, outputs, options, self._prefixes)
             of_replicas = {r: (self._devices[r], self._models[r], numbers) for r, numbers in chosen.items() if numbers}
             failed = job.run(of_replicas, self._caches)
-            for number in failed:
-                self._recover(number)
+            lost = [number for number in failed if self._recover(number)]
+            job.catch_up([cache.state for cache in self._caches], lost)
             if job.cause is not None or (failed and (len(healthy) < len(self._devices) or len(failed) == len(healthy))):
                 cause = job.cause or next(iter(failed.values()))
                 raise GenerationInterrupted(f"replicas ended: {cause}", self.caches, outputs, []) from cause
@@ -159,11 +161,13 @@ class Replicas:
             left = [n for r in failed for n in chosen[r] if any(outputs[at].finish is None for at in spans[n])]
         return outputs
 
-    def _recover(self, number: int) -> None:
-        """Goes on with the cache that a failure has left, or with an empty one."""
-        if self._caches[number] is None:
+    def _recover(self, number: int) -> bool:
+        """Goes on with the cache that a failure has left, or with an empty one; whether the cache was lost."""
+        is_lost = self._caches[number] is None
+        if is_lost:
             self._caches[number] = self._empty(number)
         self._prefixes[number].attach(self._caches[number].state)
+        return is_lost
 
 
 def _namespaces(namespaces: Sequence[int] | None, number: int) -> list[int]:

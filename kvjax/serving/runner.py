@@ -147,6 +147,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         self.new = {}
         if not self.output_of_slot:
             return False
+        state.catch_up()
         if not self.submitted:
             self._submit()
         if self.stored:
@@ -225,6 +226,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             with self.state.ctrl_c, jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
                 self.state.release_rows()
                 self.state.publish()
+                self.state.catch_up(is_last=True)
 
 
 class HostTier[C: (Cache, TieredCache)]:
@@ -295,11 +297,10 @@ class HostTier[C: (Cache, TieredCache)]:
             "reserve_tokens": self.scheduler.chunk if len(self.spec.groups) > 1 else None,
             "alignment_tokens": self.scheduler.alignment_tokens,
         }
-        lost = [row]
-        while row in lost:  # once in any case; a move that fails takes its blocks out of the index
-            events, lost, _ = self.call(
-                TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
-            )
+        arguments = np.array([row], np.int32), tokens, np.array([num_tokens], np.int32)
+        events, lost, _ = self.call(TieredCache.admit, *arguments, **options)
+        if row in lost:  # by a move that failed, and may fail again for ever
+            events, *_ = self.call(TieredCache.admit, *arguments, tiers=("device",), **options)
         placed = np.array([slot, row], np.int32)
         self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
 

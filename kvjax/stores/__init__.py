@@ -9,7 +9,11 @@ from kvjax.events.records import Adopted
 from kvjax.pools.stage import Staged, gather, scatter
 from kvjax.stores.disk import DiskStore
 from kvjax.stores.file import load, save
+from kvjax.stores.manifest import SaveFolder, check_folder
 from kvjax.stores.restore import Loaded
 from kvjax.verbs.adopt import adopt, land
 
-__all__ = ["Adopted", "DiskStore", "Loaded", "Staged", "adopt", "gather", "land", "load", "save", "scatter"]
+__all__ = [
+    "Adopted", "DiskStore", "Loaded", "SaveFolder", "Staged", "adopt", "check_folder", "gather", "land", "load", "save",
+    "scatter",
+]  # fmt: skip

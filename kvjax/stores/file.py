@@ -53,7 +53,7 @@ PART_BYTES = 256 * 10**6  # the most of a file, unless one block has more
 @own_transfers()
 def save(
     cache: Cache | TieredCache, folder: Any, *, names: Namespaces, model: str, loras: Mapping[int, str] | None = None
-) -> None:
+) -> int:
     """Saves all findable blocks of a cache, on both tiers, in place of the folder's older save.
 
     Until the end the older save is the folder's, and after it the new one, whatever ends the process. Reads a few
@@ -65,6 +65,9 @@ def save(
       names: the namespaces of the cache's rows.
       model: the name of the model and its weights, which `load` has to give again.
       loras: the names of the LoRAs, by the numbers that `names` knows them by; needed for those that have blocks.
+
+    Returns:
+      How many blocks it has saved.
 
     Raises:
       ValueError: naming the argument, before anything is written.
@@ -81,6 +84,7 @@ def save(
             "namespaces": names.to_dict(), "loras": {str(number): name for number, name in loras.items()},
             "model": model, "layout": layout_of(state.spec),
         })  # fmt: skip
+    return len(starts)
 
 
 def require_safetensors(name: str) -> None:

@@ -15,10 +15,11 @@ import os
 import pathlib
 import re
 import reprlib
+import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from kvjax._files import create, make_folder, open_regular
 
 VERSION = 1
 MANIFEST, LOCK = "manifest.json", "save.lock"
+_TEMPORARY = f"{MANIFEST}.tmp"
 _FORMAT = "kvjax cache"
 _PART = re.compile(r"[0-9a-f]{16}-\d{5}\.safetensors")
 _FIELDS = {
@@ -179,13 +181,58 @@ def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
     """Makes the written files the save of the folder, at one moment."""
     manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
     _sync(folder)
-    temporary = folder / f"{MANIFEST}.tmp"
+    temporary = folder / _TEMPORARY
     temporary.unlink(missing_ok=True)  # what an interrupted save has left, or a pipe or a link of somebody else's
     with create(temporary) as file:
         json.dump(manifest, file, sort_keys=True, indent=1)
     _sync(temporary)
     os.replace(temporary, folder / MANIFEST)
     _sync(folder)
+
+
+class SaveFolder(NamedTuple):
+    """A folder to which a cache can be saved.
+
+    Attributes:
+      has_save: whether it has one.
+      interrupted: files that an interrupted save had left there.
+    """
+
+    has_save: bool
+    interrupted: int
+
+
+def check_folder(folder: Any) -> SaveFolder:
+    """Finds out whether `save` can write to a folder: makes it, and writes a file, which is gone afterwards.
+
+    As with `save`, files of an interrupted save are deleted.
+
+    Args:
+      folder: the path of a saved cache, of an empty folder, or of none.
+
+    Raises:
+      ValueError: if the folder has other files, a broken manifest, or another save is at work.
+      OSError: if it cannot be written.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kvjax.stores.check_folder(folder)
+      SaveFolder(has_save=False, interrupted=0)
+    """
+    path = checked_folder(folder)
+    names = {found.name for found in path.iterdir()} if path.exists() else set()
+    if MANIFEST not in names and any(not _PART.fullmatch(name) for name in names - {LOCK, _TEMPORARY}):
+        wanted = "wanted a saved cache, an empty folder or none"
+        raise ValueError(f"folder: got {os.fspath(path)!r} without {MANIFEST}, {wanted}")
+    with written_by_one(path):
+        named = _named_files(path)
+        with create(path / part_name(secrets.token_hex(8), 0), "wb") as file:
+            file.write(b"a trial")
+            file.flush()
+            os.fsync(file.fileno())
+    parts = {name for name in names if _PART.fullmatch(name)}
+    return SaveFolder(MANIFEST in names, len(parts - named) + (_TEMPORARY in names))
 
 
 @contextlib.contextmanager
@@ -216,13 +263,18 @@ def written_by_one(folder: pathlib.Path) -> Iterator[None]:
 
 def _delete_others(folder: pathlib.Path) -> None:
     """Deletes the files of saves that the manifest does not name."""
-    named = set()
-    if (folder / MANIFEST).exists():
-        save = read_manifest(folder)
-        named = {save["index"]["file"], *(part["file"] for part in save["parts"])}
+    named = _named_files(folder)
     for path in folder.iterdir():
-        if _PART.fullmatch(path.name) and path.name not in named:
+        if (_PART.fullmatch(path.name) and path.name not in named) or path.name == _TEMPORARY:
             path.unlink()
+
+
+def _named_files(folder: pathlib.Path) -> set[str]:
+    """The files that the manifest names, if there is one."""
+    if not (folder / MANIFEST).exists():
+        return set()
+    save = read_manifest(folder)
+    return {save["index"]["file"], *(part["file"] for part in save["parts"])}
 
 
 def _sync(path: pathlib.Path) -> None:

@@ -122,6 +122,7 @@ def test_a_stop_string_ends_an_answer_and_frees_its_row(server, client, streams)
     )  # fmt: skip
     choices = [chunk.choices[0] for chunk in (found if streams else [found])]
     assert "".join(choice.text for choice in choices) == wanted and choices[-1].finish_reason == "stop"
+    assert "".join(token for choice in choices if choice.logprobs for token in choice.logprobs.tokens) == wanted
     offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
     assert len(offsets) == len(wanted.split()) and offsets[-1] < len(wanted)
     if not streams:
@@ -136,11 +137,11 @@ def test_a_stop_string_ends_an_answer_and_frees_its_row(server, client, streams)
 @pytest.mark.long
 def test_logprobs_are_those_of_the_chosen_tokens(client):
     options = {"prompt": prompt_of(PEOPLE[0]), "max_tokens": 5, "extra_body": ON, **GREEDY}
-    logprobs = client.completions.create(logprobs=2, **options).choices[0].logprobs
-    assert (
-        " " + " ".join(logprobs.tokens)
-        == batch()[PEOPLE[0]].text[: logprobs.text_offset[-1]] + " " + logprobs.tokens[-1]
-    )
+    choice = client.completions.create(logprobs=2, **options).choices[0]
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == choice.text == batch()[PEOPLE[0]].text[: len(choice.text)]
+    for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert choice.text[offset:].startswith(token)
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert max(top.values()) == top[token] == pytest.approx(logprob) and len(top) == 2
     streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(logprobs=2, stream=True, **options)]
@@ -148,6 +149,7 @@ def test_logprobs_are_those_of_the_chosen_tokens(client):
     messages = [{"role": "user", "content": prompt_of(PEOPLE[0])}]
     chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=5, max_tokens=1, **GREEDY)
     (one,) = chat.choices[0].logprobs.content
+    assert one.token == chat.choices[0].message.content == one.top_logprobs[0].token
     assert (one.token, bytes(one.bytes).decode()) == (logprobs.tokens[0],) * 2 and len(one.top_logprobs) == 5
     assert one.logprob == pytest.approx(logprobs.token_logprobs[0], abs=1e-4)
 

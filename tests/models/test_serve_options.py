@@ -7,8 +7,9 @@ import re
 import time
 
 import pytest
+from flax import nnx
 
-from models import recall, serve
+from models import memory, recall, serve, session
 from models.recall import CHECKPOINT
 from models.serve_http import HEADER_BYTES, LEAST_READ, Patience
 from models.tenants import salt_of
@@ -197,6 +198,47 @@ def test_the_page_has_every_limit_with_its_default():
     assert headers == f"{HEADER_BYTES >> 10} KiB" and f"read {LEAST_READ >> 10} KiB" in rows[3][0]
     assert [header_time, body_time] == [f"{patience.header_seconds} s", f"{patience.body_seconds} s"]
     assert read_time == f"{patience.read_seconds} s"
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--host-blocks", "9"), ("--mesh", "2"), ("--rows", "3", "--dtype", "bfloat16")], ids="_".join
+)
+def test_a_budget_is_weights_steps_and_as_many_blocks_as_fit(options):
+    parser = serve.make_parser()
+    for budget in (9_000_000, 30_000_000):
+        args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--budget", str(budget), *options])
+        where = session.make_mesh(parser, args)
+        model, _ = session.load_model(parser, args, **where)
+        spec = serve._spec(parser, args, model, where)
+        cache = serve._cache(parser, args, spec, where)
+        block = memory.own_bytes(cache.pools) // (args.blocks + 1)
+        taken = sum(map(memory.own_bytes, (nnx.state(model), cache.pools, cache.state)))
+        taken += memory.step_bytes(args, model, spec.max_length)
+        assert 0 <= budget - taken < 2 * block and (spec.groups[0].num_blocks, spec.max_length) == (args.blocks, 1024)
+        line = memory.described(args, model, cache)
+        assert line.startswith("memory: ") and f" of K/V in {args.blocks:,} blocks of 16 tokens, " in line
+        assert ("K/V on the host" in line) == ("--host-blocks" in options)
+
+
+def test_a_small_budget_shortens_the_rows_and_a_smaller_one_is_refused(capsys):
+    parser = serve.make_parser()
+
+    def spec_of(*options):
+        args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--rows", "1", "--chunk", "16", *options])
+        model, _ = session.load_model(parser, args)
+        return serve._spec(parser, args, model, {})
+
+    small = spec_of("--budget", "1.5MB")
+    assert small.max_length <= small.groups[0].num_blocks * 16 < 1024
+    for options, wanted in (
+        (("--budget", "1MB"), r"--budget: got 1,000,000 bytes, wanted at least [\d,]+, the least for one block of"),
+        (("--budget", "1.5MB", "--max-length", "1000"), "--max-length: got 1000, wanted at most"),
+        (("--budget", "1.5MB", "--blocks", "9"), "--blocks: not allowed with argument --budget"),
+        (("--budget", "much"), "--budget: got 'much', wanted a size such as 500MB or 10GiB"),
+    ):
+        with pytest.raises(SystemExit):
+            spec_of(*options)
+        assert re.match(f"python -m models.serve: {wanted}", capsys.readouterr().err)
 
 
 def test_options_that_cannot_be_are_errors_of_one_line(capsys, monkeypatch, tmp_path):

@@ -2,6 +2,8 @@
 """Parts of the server: text of tokens and stop strings, requests as they are read, and options of the command line."""
 
 import asyncio
+import errno
+import functools
 import importlib.util
 import json
 import re
@@ -9,14 +11,19 @@ import socket
 import types
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 import kvjax
-from models import openai_api, serve
-from models.answers import Answer, Detokenizer
+from kvjax.serving import Output
+from models import openai_api, serve, stores
+from models.answers import Answer, Detokenizer, pieces
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
+from models.openai_replies import Form, Usage
 from models.recall import CHECKPOINT
 from models.tenants import Keys, keys_of, salt_of
 from tests.drive import ROOT
@@ -114,6 +121,79 @@ def test_nothing_of_a_stop_string_is_shown(text, stop, data):
     assert shown + ("" if answer.stopped else answer.add([], done=True)) == wanted
     assert answer.stopped == (end is not None)
     assert len(answer.starts) == len(wanted) and answer.num_tokens == (len(text) if end is None else end[0])
+
+
+class Grown:
+    """A handle of an answer that is there already, as it grows by a few tokens at a time."""
+
+    def __init__(self, tokens, tops, sizes):
+        self.tokens, self.tops, self.sizes, self.done = tokens, tops, sizes, False
+
+    async def changes(self, **_):
+        output, end = Output(1, finish="length"), 0
+        while end < len(self.tokens) and not self.done:
+            end += next(self.sizes)
+            self.done = end >= len(self.tokens)
+            output.tokens, output.top_logprobs = self.tokens[:end], self.tops[:end]
+            output.logprobs = [-0.5] * len(output.tokens)
+            yield output
+
+    def cancel(self):
+        self.done = True
+
+
+@functools.cache
+def tokenizers_of_bytes_and_words():
+    """One whose tokens are bytes and pairs of them, as GPT-2's, and one of words with their spaces, as Llama's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: at for at, letter in enumerate([*alphabet, "Ġa", "ab"])}
+    of_bytes = Tokenizer(BPE(vocabulary, [("Ġ", "a"), ("a", "b")]))
+    of_bytes.pre_tokenizer, of_bytes.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fallback = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    of_words = Tokenizer(BPE({**fallback, "▁": 256, "a": 257, "▁a": 258}, [("▁", "a")], byte_fallback=True))
+    of_words.pre_tokenizer = pre_tokenizers.Metaspace()
+    of_words.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return of_bytes, of_words
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("kind", [0, 1], ids=["bytes", "words"])
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text("ab é€😀", min_size=1, max_size=12),
+    stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
+    data=st.data(),
+)
+def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, stop, data):
+    """Whole and in a stream. A character of several tokens is the last one's."""
+    tokenizer = tokenizers_of_bytes_and_words()[kind]
+    prompt, tokens = (tokenizer.encode(words).ids for words in ("a b", text))
+    words = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)  # noqa: E731
+    tops = [{token: -0.5, 0: -1.0} for token in tokens]
+    sizes = iter(data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens))))
+    wish: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
+    form = Form("model", wish, words, is_chat=is_chat)
+
+    async def read():
+        of_answer = pieces(Grown(tokens, tops, sizes), Answer(words, prompt, stop), (), listens=True, has_top=True)
+        return [piece async for piece in of_answer]
+
+    found = asyncio.run(read())
+    (choice,) = form.whole([found], Usage())["choices"]
+    chunks = [form.chunk(0, piece)["choices"][0] for piece in found]
+    shown = choice["message"]["content"] if is_chat else choice["text"]
+    assert found and shown == "".join(piece.text for piece in found)
+    for choices in ([choice], chunks):
+        if is_chat:
+            entries = [entry for one in choices for entry in one["logprobs"]["content"]]
+            assert "".join(entry["token"] for entry in entries) == shown
+            assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
+            if "\N{REPLACEMENT CHARACTER}" not in shown:
+                assert bytes(byte for entry in entries for byte in entry["bytes"]) == shown.encode()
+        else:
+            assert "".join(token for one in choices for token in one["logprobs"]["tokens"]) == shown
 
 
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 8), st.data())
@@ -428,3 +508,49 @@ def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
     for number, wanted in ((0, 8), (7, 8), (8, 9), (20, 21)):
         model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
         assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted
+
+
+# A save at the end.
+
+SMALL = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+
+
+def test_a_save_is_tried_at_the_start_and_says_what_it_finds_and_saves(tmp_path, capsys):
+    folder, notes, parser = tmp_path / "saved", list[str](), serve.make_parser()
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--save", str(folder)])
+
+    def run(tokens):
+        """A server that computes some tokens: what it says, and how many blocks it has loaded."""
+        notes.clear()
+        names, cache = kvjax.Namespaces(), kvjax.Cache.create(SMALL)
+        with stores.saved(parser, args, cache, names, notes.append) as found:
+            loaded = len(kvjax.events.index_of(found.cache.state))
+            state, _ = kvjax.admit(found.cache.state, 0, np.array(tokens), len(tokens))
+            state, _ = kvjax.commit(state, np.array([tokens]), [len(tokens)], seqs=[0])
+            found.cache = found.cache.replace(state=kvjax.release(state, 0)[0])
+        return notes[:], loaded
+
+    none = f"--save: {folder}: no save is there yet, and the cache begins empty"
+    assert run(range(8)) == ([none, "2 blocks are saved"], 0)
+    (folder / f"{'0' * 16}-00001.safetensors").write_bytes(b"half")
+    interrupted = f"--save: {folder}: 1 files of a save that was interrupted are deleted"
+    assert run(range(20, 28)) == ([interrupted, "2 blocks are loaded", "4 blocks are saved"], 2)
+    args.save = str(folder / "manifest.json" / "folder")
+    with pytest.raises(SystemExit):
+        run(range(4))
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_save_that_fails_at_the_end_is_an_error_of_one_line(tmp_path, capsys, monkeypatch):
+    parser, folder = serve.make_parser(), str(tmp_path / "saved")
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--save", folder])
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache, names = kvjax.Cache.create(SMALL), kvjax.Namespaces()
+    with pytest.raises(SystemExit) as ended, stores.saved(parser, args, cache, names, print):
+        monkeypatch.setattr(stores, "save", full)
+    assert ended.value.code == 2
+    line = f"--save: {folder}: no space left on device; the cache is not saved\n"
+    assert capsys.readouterr().err.endswith(line)

@@ -26,6 +26,7 @@ _OVERHEAD = 512  # bytes of a message that waits, beside its frames, about
 _QUEUED = 100_000  # messages that wait for the thread
 _AT_ONCE = 256  # messages that it takes before others may look
 _POLL = 50  # milliseconds
+_MISSED = 3  # heartbeats, after which a publisher is silent
 
 
 class Subscriber:
@@ -48,6 +49,8 @@ class Subscriber:
       max_blocks: the most blocks that are mirrored.
       max_bytes: the most memory that they may take, about.
       curve: keys, with the server's.
+      heartbeat: seconds between two of the publisher's heartbeats, empty batches while nothing happens. None: as they
+        come; a publisher that has sent none, such as an engine of vLLM, is never silent.
     """
 
     def __init__(
@@ -64,7 +67,10 @@ class Subscriber:
         max_blocks: int = 1 << 22,
         max_bytes: int = 1 << 30,
         curve: Curve | None = None,
+        heartbeat: float | None = None,
     ):
+        if heartbeat is not None and not heartbeat > 0:
+            raise ValueError(f"heartbeat: got {heartbeat!r}, wanted more than 0")
         if salts not in ("digest", "plain"):
             raise ValueError(f"salts: got {salts!r}, wanted 'digest' or 'plain'")
         salt_text("", salts, key)  # refuses what is no key
@@ -72,6 +78,7 @@ class Subscriber:
         self._replay_endpoint, self._timeout = replay_endpoint or "", replay_timeout
         self._follower = Follower(replay_endpoint is not None, max_blocks, max_bytes)
         self._num_sent, self._deadline, self._failed = 0, 0.0, False  # requests, and until when the last one counts
+        self._heartbeat, self._received_at, self._was_silent = heartbeat, time.monotonic(), False
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._context = zmq.Context()
         self._dealer: Any = None
@@ -93,10 +100,21 @@ class Subscriber:
 
         The cache is mirrored from its beginning on, without a gap, and no message was refused and no event skipped. A
         replay or AllBlocksCleared makes up for what was missing. Blocks that `counts` has as unknown change nothing:
-        no message says what they hold.
+        no message says what they hold. The mirror of a publisher that is silent is not complete.
         """
         with self._changed:
-            return self._follower.complete
+            return self._follower.complete and not self.is_silent
+
+    @property
+    def age(self) -> float:
+        """Seconds since something came from the publisher; until then, since the subscription."""
+        return time.monotonic() - self._received_at
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the publisher has missed three heartbeats: it is gone, hangs, or cannot be reached."""
+        heartbeat = self._heartbeat or self._follower.heartbeat
+        return heartbeat is not None and self.age > _MISSED * heartbeat + 2 * _POLL / 1000
 
     @property
     def last(self) -> int | None:
@@ -187,6 +205,9 @@ class Subscriber:
                         is_changed = is_replayed = True
                     self._request(is_replayed)
                 if is_changed:
+                    self._received_at = time.monotonic()
+                if is_changed or self.is_silent != self._was_silent:
+                    self._was_silent = self.is_silent
                     self._changed.notify_all()
 
     def _request(self, replayed: bool) -> None:
@@ -223,6 +244,8 @@ class Follower:
         self.last: int | None = None  # number of the last message that counts
         self.replay_from: int | None = None  # number of the first message of the replay that is under way
         self.num_requests = 0  # of replays
+        self.heartbeat: float | None = None  # seconds from a message to the empty batch after it, as both say
+        self._time: float | None = None  # of the last message
         counted = "messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"
         self.counts: dict[str, int] = dict.fromkeys((*counted, "skipped", "unknown"), 0)
         self.mirror = self._empty_mirror()
@@ -258,6 +281,10 @@ class Follower:
             self.counts["refused"] += 1
             return None
         self.counts["messages"] += 1
+        batch, before = message.batch, self._time
+        self._time = batch.time
+        if not batch.events and before is not None and batch.time > before:
+            self.heartbeat = batch.time - before
         return message
 
     def _miss(self) -> None:

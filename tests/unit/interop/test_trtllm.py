@@ -124,11 +124,12 @@ def test_snapshots_have_no_window():
     assert [(event.window, event.group) for event in events] == [(-1, 2), (2, 1), (32, 0)]
 
 
-def test_clearing_removes_all_children_first():
+def test_clearing_removes_all_children_first_and_the_group_begins_anew():
     clear = [{"kind": "cleared", "group": 0}]
-    [_, gone] = lines([STORE_A, STORE_B], clear)
+    [_, gone, created] = lines([STORE_A, STORE_B], clear)
     assert json.loads(gone)["data"] == {"type": "removed", "block_hashes": [h(B), h(A)]}
-    assert lines([], clear) == []
+    assert json.loads(created)["data"]["type"] == "created"
+    assert [json.loads(line)["data"]["type"] for line in lines([], clear)] == ["created"]
 
 
 def test_long_chains_are_several_events():

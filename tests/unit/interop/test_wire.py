@@ -2,6 +2,8 @@
 """Publishers and subscribers over real sockets: the law, with late, lost, restarted, foreign and slow peers."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,6 +17,7 @@ import kvjax
 from kvjax.interop.sockets import END
 from kvjax.interop.vllm import Curve, Subscriber
 from kvjax.interop.vllm import publisher as publishers
+from tests.drive import ROOT
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.wire_kit import (
     ANY,
@@ -471,3 +474,45 @@ def test_threads_end_with_their_owners():
             "kvjax-publisher", "kvjax-replay", "kvjax-subscriber"
         }  # fmt: skip
     assert set(threading.enumerate()) <= before
+
+
+KILLED = """
+import sys, time
+from kvjax.interop.vllm import Publisher
+from tests.wire_kit import PLAIN, stored
+
+source = Publisher(PLAIN, bind=sys.argv[1], replay=sys.argv[2], heartbeat=0.1)
+source.publish([stored(0, 1, 0, [1] * 4)])
+print(source.endpoint, source.replay_endpoint, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"heartbeat": 0.1}], ids=["as they come", "given"])
+def test_a_mirror_of_a_publisher_that_is_killed_is_not_complete(given):
+    """Its last mirror stays, and is complete again when a publisher comes back at the same address."""
+    addresses = [ANY, ANY]
+    with contextlib.ExitStack() as stack:
+        for run in range(2):
+            command = [sys.executable, "-c", KILLED, *addresses]
+            process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            addresses = process.stdout.readline().split()
+            if not run:
+                sub = stack.enter_context(Subscriber(*addresses, **given))
+            assert sub.wait(lambda one: one.complete and len(one) == 1 and one.counts["messages"] > 3, LONG)
+            time.sleep(0.6)
+            assert sub.complete and not sub.is_silent and sub.age < 0.3
+            process.kill()
+            process.wait()
+            assert sub.wait(lambda one: not one.complete, 5.0) and sub.is_silent and sub.age > 0.3 and len(sub) == 1
+
+
+def test_a_publisher_without_heartbeats_is_never_silent():
+    with publisher(heartbeat=None) as source, subscriber(source) as sub:
+        source.publish([stored(0, 1, 0, [1] * 4)])
+        assert sub.wait(lambda one: one.complete and len(one) == 1, LONG)
+        time.sleep(0.5)
+        assert sub.complete and not sub.is_silent and sub.age > 0.4
+    with pytest.raises(ValueError, match=r"^heartbeat: got 0, wanted more than 0"):
+        Subscriber("tcp://127.0.0.1:9", heartbeat=0)

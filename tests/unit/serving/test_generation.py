@@ -5,6 +5,7 @@ import jax
 import pytest
 
 import kvjax
+from kvjax.events import Listeners
 from kvjax.serving import GenerationInterrupted
 from tests.serving_kit import (
     MODEL,
@@ -68,9 +69,11 @@ def test_ctrl_c_leaves_a_cache_that_goes_on(way, monkeypatch):
     assert_whole(cache, error.events + events, prompts_of(1), outputs)
 
 
-def test_what_a_listener_raises_leaves_a_cache_that_goes_on():
+def test_what_a_listener_raises_costs_nothing_and_it_gets_a_snapshot():
     listener = Listener(fail, [1])
-    with pytest.raises(GenerationInterrupted, match="interrupted by MemoryError: no memory; go on with") as caught:
-        together(start(), prompts_of(0), listener=listener)
-    assert caught.value.events == listener.events
-    assert_whole(caught.value.cache, listener.events, prompts_of(0), caught.value.outputs)
+    outputs, cache, events = together(start(), prompts_of(0), listener=listener)
+    for published in (events, listener.events):
+        assert_whole(cache, published, prompts_of(0), outputs)
+    assert [output.tokens for output in outputs] == [output.tokens for output in together(start(), prompts_of(0))[0]]
+    counts = Listeners(listener).counts
+    assert counts["failures"] == counts["snapshots"] == 1 and counts["missed"]

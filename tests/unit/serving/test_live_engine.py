@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import Sampling
-from kvjax.events import fold, index_of
+from kvjax.events import Listeners, Mirror, fold, index_of, listeners
 from kvjax.pools import host as host_pool
 from kvjax.serving import Engine, EngineError, QueueFull, Scheduler, engine_thread
 from kvjax.stores import DiskStore
@@ -357,6 +357,57 @@ def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens
         events = [event for one in found for event in kvjax.to_list(one)]
         assert any(event["kind"] == "cleared" for event in events)
         assert fold(events).index == index_of(engine.state)
+
+
+class Away:
+    """A listener that is away at some calls, or for ever."""
+
+    def __init__(self, fails):
+        self.fails, self.mirror, self.calls = fails, Mirror(), 0
+
+    def listen(self, events):
+        self.calls += 1
+        if self.fails():
+            raise ConnectionError("away")
+        self.mirror = fold(kvjax.to_list(events), self.mirror)
+
+
+@pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_listener_that_fails_at_random_costs_no_request_and_has_the_index_in_the_end(host, monkeypatch, tokens):
+    monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.01)
+    spec, rng = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS), random.Random(3)
+    away = Away(lambda: rng.random() < 0.4)
+    with Engine(MODEL, empty(spec), listener=away.listen) as engine:
+        for _ in range(4):
+            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+            assert [handle.result(60).tokens for handle in handles] == tokens
+        away.fails = lambda: False
+        idle(engine)
+        until = time.monotonic() + 20
+        while Listeners(away.listen).is_behind and time.monotonic() < until:
+            time.sleep(0.01)  # the engine tries again with nothing else to do
+        assert away.mirror.index == index_of(engine.state)
+        counts = Listeners(away.listen).counts
+        assert counts["failures"] > 2 and counts["missed"] and counts["snapshots"] > 1
+        away.fails = lambda: rng.random() < 0.4
+        for prompt in PROMPTS[:6]:
+            engine.submit(prompt, max_new_tokens=90 - len(prompt))
+        time.sleep(0.3)
+        away.fails = lambda: False
+    assert away.mirror.index == index_of(state_of(engine.close()))  # closed in the middle
+
+
+def test_a_listener_that_fails_for_ever_costs_nothing_but_its_events(tokens):
+    away = Away(lambda: True)
+    with Engine(MODEL, empty(), listener=away.listen) as engine:
+        failed = engine._thread
+        for _ in range(3):
+            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+            assert [handle.result(60).tokens for handle in handles] == tokens
+        idle(engine)
+        assert not failed._state.unpublished and not failed._turns and not away.mirror.nodes
+    counts = Listeners(away.listen).counts
+    assert counts["failures"] == away.calls < counts["missed"] and counts["snapshots"] == 0
 
 
 def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.events import Listeners, Mirror, listeners
 from kvjax.serving import GenerationInterrupted, Replicas, replicas
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
 from kvjax.stores import DiskStore
@@ -187,6 +188,39 @@ def test_an_error_of_the_listener_ends_all_and_the_caches_go_on(made, wanted):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_listener_that_fails_has_each_index_in_the_end(wanted, monkeypatch, is_lost):
+    """It is away at some calls; a replica may lose its cache meanwhile."""
+    monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.001)
+    made, rng, mirrors, whole = Replicas(MODEL, SPEC, DEVICES), np.random.default_rng(4), [Mirror(), Mirror()], []
+
+    def listener(number, events):
+        if rng.random() < 0.4:
+            raise ConnectionError("away")
+        mirrors[number] = kvjax.fold(kvjax.to_list(events), mirrors[number])
+
+    def losing(model, cache, prompts, **options):
+        outputs, cache, events = run_batch(model, cache, prompts, **options)
+        if is_lost and not whole and model is made._models[0]:
+            whole.append(True)
+            raise GenerationInterrupted("lost", None, outputs[:0], events)
+        return outputs, cache, events
+
+    run_batch = replicas.run_batch
+    monkeypatch.setattr(replicas, "run_batch", losing)
+    for _ in range(3):
+        with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
+            outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, steps=2, listener=listener)
+        assert [output.tokens for output in outputs] == wanted
+    for number, cache in enumerate(made.caches):
+        of_replica = Listeners(listener, leading=(number,))
+        assert of_replica.counts["failures"] and of_replica.counts["snapshots"]
+        while of_replica.is_behind:
+            of_replica.catch_up(cache.state)
+        assert mirrors[number].index == kvjax.events.index_of(cache.state)
+
+
+@pytest.mark.slow
 def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
     """Three replicas. The run ends with an error if all fail at a time, or if a prompt's second replica fails too."""
     made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replicas.run_batch, set()
@@ -253,6 +287,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_disable_most_optimizations", True)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 import kvjax
+from kvjax.events import Listeners, Mirror, listeners
 from kvjax.serving import GenerationInterrupted, Replicas
 from tests.unit.serving.test_replicas import MODEL, PROMPTS, SPEC
 

@@ -359,7 +359,7 @@ def test_an_interruption_drops_reads_and_leaves_a_whole_cache(when, tmp_path, mo
         outputs_of([DOCUMENT, OTHER], store)
     with store_in(tmp_path) as store:
 
-        class Stop(Exception):
+        class Stop(BaseException):
             pass
 
         def stop(*args):

@@ -15,7 +15,7 @@ import kvjax
 import kvjax.stores
 from kvjax import Cache, Namespaces
 from kvjax.pools import host as host_pool
-from kvjax.stores import Loaded, load, save
+from kvjax.stores import Loaded, check_folder, load, save
 from kvjax.stores.contents import contents_of
 from kvjax.stores.layout import leaves_of
 from kvjax.stores.transport import read
@@ -198,6 +198,33 @@ def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     assert counts.taken == 6 and counts.broken == 0 and before.items() <= after.items()
     again, counts = load(cache, tmp_path, names=Namespaces(), model=MODEL)
     assert counts.taken == 6 and findable(again) == after
+
+
+def test_a_folder_is_tried_before_something_is_saved(tmp_path):
+    """Files of an interrupted save are no save, are counted, and go; the older save stays."""
+    folder, names = tmp_path / "new" / "saved", Namespaces()
+    assert check_folder(folder) == (False, 0) == check_folder(folder)
+    part = f"{'0' * 16}-00000.safetensors"
+    for name in (part, f"{'1' * 16}-00001.safetensors", "manifest.json.tmp"):
+        (folder / name).write_bytes(b"half")
+    assert check_folder(folder) == (False, 3)
+    assert check_folder(folder) == (False, 0)
+    cache = history(create(make_spec("plain")), steps=8)
+    assert save(cache, folder, names=names, model=MODEL) == load(
+        create(make_spec("plain")), folder, names=names, model=MODEL
+    )[1].taken > 0  # fmt: skip
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / part).write_bytes(b"half")
+    assert check_folder(folder) == (True, 1)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    (tmp_path / "other").write_text("not a save")
+    no_save, is_file = "without manifest.json, wanted a saved cache, an empty folder or none", "which is a file"
+    for wrong, message in ((tmp_path, no_save), (tmp_path / "other", is_file)):
+        with pytest.raises(ValueError, match=message):
+            check_folder(wrong)
+    with pytest.raises(OSError, match="other"):
+        check_folder(tmp_path / "other" / "folder")
+    assert (tmp_path / "other").read_text() == "not a save"
 
 
 @pytest.mark.long

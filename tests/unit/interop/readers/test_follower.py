@@ -289,3 +289,11 @@ def test_an_event_that_cannot_belong_is_skipped():
     other = Encoder(dataclasses.replace(SPEC, block_size=8))
     one.receive(message(103, other.encode([stored(1, 1, 0, [1] * 8)])[0]))
     assert not one.complete and mirrored(one) == [0, 1] and one.counts["skipped"] == 1 and one.last == 103
+
+
+def test_heartbeats_come_as_often_as_their_times_say():
+    one = follower(replays=False, upto=1)
+    assert one.heartbeat is None
+    for number, time, events in ((101, 5.0, [["AllBlocksCleared"]]), (102, 6.5, []), (103, 8.0, []), (104, 8.0, [])):
+        one.receive(message(number, msgspec.msgpack.encode([time, events, 0])))
+    assert one.heartbeat == 1.5 and one.complete
