@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal
 
 import jax
@@ -90,7 +90,7 @@ class Cache(Pytree):
         cls,
         spec: CacheSpec,
         policy: EvictionPolicy | None = None,
-        num_blocks: ArrayLike | None = None,
+        num_blocks: ArrayLike | Mapping[int | str | None, ArrayLike] | None = None,
         *,
         policy_state: Any = None,
         mesh: Mesh | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal
 
 import jax
@@ -130,7 +130,7 @@ class TieredCache:
         cls,
         spec: CacheSpec,
         policy: EvictionPolicy | None = None,
-        num_blocks: ArrayLike | None = None,
+        num_blocks: ArrayLike | Mapping[int | str | None, ArrayLike] | None = None,
         *,
         policy_state: Any = None,
         mesh: Mesh | None = None,
@@ -144,7 +144,8 @@ class TieredCache:
         """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
-        check_on_host("TieredCache.create", (num_blocks, policy_state), "inside one make a Cache: it has no host pools")
+        sizes = list(num_blocks.values()) if isinstance(num_blocks, Mapping) else num_blocks
+        check_on_host("TieredCache.create", (sizes, policy_state), "inside one make a Cache: it has no host pools")
         where = {"mesh": mesh, "heads": heads, "context": context}
         empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, **where)
         pools, host = init_host_pools(empty.pools)

@@ -33,8 +33,8 @@ from kvjax.research.traces.trace import Trace
 from kvjax.state import EvictionPolicy
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lru": policies.lru,
-    "random": policies.random,
+    "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lfu_da": policies.lfu_da,
+    "lru": policies.lru, "random": policies.random,
 }  # fmt: skip
 _PLOTTED = 500  # sizes of a curve in a picture: more than the eye can separate
 

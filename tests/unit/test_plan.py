@@ -134,7 +134,7 @@ def test_a_plan_with_windows_counts_everything():
 def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
     """It equals a walk from the smallest cache up, in which each block goes to the window furthest behind its share."""
     shares = {None: 1, 64: 4} if layers is GEMMA else {24: 2, 100: 3}
-    one = make_spec(layers, num_blocks=1, **SHAPE)
+    one = make_spec(layers, num_blocks=16, **SHAPE)
     price = block_bytes(one)
 
     def fits(counts):
@@ -143,7 +143,8 @@ def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
     def due(window):
         return -(-(counts[window] + 1) * price[window] * sum(shares.values()) // shares[window])
 
-    counts, last = dict.fromkeys(shares, 1), False
+    counts = {window: max(one.least_blocks(group) for group in one.groups if group.key == window) for window in shares}
+    last = False
     while not last:
         first = min(map(due, counts))
         tied = sorted((w for w in counts if due(w) == first), key=lambda w: -price[w])
