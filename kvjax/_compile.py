@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -84,6 +85,27 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
     return options | {"xla_gpu_enable_command_buffer": COMMANDS, "xla_gpu_graph_min_graph_size": "1"}
 
 
+_GUARDS = {
+    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
+    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
+    "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
+}
+
+
+@contextlib.contextmanager
+def own_transfers() -> Iterator[None]:
+    """Makes the library's own transfers explicit ones, which `jax.transfer_guard("disallow")` lets pass.
+
+    No `jax.device_put` could: an eager operation of jax moves each Python number in it, `jnp.zeros` its 0. As with
+    `jax.device_put`, "disallow_explicit" forbids them.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, guard in _GUARDS.items():
+            if getattr(jax.config, name) in ("log", "disallow"):
+                stack.enter_context(guard("allow"))
+        yield
+
+
 class OutermostJit:
     """`jax.jit` with `compiler_options()`, for programs that are never called inside another."""
 
@@ -94,6 +116,7 @@ class OutermostJit:
     def _jitted(self) -> Any:  # at the first call, since asking for the options starts jax's backend
         return jax.jit(self._function, compiler_options=compiler_options(), **self._options)
 
+    @own_transfers()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._jitted(*args, **kwargs)
 

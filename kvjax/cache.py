@@ -12,12 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
-from kvjax.checks import check_alive, face, integers
+from kvjax._compile import own_transfers
+from kvjax.checks import check_32_bits, check_alive, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
 from kvjax.ledger import human, pool_bytes
-from kvjax.model import Model, call
+from kvjax.model import Model, call, check_placement
 from kvjax.pools.device import Pools, apply, init_pools
 from kvjax.pools.stage import Staged, check_staged, scatter
 from kvjax.pools.views import mixed, ragged, view
@@ -60,6 +61,8 @@ def reader[**P, R](
 
     def method(self: Any, *args: Any, **kwargs: Any) -> R:
         check_alive(self.state)
+        if called is not None:
+            check_32_bits(verb, self.state, *args, **kwargs)
         return (called or verb)(self.state, *args, **kwargs)
 
     return face(method, verb, "Cache")
@@ -125,6 +128,7 @@ class Cache(Pytree):
     ragged = reader(ragged)
     mixed = reader(mixed)
 
+    @own_transfers()
     def adopt(
         self,
         tokens: ArrayLike,
@@ -187,6 +191,7 @@ class Cache(Pytree):
     def _repr_html_(self) -> str:
         return page(self)
 
+    @own_transfers()
     def step(
         self,
         model: Model,
@@ -199,6 +204,7 @@ class Cache(Pytree):
     ) -> tuple[Cache, jax.Array, Events]:
         """See `kvjax.step`."""
         check_alive(self)
+        check_placement(model, self)
         if logits not in ("last", "all"):
             raise ValueError(f"logits: got {logits!r}, wanted 'last' or 'all'")
         seqs = None if seqs is None else integers("seqs", seqs, ("R",))

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax._arrays import alive
+from kvjax._compile import own_transfers
 from kvjax.layers import static_int as static_int
 from kvjax.state import CacheState
 
@@ -26,6 +27,7 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
     """
 
     @functools.wraps(verb)
+    @own_transfers()
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(state, CacheState):
             check_alive(state, name="state")
@@ -61,12 +63,37 @@ def array_of(name: str, value: Any, wanted: str) -> jax.Array:
         raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}") from error
 
 
+def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raises a ValueError if an argument has integers beyond 32 bits; for host code that calls a jitted `verb`.
+
+    jax would cut them before `integers` sees them: image 2**40 + 5 would be image 5.
+    """
+    arguments = _signature(verb).bind(*args, **kwargs).arguments
+    for name, value in arguments.items():
+        if not isinstance(value, CacheState):
+            for leaf in jax.tree.leaves(value):
+                _check_width(name, leaf)
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def _check_width(name: str, value: Any) -> None:
+    """Raises a ValueError if integers on the host, or wide ones on a device, do not fit into 32 bits."""
+    is_wide = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.dtype.itemsize == 8
+    if isinstance(value, int) and not isinstance(value, bool):
+        low = high = value
+    elif (is_wide or isinstance(value, np.ndarray | np.integer)) and np.issubdtype(value.dtype, np.integer):
+        low, high = (int(np.min(value)), int(np.max(value))) if value.size else (0, 0)
+    else:
+        return
+    if low < -(2**31) or high >= 2**31:
+        raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
+
+
 def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
     """`value` as i32 of the wanted shape (a string stands for any size), or a ValueError that names it."""
-    if isinstance(value, np.ndarray | np.integer) and value.size and np.issubdtype(value.dtype, np.integer):
-        low, high = int(np.min(value)), int(np.max(value))
-        if low < -(2**31) or high >= 2**31:  # jax would truncate: token 2**32 + 5 to token 5
-            raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
+    _check_width(name, value)
     array = array_of(name, value, "integers")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
@@ -151,7 +178,7 @@ def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **opt
     (name, state), *rest = signature.parameters.items()
     assert name == "state"
     returns = signature.return_annotation.replace("CacheState", owner)
-    method = functools.update_wrapper(method, verb)
+    method = functools.update_wrapper(own_transfers()(method), verb)
     vars(method)["__signature__"] = signature.replace(
         parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],
         return_annotation=returns,

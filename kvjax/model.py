@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
@@ -48,8 +50,8 @@ class Model(Protocol):
         ...
 
 
-def check_model(model: Any) -> None:
-    """Raises a ValueError if this cannot be an argument of a jitted loop."""
+def check_model(model: Any, cache: Any) -> None:
+    """Raises a ValueError if this cannot be an argument of a jitted loop together with this cache."""
     if not callable(model):
         raise ValueError(f"model: got a {type(model).__name__}, wanted a kvjax.serving.Model; the cache comes after it")
     if jax.tree_util.all_leaves([model]):
@@ -65,6 +67,23 @@ def check_model(model: Any) -> None:
                 f"model{jax.tree_util.keystr(path)}: got {getattr(leaf, '__name__', repr(leaf)):.80}, wanted an array: "
                 "partition static leaves, then jax.tree_util.Partial(fn, arrays)"
             ) from error
+    check_placement(model, cache)
+
+
+def check_placement(model: Any, cache: Any) -> None:
+    """Raises a ValueError if the model's arrays are not on the cache's devices; jax moves those that nobody has put."""
+    wanted = next((devices for _, devices in _placed(cache)), None)
+    for path, devices in _placed(model):
+        if wanted is not None and devices != wanted:
+            got, of_cache = (", ".join(sorted(map(str, one))) for one in (devices, wanted))
+            raise ValueError(f"model{path}: got an array on {got}, wanted it on {of_cache}, where the cache is")
+
+
+def _placed(tree: Any) -> Iterator[tuple[str, set[jax.Device]]]:
+    """The arrays that were put on devices, and these."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
+            yield jax.tree_util.keystr(path), leaf.sharding.device_set
 
 
 def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from kvjax._compile import OutermostJit
+from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache, reader
-from kvjax.checks import check_alive, check_on_host, face, integers
+from kvjax.checks import check_32_bits, check_alive, check_on_host, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
@@ -83,6 +83,7 @@ def _moving_method[**P](
             name, arguments, "it moves blocks; inside one use the verbs of its `cache`, or kvjax.serving.serve"
         )
         check_alive(self.cache, self.host)
+        check_32_bits(verb, self.state, *args, **kwargs)
         shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
         if shapes not in compiled:
             # Compiles `_finish` too before the verb takes the state, so that a compile error loses nothing.
@@ -103,6 +104,7 @@ def _method[**P](
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         check_alive(self.cache, self.host)
+        check_32_bits(verb, self.state, *args, **kwargs)
         state, events = jitted(self.state, *args, **kwargs)
         return self.replace(Cache(state, self.pools)), events
 
@@ -191,6 +193,7 @@ class TieredCache:
 
     _adopt = _moving_method(adopt, "tiers", tiers=("device", "host"))
 
+    @own_transfers()
     def adopt(
         self,
         tokens: ArrayLike,
@@ -233,6 +236,7 @@ class TieredCache:
     def _repr_html_(self) -> str:
         return page(self)
 
+    @own_transfers()
     def step(
         self,
         model: Model,
@@ -245,7 +249,8 @@ class TieredCache:
     ) -> tuple[TieredCache, jax.Array, Events]:
         """See `kvjax.step`; jitted already."""
         check_alive(self.cache, self.host)
-        check_model(model)
+        check_model(model, self.cache)
+        check_32_bits(Cache.step, None, None, tokens, count, seqs, now=now)
         cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
         return self.replace(cache), computed, events
 

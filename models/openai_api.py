@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of OpenAI's HTTP API, as data: what each field asks of an engine, and the errors of those that are wrong.
 
-Fields that the API does not have are vLLM's: `top_k`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority` (lower
-first) and `cache_salt`. Other fields that it does not have are ignored.
+`SERVED`, `HARMLESS` and `REFUSED` name the fields of OpenAI's API and of vLLM's, which has more. The server ignores a
+field that neither of them has.
 """
 
 from __future__ import annotations
@@ -19,6 +19,35 @@ import kvjax
 
 MOST_INT = 2**30
 MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT, MOST_BIASES = 4, 1024, 256, 300
+OWN_SALTS = "kvjax-"  # the beginning of salts that no client may choose
+
+SERVED = frozenset({
+    "best_of", "cache_salt", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs", "max_completion_tokens",
+    "max_tokens", "messages", "min_tokens", "model", "n", "presence_penalty", "priority", "prompt", "seed", "stop",
+    "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_logprobs", "top_p",
+})  # fmt: skip
+# No answer depends on these, at least where all fields of `REFUSED` have no effect: the server ignores them.
+HARMLESS = frozenset({
+    "guided_decoding_backend", "guided_whitespace_pattern", "media_io_kwargs", "metadata", "mm_processor_kwargs",
+    "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "safety_identifier", "service_tier", "spaces_between_special_tokens", "store", "user",
+})  # fmt: skip
+# An answer would depend on these. Each has the values that leave an answer as it is; null does so too. One more field,
+# `add_special_tokens`, has only the value by which the server encodes: true for completions, false for chats.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "allowed_token_ids": (), "audio": (), "bad_words": ([],), "chat_template": (),
+    "chat_template_kwargs": ({},), "continue_final_message": (False,), "documents": ([],), "early_stopping": (False,),
+    "echo": (False,), "function_call": ("none", "auto"), "functions": ([],), "guided_choice": (),
+    "guided_grammar": (), "guided_json": (), "guided_json_object": (False,), "guided_regex": (),
+    "include_reasoning": (True,), "include_stop_str_in_output": (False,), "kv_transfer_params": (),
+    "length_penalty": (1,), "logits_processors": ([],), "logprob_token_ids": ([],), "min_p": (0,),
+    "modalities": (["text"],), "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": (),
+    "repetition_detection": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
+    "structural_tag": (), "structured_outputs": (), "suffix": ("",), "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (), "use_beam_search": (False,),
+    "verbosity": ("medium",), "vllm_xargs": ({},), "web_search_options": (),
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -158,9 +187,9 @@ def read_json(body: bytes | bytearray) -> Fields:
 
 def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
     """Everything of a request but its prompt; refuses what is not served."""
-    _check_unserved(fields)
-    max_tokens = fields.integer("max_completion_tokens", None, 1) if is_chat else None
-    max_tokens = fields.integer("max_tokens", None if is_chat else 16, 1) if max_tokens is None else max_tokens
+    _check_refused(fields, is_chat=is_chat)
+    max_tokens = fields.integer("max_tokens", None if is_chat else 16, 1)
+    max_tokens = fields.integer("max_completion_tokens", max_tokens, 1)
     top_p = fields.number("top_p", 1.0, 0.0, 1.0)
     if not np.float32(top_p):
         raise refuse("top_p", top_p, "a number above 0")
@@ -168,8 +197,6 @@ def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
     stop_tokens = fields.get("stop_token_ids", [])
     if not _is_list(stop_tokens, int) or any(not 0 <= token <= MOST_INT for token in stop_tokens):
         raise refuse("stop_token_ids", stop_tokens, "a list of token ids")
-    options = fields.get("stream_options", {})
-    salts = fields.strings("cache_salt", 1, MOST_SALT)
     return Wish(
         max_tokens=max_tokens,
         sampling=kvjax.Sampling(
@@ -177,11 +204,10 @@ def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
             top_k=max(fields.integer("top_k", 0, -1), 0), top_p=top_p, min_tokens=fields.integer("min_tokens", 0, 0),
         ),
         penalties=_penalties(fields), seed=secrets.randbits(31) if seed is None else seed % 2**32,
-        n=fields.integer("n", 1, 1, limits.samples), stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
+        n=_samples(fields, limits), stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
         stop_tokens=stop_tokens, ignores_eos=fields.flag("ignore_eos"),
         logprobs=_logprobs(fields, limits, is_chat=is_chat), priority=-fields.integer("priority", 0),
-        salt=salts[0] if salts else None, streams=fields.flag("stream"),
-        includes_usage=Fields(options if isinstance(options, dict) else {}).flag("include_usage"),
+        salt=_salt(fields), streams=fields.flag("stream"), includes_usage=_includes_usage(fields),
     )  # fmt: skip
 
 
@@ -213,15 +239,46 @@ def _logprobs(fields: Fields, limits: Limits, *, is_chat: bool) -> int | None:
     return most if has_logprobs else None
 
 
-def _check_unserved(fields: Fields) -> None:
-    """Refuses fields that would change an answer, and are not served."""
-    for name in ("tools", "functions", "suffix", "echo", "audio"):
-        if fields.get(name):
-            raise refuse(name, fields.get(name), "none: it is not served")
-    if fields.get("best_of", 1) not in (1, fields.get("n", 1)):
+def _samples(fields: Fields, limits: Limits) -> int:
+    samples = fields.integer("n", 1, 1, limits.samples)
+    if fields.integer("best_of", samples) not in (1, samples):
         raise refuse("best_of", fields.get("best_of"), "as many as n")
-    if fields.get("response_format", {"type": "text"}) != {"type": "text"}:
-        raise refuse("response_format", fields.get("response_format"), 'none, or {"type": "text"}')
+    return samples
+
+
+def _salt(fields: Fields) -> str | None:
+    salts = fields.strings("cache_salt", 1, MOST_SALT)
+    if salts and salts[0].startswith(OWN_SALTS):
+        raise refuse("cache_salt", salts[0], f"a salt that does not begin with {OWN_SALTS!r}")
+    return salts[0] if salts else None
+
+
+def _includes_usage(fields: Fields) -> bool:
+    options = fields.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict) or not fields.flag("stream"):
+        raise refuse("stream_options", options, "an object, and only with stream")
+    flags = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+    if not all(isinstance(options.get(flag), bool | None) for flag in flags):
+        raise refuse("stream_options", options, f"true or false for {', '.join(flags)}")
+    if options.get("continuous_usage_stats"):
+        raise refuse("stream_options", options, "no continuous_usage_stats: the server sends the usage at the end")
+    return bool(options.get("include_usage"))
+
+
+def _check_refused(fields: Fields, *, is_chat: bool) -> None:
+    """Refuses the fields of `REFUSED` whose values would change an answer."""
+    for name, harmless_values in {**REFUSED, "add_special_tokens": (not is_chat,)}.items():
+        value = fields.get(name)
+        if value is not None and not any(_is_equal(value, harmless) for harmless in harmless_values):
+            wanted = " or ".join(["none", *map(json.dumps, harmless_values)])
+            raise refuse(name, value, f"{wanted}: nothing else is served")
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Whether two values are equal in JSON, where true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def read_prompts(fields: Fields, encode: Callable[[str], list[int]] | None, limits: Limits) -> list[list[int]]:

@@ -21,12 +21,12 @@ class Usage:
     completion: int = 0
     cached: int = 0
 
-    @property
-    def body(self) -> dict[str, Any]:
+    def body(self, *, shows_cached: bool = True) -> dict[str, Any]:
         """The JSON."""
+        details = {"prompt_tokens_details": {"cached_tokens": self.cached}} if shows_cached else {}
         return {
             "prompt_tokens": self.prompt, "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion, "prompt_tokens_details": {"cached_tokens": self.cached},
+            "total_tokens": self.prompt + self.completion, **details,
         }  # fmt: skip
 
 
@@ -38,10 +38,12 @@ class Form:
       is_chat: which of the two APIs.
       wish: the request.
       decode: from token ids to text, special tokens included.
+      shows_cached: whether the usage says how many tokens of the prompts were cached.
     """
 
-    def __init__(self, model: str, wish: Wish, decode: Decode, *, is_chat: bool):
+    def __init__(self, model: str, wish: Wish, decode: Decode, *, is_chat: bool, shows_cached: bool = True):
         self._model, self._is_chat, self._decode, self._most = model, is_chat, decode, wish.logprobs
+        self._shows_cached = shows_cached
         self._usage_of_chunks = {"usage": None} if wish.includes_usage else {}
         self._id, self._created = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex, int(time.time())
 
@@ -59,7 +61,7 @@ class Form:
             text, finish = "".join(piece.text for piece in pieces), pieces[-1].finish
             shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
             found.append(self._choice(index, shown if self._is_chat else {"text": text}, pieces, finish))
-        return self._body("", found, usage=usage.body)
+        return self._body("", found, usage=usage.body(shows_cached=self._shows_cached))
 
     def first(self, index: int) -> dict[str, Any]:
         """The event that begins a choice of a chat."""
@@ -73,7 +75,7 @@ class Form:
 
     def last(self, usage: Usage) -> dict[str, Any]:
         """The event of the usage."""
-        return self._body(".chunk", [], usage=usage.body)
+        return self._body(".chunk", [], usage=usage.body(shows_cached=self._shows_cached))
 
     def _choice(self, index: int, shown: dict[str, Any], pieces: list[Piece], finish: str | None) -> dict[str, Any]:
         logprobs = None if self._most is None or not pieces else self._logprobs(pieces)

@@ -22,14 +22,13 @@ import kvjax
 from kvjax.interop import together
 from kvjax.serving import Engine, Penalties, Scheduler, penalize
 
-from . import chat, commands, session, stores, wires
+from . import chat, commands, session, stores, tenants, wires
 from .commands import number
 from .openai_api import MOST_BIASES, Limits
 from .session import MOST, SIZES
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
 STOP_TOKENS = 8  # of a request, those of the model included; more where the model's and the end of a turn are more
-KEY = "KVJAX_API_KEY"  # a variable of the environment: other users can read a command line
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -57,7 +56,10 @@ def make_parser() -> commands.Parser:
     parser.add_argument(
         "--port", type=wires.PORT, default=8000, help="to listen at; 0 chooses one (default: %(default)s)"
     )
-    parser.add_argument("--api-key", metavar="KEY", help=f"that requests must have (default: ${KEY}, or none)")
+    tenants.add_keys(parser)
+    parser.add_argument(
+        "--hide-cached-tokens", action="store_true", help="answers do not say how many tokens were found in the cache"
+    )
     session.add_dtype(parser)
     session.add_sizes(parser, rows="(default: %(default)s)", length=f"the model's most, or {MOST_LENGTH}")
     parser.set_defaults(rows=SIZES["rows"])
@@ -114,7 +116,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
     where = session.make_mesh(parser, args)
     model, tokenizer = session.load_model(parser, args, **where)
-    template = _template(parser, args)
+    template, keys = _template(parser, args), tenants.keys_of(parser, args)
     spec = _spec(parser, args, model)
     registry, names = prometheus_client.CollectorRegistry(), kvjax.Namespaces()
     with contextlib.ExitStack() as stack:
@@ -135,8 +137,8 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         )  # fmt: skip
         shown = Served(
             args.name or os.path.basename(os.path.abspath(args.checkpoint)), tokenizer, template, stop_tokens, limits,
-            names, args.api_key or os.environ.get(KEY) or None, args.max_body, args.max_bodies, args.max_open,
-            args.timeout, max(map(len, tokenizer.get_vocab())) if tokenizer else None,
+            keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+            max(map(len, tokenizer.get_vocab())) if tokenizer else None, shows_cached=not args.hide_cached_tokens,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import functools
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -25,6 +24,7 @@ from .openai_api import ApiError, Fields, Wish
 from .openai_replies import Form
 from .serve_job import Events, Job, Served, events, failure, while_connected, whole
 from .serve_pages import Pages
+from .tenants import Keys
 
 try:
     from starlette.applications import Starlette
@@ -67,8 +67,9 @@ class Api:
                 wish, prompts = read(body)
             else:
                 wish, prompts = await asyncio.get_running_loop().run_in_executor(self._readers, read, body)
+        wish.salt = served.keys.salt(_key_of(request), wish.salt)
         job = self._submit(prompts, wish, "messages" if is_chat else "prompt")
-        form = Form(served.name, wish, served.decode_all, is_chat=is_chat)
+        form = Form(served.name, wish, served.decode_all, is_chat=is_chat, shows_cached=served.shows_cached)
 
         def close() -> None:
             job.cancel()
@@ -134,6 +135,9 @@ class Api:
         stop_tokens += [] if wish.ignores_eos else served.stop_tokens
         lengths = [openai_api.check_length(prompt, wish, served.limits, param) for prompt in prompts]
         size, num_open = len(prompts) * wish.n, sum(job.num_open for job in self._jobs)
+        if size > served.max_open:
+            name = param if wish.n == 1 else "n"
+            raise ApiError(400, f"{name}: got {size:,} answers, wanted at most {served.max_open:,} of a request", name)
         if num_open + size > served.max_open:
             raise _busy(f"{num_open:,} answers are open, of at most {served.max_open:,}")
         handles, state = list[list[Handle]](), self._penalties(wish)
@@ -141,7 +145,7 @@ class Api:
             for prompt, max_new_tokens in zip(prompts, lengths, strict=True):
                 handle = self._engine.submit(
                     prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
-                    stop_tokens=stop_tokens, namespace=served.names(salt=wish.salt), priority=wish.priority,
+                    stop_tokens=stop_tokens, salt=wish.salt, priority=wish.priority,
                     samples=wish.n, logits_state=state, timeout=served.timeout,
                 )  # fmt: skip
                 handles.append(handle.samples)
@@ -193,10 +197,11 @@ class Api:
         text, media_type = await self._pages.metrics()
         return Response(text, media_type=media_type)
 
-    async def cache(self, _: Request) -> Response:
+    async def cache(self, request: Request) -> Response:
         """GET /cache."""
         policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-        return HTMLResponse(await self._pages.cache(), headers={"content-security-policy": policy})
+        own_salt = self._served.keys.salt(_key_of(request), None)
+        return HTMLResponse(await self._pages.cache(own_salt), headers={"content-security-policy": policy})
 
 
 def _busy(message: str) -> ApiError:
@@ -204,26 +209,35 @@ def _busy(message: str) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
 
-def _has_key(request: Request, key: str) -> bool:
-    """Whether a request has the key: as API clients send it, or as a password, as browsers do."""
+def _key_of(request: Request) -> str | None:
+    """The key that a request has, if any: as API clients send it, or as a password, as browsers do."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
             value = base64.b64decode(value, validate=True).decode().partition(":")[2]
-    return scheme.lower() in ("bearer", "basic") and secrets.compare_digest(value.encode(), key.encode())
+    return value if scheme.lower() in ("bearer", "basic") else None
+
+
+def _check_type(request: Request) -> None:
+    """Refuses a body that is not said to be JSON: pages of other sites can have browsers send such ones."""
+    got = request.headers.get("content-type", "")
+    if got.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"content-type: got {json.dumps(got)[:80]}, wanted application/json")
 
 
 type Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def _guarded(endpoint: Endpoint, key: str | None) -> Endpoint:
-    """An endpoint whose errors have the API's form; with a key also one that wants it."""
+def _guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
+    """An endpoint whose errors have the API's form; with keys also one that wants one of them."""
 
     async def call(request: Request) -> Response:
         try:
-            if key is not None and not _has_key(request, key):
+            if keys and not keys.accepts(_key_of(request) or ""):
                 headers = {"www-authenticate": 'Basic realm="kvjax"'} if request.url.path == "/cache" else None
                 raise ApiError(401, "a wrong API key, or none", code="invalid_api_key", headers=headers)
+            if request.method == "POST":
+                _check_type(request)
             return await endpoint(request)
         except ApiError as error:
             return _error_response(error)
@@ -251,7 +265,7 @@ async def _server_error(*_: Any) -> Response:
 def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: bool = False) -> Starlette:
     """The application.
 
-    Only prompts and answers are behind the key: /health and /metrics are not.
+    Only prompts and answers are behind a key: /health and /metrics are not.
 
     Args:
       engine: that answers.
@@ -259,15 +273,15 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
       pages: of the engine.
       sets_state: whether the setters of `pages` are called every second; else before each scrape.
     """
-    api, key = Api(engine, served, pages), served.api_key
-    endpoints: list[tuple[str, str, Endpoint, str | None]] = [
-        ("POST", "/v1/completions", api.completions, key),
-        ("POST", "/v1/chat/completions", api.chat, key),
-        ("GET", "/v1/models", api.models, key),
-        ("GET", "/v1/models/{name:path}", api.model, key),
-        ("GET", "/cache", api.cache, key),
-        ("GET", "/metrics", api.metrics, None),
-        ("GET", "/health", api.health, None),
+    api, keys, no_keys = Api(engine, served, pages), served.keys, Keys()
+    endpoints: list[tuple[str, str, Endpoint, Keys]] = [
+        ("POST", "/v1/completions", api.completions, keys),
+        ("POST", "/v1/chat/completions", api.chat, keys),
+        ("GET", "/v1/models", api.models, keys),
+        ("GET", "/v1/models/{name:path}", api.model, keys),
+        ("GET", "/cache", api.cache, keys),
+        ("GET", "/metrics", api.metrics, no_keys),
+        ("GET", "/health", api.health, no_keys),
     ]
     routes = [Route(path, _guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
 

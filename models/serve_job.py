@@ -10,7 +10,6 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
-import kvjax
 from kvjax.serving import EngineError, Handle
 
 from .answers import Answer, Failed, Piece, pieces
@@ -18,6 +17,7 @@ from .chat import Template
 from .openai_api import ApiError, Limits, Wish
 from .openai_replies import Form, Usage
 from .serve_pages import Pages
+from .tenants import Keys
 
 try:
     from starlette.responses import Response
@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-REFUSED = ("row_full", "no_blocks", "bad_request")  # by the scheduler; the last one is a sample of such a prompt
+REFUSED = ("row_full", "no_blocks")  # by the scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Served:
       template: of chats, or None: there are none.
       stop_tokens: which end an answer.
       limits: of requests.
-      names: the engine's.
-      api_key: which requests have to have; None: none.
+      keys: which requests have to have.
       max_body: bytes of a request.
       max_bodies: bytes of all requests that are being read.
       max_open: answers that are being made at a time.
       timeout: seconds in which an answer is made; None: no limit.
       longest_token: the most characters of a token; longer texts are refused before they are encoded. None: no limit.
+      shows_cached: whether answers say how many tokens of their prompts were cached.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Served:
     template: Template | None
     stop_tokens: list[int]
     limits: Limits
-    names: kvjax.Namespaces
-    api_key: str | None = None
+    keys: Keys
     max_body: int = 4 << 20
     max_bodies: int = 64 << 20
     max_open: int = 256
     timeout: float | None = None
     longest_token: int | None = None
+    shows_cached: bool = True
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         """The ids of a text, which other threads do not wait for; a whole one gets the tokenizer's special tokens.

@@ -8,6 +8,7 @@ import base64
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import html
 import io
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import kvjax
 from kvjax.debug import plot_blocks, stats
 from kvjax.serving import Engine, Handle
 from kvjax.state import CacheState
@@ -70,7 +72,8 @@ class Pages:
         self._name, self._registry, self._decode, self._setters = name, registry, decode, setters
         self._reading: asyncio.Future[CacheState] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # waits for nothing but the engine
-        self._read_at, self._lock, self._page = -np.inf, asyncio.Lock(), (-np.inf, "")
+        self._read_at, self._lock = -np.inf, asyncio.Lock()
+        self._shown: dict[str | None, tuple[float, str]] = {}  # by salt: when a page was made, and the page
         self._recent = collections.deque[tuple[float, int]]()  # when tokens came, and how many
         registry.register(self)
 
@@ -152,18 +155,32 @@ class Pages:
         await self.set()
         return prometheus_client.generate_latest(self._registry), prometheus_client.CONTENT_TYPE_LATEST
 
-    async def cache(self) -> str:
-        """The page, made at most once a second."""
+    async def cache(self, salt: str | None = None) -> str:
+        """The page, made at most once a second; with a salt it has only the prompts whose salts begin with it."""
         async with self._lock:
-            made_at, page = self._page
+            made_at, page = self._shown.get(salt, (-np.inf, ""))
             if time.monotonic() - made_at > 1:
                 state, counts = await self.state(), f"{self.engine.running} running, {self.engine.waiting} waiting"
-                page = await asyncio.to_thread(_page, state, self._name, counts, self._decode)
-                self._page = time.monotonic(), page
+                is_shown = None if salt is None else functools.partial(_has_salt, self.engine.names, salt)
+                page = await asyncio.to_thread(_page, state, self._name, counts, self._decode, is_shown)
+                self._shown[salt] = time.monotonic(), page
             return page
 
 
-def _page(state: CacheState, name: str, counts: str, decode: Decode) -> str:
+def _has_salt(names: kvjax.Namespaces | None, salt: str, namespace: int) -> bool:
+    """Whether the salt of a namespace begins with another one."""
+    assert names is not None, "salts need names"
+    try:
+        found, _ = names.describe(namespace)
+    except KeyError:  # it was given back after the state was read
+        return False
+    return found is not None and found.startswith(salt)
+
+
+type IsShown = Callable[[int], bool]
+
+
+def _page(state: CacheState, name: str, counts: str, decode: Decode, is_shown: IsShown | None = None) -> str:
     try:
         file = io.BytesIO()
         plot_blocks(state, group=int(state.spec.bare)).get_figure(root=True).savefig(file, format="png", dpi=100)  # pyright: ignore[reportOptionalMemberAccess]
@@ -171,7 +188,7 @@ def _page(state: CacheState, name: str, counts: str, decode: Decode) -> str:
         picture = f'<img alt="the blocks of the cache" src="data:image/png;base64,{encoded}">'
     except ImportError as error:
         picture = f"<p>{html.escape(str(error))}</p>"
-    (found, number), whole = cached_prefixes(state), stats(state, int(state.spec.bare))
+    (found, number), whole = cached_prefixes(state, is_shown=is_shown), stats(state, int(state.spec.bare))
     lines = [
         f'<tr><td class="n">{one.length}</td><td class="n">{one.hits}</td><td>{"yes" if one.in_use else ""}</td>'
         f'<td class="n">{one.namespace}</td><td>{html.escape(one.text(decode))}</td></tr>'
@@ -206,14 +223,33 @@ class Prefix:
         return decode(self.head) + (f" … {decode(self.tail)}" if self.tail else "")
 
 
-def cached_prefixes(state: CacheState, most: int = _PREFIXES) -> tuple[list[Prefix], int]:
-    """The prefixes of a cache that no other one goes on, those used last first; at most some, and of how many."""
+def cached_prefixes(
+    state: CacheState, most: int = _PREFIXES, is_shown: IsShown | None = None
+) -> tuple[list[Prefix], int]:
+    """The prefixes of a cache that no other one goes on, those used last first; at most some, and of how many.
+
+    Args:
+      state: the cache.
+      most: prefixes.
+      is_shown: whether those of a namespace count; None: all do.
+    """
     blocks: Any = jax.device_get(state.groups[0].blocks)
     findable = np.flatnonzero(blocks.fill > 0)
     leaves = np.setdiff1d(findable, blocks.parent[findable, 0])
+    if is_shown is not None:
+        namespaces = _namespaces(blocks.parent)[leaves]
+        leaves = leaves[np.isin(namespaces, [one for one in np.unique(namespaces).tolist() if is_shown(one)])]
     age = np.where(blocks.refcount > 0, -1, (blocks.clock - blocks.released).astype(np.int64))[leaves]
     chosen = leaves[np.argsort(age, kind="stable")][:most].tolist()
     return [_prefix(blocks, leaf) for leaf in chosen], len(leaves)
+
+
+def _namespaces(parent: np.ndarray) -> np.ndarray:
+    """The namespace of each block, by links i32[B, 2]; each pass doubles the distance to the ancestor."""
+    ancestor = np.where(parent[:, 0] < 0, np.arange(len(parent)), parent[:, 0])
+    for _ in range(len(parent).bit_length()):
+        ancestor = ancestor[ancestor]
+    return parent[ancestor, 1]
 
 
 def _prefix(blocks: Any, leaf: int) -> Prefix:

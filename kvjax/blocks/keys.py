@@ -9,6 +9,7 @@ keys are then one cumulative sum, and a block's key follows from its parent's in
 from __future__ import annotations
 
 import reprlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,8 +81,10 @@ def _last_axes(x: np.ndarray, ndim: int) -> np.ndarray:
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-_VERSION = 1  # of what `Namespaces.to_dict` gives
+_VERSION = 2  # of what `Namespaces.to_dict` gives; version 1 had no number that was given back
 _WEIGHTS = "kvjax-weights:"  # the beginning of a salt that has a version of the weights in it
+_MOST_NUMBER = 2**31 - 1  # of an i32
+_lock = threading.Lock()  # of all `Namespaces`, which can be pickled
 
 
 class Namespaces:
@@ -91,6 +94,9 @@ class Namespaces:
     knows nothing but the numbers, so a new version compiles nothing; `forget_namespaces` empties what old ones have
     cached. A version becomes part of the salt (`salted`), and so of hashes and of published events. Whoever saves a
     cache saves `to_dict()` with it: in the restored cache a number from a fresh `Namespaces` may be another tenant's.
+
+    A number that a call gives out is its pair's for ever. A number that `lend` gives out is given back when nothing has
+    it any more, and its pair is forgotten. No number is ever given out for a second pair, so that there are 2**31.
 
     Example:
       >>> namespaces = kvjax.Namespaces()
@@ -103,8 +109,10 @@ class Namespaces:
     """
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[str | None, int | None]] = [(None, None)]
+        self._pairs: dict[int, tuple[str | None, int | None]] = {0: (None, None)}
         self._numbers: dict[tuple[str | None, int | None], int] = {(None, None): 0}
+        self._next = 1
+        self._lent: dict[int, int] = {}  # how many borrowers a number has that no call has given out
 
     def __call__(self, salt: str | None = None, lora: int | None = None, *, weights: str | int | None = None) -> int:
         """The number of this salt, adapter and version of the weights, to pass as `namespace`.
@@ -115,6 +123,41 @@ class Namespaces:
           ValueError: naming the argument; also for a salt that looks as if it had a version in it.
         """
         return self._intern(*_pair(self.salted(salt, weights), lora))
+
+    def lend(self, salt: str | None) -> int:
+        """The number of a salt until `give_back`, for an engine that knows whether a block or a request has it.
+
+        Each call is for one more borrower, and needs a `give_back` of its own.
+
+        Raises:
+          ValueError: naming the argument; as for a call.
+
+        Example:
+          >>> namespaces = kvjax.Namespaces()
+          >>> first = namespaces.lend("tenant a")
+          >>> namespaces.give_back(first)
+          >>> first in namespaces, namespaces.lend("tenant a") == first  # the pair has a new number
+          (False, False)
+        """
+        pair = _pair(self.salted(salt), None)
+        with _lock:
+            is_new = pair not in self._numbers
+            number = self._add(pair)
+            if is_new or number in self._lent:
+                self._lent[number] = self._lent.get(number, 0) + 1
+            return number
+
+    def give_back(self, number: int) -> None:
+        """Gives a lent number back; the last borrower's ends it, unless a call has given it out as well.
+
+        No block of a cache, no request and no later `admit` may have the number.
+        """
+        with _lock:
+            if number not in self._lent:
+                return
+            self._lent[number] -= 1
+            if not self._lent[number]:
+                del self._lent[number], self._numbers[self._pairs.pop(number)]
 
     def numbered(self, salt: str | None, lora: int | None) -> int:
         """The number of a pair as `describe` gives it, whose salt may have a version of the weights in it.
@@ -150,20 +193,29 @@ class Namespaces:
         return f"{_WEIGHTS}{len(str(weights))}:{weights}{'' if salt is None else f':{salt}'}"
 
     def _intern(self, *pair: Any) -> int:
+        """The number of a pair, for ever."""
+        with _lock:
+            number = self._add(pair)
+            self._lent.pop(number, None)
+            return number
+
+    def _add(self, pair: Any) -> int:
         if pair not in self._numbers:
-            self._numbers[pair] = len(self._pairs)
-            self._pairs.append(pair)
+            if self._next > _MOST_NUMBER:
+                raise RuntimeError(f"all {_MOST_NUMBER + 1:,} numbers of namespaces were given out")
+            self._numbers[pair], self._pairs[self._next] = self._next, pair
+            self._next += 1
         return self._numbers[pair]
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def __contains__(self, namespace: object) -> bool:
-        """Whether this number was given out."""
-        return isinstance(namespace, int | np.integer) and 0 <= int(namespace) < len(self)
+        """Whether this number was given out, and not given back."""
+        return isinstance(namespace, int | np.integer) and int(namespace) in self._pairs
 
     def describe(self, namespace: int) -> tuple[str | None, int | None]:
-        """The (salt, LoRA) pair behind a number, the salt as `salted` makes it; KeyError for one never given out.
+        """The (salt, LoRA) pair of a number, the salt as `salted` makes it; KeyError for a number without one.
 
         Example:
           >>> namespaces = kvjax.Namespaces()
@@ -176,7 +228,9 @@ class Namespaces:
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers and their pairs, as data that JSON can hold; `from_dict` reads it."""
-        return {"version": _VERSION, "namespaces": [[number, *pair] for number, pair in enumerate(self._pairs)]}
+        with _lock:
+            pairs, following = sorted(self._pairs.items()), self._next
+        return {"version": _VERSION, "namespaces": [[number, *pair] for number, pair in pairs], "next": following}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Namespaces:
@@ -193,18 +247,26 @@ class Namespaces:
           >>> restored(salt="tenant b"), restored(salt="tenant a")
           (2, 1)
         """
-        if not isinstance(saved, Mapping) or set(saved) != {"version", "namespaces"}:
+        keys = {"version", "namespaces"}
+        if not isinstance(saved, Mapping) or set(saved) not in (keys, {*keys, "next"}):
             raise ValueError(f"saved: got {reprlib.repr(saved)}, wanted what Namespaces.to_dict gives")
-        if saved["version"] != _VERSION:
-            raise ValueError(f"saved: got version {saved['version']!r}, wanted {_VERSION}")
-        namespaces = cls()
-        for wanted, entry in enumerate(_entries(saved["namespaces"])):
-            number, salt, lora = entry
-            if type(number) is not int or number != wanted or namespaces._intern(*_pair(salt, lora)) != wanted:
-                raise ValueError(
-                    f"saved: got {reprlib.repr(entry)}, wanted number {wanted} with a pair that no other number has"
-                    + ", (None, None)" * (wanted == 0)
-                )
+        if type(saved["version"]) is not int or saved["version"] != (_VERSION if "next" in saved else 1):
+            raise ValueError(f"saved: got version {saved['version']!r}, wanted {_VERSION} with next, or 1 without")
+        namespaces, entries = cls(), _entries(saved["namespaces"])
+        if type(entries[0][0]) is not int or entries[0] != [0, None, None]:
+            raise ValueError(f"saved: got {reprlib.repr(entries[0])}, wanted number 0 with (None, None)")
+        for entry in entries[1:]:
+            number, pair = entry[0], _pair(*entry[1:])
+            is_new = type(number) is int and namespaces._next <= number <= _MOST_NUMBER
+            if not is_new or pair in namespaces._numbers:
+                wanted = f"a number from {namespaces._next} with a pair that no other number has"
+                raise ValueError(f"saved: got {reprlib.repr(entry)}, wanted {wanted}")
+            namespaces._next = number
+            namespaces._add(pair)
+        following = saved.get("next", namespaces._next)
+        if type(following) is not int or not namespaces._next <= following <= _MOST_NUMBER + 1:
+            raise ValueError(f"saved: got next {following!r}, wanted an i32 above all numbers")
+        namespaces._next = following
         return namespaces
 
 
@@ -219,6 +281,6 @@ def _pair(salt: Any, lora: Any) -> tuple[str | None, int | None]:
 def _entries(saved: Any) -> list[Any]:
     """The saved (number, salt, LoRA), at least that of (None, None)."""
     is_list = isinstance(saved, list | tuple) and len(saved) > 0
-    if not is_list or any(not isinstance(entry, list | tuple) or len(entry) != 3 for entry in saved):
+    if not is_list or not all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in saved):
         raise ValueError(f"saved: got namespaces {reprlib.repr(saved)}, wanted a list of [number, salt, LoRA]")
-    return list(saved)
+    return [list(entry) for entry in saved]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax._arrays import unreadable
+from kvjax._compile import own_transfers
 from kvjax.checks import on_state
 from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.state import CacheState
@@ -158,6 +159,7 @@ def change(old: int, new: int) -> str:
     return f"{new:,}" if old == new else f"{old:,} -> {new:,}"
 
 
+@own_transfers()
 def one_line(owner: Any, state: Any, *sizes: str) -> str:
     """One line for a state or for its owner, traced or donated too: shapes, sizes, and counts if it has any."""
     spec, why = state.spec, uncounted(owner, state)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax._compile import own_transfers
 from kvjax.checks import on_state
 from kvjax.events.log import EventLog
 from kvjax.events.records import COLUMNS, EventKind, Events
@@ -20,6 +21,7 @@ _ABOUT_GROUPS = frozenset({int(EventKind.CREATED), int(EventKind.CLEARED)})
 _LEVELLED = frozenset({int(EventKind.STORED), int(EventKind.UPDATED)})
 
 
+@own_transfers()
 def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
     """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node.
 

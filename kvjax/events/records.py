@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree, unreadable
+from kvjax._compile import own_transfers
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.state import DEFAULT_PRIORITY, Text
 
@@ -154,6 +155,7 @@ class Events(Records):
     adopted: Adopted | None = None
 
     @property
+    @own_transfers()
     def ok(self) -> jax.Array:
         """bool[]; whether every row of the request was done."""
         return jnp.all(self.status == Status.OK)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.hashing import Hashing
+from kvjax.interop.hashing import Hashing, Space
 from kvjax.interop.index import Change, NodeMap, parents_first
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -67,12 +67,16 @@ class EventEncoder[W](abc.ABC):
             if kind == EventKind.UPDATED:
                 found += self._updated(published)
                 continue
-            encode = self._stored if kind == EventKind.STORED else self._removed
             for change in published:
-                found += encode(change.group, change.rows) if len(change.rows) else []
+                found += self._encoded(change) if len(change.rows) else []
             if kind == EventKind.CLEARED and self.groups.isdisjoint(run[-1].others):
                 found += self._cleared()
         return found
+
+    def _encoded(self, change: Change) -> list[W]:
+        if change.kind == EventKind.STORED:
+            return self._stored(change.group, change.rows, change.spaces)
+        return self._removed(change.group, change.rows)
 
     def _published(self, change: Change) -> Change:
         """A change without the blocks that are left out."""
@@ -101,7 +105,7 @@ class EventEncoder[W](abc.ABC):
                 gone = rows[left == level][::-1].copy()
                 gone[:, col.LEVEL] = level
                 removed += self._removed(change.group, gone) if len(gone) else []
-            stored += self._stored(change.group, rows) if len(rows) else []
+            stored += self._stored(change.group, rows, change.spaces) if len(rows) else []
         return removed + stored
 
     @abc.abstractmethod
@@ -109,8 +113,8 @@ class EventEncoder[W](abc.ABC):
         """Encodes the removal of a group's blocks from the levels that their rows have; at least one."""
 
     @abc.abstractmethod
-    def _stored(self, number: int, rows: np.ndarray) -> list[W]:
-        """Encodes the storing of a group's blocks, parents before children; at least one."""
+    def _stored(self, number: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[W]:
+        """Encodes the storing of a group's blocks, parents before children; at least one. All have a space."""
 
     def _cleared(self) -> list[W]:
         """Encodes that nothing is left in any group."""

@@ -159,7 +159,6 @@ class Hashing:
         self._loras = checked_loras("lora_names", lora_names)
         self._model, self._key, self._hasher = model, key, hasher(b"kvjax-block", key)
         self._equal = names and id(names), tuple(sorted(self._loras.items())), model, key
-        self._spaces: dict[int, Space] = {}
         root_hash(model)  # refuses what is no text
 
     def __eq__(self, other: object) -> bool:
@@ -167,17 +166,15 @@ class Hashing:
 
     def space(self, namespace: int) -> Space:
         """A namespace; one that was not given out yet has the flag UNKNOWN."""
-        if namespace not in self._spaces:
-            if namespace not in self._names:
-                return Space(_NONE, col.UNKNOWN)
-            salt, number = self._names.describe(namespace)
-            name = None if number is None else self._loras.get(number, str(number))
-            root = root_hash(self._model, salt, name, key=self._key)
-            flags = col.SALT * (salt is not None) | col.LORA * (name is not None)
-            self._spaces[namespace] = Space(root, flags, salt, number, name)
-        return self._spaces[namespace]
+        if namespace not in self._names:
+            return Space(_NONE, col.UNKNOWN)
+        salt, number = self._names.describe(namespace)
+        name = None if number is None else self._loras.get(number, str(number))
+        root = root_hash(self._model, salt, name, key=self._key)
+        flags = col.SALT * (salt is not None) | col.LORA * (name is not None)
+        return Space(root, flags, salt, number, name)
 
-    def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int]) -> None:
+    def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int], spaces: dict[int, Space]) -> None:
         """Writes the flags and hashes of rows that are stored, and adds these to the group's.
 
         Args:
@@ -185,8 +182,9 @@ class Hashing:
           among: index of the parent among the rows, before its children; or -1.
           size: P.
           hashes: of the group's blocks.
+          spaces: by namespace; those of the rows' namespaces are added.
         """
-        flags, digests, above, start = self._flags(rows, size), [], [], 0
+        flags, digests, above, start = self._flags(rows, size, spaces), [], [], 0
         data, width = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), _WORD * (rows.shape[1] - col.ABOVE)
         for at, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
             before = data[start : start + HASH_BYTES] if parent < 0 else digests[parent]
@@ -221,11 +219,13 @@ class Hashing:
         own = rows[:, col.FLAGS] & (col.UNKNOWN | col.COLLISION) == 0
         hashes.difference_update(col.hashes_of(rows[own]).tolist())
 
-    def _flags(self, rows: np.ndarray, size: int) -> list[int]:
+    def _flags(self, rows: np.ndarray, size: int, spaces: dict[int, Space]) -> list[int]:
         """The flags of rows, but for what they have of parents among them; writes the hashes of empty prefixes."""
         flags, roots = rows[:, col.FLAGS].copy(), np.flatnonzero(rows[:, col.PARENT] < 0)
         for namespace in set(rows[roots, col.NAMESPACE].tolist()):
-            of, space = roots[rows[roots, col.NAMESPACE] == namespace], self.space(namespace)
+            of = roots[rows[roots, col.NAMESPACE] == namespace]
+            if (space := spaces.get(namespace) or self.space(namespace)).flags != col.UNKNOWN:
+                spaces[namespace] = space
             rows[of, col.ABOVE : col.SIZE], flags[of] = np.frombuffer(space.root, np.int32), space.flags
         flags |= np.where(rows[:, col.TEXT + size :].any(axis=1), col.EXTRA, 0)
         flags |= np.where(rows[:, col.FILL] < size, col.PARTIAL, 0)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +29,11 @@ from kvjax.events.mirror import snapshot
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.events import HostEvents, host_events, parts_of
-from kvjax.interop.hashing import Hashing
+from kvjax.interop.hashing import Hashing, Space
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
+_FEW_SPACES = 64
 _LACKS = "wanted one that the map has: begin with `attach(state)`, and leave no events out"
 
 
@@ -45,6 +46,7 @@ class Change(NamedTuple):
     rows: np.ndarray  # i32[n, W]; stored, updated: as they are now; removed, cleared: as they were
     before: np.ndarray | None = None  # updated: i32[n, 2], level and priority before
     others: frozenset[int] = frozenset()  # cleared: the groups that still have blocks
+    spaces: Mapping[int, Space] = {}  # stored, updated: by namespace, those of the rows that are hashed, and others
 
     @property
     def nbytes(self) -> int:
@@ -72,11 +74,24 @@ class _Contents:
         width = col.TEXT + spec.block_size * len(parts_of(spec))
         self.groups = [Nodes(np.zeros((group.num_ids, width), np.int32), set()) for group in spec.groups]
         self.hashing, self.is_shared, self.version = hashing, False, 0
+        # By namespace, those of blocks that are here, and of some that were. Whoever copies a row has this dict too, so
+        # that `Namespaces` may forget a pair as soon as the cache has none of its blocks: a new dict takes its place.
+        self.spaces: dict[int, Space] = {}
+        self._most_spaces = _FEW_SPACES
+
+    def drop_spaces(self) -> None:
+        """Drops the spaces without blocks, once they may be more than half of all."""
+        if len(self.spaces) > self._most_spaces:
+            tables = [group.table for group in self.groups]
+            live = {n for table in tables for n in np.unique(table[table[:, col.FILL] > 0, col.NAMESPACE]).tolist()}
+            self.spaces = {namespace: space for namespace, space in self.spaces.items() if namespace in live}
+            self._most_spaces = 2 * len(self.spaces) + _FEW_SPACES
 
     def copy(self) -> _Contents:
         """Contents that no longer change with these, and are not shared."""
         other = copy.copy(self)
         other.groups = [Nodes(group.table.copy(), set(group.hashes)) for group in self.groups]
+        other.spaces = dict(self.spaces)
         other.is_shared, other.version = False, 0
         return other
 
@@ -164,9 +179,11 @@ class NodeMap:
         rows[:, : col.NAMESPACE], rows[:, col.SIZE], rows[:, col.TEXT :] = records[:, 3:], size, text
         parents = self._link(number, blocks, rows)
         if self._contents.hashing is not None:
-            self._contents.hashing.hash(rows, parents, size, group.hashes)
+            self._contents.hashing.hash(rows, parents, size, group.hashes, self._contents.spaces)
         group.table[blocks] = rows
-        return Change(EventKind.STORED, number, blocks, rows)
+        change = Change(EventKind.STORED, number, blocks, rows, spaces=self._contents.spaces)
+        self._contents.drop_spaces()
+        return change
 
     def _clear(self, number: int) -> Change:
         change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
@@ -191,7 +208,9 @@ class NodeMap:
         table[blocks, stated] = records[:, 7:]
         rows = table[distinct]
         differ = np.any(rows[:, stated] != before, axis=1)
-        return Change(EventKind.UPDATED, number, distinct[differ], rows[differ], before[differ])
+        return Change(
+            EventKind.UPDATED, number, distinct[differ], rows[differ], before[differ], spaces=self._contents.spaces
+        )
 
     def write(self, change: Change) -> None:
         """Applies a change of the map that this one is a copy of; a copy that does so folds no events."""
@@ -200,6 +219,10 @@ class NodeMap:
             table[change.blocks, col.FILL] = 0
         else:
             table[change.blocks] = change.rows
+            for namespace in set(change.rows[:, col.NAMESPACE].tolist()):
+                if (space := change.spaces.get(namespace)) is not None:
+                    self._contents.spaces[namespace] = space
+            self._contents.drop_spaces()
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty, was restored, or goes on without its events."""
@@ -215,7 +238,8 @@ class NodeMap:
         for number, group in enumerate(self.groups):
             live = group.live
             blocks = live[parents_first(group.table[live])]
-            found.append(Change(EventKind.STORED, number, blocks, group.table[blocks]))
+            spaces = self._contents.spaces
+            found.append(Change(EventKind.STORED, number, blocks, group.table[blocks], spaces=spaces))
         return found
 
     @property

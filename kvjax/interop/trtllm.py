@@ -28,7 +28,7 @@ from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import host_events, pieces
-from kvjax.interop.hashing import Hashing, salt_text
+from kvjax.interop.hashing import Hashing, Space, salt_text
 from kvjax.interop.index import Change
 from kvjax.spec import CacheSpec, Kind
 from kvjax.state import CacheState
@@ -160,14 +160,14 @@ class Writer(EventEncoder[str]):
                 found.append(self._event(change.group, f'{{"type":"updated",{data}}}'))
         return found
 
-    def _stored(self, number: int, rows: np.ndarray) -> list[str]:
+    def _stored(self, number: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[str]:
         """Consecutive blocks that chain are one event."""
         texts, parents = self._texts(rows), col.hashes_of(rows, col.ABOVE).tolist()
         of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
         for start, stop in pieces(col.chains_of(rows), self._most_blocks):
             depth, namespace = of[start]
             some, parent = ",".join(texts[start:stop]), parents[start] if depth else "null"
-            data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(namespace)}}}'
+            data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(spaces[namespace])}}}'
             found.append(self._event(number, data))
         return found
 
@@ -187,9 +187,8 @@ class Writer(EventEncoder[str]):
         token = _TOKEN % ("0", "%d")[self.nodes.spec.extra_ids]
         return _BLOCK % ",".join([token] * fill)
 
-    def _make_space(self, namespace: int) -> str:
+    def _make_space(self, space: Space) -> str:
         """The fields of a namespace in an event."""
-        space = self.hashing.space(namespace)
         fields = {"cache_salt": self._salt(space.salt), "lora_name": space.lora}
         return "".join(f',"{name}":{json.dumps(value)}' for name, value in fields.items() if value is not None)
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from kvjax.interop.decoders import PagedModel, nnx, paged
 from kvjax.interop.sampler import Options, Sampler
 from kvjax.serving.options import Scheduler
+from kvjax.serving.sampling import seed_key
 
 try:
     from tunix.generate import tokenizer_adapter  # pyright: ignore[reportMissingImports]
@@ -272,17 +273,6 @@ def _options(config: Any, eos: Sequence[int]) -> Options:
         raise ValueError(f"temperature: got {temperature!r}, wanted a number of at least 0")
     return Options(
         int(config.max_tokens_to_generate), 0.0 if top_p is None else float(temperature), max(top_k or 0, 0),
-        1.0 if top_p is None else min(float(top_p), 1.0), _key(config.seed), [int(token) for token in eos],
+        1.0 if top_p is None else min(float(top_p), 1.0), seed_key(0 if config.seed is None else config.seed),
+        [int(token) for token in eos],
     )  # fmt: skip
-
-
-def _key(seed: Any) -> jax.Array:
-    """The jax key of a seed: none, an integer, a typed key or the two words of one."""
-    if isinstance(seed, jax.Array) and jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key) and not seed.ndim:
-        return seed
-    words = np.asarray(0 if seed is None else seed)
-    if words.shape == (2,) and words.dtype == np.uint32:
-        return jax.random.wrap_key_data(jax.numpy.asarray(words))
-    if words.ndim or not np.issubdtype(words.dtype, np.integer):
-        raise ValueError(f"seed: got {seed!r:.80}, wanted None, an integer or a jax key")
-    return jax.random.key(int(words))

@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 
 import pallas_kernels
 from kvjax._arrays import Pytree, count, padded, pick, put, rank
+from kvjax._compile import own_transfers
 from kvjax.checks import floats
 from kvjax.events.records import EventKind, Events, Records
 from kvjax.layers import MeshAxes
@@ -182,6 +183,7 @@ def _with(arrays, group: int, pool: int, array: Any):
     return tuple(map(tuple, arrays))
 
 
+@own_transfers()
 def init_pools(
     spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None = None, context: str | None = None
 ) -> Pools:
@@ -299,6 +301,7 @@ def write(
     return pools.with_pool(group, pool, *(written if quantised else (written,)))
 
 
+@own_transfers()
 def apply(pools: Pools, events: Events, *, implementation: str | None = None) -> Pools:
     """Executes the copies that a transition ordered, each of a whole block in all layers.
 

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree
+from kvjax._compile import own_transfers
 from kvjax.events.transfer import Transfer
 from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
@@ -63,6 +64,7 @@ class TransferError(RuntimeError):
         self.pools, self.host, self.overwritten = pools, host, overwritten
 
 
+@own_transfers()
 def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
     """Host pools, divided among devices as the device's pools are; their contents are undefined.
 
@@ -85,6 +87,7 @@ def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
     return pools, host
 
 
+@own_transfers()
 def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, HostPools]:
     """Copies blocks between the tiers as a transition ordered.
 

@@ -12,6 +12,7 @@ Source: vLLM's AsyncLLM and its engine core, which run apart from whoever submit
 from __future__ import annotations
 
 import itertools
+import operator
 import reprlib
 import threading
 import time
@@ -21,9 +22,10 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
-from kvjax.checks import host_integers, static_int
+from kvjax.checks import check_alive, host_integers, static_int
 from kvjax.model import Model, check_model
 from kvjax.serving.decode import LogitsFn, check_cache
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineThread, Inbox, Request
@@ -31,10 +33,19 @@ from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.inputs import Listener, RunOptions, check_prompts
 from kvjax.serving.options import Scheduler
 from kvjax.serving.runner import most_tokens, vocabulary_size
-from kvjax.serving.sampling import Sampling
+from kvjax.serving.sampling import Sampling, output_seeds
 from kvjax.state import CacheState
 from kvjax.stores.disk import DiskStore
 from kvjax.tiered import TieredCache
+
+
+def _streams(seed: Any, samples: int) -> list[int]:
+    """The random stream of each sample of a request."""
+    try:
+        first = operator.index(seed)
+    except TypeError:  # a key
+        return jax.device_get(output_seeds(seed, samples)).tolist()
+    return [(first + sample) % 2**32 for sample in range(samples)]
 
 
 class QueueFull(RuntimeError):
@@ -63,6 +74,7 @@ class Engine[C: (Cache, TieredCache)]:
       names: the `Namespaces` of the requests, or None.
     """
 
+    @own_transfers()
     def __init__(
         self,
         model: Model,
@@ -102,8 +114,11 @@ class Engine[C: (Cache, TieredCache)]:
         Raises:
           ValueError: naming the argument, before anything is donated.
         """
-        check_model(model)
         check_cache(cache)
+        check_alive(cache)
+        # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
+        cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
+        check_model(model, cache)
         self.spec, self.names, self._store = cache.state.spec, names, store
         options = RunOptions(
             Scheduler() if scheduler is None else scheduler, steps=MANY, fixed_steps=fixed_steps, clock=clock,
@@ -124,20 +139,22 @@ class Engine[C: (Cache, TieredCache)]:
         self.vocabulary = vocabulary_size(model, device, options.scheduler, top_logprobs)
         self._most_tokens = most_tokens(cache.state, options.scheduler)
         self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
-        self._numbers, self._inbox = itertools.count(), Inbox()
+        self._numbers, self._inbox = itertools.count(), Inbox(names)
         sizes = slots, self._stop_tokens, self._logits_state
         self._thread = EngineThread(model, cache, options, self._inbox, *sizes)
         self._thread.start()
 
+    @own_transfers()
     def submit(
         self,
         prompt: Sequence[int],
         *,
         max_new_tokens: int = 32,
         sampling: Sampling | None = None,
-        seed: int = 0,
+        seed: int | jax.Array = 0,
         stop_tokens: Sequence[int] = (),
         namespace: int = 0,
+        salt: str | None = None,
         priority: int = 0,
         samples: int = 1,
         timeout: float | None = None,
@@ -149,9 +166,12 @@ class Engine[C: (Cache, TieredCache)]:
           prompt: token ids.
           max_new_tokens: for each sample.
           sampling: how tokens are chosen; None: greedy.
-          seed: of the random stream; sample n has `seed + n`.
+          seed: of the random stream; sample n has `seed + n`. Of a jax key the samples have the streams that `generate`
+            gives its outputs.
           stop_tokens: end it when chosen; at most `num_stop_tokens`.
           namespace: as `Namespaces` numbers them.
+          salt: of a tenant, in place of a namespace: `names` lends a number for it as long as a block or a request has
+            it, so that any number of salts may come. A request that is refused gets none.
           priority: higher first.
           samples: outputs of the prompt, which is computed once; see the handle's `samples`.
           timeout: seconds after which it is cancelled.
@@ -168,12 +188,11 @@ class Engine[C: (Cache, TieredCache)]:
             raise ValueError(f"stop_tokens: got {len(stop)}, wanted at most num_stop_tokens, {self._stop_tokens}")
         if not isinstance(sampling, Sampling | None):
             raise ValueError(f"sampling: got {sampling!r:.80}, wanted a kvjax.Sampling or None")
-        if static_int("samples", samples, 1) > self._most_samples:
-            raise ValueError(f"samples: got {samples}, wanted at most {self._most_samples}")
-        if self.names is not None and namespace not in self.names:
-            raise ValueError(f"namespace: got {namespace}, wanted one that names gave out")
-        if self._store is not None:
-            self._store.root(namespace)
+        if static_int("samples", samples, 1) > (most := min(self._most_samples, self._max_waiting)):
+            raise ValueError(f"samples: got {samples}, wanted at most {most}")
+        self._check_namespace(namespace, salt)
+        for name, value in (("priority", priority), ("namespace", namespace)):
+            host_integers(name, [value], np.int32, "a 32-bit integer")
         options = {
             "sampling": sampling or Sampling(), "stop": stop, "priority": int(priority), "namespace": int(namespace),
             "logits_state": self._checked_state(logits_state),
@@ -186,9 +205,9 @@ class Engine[C: (Cache, TieredCache)]:
         requests = [
             Request(
                 next(self._numbers), Handle(len(tokens), self._cancel), tokens,
-                options=options | {"seed": (int(seed) + sample) % 2**32}, **limits,
+                options=options | {"seed": stream}, **limits,
             )
-            for sample in range(samples)
+            for stream in _streams(seed, samples)
         ]  # fmt: skip
         handles = [request.handle for request in requests]
         for request in requests:
@@ -198,13 +217,30 @@ class Engine[C: (Cache, TieredCache)]:
             self._check_open()
             if len(inbox.queue) + samples > self._max_waiting:
                 raise QueueFull(len(inbox.queue))
+            if salt is not None:
+                number = inbox.lend(salt)
+                for request in requests:
+                    request.options["namespace"] = number
             inbox.queue.extend(requests)
             inbox.is_idle = False
             inbox.wake.notify_all()
         return handles[0]
 
+    def _check_namespace(self, namespace: int, salt: str | None) -> None:
+        if self.names is not None and namespace not in self.names:
+            raise ValueError(f"namespace: got {namespace}, wanted one that names gave out")
+        if salt is not None and (self.names is None or namespace):
+            got = "one of an engine without names" if self.names is None else f"one beside namespace {namespace}"
+            raise ValueError(f"salt: got {got}, wanted None")
+        Namespaces.salted(salt)
+        if self._store is not None:
+            self._store.root(namespace)
+
     def _checked_prompt(self, prompt: Any) -> np.ndarray:
-        (tokens,) = check_prompts([prompt])
+        try:
+            (tokens,) = check_prompts([prompt])
+        except ValueError:
+            raise ValueError(f"prompt: got {reprlib.repr(prompt)}, wanted a list of token ids") from None
         if not tokens.size or tokens.min() < 0 or tokens.max() >= self.vocabulary:
             wanted = f"wanted tokens of 0..{self.vocabulary - 1}, at least one"
             raise ValueError(f"prompt: got {reprlib.repr(tokens.tolist())}, {wanted}")

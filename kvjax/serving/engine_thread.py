@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._compile import OutermostJit
+from kvjax._compile import OutermostJit, own_transfers
+from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.events.records import Status
@@ -33,12 +34,13 @@ from kvjax.serving.requests import Finish, Output, Stage, init_serving
 from kvjax.serving.runner import HostTier
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Done, Entries, Turn, apply, for_each, turn
-from kvjax.state import CacheState
+from kvjax.state import NO_BLOCK, CacheState
 from kvjax.tiered import TieredCache
 from kvjax.verbs.control import reset
 
 ENTRIES, MANY = 16, 32  # requests of one call; the most steps of a turn
 PACE = 0.02  # seconds of a turn while somebody waits for tokens
+_FEW_SALTS = 64
 _NAP = 0.001  # seconds between two looks at a store's reads, if there is nothing else to do
 
 _copy = OutermostJit(lambda state: jax.tree.map(jnp.copy, state))
@@ -84,14 +86,29 @@ class Inbox:
       queue: requests that wait.
       cancels: requests to be ended.
       copies: where copies of the state are wanted: an event, and a list to append it to.
+      lent: the numbers that `names` has lent for salts, by these.
       is_closing: whether the engine is to end.
       is_idle: whether nothing is to be done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Namespaces | None = None) -> None:
         self.wake, self.is_closing, self.is_idle = threading.Condition(), False, True
+        self._names, self.lent = names, dict[str, int]()
         self.queue, self.cancels = deque[Request](), deque[Request]()
         self.copies = deque[tuple[threading.Event, list[CacheState]]]()
+
+    def lend(self, salt: str) -> int:
+        """The number of a salt whose request comes next; for who has `wake`."""
+        assert self._names is not None
+        if salt not in self.lent:
+            self.lent[salt] = self._names.lend(salt)
+        return self.lent[salt]
+
+    def give_back(self, used: set[int]) -> None:
+        """Gives back all numbers but those that are used; for who has `wake`."""
+        assert self._names is not None
+        for salt in [salt for salt, number in self.lent.items() if number not in used]:
+            self._names.give_back(self.lent.pop(salt))
 
 
 class EngineThread(threading.Thread):
@@ -107,16 +124,16 @@ class EngineThread(threading.Thread):
         self, model: Model, cache: Any, options: RunOptions, inbox: Inbox, max_requests: int, num_stop_tokens: int,
         logits_state: Any,
     ):  # fmt: skip
-        """Compiles everything; `cache` is donated. The thread is still to be started."""
+        """Compiles everything; `cache`, committed to its devices, is donated. The thread is still to be started."""
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec, self._model, self._options, self._inbox = cache.state.spec, model, options, inbox
         self._slots, self._stop_tokens, self.last = max_requests, num_stop_tokens, None
+        self._most_lent = _FEW_SALTS  # salts at which those are looked for that nothing has
         self._logits_state = logits_state
         self._scheduler = options.scheduler
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
-        # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
-        self._begin(jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache))
+        self._begin(cache)
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""
@@ -169,6 +186,7 @@ class EngineThread(threading.Thread):
         finally:
             self._end()
 
+    @own_transfers()
     def _step(self) -> None:
         """One turn: what has come goes in, the loop runs, and an earlier turn is read."""
         while self._inbox.copies:
@@ -194,6 +212,16 @@ class EngineThread(threading.Thread):
         if self._stored:
             waiting = [request for request in self.reading if not request.handle.done]
             self._stored.forget_others({request.leader.number for request in [*waiting, *self.active.values()]})
+        if len(self._inbox.lent) > self._most_lent:
+            self._give_back_salts()
+
+    def _give_back_salts(self) -> None:
+        """Gives back the salts that no block and no request has; at most half of those that are lent later."""
+        cached = _cached_namespaces(self._state.cache.state)
+        with self._inbox.wake:
+            requests = [*self._inbox.queue, *self.reading, *self.active.values()]
+            self._inbox.give_back(cached | {request.options["namespace"] for request in requests})
+            self._most_lent = 2 * len(self._inbox.lent) + _FEW_SALTS
 
     @property
     def _running(self) -> list[Handle]:
@@ -358,6 +386,7 @@ class EngineThread(threading.Thread):
         while tier.swap():
             pass
 
+    @own_transfers()
     def _recover(self, error: Exception) -> None:
         """Ends the requests that the scheduler has, and goes on with an empty cache."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
@@ -384,6 +413,7 @@ class EngineThread(threading.Thread):
         pools, host = init_host_pools(pools)
         return TieredCache(Cache(state, pools), host)
 
+    @own_transfers()
     def _end(self) -> None:
         """Ends all requests, and leaves the cache with its rows released."""
         failure = EngineError("the engine was closed")
@@ -401,3 +431,13 @@ class EngineThread(threading.Thread):
             state.release_rows()
             self.last = state.result
             state.publish()
+
+
+def _cached_namespaces(state: CacheState) -> set[int]:
+    """The namespaces of rows in use, and of all blocks with contents: each has a root, whose link has the number."""
+    namespace, length = jax.device_get((state.seqs.namespace, state.seqs.length))
+    found = set(namespace[length > 0].tolist())
+    for group in state.groups:
+        parent, fill = jax.device_get((group.blocks.parent, group.blocks.fill))
+        found.update(parent[(fill > 0) & (parent[:, 0] == NO_BLOCK), 1].tolist())
+    return found

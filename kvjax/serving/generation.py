@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import check_alive, check_functions
@@ -50,6 +51,7 @@ class Progress[C: (Cache, TieredCache)]:
         return self._state.result
 
     @property
+    @own_transfers()
     def state(self) -> CacheState:
         """A copy of the latest cache's metadata, which no later loop donates: any thread may read it.
 
@@ -105,7 +107,8 @@ def generate[C: (Cache, TieredCache)](
       prompts: token ids.
       max_new_tokens: for each prompt.
       sampling: for all prompts, or one for each; None: greedy. What a prompt gets does not depend on the others.
-      seed: an int or a jax key, from which each output gets a random stream. None: the same ones at every call.
+      seed: an int or a jax key, from which each output gets a random stream. 3, `jax.random.key(3)` and
+        `jax.random.PRNGKey(3)` give the same ones. None: the same ones at every call.
       seeds: of each prompt's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
@@ -257,7 +260,8 @@ def run_batch[C: (Cache, TieredCache)](
       prompts: token ids.
       max_new_tokens: for all prompts, or for each.
       sampling: how tokens are chosen, for all prompts or one for each; None: greedy.
-      seed: an int or a jax key, from which each output gets a random stream. None: the same ones at every call.
+      seed: an int or a jax key, from which each output gets a random stream. 3, `jax.random.key(3)` and
+        `jax.random.PRNGKey(3)` give the same ones. None: the same ones at every call.
       seeds: of each output's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from kvjax._arrays import unreadable
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import check_alive, check_functions, check_on_host, host_integers, static_int
@@ -60,6 +61,7 @@ class RunOptions:
 class Inputs[C: (Cache, TieredCache)]:
     """The checked arguments of `run_batch`; those of each prompt are arrays [outputs], an output for each sample."""
 
+    @own_transfers()
     def __init__(
         self,
         model: Model,
@@ -78,8 +80,8 @@ class Inputs[C: (Cache, TieredCache)]:
         priorities: Sequence[int] | None = None,
         samples: int | Sequence[int] = 1,
     ):
-        check_model(model)
         check_cache(cache)
+        check_model(model, cache)
         lists = prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, priorities, samples
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, lists), instead)
@@ -117,10 +119,8 @@ class Inputs[C: (Cache, TieredCache)]:
         self.stop_tokens = np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)  # i32[K]
         self.retention: Retention | None = each(retentions(retention, number, self.spec.retention))
 
-    def submission(
-        self, outputs: Sequence[int], max_tokens: np.ndarray, slots: int
-    ) -> tuple[dict[str, Any], np.ndarray]:
-        """Arguments of `submit` for some outputs; and i32[outputs], how far each is behind its fork group's first."""
+    def submission(self, outputs: Sequence[int], max_tokens: np.ndarray, slots: int) -> dict[str, Any]:
+        """Arguments of `submit` for some outputs."""
 
         def each(values: Any) -> Any:
             return jax.tree.map(lambda x: padded(x[outputs]), values)
@@ -134,14 +134,13 @@ class Inputs[C: (Cache, TieredCache)]:
         behind = (np.array(outputs) - self.first_sample[outputs]) % int(self.own_rows.sum())
         leader = np.full((slots,), -1, np.int32)
         leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
-        arguments = {
+        return {
             "tokens": np.pad(tokens.astype(np.int32), (0, bucket(len(tokens), MIN_TOKENS) - len(tokens))),
             "lengths": padded(lengths), "max_new_tokens": padded(max_tokens - lengths),
             "slots": np.arange(slots, dtype=np.int32), "priority": each(self.priorities),
             "namespace": each(self.namespaces), "seed": each(self.seeds), "sampling": each(self.sampling),
             "stop_tokens": self.stop_tokens, "retention": each(self.retention), "sample_of": leader,
         }  # fmt: skip
-        return arguments, behind
 
 
 def read_clock(clock: Callable[[], int]) -> int:
@@ -202,7 +201,7 @@ def seeds_of(seed: Any, seeds: Sequence[int] | None, outputs: int, of: str) -> n
     """The seed of each output, u32[outputs]: given, made of one for all, or 0, 1, and so on."""
     if seed is not None and seeds is not None:
         raise ValueError(f"seed: got {seed!r:.80} and seeds, wanted one of them")
-    default = range(outputs) if seed is None else np.asarray(output_seeds(seed, outputs))
+    default = range(outputs) if seed is None else jax.device_get(output_seeds(seed, outputs))
     return of_each("seeds", seeds, outputs, np.uint32, default=default, of=of)
 
 
@@ -215,8 +214,8 @@ def _namespaces(namespaces: Any, number: int, names: Namespaces | None) -> np.nd
     for prompt, namespace in enumerate(checked.tolist()):
         if names is not None and namespace not in names:
             raise ValueError(
-                f"namespaces: got {namespace} for prompt {prompt}, wanted one that names gave out, "
-                f"0..{len(names) - 1}; a saved cache needs the names saved with it (Namespaces.from_dict)"
+                f"namespaces: got {namespace} for prompt {prompt}, wanted one of {len(names):,} that names gave out; "
+                "a saved cache needs the names saved with it (Namespaces.from_dict)"
             )
     return checked
 

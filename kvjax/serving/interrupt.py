@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from kvjax._arrays import alive
-from kvjax._compile import OutermostJit
+from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import to_list
@@ -148,6 +148,7 @@ class GenerationState[C: (Cache, TieredCache)]:
             self.serving = self.serving.replace(cache=Cache(state, self.cache.pools))
             self.unpublished.append(events)
 
+    @own_transfers()
     def interrupted(self, cause: BaseException, outputs: list[Output]) -> GenerationInterrupted:
         """The error that has the cache as `cause` leaves it."""
         cache, how = None, "the call that it had been donated to did not return: there is no cache"

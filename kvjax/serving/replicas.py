@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import check_on_host
 from kvjax.model import Model
@@ -126,6 +127,7 @@ class Replicas:
         """The same with `kvjax.generate`."""
         return self._run(generate, prompts, options)
 
+    @own_transfers()
     def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
         check_on_host("Replicas", (prompts, options), "inside one use kvjax.serving.serve under shard_map")
         checked = check_prompts(prompts)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick, runs
+from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import EventLog, Log, init_log
@@ -53,6 +54,7 @@ class Rollout(Pytree):
     rows: jax.Array
 
 
+@own_transfers()
 def rollout(
     model: Model,
     cache: Cache,
@@ -92,7 +94,7 @@ def rollout(
       samples: G, static; completions of each prompt.
       mask: bool[B, P]; the tokens of each prompt, which stand together: at the end of a row that is padded on the left.
       sampling: leaves [] or [B]; None: temperature 1.
-      seed: i32[], u32[] or a jax key, which gives each completion a random stream of its own.
+      seed: i32[], u32[] or a jax key, which gives each completion a random stream of its own; see `generate`.
       seeds: u32[B, G]; the streams themselves, as in `generate`.
       stop_tokens: i32[K]; end a completion.
       namespace: i32[] or i32[B].
@@ -122,7 +124,7 @@ def rollout(
 
     Source: TensorRT-LLM's and vLLM's parallel sampling, which share a prompt's blocks among its samples.
     """
-    check_model(model)
+    check_model(model, cache)
     check_on_device(cache)
     scheduler, spec = with_canonical(scheduler, canonical), cache.state.spec
     _check(spec, scheduler, logprobs)
@@ -155,7 +157,6 @@ def rollout(
         sample_of=jnp.where(leader < entry, leader, -1), logits_state=each(logits_state),
     )  # fmt: skip
     serving, log = _run(model, serving, log, scheduler, logits_fn, generations, integers("now", now, ()))
-    status = pick(status, leader)  # a sample is refused with the first of its prompt
     found = _completions(serving, status, each(lengths), most)
     return jax.tree.map(lambda x: x.reshape(number, groups, *x.shape[1:]), found), serving.cache, log
 

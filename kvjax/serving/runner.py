@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._compile import OutermostJit
+from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache
 from kvjax.events.log import init_log
 from kvjax.events.records import Events, Status
@@ -80,6 +80,7 @@ def most_tokens(state: CacheState, scheduler: Scheduler) -> int:
 class GenerationRunner[C: (Cache, TieredCache)]:
     """One generation, from its prompts to their outputs, turn by turn."""
 
+    @own_transfers()
     def __init__(self, inputs: Inputs[C]):
         self.inputs, self.spec, options = inputs, inputs.spec, inputs.options
         k = min(options.scheduler.most_steps(self.spec), options.steps)
@@ -131,6 +132,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             logprobs=inputs.options.logprobs,
         )  # fmt: skip
 
+    @own_transfers()
     def turn(self) -> bool:
         """Enters the loop of the scheduler once, and reads what it did; returns whether there is more to do."""
         try:
@@ -181,11 +183,10 @@ class GenerationRunner[C: (Cache, TieredCache)]:
     def _submit(self) -> None:
         """Makes requests of the prompts."""
         serving, inputs = self.state.serving, self.inputs
-        arguments, behind = inputs.submission(self.output_of_slot, self.max_tokens, serving.requests.size)
+        arguments = inputs.submission(self.output_of_slot, self.max_tokens, serving.requests.size)
         self.state.serving, status, _, _ = _submit(serving, scheduler=self.scheduler, **arguments)
         self.submitted = True
-        reasons = np.asarray(status)[np.arange(len(behind)) - behind]  # of the first one of the fork group
-        for n, code in zip(self.output_of_slot, reasons.tolist(), strict=True):
+        for n, code in zip(self.output_of_slot, np.asarray(status).tolist(), strict=False):  # then slots without one
             if code != Status.OK:
                 self.outputs[n].finish = Status(code).name.lower()
         if self.stored:
@@ -214,6 +215,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
                 admitted.append(n)
         return admitted
 
+    @own_transfers()
     def close(self) -> None:
         """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""
         if self.stored:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from kvjax._arrays import count, in_any, put
 from kvjax.checks import integers, static_int
@@ -217,13 +216,27 @@ def check_logprobs(logprobs: Any) -> None:
         raise ValueError(f"logprobs: got {logprobs!r}, wanted 'raw' or 'sampling'")
 
 
-def output_seeds(seed: ArrayLike, number: int) -> jax.Array:
-    """u32[number]; a random stream for each output, from one seed: an integer of 32 bits, or a jax key."""
-    typed = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
-    if jnp.ndim(seed) or not (typed or jnp.issubdtype(jnp.asarray(seed).dtype, jnp.integer)):
-        raise ValueError(f"seed: got {seed!r:.80}, wanted an integer or a jax key")
-    key: Any = seed if typed else jax.random.key(jnp.asarray(seed).astype(jnp.uint32))
+def output_seeds(seed: Any, number: int) -> jax.Array:
+    """u32[number]; a random stream for each output: 32 bits of the seed's key folded with the output's number."""
+    key = seed_key(seed)
     return jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n)))(np.arange(number, dtype=np.int32))
+
+
+def seed_key(seed: Any) -> jax.Array:
+    """The jax key of a seed: of a key, of the words of one (`jax.random.PRNGKey`), or of an integer modulo 2**32."""
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        seed = np.uint32(seed % 2**32)
+    try:
+        words = jnp.asarray(seed)
+    except (TypeError, ValueError, OverflowError):
+        words = jnp.zeros((0,))
+    if jnp.issubdtype(words.dtype, jax.dtypes.prng_key) and words.ndim == 0:
+        return words
+    if words.dtype == jnp.uint32 and words.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape:
+        return jax.random.wrap_key_data(words)
+    if words.ndim or not jnp.issubdtype(words.dtype, jnp.integer):
+        raise ValueError(f"seed: got {seed!r:.80}, wanted an integer or a jax key")
+    return jax.random.key(words.astype(jnp.uint32))
 
 
 def _at(scores: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import compact, pick
+from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import Log
@@ -20,6 +21,7 @@ from kvjax.serving.rollout import check_on_device, spans
 from pallas_kernels.loops import scan, while_loop
 
 
+@own_transfers()
 def score(
     model: Model,
     cache: Cache,
@@ -61,7 +63,7 @@ def score(
     Raises:
       ValueError: while tracing, naming the argument; also for a model that cannot give all logits.
     """
-    check_model(model)
+    check_model(model, cache)
     check_on_device(cache)
     prompts, completions = integers("prompts", prompts, ("B", "P")), integers("completions", completions)
     number, width = prompts.shape

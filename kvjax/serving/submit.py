@@ -64,9 +64,9 @@ def submit(
     Returns:
       The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. The first
       status that fits: BAD_REQUEST (no tokens, negative ones or more than there are, nothing to generate; for a sample
-      also another prompt, or a refused one), HELD (no slot is empty), ROW_FULL (it does not fit into a row or its slot,
-      or its samples have no rows), NO_BLOCKS (they do not fit alone into the cache beside pinned blocks, even if
-      as many of these as possible are its own prefix). A refused entry takes no slot.
+      also another prompt), for a sample of a refused entry that one's, HELD (no slot is empty), ROW_FULL (it does not
+      fit into a row or its slot, or its samples have no rows), NO_BLOCKS (they do not fit alone into the cache beside
+      pinned blocks, even if as many of these as possible are its own prefix). A refused entry takes no slot.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -211,22 +211,23 @@ def _take_slots(
         free = jnp.where((free >= 0) & (free < requests.size) & pick(empty, free), free, -1)
 
     def take(carry, entry):
-        num_taken, taken = carry
+        num_taken, statuses, taken = carry
         parent, max_tokens, bad, full, large = pick(entries, entry)
         index = num_taken if slots is None else entry
         slot = jnp.where(index < free.shape[0], pick(free, index), -1)
-        alone = (parent >= 0) & (pick(taken, parent) < 0)
         status = first_failure(
-            (bad | alone, Status.BAD_REQUEST), (slot < 0, Status.HELD),
+            (bad, Status.BAD_REQUEST), (slot < 0, Status.HELD),
             (full | (max_tokens > requests[slot].capacity), Status.ROW_FULL), (large, Status.NO_BLOCKS),
         )  # fmt: skip
+        of_parent = jnp.where((parent >= 0) & ~bad, pick(statuses, parent), int(Status.OK))
+        status = jnp.where(of_parent == Status.OK, status, of_parent)
         good = status == Status.OK
-        taken = put(taken, entry, slot, good)
-        return (num_taken + good.astype(jnp.int32), taken), status
+        statuses, taken = put((statuses, taken), entry, (status, jnp.where(good, slot, -1)), jnp.bool_(True))
+        return (num_taken + good.astype(jnp.int32), statuses, taken), None
 
-    start = jnp.int32(0), jnp.full((number,), -1, jnp.int32)
-    (_, taken), status = scan(take, varying(entries)(start), jnp.arange(number, dtype=jnp.int32))
-    return status, taken
+    start = jnp.int32(0), jnp.full((number,), int(Status.OK), jnp.int32), jnp.full((number,), -1, jnp.int32)
+    (_, statuses, taken), _ = scan(take, varying(entries)(start), jnp.arange(number, dtype=jnp.int32))
+    return statuses, taken
 
 
 def _write_prompts(

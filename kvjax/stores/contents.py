@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
 
 
@@ -62,17 +64,57 @@ class Contents(NamedTuple):
             at = int(self.parent[at])
         return found[::-1]
 
-    def check(self, size: int) -> str:
-        """The name of the first array that no save can have, or ""."""
-        n = len(self.parent)
-        shapes = {"namespace": (n,), "fill": (n,), "hits": (n,), "tokens": (n, size)}
-        sound = {name: getattr(self, name).shape == shape for name, shape in shapes.items()}
-        sound["parent"] = bool(np.all((self.parent >= -1) & (self.parent < np.arange(n))))
-        sound["extra_ids"] = self.extra_ids.shape in ((n, 0), (n, size))
-        sound["retention"] = self.retention.shape in ((n, 0), (n, 2))
-        sound["order"] = self.order.ndim == 2 and self.order.shape[1] == n
-        sound["fill"] = sound["fill"] and bool(np.all((self.fill >= 1) & (self.fill <= size)))
-        return next((name for name, is_sound in sound.items() if not is_sound), "")
+    def broken_rule(self) -> str:
+        """The first rule of a cache's contents that arrays of the right shapes and ranges break, or ""."""
+        (child,), is_token = np.nonzero(self.parent >= 0), np.arange(self.tokens.shape[1]) < self.fill[:, None]
+        above, ranks = self.parent[child], [row[row >= 0] for row in self.order]
+        columns = self.parent[:, None], self.namespace[:, None], self.fill[:, None], self.tokens, self.extra_ids
+        prefixes = {row.tobytes() for row in np.concatenate(columns, axis=1)}
+        rules = {
+            "parents come before their children": above < child,
+            "children have the namespace of their parents": self.namespace[above] == self.namespace[child],
+            "parents are whole": self.fill[above] == self.tokens.shape[1],
+            "tokens end with the block's last one": (self.tokens == 0) | is_token,
+            "extra_ids end with the block's last one": (self.extra_ids == 0) | is_token[:, : self.extra_ids.shape[1]],
+            "no prefix is there twice": len(prefixes) == len(self.parent),
+            "order has all blocks of the first group": self.order[0] >= 0,
+            "order has each rank of a group once": [np.array_equal(np.sort(row), np.arange(len(row))) for row in ranks],
+            "order has children before their parents": self.order[0, child] < self.order[0, above],
+        }
+        return next((rule for rule, holds in rules.items() if not np.all(holds)), "")
+
+
+def checked_contents(arrays: Mapping[str, np.ndarray], spec: CacheSpec, count: int) -> tuple[Contents, np.ndarray]:
+    """The contents and the checksums u32[G, n] that the index of a save of so many blocks has.
+
+    Raises:
+      ValueError: naming the array that no save can have.
+    """
+    groups, size = len(spec.groups), spec.block_size
+    number, word = np.iinfo(np.int32), np.iinfo(np.uint32)
+    table = {  # of each array the dtype, the shapes, the least and the largest number
+        "parent": (np.int32, [(count,)], -1, count - 1),
+        "namespace": (np.int32, [(count,)], 0, number.max),
+        "tokens": (np.int32, [(count, size)], 0, number.max),
+        "extra_ids": (np.int32, [(count, size * spec.extra_ids)], number.min, number.max),
+        "fill": (np.int32, [(count,)], 1, size),
+        "hits": (np.int32, [(count,)], number.min, number.max),  # the cache's counter wraps too
+        "retention": (np.int32, [(count, 0), (count, 2)], number.min, number.max),
+        "order": (np.int32, [(groups, count)], -1, count - 1),
+        "crc32": (np.uint32, [(groups, count)], 0, word.max),
+    }
+    if arrays.keys() != table.keys():
+        raise ValueError(f"the arrays {reprlib.repr(sorted(arrays))}")
+    for name, (dtype, shapes, least, largest) in table.items():
+        array = arrays[name]
+        if array.dtype != dtype or array.shape not in shapes:
+            raise ValueError(f"{name} {array.dtype}{list(array.shape)}")
+        if array.size and not least <= array.min() <= array.max() <= largest:
+            raise ValueError(f"{name} from {array.min()} to {array.max()}")
+    contents = Contents(**{name: arrays[name] for name in Contents._fields})
+    if rule := contents.broken_rule():
+        raise ValueError(f"arrays that break a rule: {rule}")
+    return contents, arrays["crc32"]
 
 
 def root_crc(salt: str | None, lora: str | None) -> int:

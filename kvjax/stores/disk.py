@@ -11,6 +11,7 @@ blocks from the device and writes them; a few others read them and check what th
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import threading
 import warnings
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax.blocks.hashes import namespace_root
@@ -37,7 +39,8 @@ from kvjax.stores.values import Block, Values, size_of
 
 READERS = 8  # threads
 _AT_ONCE = 32 << 20  # bytes of values that are written at the same time
-_RECENCY = "recency"
+_RECENCY, _RECENCY_BYTES = "recency", 1 << 30  # its name, and the most that is read of it
+_MOST_ROOTS = 4096  # that need not be hashed anew
 
 
 class DiskStore:
@@ -93,13 +96,15 @@ class DiskStore:
             raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
         self.spec, self.names, self.readonly = spec, names, bool(readonly)
         self._model, self._loras, self._key = model, checked_names(names, model, loras), key
-        self.values, self._roots = Values(spec, key), dict[int, bytes]()
+        self.values = Values(spec, key)
+        of_names = self.names, self._loras, self._model, key
+        self._root_of = functools.lru_cache(_MOST_ROOTS)(lambda namespace: namespace_root(namespace, *of_names))
         if max_bytes is not None or not readonly:
             max_bytes = static_int("max_bytes", max_bytes, max(self.values.sizes))
         self.max_bytes, self.patience_ms = max_bytes, static_int("patience_ms", patience_ms, 0)
         self.max_in_flight = static_int("max_in_flight", max_in_flight, max(self.values.sizes))
         self._location = Location(location, self.readonly)
-        self._kv, self._lock = self._location.kv, threading.Lock()
+        self._lock = threading.Lock()
         self._names, self._used = OrderedDict[str, int](), 0  # name: bytes; the least recently used one first
         self._writing, self._in_flight = set[str](), 0
         self._counters, self._failure, self._has_warned = Counter[str](), "", False
@@ -133,9 +138,7 @@ class DiskStore:
 
     def root(self, namespace: int) -> bytes:
         """The hash of a namespace's empty prefix."""
-        if namespace not in self._roots:
-            self._roots[namespace] = namespace_root(namespace, self.names, self._loras, self._model, self._key)
-        return self._roots[namespace]
+        return self._root_of(namespace)
 
     def blocks(self, tokens: Any, namespace: int = 0, extra_ids: Any = None) -> list[Block]:
         """The whole blocks of a prompt i32[n]."""
@@ -160,7 +163,7 @@ class DiskStore:
     def refresh(self, recency: Sequence[str] = ()) -> None:
         """Lists the store's blocks; a reader does so at the beginning of each generation."""
         try:
-            names = [name.decode(errors="replace") for name in self._kv.list().result()]
+            names = [name.decode(errors="replace") for name in self._location.kv.list().result()]
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
             return
@@ -180,9 +183,9 @@ class DiskStore:
     def _read(self, block: Block, number: int) -> list[np.ndarray] | None:
         name, found, outcome = self.values.name(block, number), None, "missed"
         try:
-            result = self._kv.read(name).result()
-            if result.state == "value":
-                found = self.values.decode(block, number, result.value)
+            value = self._location.read(name, self.values.sizes[number])
+            if value is not None:
+                found = self.values.decode(block, number, value)
                 outcome = "broken" if found is None else "read"
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
@@ -232,7 +235,7 @@ class DiskStore:
         """Writes blocks, whose bytes are the leaves' rows. Runs on the store's thread."""
         size, pending, arrays = self.values.sizes[number], deque[tuple[str, Any]](), None
         try:
-            arrays = [np.asarray(leaf) for leaf in leaves]
+            arrays = jax.device_get(leaves)
         except Exception as error:  # the computation that was to make them has failed
             self._failed(error)
         for at, block in enumerate(blocks):
@@ -241,7 +244,7 @@ class DiskStore:
                 self._written(name, size, "dropped")
                 continue
             value = self.values.encode(block, number, [array[at] for array in arrays])
-            pending.append((name, self._kv.write(name, value)))
+            pending.append((name, self._location.kv.write(name, value)))
             while len(pending) * size > _AT_ONCE:
                 self._finish(*pending.popleft(), size)
         while pending:
@@ -285,7 +288,7 @@ class DiskStore:
 
     def _delete(self, name: str) -> None:
         try:
-            self._kv.write(name, None).result()
+            self._location.kv.write(name, None).result()
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
 
@@ -323,18 +326,18 @@ class DiskStore:
         with self._lock:
             names = "\n".join(self._names).encode()
         try:
-            self._kv.write(_RECENCY, zlib.crc32(names).to_bytes(4, "little") + names).result()
+            self._location.kv.write(_RECENCY, zlib.crc32(names).to_bytes(4, "little") + names).result()
             self._location.protect(_RECENCY)
         except Exception as error:  # whatever tensorstore raises
             self._failed(error)
 
     def _recency(self) -> list[str]:
         """The names as they were used, the least recent first; those that came later are not among them."""
-        value = b""
+        value = None
         with contextlib.suppress(Exception):  # whatever tensorstore raises
-            value = self._kv.read(_RECENCY).result().value
-        names = value[4:]
-        return names.decode().split("\n") if zlib.crc32(names).to_bytes(4, "little") == value[:4] else []
+            value = self._location.read(_RECENCY, _RECENCY_BYTES)
+        crc, names = (value or b"")[:4], (value or b"")[4:]
+        return names.decode(errors="replace").split("\n") if zlib.crc32(names).to_bytes(4, "little") == crc else []
 
     def close(self) -> None:
         """Writes what waits, and closes the store."""

@@ -22,13 +22,14 @@ import jax
 import numpy as np
 
 from kvjax._arrays import unreadable
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.checks import integers
 from kvjax.pools.host import HostPools
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
-from kvjax.stores.contents import Contents, contents_of, root_crc
+from kvjax.stores.contents import Contents, checked_contents, contents_of, root_crc
 from kvjax.stores.layout import check_layout, layout_of, leaves_of
 from kvjax.stores.manifest import (
     MANIFEST,
@@ -36,6 +37,7 @@ from kvjax.stores.manifest import (
     broken,
     checked_folder,
     commit_manifest,
+    open_file,
     part_name,
     read_manifest,
     write_part,
@@ -48,6 +50,7 @@ from kvjax.tiered import TieredCache
 PART_BYTES = 256 * 10**6  # the most of a file, unless one block has more
 
 
+@own_transfers()
 def save(
     cache: Cache | TieredCache, folder: Any, *, names: Namespaces | None = None, model: str,
     loras: Mapping[int, str] | None = None,
@@ -166,6 +169,7 @@ def _write(
     commit_manifest(folder, {**described, "num_blocks": len(starts), "index": index, "parts": parts})
 
 
+@own_transfers()
 def load[C: (Cache, TieredCache)](
     cache: C, folder: Any, *, names: Namespaces | None = None, model: str, loras: Mapping[int, str] | None = None,
     now: int = 0,
@@ -218,14 +222,14 @@ def _opened(
         if model != manifest["model"]:
             raise ValueError(f"model: got {model!r:.200}, wanted that of the save, {manifest['model']!r:.200}")
         check_layout(manifest["layout"], layout_of(spec))
-        parts = [(part, open_part(folder / part["file"], stack)) for part in manifest["parts"]]
+        parts = [(part, open_part(folder, part, stack)) for part in manifest["parts"]]
         try:
             index = _read_index(folder, manifest, spec)
         except ValueError:
-            if read_manifest(folder) == manifest:
+            if read_manifest(folder)["index"] == manifest["index"]:
                 raise
             continue
-        if all(opened is not None for _, opened in parts) or read_manifest(folder) == manifest:
+        if all(opened is not None for _, opened in parts) or read_manifest(folder)["index"] == manifest["index"]:
             return manifest, index, parts
         # Another save has come in between, and has deleted what is missing.
 
@@ -234,35 +238,32 @@ def _read_index(folder: pathlib.Path, manifest: dict[str, Any], spec: CacheSpec)
     """The contents of a save, and the checksums u32[G, n] of its blocks; a ValueError with the file if it is broken."""
     from safetensors.numpy import load as loads
 
-    path = folder / manifest["index"]["file"]
+    index = manifest["index"]
+    path = folder / index["file"]
     try:
-        data = path.read_bytes()
-        if zlib.crc32(data) != manifest["index"]["crc32"]:
+        with open_file(path, index["bytes"]) as file:
+            data = file.read()
+        if zlib.crc32(data) != index["crc32"]:
             raise ValueError("another checksum")
-        tensors = loads(data)
-        crc, contents = tensors.pop("crc32"), Contents(**tensors)
-        wrong = contents.check(spec.block_size)
-        shape = len(spec.groups), manifest["num_blocks"]
-        if wrong or contents.order.shape != shape or crc.shape != shape:
-            raise ValueError(f"{wrong or 'order'} of another shape")
+        return checked_contents(loads(data), spec, manifest["num_blocks"])
     except Exception as error:  # whatever safetensors raises
         raise broken(path, f"contents that cannot be read ({error})") from error
-    return contents, crc
 
 
 def _translated(
     folder: pathlib.Path, manifest: dict[str, Any], contents: Contents, names: Namespaces, loras: Mapping[int, str]
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Of each namespace in a save the checksum of its root, and its number in `names`, if this process has its LoRA."""
-    roots, namespaces, number_of = {}, {}, {name: number for number, name in loras.items()}
     try:
         saved = Namespaces.from_dict(manifest["namespaces"])
-        for number in np.unique(contents.namespace).tolist():
-            salt, lora = saved.describe(number)
-            name = None if lora is None else manifest["loras"][str(lora)]
-            roots[number] = root_crc(salt, name)
-            if name is None or name in number_of:
-                namespaces[number] = names.numbered(salt, None if name is None else number_of[name])
+        pairs = {number: saved.describe(number) for number in np.unique(contents.namespace).tolist()}
+        lora_names = {lora: manifest["loras"][str(lora)] for _, lora in pairs.values() if lora is not None}
     except (KeyError, ValueError) as error:
         raise broken(folder / MANIFEST, f"namespaces that do not fit its blocks ({error})") from error
+    number_of, roots, namespaces = {None: None} | {name: number for number, name in loras.items()}, {}, {}
+    for number, (salt, lora) in pairs.items():
+        name = lora_names.get(lora)
+        roots[number] = root_crc(salt, name)
+        if name in number_of:
+            namespaces[number] = names.numbered(salt, number_of[name])
     return roots, namespaces

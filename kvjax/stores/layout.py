@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -37,7 +38,8 @@ def check_layout(saved: Any, own: Any, name: str = "", *, of: str = "the save") 
         pairs = [(f"{name}[{number}]", *both) for number, both in enumerate(zip(saved, own, strict=True))]
     else:
         if type(saved) is not type(own) or saved != own:
-            raise ValueError(f"cache: got one with {name}={own!r:.200}, wanted that of {of}, {saved!r:.200}")
+            wanted = f"wanted that of {of}, {reprlib.repr(saved)}"
+            raise ValueError(f"cache: got one with {name}={reprlib.repr(own)}, {wanted}")
         return
     for part, one, other in pairs:
         check_layout(one, other, part, of=of)

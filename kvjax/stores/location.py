@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pathlib
+import stat
 import urllib.parse
 import urllib.request
 from typing import Any
@@ -46,6 +48,21 @@ class Location:
             self.close()
             raise ValueError(f"location: got {self._text!r}, wanted one that can be opened ({error})") from error
 
+    def read(self, name: str, most: int) -> bytes | None:
+        """The value of a name, None if there is none; b"" in place of a larger one, and of what is no regular file.
+
+        tensorstore would wait for a pipe's writer, and end the process for a file that is larger than its memory.
+        """
+        if self._folder is not None:
+            try:
+                status = (self._folder / name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                return b""
+        result = self.kv.read(name).result()
+        return result.value if result.state == "value" else None
+
     def protect(self, name: str) -> None:
         """Takes a written value and its folder from other users: tensorstore makes them with the umask's modes.
 
@@ -82,6 +99,8 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
         raise ValueError(
             f"location: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}"
         )
+    if LOCK in found and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
+        raise ValueError(f"location: got {os.fspath(folder)!r} with a {LOCK} that is no file, wanted {wanted}")
 
 
 def _locked(folder: pathlib.Path) -> Any:
@@ -95,5 +114,6 @@ def _locked(folder: pathlib.Path) -> Any:
         raise ValueError(f"location: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
     protect(folder)
     for path in folder.rglob("*.__lock"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder of this name is no lock
+            path.unlink()
     return lock

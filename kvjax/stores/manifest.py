@@ -18,11 +18,11 @@ import reprlib
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from kvjax._files import create, make_folder
+from kvjax._files import create, make_folder, open_regular
 
 VERSION = 1
 MANIFEST, LOCK = "manifest.json", "save.lock"
@@ -53,9 +53,20 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        with open_file(path) as file:
+            text = file.read()
     except OSError as error:
         raise ValueError(f"folder: got {os.fspath(folder)!r} without {MANIFEST}, wanted a saved cache") from error
+    except ValueError as error:
+        raise broken(path, f"contents that cannot be read ({error})") from error
+    try:
+        return _parsed(path, text)
+    except RecursionError as error:
+        raise broken(path, "lists in each other that are too deep") from error
+
+
+def _parsed(path: pathlib.Path, text: bytes) -> dict[str, Any]:
+    """The manifest with this text."""
     try:
         manifest = json.loads(text)
     except ValueError as error:
@@ -72,6 +83,9 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     _check(path, "index", save["index"], _OF_INDEX)
     for number, part in enumerate(save["parts"]):
         _check(path, f"parts[{number}]", part, _OF_PART)
+    loras = list(save["loras"].values())
+    if any(type(name) is not str for name in loras) or len(set(loras)) < len(loras):
+        raise broken(path, f"loras={reprlib.repr(save['loras'])}")
     return save
 
 
@@ -80,8 +94,20 @@ def _check(path: pathlib.Path, name: str, value: Any, wanted: dict[str, type]) -
     fits = isinstance(value, dict) and value.keys() == wanted.keys()
     if not fits or any(type(value[field]) is not kind for field, kind in wanted.items()):
         raise broken(path, f"{name}={reprlib.repr(value)}")
+    if any(value[field] < 0 for field, kind in wanted.items() if kind is int):
+        raise broken(path, f"a negative number in {name}={reprlib.repr(value)}")
     if "file" in wanted and not _PART.fullmatch(value["file"]):
         raise broken(path, f"the file {value['file']!r:.80}")
+
+
+def open_file(path: pathlib.Path, size: int | None = None) -> IO[bytes]:
+    """Opens a regular file of `size` bytes, or of any number; a ValueError for anything else."""
+    file = open_regular(path, "rb")
+    found = os.fstat(file.fileno()).st_size
+    if size not in (None, found):
+        file.close()
+        raise ValueError(f"got {found} bytes, wanted {size}")
+    return file
 
 
 def broken(path: pathlib.Path, got: str) -> ValueError:
@@ -154,6 +180,7 @@ def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
     manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
     _sync(folder)
     temporary = folder / f"{MANIFEST}.tmp"
+    temporary.unlink(missing_ok=True)  # what an interrupted save has left, or a pipe or a link of somebody else's
     with create(temporary) as file:
         json.dump(manifest, file, sort_keys=True, indent=1)
     _sync(temporary)
@@ -171,6 +198,8 @@ def written_by_one(folder: pathlib.Path) -> Iterator[None]:
     is_new = not folder.exists()
     if (folder / MANIFEST).exists():
         read_manifest(folder)
+    if (folder / LOCK).exists() and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
+        raise broken(folder / LOCK, "no regular file")
     make_folder(folder)
     if is_new:
         _sync(folder.absolute().parent)

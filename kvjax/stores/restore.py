@@ -20,6 +20,7 @@ from kvjax.state import NO_BLOCK, CacheState, Text
 from kvjax.stores.adoption import AnyCache, adopt_prefix, with_state
 from kvjax.stores.contents import Contents, blocks_with
 from kvjax.stores.layout import leaves_of
+from kvjax.stores.manifest import open_file
 from kvjax.stores.transport import checksum
 
 
@@ -101,11 +102,13 @@ class Saved:
         return path[: ends[0]] if ends else path
 
 
-def open_part(path: pathlib.Path, stack: contextlib.ExitStack) -> Any:
+def open_part(folder: pathlib.Path, part: Mapping[str, Any], stack: contextlib.ExitStack) -> Any:
     """An open file, which a later save may delete, until `stack` closes it; None if it cannot be opened."""
     from safetensors import safe_open
 
+    path = folder / part["file"]
     try:
+        open_file(path, part["bytes"]).close()
         return stack.enter_context(safe_open(path, framework="numpy"))
     except Exception:  # whatever safetensors raises
         return None

@@ -28,7 +28,7 @@ from kvjax.stores.layout import layout_of, leaves_of
 
 VERSION = 1
 _MAGIC, _CRC = b"kvjaxblk", 4
-_NAME = re.compile(r"[0-9a-f]{16}-\d+-(\d+)/[0-9a-f]{32}")
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-([0-9]{1,18})/[0-9a-f]{32}")
 
 
 class Block(NamedTuple):

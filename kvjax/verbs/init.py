@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from kvjax._compile import own_transfers
 from kvjax.blocks import index, windows
 from kvjax.checks import integers
 from kvjax.spec import CacheSpec, GroupSpec, check_keys, of_group
@@ -20,6 +21,7 @@ from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Hos
 from kvjax.verbs._request import checked_policy
 
 
+@own_transfers()
 def init(
     spec: CacheSpec,
     policy: EvictionPolicy | None = None,

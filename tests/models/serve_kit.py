@@ -16,7 +16,7 @@ import numpy as np
 
 import kvjax
 from kvjax.serving import engine_thread
-from models import load, recall, serve
+from models import load, recall, serve, tenants
 from models.recall import CHECKPOINT
 from models.serve_http import Clients
 from tests.drive import ROOT, TIMEOUT
@@ -26,6 +26,7 @@ TEMPLATE = """{%- for message in messages %}
     {{- message.content | trim }}{{ " " }}
 {%- endfor %}"""
 KEY, ROWS, PATIENCE = "a secret", 8, 60
+JSON = "content-type: application/json"
 DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
 PEOPLE = list(DOCUMENT.facts)
 GREEDY = {"model": "recall", "temperature": 0}
@@ -206,7 +207,7 @@ def batch():
 def request_of(path, body, *headers):
     """The bytes of a POST request with a body, bytes or what becomes JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {KEY}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {KEY}", JSON, *headers]
     if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
         lines.append(f"content-length: {len(data)}")
     return "\r\n".join([*lines, "", ""]).encode() + data
@@ -223,7 +224,7 @@ def with_template(folder):
 def started(folder, *options, code=0):
     """A server in a process of its own, which is to be ended by a signal: the process, and its address."""
     command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", serve.KEY: KEY}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", tenants.KEY: KEY}
     with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(TIMEOUT, process.kill)
         timer.start()

@@ -216,6 +216,8 @@ def test_bad_requests_are_errors_of_the_api(server, client):
     assert error(openai.BadRequestError, frequency_penalty=3) == (400, "frequency_penalty", None)
     assert error(openai.BadRequestError, logit_bias={"100000": 1}) == (400, "logit_bias", None)
     assert error(openai.BadRequestError, prompt=[249]) == (400, "prompt", None)
+    assert error(openai.BadRequestError, prompt=[10**30]) == (400, "prompt", None)
+    assert error(openai.BadRequestError, extra_body={"min_p": 0.5}) == (400, "min_p", None)
     assert error(openai.BadRequestError, prompt="") == (400, "prompt", None)
     assert error(openai.BadRequestError, prompt="a " * 1024) == (400, "prompt", "context_length_exceeded")
     assert error(openai.BadRequestError, max_tokens=1024) == (400, "prompt", "context_length_exceeded")
@@ -227,7 +229,9 @@ def test_bad_requests_are_errors_of_the_api(server, client):
         client.chat.completions.create(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}], **GREEDY)
     with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as one:
         for response, status in (
-            (one.post("/v1/completions", content=b"{"), 400),
+            (one.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400),
+            (one.post("/v1/completions", content=b"{}"), 415),
+            (one.post("/v1/completions", data={"prompt": "a"}), 415),
             (one.get("/v1/completions"), 405),
             (one.get("/v2"), 404),
         ):
@@ -239,16 +243,36 @@ def test_bad_requests_are_errors_of_the_api(server, client):
 def test_a_server_that_is_full_says_when_to_come_again(server, client):
     import openai
 
-    with pytest.raises(openai.RateLimitError) as caught:
-        client.completions.create(prompt=["alice"] * 11, n=4, **GREEDY)
+    options = {"max_tokens": 500, "stream": True, "extra_body": ON, **GREEDY}
+    with client.completions.create(prompt=["alice"] * 8, n=4, **options) as open_answers:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(prompt=["alice"] * 3, n=4, **GREEDY)
+        next(open_answers)
     assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "rate_limit_exceeded"
+    server.wait_for(lambda: server.engine.running == 0)
     most, server.engine._max_waiting = server.engine._max_waiting, 2
     try:
-        with pytest.raises(openai.RateLimitError, match="wait already"):
-            client.completions.create(prompt=["alice"], n=3, **GREEDY)
+        with pytest.raises(openai.RateLimitError, match="wait already"):  # the scheduler has 32 requests at most
+            client.completions.create(prompt=["alice"] * 20, n=2, max_tokens=500, extra_body=ON, **GREEDY)
     finally:
         server.engine._max_waiting = most
     assert client.completions.create(prompt="alice", **GREEDY).choices
+
+
+@pytest.mark.long
+def test_a_request_that_can_never_be_open_is_wrong(server, client):
+    import openai
+
+    for fields, name in (({"prompt": ["alice"] * 11, "n": 4}, "n"), ({"prompt": ["alice"] * 41}, "prompt")):
+        with pytest.raises(openai.BadRequestError, match="wanted at most 40 of a request") as caught:
+            client.completions.create(**fields, **GREEDY)
+        assert caught.value.param == name
+    most, server.engine._max_waiting = server.engine._max_waiting, 2
+    try:
+        with pytest.raises(openai.BadRequestError, match="n: got 3, wanted at most 2"):
+            client.completions.create(prompt="alice", n=3, **GREEDY)
+    finally:
+        server.engine._max_waiting = most
 
 
 @pytest.mark.long

@@ -11,7 +11,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tests.models.serve_kit import KEY, ON, PEOPLE, Running, prompt_of, request_of, with_template
+from models import openai_api
+from tests.models.serve_kit import JSON, KEY, ON, PEOPLE, Running, prompt_of, request_of, with_template
 
 MOST_BODY = 100_000
 
@@ -112,13 +113,17 @@ FIELDS = {
     "priority": st.integers(-3, 3) | BIG,
     "cache_salt": TEXT | st.sampled_from(["kvjax-weights:1", "\ud800", "s" * 300]),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans() | st.integers()}),
+    "stream_options": st.fixed_dictionaries(
+        {"include_usage": st.booleans() | st.integers()}, optional={"continuous_usage_stats": st.booleans()}
+    ),
     "frequency_penalty": st.sampled_from([0, 0.5, 3]),
     "presence_penalty": st.sampled_from([0, -0.5, 3]),
     "logit_bias": st.dictionaries(st.integers(0, 9).map(str), st.integers(-200, 200), max_size=2),
-    "tools": st.just([]) | st.just([{}]),
-    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
     "user": TEXT,
+    # Of the fields that are not served a value that is taken, and others that are not; see `openai_api.REFUSED`.
+    **{name: st.sampled_from([None, *allowed, "x", 3, {"a": 1}]) for name, allowed in openai_api.REFUSED.items()},
+    **dict.fromkeys(openai_api.HARMLESS, VALUES),
+    "add_special_tokens": st.booleans(),
 }
 LENGTHS = {"max_tokens", "max_completion_tokens"}  # without one of them an answer to a chat is long
 
@@ -186,9 +191,12 @@ WHOLE = json.dumps({"prompt": "alice is in", "max_tokens": 4, "temperature": 0})
 @pytest.mark.parametrize(
     ("content", "headers", "status"),
     [
-        (WHOLE, {"content-type": "text/plain"}, 200),  # clients forget it, and there is one form alone
-        (WHOLE, {"content-type": "multipart/form-data; boundary=x"}, 200),
-        (WHOLE, {"content-type": ""}, 200),
+        (WHOLE, {"content-type": "Application/JSON; charset=utf-8"}, 200),
+        (WHOLE, {"content-type": "text/plain"}, 415),  # as pages of other sites can have browsers send it
+        (WHOLE, {"content-type": "multipart/form-data; boundary=x"}, 415),
+        (WHOLE, {"content-type": "application/x-www-form-urlencoded"}, 415),
+        (WHOLE, {"content-type": "text/plain; application/json"}, 415),
+        (WHOLE, {"content-type": ""}, 415),
         (WHOLE, {"accept": "text/html"}, 200),
         ([WHOLE[:9], WHOLE[9:]], {}, 200),
         ([b"a"] * 2000, {}, 400),
@@ -295,7 +303,8 @@ CHUNKED = "transfer-encoding: chunked"
         (request_of(PATH, WHOLE, "content-length: 100001"), 413),
         (request_of(PATH, WHOLE, "content-length: 5", "content-length: 6"), 400),
         (request_of(PATH, b"", "content-length: 0"), 400),
-        (f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n\r\n".encode(), 400),
+        (f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n{JSON}\r\n\r\n".encode(), 400),
+        (f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n\r\n".encode(), 415),
         (f"POST {PATH} HTTP/1.1\r\n\r\n".encode(), 4),
         (f"POST {PATH} HTTP/9.9\r\nhost: localhost\r\n\r\n".encode(), 4),
         (b"POST /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),

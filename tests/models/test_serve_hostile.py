@@ -18,7 +18,7 @@ import time
 import httpx
 import pytest
 
-from models import serve
+from models import tenants
 from models.recall import CHECKPOINT
 from models.serve_http import Patience
 from models.serve_pages import Pages
@@ -153,7 +153,7 @@ def test_health_waits_for_no_thread_but_the_engines():
 def begun(line, end, *options):
     """Starts a server, and sends it a signal at a line; returns its exit status, and the lines after."""
     command = [sys.executable, "-m", "models.serve", "--checkpoint", str(CHECKPOINT), "--port", "0", *options]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", serve.KEY: KEY}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", tenants.KEY: KEY}
     with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(TIMEOUT, process.kill)
         timer.start()

@@ -10,6 +10,8 @@ import pytest
 
 from models import recall, serve
 from models.recall import CHECKPOINT
+from models.serve_http import HEADER_BYTES, LEAST_READ, Patience
+from models.tenants import salt_of
 from tests import wire_kit
 from tests.drive import ROOT
 from tests.models.serve_kit import GREEDY, KEY, PATIENCE, PEOPLE, Running, batch, prompt_of, with_template
@@ -59,7 +61,7 @@ def test_the_client_of_the_page_gets_an_answer(started):
 
 @pytest.mark.long
 def test_the_router_of_the_page_sends_prompts_where_they_are_cached(started):
-    found = [started(*PUBLISH) for _ in range(2)]
+    found = [started("--share-prefixes", *PUBLISH) for _ in range(2)]
     _, code = codes()
     for number, (server, (publish, replay)) in enumerate(found, 1):
         code = code.replace(f"http://127.0.0.1:800{number}", server.url)
@@ -94,7 +96,7 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
     with Subscriber(publish, replay) as mirror, client_of(second) as client:
         tokens = recall.encode(prompt)
         whole, most = len(tokens) // 16 * 16, len(tokens) - 1
-        assert mirror.wait(lambda one: one.lookup(tokens, "b").tokens == whole, timeout=PATIENCE)
+        assert mirror.wait(lambda one: one.lookup(tokens, salt_of(KEY, "b")).tokens == whole, timeout=PATIENCE)
         for salt, cached in (("b", most), ("a", most), ("c", 0)):
             found = client.completions.create(prompt=prompt, max_tokens=16, extra_body={"cache_salt": salt}, **GREEDY)
             assert found.usage.prompt_tokens_details.cached_tokens == cached
@@ -136,6 +138,65 @@ def test_a_mesh_gives_the_same_answers(started, options, devices):
             assert batch()[person].agrees(found.choices[0].text)
     (leaf, *_) = server.engine.close().pools.arrays[0]
     assert len(leaf.sharding.device_set) == devices
+
+
+@pytest.mark.long
+def test_keys_share_no_prefixes_unless_they_are_to(started, tmp_path):
+    import httpx
+
+    tokens = recall.encode(prompt_of(PEOPLE[0]))
+    whole, most = len(tokens) // 16 * 16, len(tokens) - 1
+    file = tmp_path / "keys"
+    file.write_text("other\n")
+
+    def cached(server, key, salt=None):
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": tokens, "max_tokens": 1, "cache_salt": salt, **GREEDY}
+        found = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+        assert found.status_code == 200
+        return found.json()["usage"].get("prompt_tokens_details", {}).get("cached_tokens")
+
+    def prompts_shown(server, key):
+        page = httpx.get(f"{server.url}/cache", auth=("", key)).text
+        return page.count("<tr><td")
+
+    uses = [(KEY, None), (KEY, "a"), ("other", None), ("other", "a"), ("other", "b")]
+    server, (publish, replay) = started("--api-keys", str(file), *PUBLISH)
+    assert [cached(server, *use) for use in uses] == [0] * 5
+    assert [cached(server, *use) for use in uses] == [most] * 5
+    assert (prompts_shown(server, KEY), prompts_shown(server, "other")) == (2, 3)
+    for salt in (salt_of(KEY), salt_of(KEY, "a")):
+        body = {"prompt": tokens, "max_tokens": 1, "cache_salt": salt, **GREEDY}
+        headers = {"authorization": "Bearer other"}
+        found = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+        assert found.status_code == 400 and found.json()["error"]["param"] == "cache_salt"
+    from kvjax.interop.vllm import Subscriber
+
+    with Subscriber(publish, replay) as mirror:  # a router knows the salts of keys
+        for salt in [salt_of(*use) for use in uses]:
+            assert mirror.wait(lambda one, salt=salt: one.lookup(tokens, salt).tokens == whole, timeout=PATIENCE)
+        assert mirror.lookup(tokens).tokens == 0 == mirror.lookup(tokens, "a").tokens
+    shared, *_ = started("--api-key", "other", "--share-prefixes")
+    assert [cached(shared, *use) for use in uses] == [0, 0, most, most, 0]
+    assert (prompts_shown(shared, KEY), prompts_shown(shared, "other")) == (3, 3)
+    hidden, *_ = started("--hide-cached-tokens")
+    assert cached(hidden, KEY) is None is cached(hidden, KEY)
+
+
+def test_the_page_has_every_limit_with_its_default():
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (?:`(--[^|]+)`|) ?\| ([^|]+) \|$", PAGE.read_text(), re.M)
+    parser = serve.make_parser()
+    found = {option: default for _, default, option, _ in rows if option not in ("", "--max-length")}
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "s": 1, "": 1}
+    for option, text in found.items():
+        number, unit = re.fullmatch(r"(\d+) ?(KiB|MiB|s|)(?: .*)?", text).groups()
+        assert parser.get_default(option[2:].replace("-", "_")) == int(number) * units[unit], option
+    limits = {option for action in parser._actions for option in action.option_strings if option.startswith("--max-")}
+    assert found.keys() == limits - {"--max-length"} | {"--timeout", "--grace"}
+    (headers, header_time, body_time, read_time), patience = [default for _, default, *_ in rows[:4]], Patience()
+    assert headers == f"{HEADER_BYTES >> 10} KiB" and f"read {LEAST_READ >> 10} KiB" in rows[3][0]
+    assert [header_time, body_time] == [f"{patience.header_seconds} s", f"{patience.body_seconds} s"]
+    assert read_time == f"{patience.read_seconds} s"
 
 
 def test_options_that_cannot_be_are_errors_of_one_line(capsys, monkeypatch, tmp_path):

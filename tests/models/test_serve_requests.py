@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the server: text of tokens and stop strings, requests as they are read, and options of the command line."""
 
+import asyncio
 import importlib.util
 import json
+import re
 import socket
 import types
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +18,8 @@ from models import openai_api, serve
 from models.answers import Answer, Detokenizer
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
 from models.recall import CHECKPOINT
+from models.tenants import Keys, keys_of, salt_of
+from tests.drive import ROOT
 
 BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
 LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
@@ -191,8 +196,20 @@ def test_fields_become_arguments_of_the_engine():
         ({"logit_bias": {"1": 101}}, 'logit_bias: got {"1": 101}, ' + BIASES),
         ({"logit_bias": {"a": 1}}, 'logit_bias: got {"a": 1}, ' + BIASES),
         ({"logit_bias": [3]}, "logit_bias: got [3], " + BIASES),
-        ({"tools": [{}]}, "tools: got [{}], wanted none: it is not served"),
+        ({"cache_salt": "kvjax-a"}, "cache_salt: got \"kvjax-a\", wanted a salt that does not begin with 'kvjax-'"),
+        ({"tools": [{}]}, "tools: got [{}], wanted none or []: nothing else is served"),
+        ({"echo": 0}, "echo: got 0, wanted none or false: nothing else is served"),
+        ({"min_p": False}, "min_p: got false, wanted none or 0: nothing else is served"),
+        ({"web_search_options": {}}, "web_search_options: got {}, wanted none: nothing else is served"),
         ({"best_of": 2}, "best_of: got 2, wanted as many as n"),
+        ({"best_of": True}, "best_of: got true, wanted an integer from -1073741824 to 1073741824"),
+        ({"stream_options": {}}, "stream_options: got {}, wanted an object, and only with stream"),
+        ({"stream_options": 1, "stream": True}, "stream_options: got 1, wanted an object, and only with stream"),
+        (
+            {"stream_options": {"include_usage": 1}, "stream": True},
+            'stream_options: got {"include_usage": 1}, wanted true or false for include_usage, include_obfuscation, '
+            "continuous_usage_stats",
+        ),
     ],
 )
 def test_wrong_fields_are_named(fields, message):
@@ -201,6 +218,76 @@ def test_wrong_fields_are_named(fields, message):
     error = caught.value.body["error"]
     assert (caught.value.status, error["message"], error["param"]) == (400, message, next(iter(fields)))
     assert (error["type"], error["code"]) == ("invalid_request_error", None)
+
+
+# A value of each field that would change an answer.
+CHANGES = {
+    "add_generation_prompt": False, "add_special_tokens": None, "allowed_token_ids": [3], "audio": {"voice": "alloy"},
+    "bad_words": ["bob"], "chat_template": "{{ messages }}", "chat_template_kwargs": {"enable_thinking": False},
+    "continue_final_message": True, "documents": [{"text": "a"}], "early_stopping": True, "echo": True,
+    "function_call": {"name": "f"}, "functions": [{"name": "f"}], "guided_choice": ["a"], "guided_grammar": "root ::=",
+    "guided_json": {}, "guided_json_object": True, "guided_regex": "a+", "include_reasoning": False,
+    "include_stop_str_in_output": True, "kv_transfer_params": {"do_remote_decode": True}, "length_penalty": 2,
+    "logits_processors": ["f"], "logprob_token_ids": [1], "min_p": 0.5, "modalities": ["text", "audio"],
+    "prompt_embeds": "x", "prompt_logprobs": 1, "reasoning_effort": "high", "repetition_detection": {},
+    "repetition_penalty": 5.0, "response_format": {"type": "json_object"}, "return_token_ids": True,
+    "return_tokens_as_token_ids": True, "skip_special_tokens": False, "structural_tag": "x",
+    "structured_outputs": {"choice": ["a"]}, "suffix": "x", "thinking_token_budget": 9, "tool_choice": "required",
+    "tools": [{}], "truncate_prompt_tokens": 3, "use_beam_search": True, "verbosity": "low", "vllm_xargs": {"a": 1},
+    "web_search_options": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_fields_that_would_change_an_answer_are_refused_by_name(is_chat):
+    changes = {**CHANGES, "add_special_tokens": is_chat}
+    assert changes.keys() == {*openai_api.REFUSED, "add_special_tokens"}
+    for name, value in changes.items():
+        with pytest.raises(ApiError, match=f"^{name}: got .*, wanted none.*: nothing else is served") as caught:
+            wish(is_chat=is_chat, **{name: value})
+        assert caught.value.status == 400 and caught.value.body["error"]["param"] == name
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_values_that_change_nothing_are_taken(is_chat):
+    plain = wish(is_chat=is_chat, seed=1)
+    values = [(name, value) for name, allowed in openai_api.REFUSED.items() for value in (None, *allowed)]
+    values += [(name, value) for name in openai_api.HARMLESS for value in (None, "a", 1, {}, [True])]
+    values += [("add_special_tokens", not is_chat), ("min_p", 0.0), ("repetition_penalty", 1.0), ("best_of", 1)]
+    for name, value in values:
+        assert wish(is_chat=is_chat, seed=1, **{name: value}) == plain
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": None, "other": 1}
+    assert wish(is_chat=is_chat, stream=True, stream_options=options).includes_usage
+
+
+def test_the_table_has_each_field_once_and_those_that_are_read():
+    read = set[str]()
+
+    class Watched(openai_api.Fields):
+        def get(self, name, default=None):
+            read.add(name)
+            return super().get(name, default)
+
+    fields = Watched({"messages": [{"role": "user", "content": "a"}], "prompt": "a"})
+    for is_chat in (False, True):
+        read_wish(fields, LIMITS, is_chat=is_chat)
+    read_messages(fields)
+    read_prompts(fields, lambda text: [1], LIMITS)
+    assert read - {"add_special_tokens"} == (openai_api.SERVED - {"model"}) | openai_api.REFUSED.keys()
+    groups = (openai_api.SERVED, openai_api.HARMLESS, openai_api.REFUSED.keys())
+    assert sum(map(len, groups)) == len({*groups[0], *groups[1], *groups[2]})
+
+
+def test_the_page_has_the_fields_of_the_table():
+    page = (ROOT / "docs/howto/serving.md").read_text()
+    table, refused, harmless, _ = re.split(
+        r"The fields of `/v1/completions`|\n- refused with 400|\n- ignored,|\nA request is JSON", page
+    )[1:]
+    first_cells = [line.split("|")[1] for line in table.split("\n") if line.startswith("| `")]
+    named = {name.split(".")[0] for cell in first_cells for name in re.findall(r"`([\w.]+)`", cell)}
+    assert named - {"usage"} == openai_api.SERVED
+    assert {*re.findall(r"`(\w+)`", refused)} == {*openai_api.REFUSED, "add_special_tokens"}
+    assert {*re.findall(r"`(\w+)`", harmless)} == openai_api.HARMLESS
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])
@@ -231,6 +318,76 @@ def test_messages_have_a_role_and_text():
     for wrong in ((), ("a",), ({"role": "user"},), ({"role": "user", "content": [{"type": "image_url"}]},)):
         with pytest.raises(ApiError, match="messages: got"):
             messages(*wrong)
+
+
+# Keys.
+
+TEXT = st.text(max_size=9).filter(lambda text: text.isprintable())
+
+
+@given(TEXT, TEXT, st.none() | TEXT, st.none() | TEXT)
+def test_a_salt_is_that_of_one_key_and_one_cache_salt(key, other_key, cache_salt, other):
+    assert (salt_of(key, cache_salt) == salt_of(other_key, other)) == ((key, cache_salt) == (other_key, other))
+    assert salt_of(key, cache_salt).startswith(openai_api.OWN_SALTS) and "a secret" not in salt_of("a secret")
+    assert salt_of(key, cache_salt).startswith(salt_of(other_key)) == (key == other_key)
+
+
+def test_keys_are_taken_from_options_a_file_or_the_environment(tmp_path, monkeypatch, capsys):
+    file, parser = tmp_path / "keys", serve.make_parser()
+    file.write_text("# of the team\n  first \n\nthe second\n")
+
+    def keys(*options):
+        return keys_of(parser, parser.parse_args(["--checkpoint", "x", *options]))
+
+    monkeypatch.delenv("KVJAX_API_KEY", raising=False)
+    assert not keys() and keys().salt("any", None) is None and keys().salt("any", "a") == "a"
+    found = keys("--api-key", "third", "--api-keys", str(file), "--api-key", "fourth")
+    taken = [found.accepts(key) for key in ("first", "the second", "third", "fourth", "", "first ", "# of the team")]
+    assert found and taken == [True] * 4 + [False] * 3
+    assert found.salt("first", "a") == salt_of("first", "a") != salt_of("third", "a") == found.salt("third", "a")
+    assert keys("--api-key", "first", "--share-prefixes").salt("first", "a") == "a"
+    monkeypatch.setenv("KVJAX_API_KEY", "of the environment")
+    assert keys().accepts("of the environment") and not keys("--api-key", "a").accepts("of the environment")
+    file.write_text("# none\n")
+    for options, message in (
+        (["--api-keys", str(file)], f"--api-keys: {file} has no key"),
+        (["--api-keys", str(tmp_path / "other")], f"--api-keys: {tmp_path / 'other'}: no such file"),
+        (["--api-key", ""], "--api-key: got one that no header can have"),
+        (["--api-key", "a", "--api-key", "ä"], "--api-key: got one that no header can have"),
+    ):
+        with pytest.raises(SystemExit):
+            keys(*options)
+        assert message in capsys.readouterr().err
+    assert not Keys([]).accepts("")
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("BREW", {}, 405),
+        ("GET", {}, 405),
+        ("POST", {"authorization": "Bearer other"}, 401),
+        ("POST", {"authorization": "Bearer second", "content-type": ""}, 415),
+        ("POST", {"authorization": "Bearer second", "content-type": "text/plain"}, 415),
+        ("POST", {"authorization": "Bearer first"}, 400),
+        ("POST", {"authorization": "Bearer second", "content-type": "APPLICATION/JSON ; charset=utf-8"}, 400),
+    ],
+)
+def test_what_is_wrong_with_a_request_before_its_body_has_the_form_of_the_api(method, headers, status):
+    import httpx
+
+    from models.serve_app import make_app
+    from models.serve_job import Served
+
+    absent: Any = None
+    app = make_app(absent, Served("a", None, None, [], LIMITS, Keys(["first", "second"])), absent)
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+            return await client.request(method, "/v1/completions", json={"n": 0}, headers=headers)
+
+    response = asyncio.run(ask())
+    assert response.status_code == status and response.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
 def refused(capsys, *arguments):

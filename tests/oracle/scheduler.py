@@ -76,9 +76,11 @@ class Scheduler:
         answers = []
         for number, ask in enumerate(asks):
             samples = [other for other in asks if other.sample_of == number]
-            sound = ask.sample_of < number and self._is_alike(ask, asks, taken)
+            sound = ask.sample_of < number and self._is_alike(ask, asks)
             slot = next((request for request in self.requests if request.stage == Stage.EMPTY), None)
             status = self._check(ask, samples, slot) if sound else Status.BAD_REQUEST
+            if ask.sample_of >= 0 and status != Status.BAD_REQUEST and taken[ask.sample_of] is None:
+                status = answers[ask.sample_of][0]
             taken.append(slot if status == Status.OK else None)
             if status != Status.OK or slot is None:
                 answers.append((status, -1, -1))
@@ -94,13 +96,13 @@ class Scheduler:
             answers.append((status, slot.slot, slot.generation))
         return answers
 
-    def _is_alike(self, ask: Ask, asks: Sequence[Ask], taken: Sequence[Request | None]) -> bool:
-        """Whether its parent, if any, was accepted, is nobody's sample and has the same prompt."""
+    def _is_alike(self, ask: Ask, asks: Sequence[Ask]) -> bool:
+        """Whether its parent, if any, is nobody's sample and has the same prompt."""
         if ask.sample_of < 0:
             return True
         lead = asks[ask.sample_of]
         same = list(lead.tokens) == list(ask.tokens) and lead.namespace == ask.namespace
-        return taken[ask.sample_of] is not None and lead.sample_of < 0 and same
+        return lead.sample_of < 0 and same
 
     def _check(self, ask: Ask, samples: Sequence[Ask], slot: Request | None) -> Status:
         cache, prompt = self.cache, len(ask.tokens)

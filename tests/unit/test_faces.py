@@ -95,6 +95,23 @@ def test_the_verbs_of_a_tiered_cache():
     assert kvjax.debug.stats(driver.state).empty_blocks == 8
 
 
+@pytest.mark.parametrize("owner", [kvjax.Cache, pytest.param(kvjax.tiers.TieredCache, marks=pytest.mark.long)])
+def test_verbs_and_methods_run_where_implicit_transfers_are_forbidden(owner):
+    """Arguments are host data, and each eager operation has Python numbers in it."""
+    with jax.transfer_guard("disallow"):
+        spec = SPEC if owner is kvjax.Cache else TIERED
+        cache, state = owner.create(spec), kvjax.init(spec)
+        for verb, args, options in (("admit", (0, TOKENS, 8), {}), ("commit", (TOKENS[None], ints(8)), {"seqs": [0]})):
+            cache, events = getattr(cache, verb)(*args, **options)
+            state, of_state = getattr(kvjax, verb)(state, *args, **options)
+            assert events.ok and of_state.ok and kvjax.to_list(events) == kvjax.to_list(of_state)
+        assert int(cache.lookup(TOKENS, 8).cached_tokens) == 7 and cache.view(1).positions.shape == (3, 1)
+        assert "active" in repr(cache)
+        kvjax.check(cache.state)
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(RuntimeError, match="Disallowed host-to-device"):
+        kvjax.release(state, 0)  # as with jax' own explicit transfers
+
+
 @pytest.mark.parametrize("jits", [False, True])
 @pytest.mark.parametrize(("verb", "args"), [("admit", (0, TOKENS, 8)), ("extend", (np.array([True, False, False]),))])
 def test_a_cache_that_makes_no_moves_refuses_the_host(verb, args, jits):
@@ -102,6 +119,40 @@ def test_a_cache_that_makes_no_moves_refuses_the_host(verb, args, jits):
     method = functools.partial(getattr(kvjax.Cache, verb), tiers=("device", "host"))
     with pytest.raises(ValueError, match=r"^tiers: got \('device', 'host'\), wanted \('device',\): a Cache moves no b"):
         (jax.jit(method) if jits else method)(kvjax.Cache.create(TIERED), *args)
+
+
+WIDE = 2**40 + 5
+IMAGES = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_host_blocks=4, extra_ids=True, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("verb", "args", "options", "name"),
+    [
+        ("admit", (0, TOKENS, 8), {"extra_ids": np.full(8, WIDE)}, "extra_ids"),
+        ("admit", (0, np.full(8, WIDE), 8), {}, "tokens"),
+        ("admit", (0, TOKENS, 8), {"namespace": np.int64(WIDE)}, "namespace"),
+        ("admit", (0, TOKENS, 8), {"namespace": WIDE}, "namespace"),
+        ("admit", (0, [WIDE] * 8, 8), {}, "tokens"),
+        ("admit", (0, TOKENS, 8), {"retention": kvjax.Retention(np.full((1, 4), WIDE), ints(35, -1))}, "retention"),
+        ("lookup", (TOKENS, 8), {"extra_ids": np.full(8, WIDE)}, "extra_ids"),
+        ("commit", (np.full((1, 8), WIDE), ints(8)), {"seqs": ints(0)}, "tokens"),
+        ("forget_namespaces", (np.array([WIDE]),), {"max_removed": 2}, "keep"),
+        ("release", (np.array([WIDE]),), {}, "seq"),
+        ("offload", (np.array([WIDE]),), {}, "blocks"),
+        ("step", (jax.tree_util.Partial(lambda *_, last: None), np.full((1, 8), WIDE), ints(8), ints(0)), {}, "tokens"),
+    ],
+)
+@pytest.mark.parametrize("x64", [False, True])
+def test_wide_numbers_are_refused_before_a_jit_cuts_them(verb, args, options, name, x64):
+    """2**40 + 5 must not be another image's 5."""
+    with jax.enable_x64(x64):
+        cache = kvjax.tiers.TieredCache.create(IMAGES)
+        with pytest.raises(ValueError, match=rf"^{name}: got numbers from \d+ to \d+, wanted 32-bit integers"):
+            getattr(cache, verb)(*args, **options)
+        if x64 and isinstance(options.get(name), np.ndarray):
+            options = {name: jax.numpy.asarray(options[name])}
+            with pytest.raises(ValueError, match=rf"^{name}: got numbers from "):
+                getattr(cache, verb)(*args, **options)
 
 
 def delete(tree):

@@ -28,7 +28,7 @@ from kvjax.debug import stats
 from kvjax.interop import columns as col
 from kvjax.interop.encoder import WHOLE, EventEncoder
 from kvjax.interop.events import pieces, runs
-from kvjax.interop.hashing import Hashing
+from kvjax.interop.hashing import Hashing, Space
 from kvjax.interop.hub import PublisherThread
 from kvjax.interop.index import Change, NodeMap
 from kvjax.spec import CacheSpec
@@ -62,7 +62,8 @@ class UpdateEncoder(EventEncoder[Any]):
             (old_rows, old_keys), (new_rows, new_keys) = (self._rows_of(nodes, number) for nodes in (old, new))
             both = {*old_keys} & {*new_keys}
             gone, added = (np.array([key not in both for key in keys], bool) for keys in (old_keys, new_keys))
-            found += self._removed(number, old_rows[gone][::-1]) + self._stored(number, new_rows[added])
+            found += self._removed(number, old_rows[gone][::-1])
+            found += self._stored(number, new_rows[added], {})
         return found
 
     def _rows_of(self, nodes: NodeMap, number: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
@@ -75,7 +76,7 @@ class UpdateEncoder(EventEncoder[Any]):
     def _removed(self, number: int, rows: np.ndarray) -> list[Any]:
         return self._updates(messages.UPDATE_TYPE_REMOVED, number, rows, [])
 
-    def _stored(self, number: int, rows: np.ndarray) -> list[Any]:
+    def _stored(self, number: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[Any]:
         parents = np.where(rows[:, col.DEPTH] > 0, col.hashes_of(rows, col.ABOVE), 0).tolist()
         return self._updates(messages.UPDATE_TYPE_ADDED, number, rows, [str(parent or "") for parent in parents])
 

@@ -36,7 +36,7 @@ from kvjax.interop import columns as col
 from kvjax.interop._wires import msgspec
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import pieces, runs
-from kvjax.interop.hashing import Hashing, salt_text
+from kvjax.interop.hashing import Hashing, Space, salt_text
 from kvjax.interop.index import NodeMap
 from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
 from kvjax.spec import CacheSpec, GroupSpec, Kind
@@ -158,7 +158,7 @@ class Encoder(EventEncoder[bytes]):
     def _cleared(self) -> list[bytes]:
         return [self._all_cleared]
 
-    def _stored(self, number: int, rows: np.ndarray) -> list[bytes]:
+    def _stored(self, number: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[bytes]:
         """Consecutive blocks that chain are one event."""
         size = self.nodes.spec.block_size
         tokens, extra_ids = np.split(rows[:, col.TEXT :], [size], axis=1)
@@ -169,11 +169,11 @@ class Encoder(EventEncoder[bytes]):
         def chain(start: int, stop: int) -> bytes:
             """The event that stores a chain."""
             level, namespace, depth = columns[start]
-            roots = 0 if depth else stop - start
+            space, roots = spaces[namespace], 0 if depth else stop - start
             if extra_keys:
-                head, tail = self._make_ends(number, level, namespace, roots, extra_keys[start:stop])
+                head, tail = self._make_ends(number, level, space, roots, extra_keys[start:stop])
             else:
-                head, tail = self._ends(number, level, namespace, roots)
+                head, tail = self._ends(number, level, space, roots)
             first, last = start * _HASH, stop * _HASH
             parent = parents[first : first + _HASH] if depth else _NIL
             return b"".join((
@@ -209,14 +209,14 @@ class Encoder(EventEncoder[bytes]):
         return name
 
     def _make_ends(
-        self, number: int, level: int, namespace: int, roots: int, extra_keys: Sequence[Any] = ()
+        self, number: int, level: int, space: Space, roots: int, extra_keys: Sequence[Any] = ()
     ) -> tuple[bytes, bytes]:
         """The bytes of an event BlockStored before the number of its hashes and after its tokens.
 
         `roots` is the number of its blocks if the first one has no parent, else 0. `extra_keys` has for each block None
         or [name, offset] lists, or is empty if no block has any.
         """
-        space, group = self.hashing.space(namespace), self.nodes.spec.groups[number]
+        group = self.nodes.spec.groups[number]
         window = group.window if group.kind is Kind.WINDOW else None
         salt, keys = self._salt(space.salt), list(extra_keys)
         if self._form == "array" and salt is not None and roots:

@@ -81,26 +81,69 @@ def test_numbers_read_back_are_the_same_pairs_for_ever():
     assert Namespaces.from_dict(Namespaces().to_dict())("first") == 1
 
 
+def test_a_save_of_version_1_is_read():
+    again = Namespaces.from_dict({"version": 1, "namespaces": [[0, None, None], [1, "a", 3]]})
+    assert again("a", 3) == 1 and again("b") == 2
+
+
+def test_a_lent_number_ends_with_its_last_borrower_and_is_never_given_out_again():
+    names = Namespaces()
+    first, second, other = names.lend("a"), names.lend("a"), names.lend("b")
+    assert first == second != other == names("b")
+    names.give_back(first)
+    assert names.describe(first) == ("a", None)
+    names.give_back(first)
+    names.give_back(other)  # which a call has given out, so that it stays
+    names.give_back(other)
+    assert first not in names and len(names) == 2 and names.describe(other) == ("b", None)
+    with pytest.raises(KeyError):
+        names.describe(first)
+    assert names.lend("b") == other and names.lend("a") == 3
+    names.give_back(3)
+    again = pickle.loads(pickle.dumps(names))
+    for restored in (Namespaces.from_dict(json.loads(json.dumps(names.to_dict()))), again):
+        assert len(restored) == 2 and restored("b") == other and restored("c") == 4
+    with pytest.raises(ValueError, match=r"^salt: got .*, wanted one that does not begin with 'kvjax-weights:'"):
+        names.lend(Namespaces.salted("a", 1))
+
+
+def test_numbers_end_at_those_of_an_i32():
+    names = Namespaces.from_dict({"version": 2, "namespaces": [[0, None, None]], "next": 2**31 - 1})
+    assert names("a") == 2**31 - 1 == names("a")
+    with pytest.raises(RuntimeError, match=r"^all 2,147,483,648 numbers of namespaces were given out"):
+        names("b")
+    assert Namespaces.from_dict(names.to_dict())("a") == 2**31 - 1
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ([], r"got \[\], wanted what Namespaces.to_dict gives"),
         ({"more": 1}, r"got \{.*\}, wanted what Namespaces.to_dict gives"),
-        ({"version": 2}, "got version 2, wanted 1"),
-        ({"version": None}, "got version None, wanted 1"),
+        ({"version": 3}, "got version 3, wanted 2 with next, or 1 without"),
+        ({"version": 1}, "got version 1, wanted 2 with next"),
+        ({"version": True}, "got version True, wanted 2 with next"),
+        ({"version": None}, "got version None, wanted 2"),
+        ({"next": 0}, "got next 0, wanted an i32 above all numbers"),
+        ({"next": True}, "got next True, wanted an i32 above all numbers"),
+        ({"next": 2**31 + 1}, "got next 2147483649, wanted an i32 above all numbers"),
         ({"namespaces": []}, r"got namespaces \[\], wanted a list of \[number, salt, LoRA\]"),
         ({"namespaces": {"0": [None, None]}}, "got namespaces .*, wanted a list"),
         ({"namespaces": [[0, None]]}, "got namespaces .*, wanted a list"),
         ({"namespaces": ["abc"]}, "got namespaces .*, wanted a list"),
-        ({"namespaces": [[0, "a", None]]}, r"got \[0, 'a', None\], wanted number 0 with .*, \(None, None\)$"),
+        ({"namespaces": [[0, "a", None]]}, r"got \[0, 'a', None\], wanted number 0 with \(None, None\)$"),
         ({"namespaces": [[1, None, None]]}, r"got \[1, None, None\], wanted number 0"),
-        ({"namespaces": [[0, None, None], [2, "a", None]]}, r"got \[2, 'a', None\], wanted number 1"),
-        ({"namespaces": [[0, None, None], [True, "a", None]]}, r"got \[True, 'a', None\], wanted number 1"),
-        ({"namespaces": [[0, None, None], [0, "a", None]]}, r"got \[0, 'a', None\], wanted number 1"),
-        ({"namespaces": [[0, None, None], [1, None, None]]}, r"got \[1, None, None\], wanted number 1"),
+        ({"namespaces": [[False, None, None]]}, r"got \[False, None, None\], wanted number 0"),
+        (
+            {"namespaces": [[0, None, None], [2**31, "a", None]]},
+            r"got \[2147483648, 'a', None\], wanted a number from 1",
+        ),
+        ({"namespaces": [[0, None, None], [True, "a", None]]}, r"got \[True, 'a', None\], wanted a number from 1"),
+        ({"namespaces": [[0, None, None], [0, "a", None]]}, r"got \[0, 'a', None\], wanted a number from 1"),
+        ({"namespaces": [[0, None, None], [1, None, None]]}, r"got \[1, None, None\], wanted a number from 1"),
         (
             {"namespaces": [[0, None, None], [1, "a", 3], [2, "a", 3]]},
-            r"got \[2, 'a', 3\], wanted number 2 with a pair that no other number has$",
+            r"got \[2, 'a', 3\], wanted a number from 2 with a pair that no other number has$",
         ),
     ],
 )

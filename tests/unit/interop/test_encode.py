@@ -431,3 +431,26 @@ def test_what_is_written_tells_the_index(shape, form):
         for payload in encoder.snapshot():
             late.apply(decode(payload))
         assert late.index == mirror.index
+
+
+def test_names_may_forget_a_pair_while_copies_of_its_blocks_wait_to_be_sent():
+    """A queue and a history have rows of blocks that are gone, and send them with their salts."""
+    names, base = kvjax.Namespaces(), None
+    encoder = Encoder(SPEC, names=names, salts="plain")
+    for generation in range(1, 400):
+        salt = f"salt {generation}"
+        number = names.lend(salt)
+        changes = encoder.follow([stored(0, generation, number, [generation] * 4)])
+        moved = encoder.follow([updated(0, generation, 1)])
+        if base is None:
+            base = encoder.nodes.copy()
+        base.write(changes[0])  # as a history's base learns of batches that it drops
+        gone = encoder.follow([removed(0, generation)])
+        names.give_back(number)
+        (payload,) = encoder.payloads(encoder.messages([*changes, *moved, *gone]))
+        first, *_, last = decode(payload).events
+        assert first.salt == salt and first.hashes == last.hashes
+        (payload,) = encoder.snapshot_of(base)
+        assert [event.salt for event in decode(payload).events[1:]] == [salt]
+    assert len(encoder.nodes._contents.spaces) < 200 and len(base._contents.spaces) < 200
+    assert len(names) == 1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One test of each way to generate, in one program. `test_interrupts.py`, `test_listener.py` and others have more."""
 
+import jax
 import pytest
 
 import kvjax
@@ -34,6 +35,14 @@ def test_each_way_generates_and_its_listener_gets_every_event(way):
         assert events == listener.events and listener.totals.reused_tokens == 2 * cached
         published += events
         assert_whole(cache, published, prompts_of(0), outputs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generation_runs_where_implicit_transfers_are_forbidden(way):
+    cache = start()
+    with jax.transfer_guard("disallow"):
+        outputs, cache, events = way(cache, prompts_of(1), seed=3)
+    assert_whole(cache, events, prompts_of(1), outputs)
 
 
 def test_a_stream_hands_out_tokens_as_they_come():

@@ -162,16 +162,122 @@ def test_what_cannot_be_served_ends_with_its_reason(engine):
         ({"prompt": []}, "prompt: got .*wanted tokens of 0"),
         ({"prompt": [-1]}, "prompt: got .*wanted tokens of 0"),
         ({"prompt": [10**6]}, "prompt: got .*wanted tokens of 0"),
-        ({"prompt": "text"}, "prompts: got the text"),
+        ({"prompt": "text"}, "prompt: got 'text', wanted a list of token ids"),
+        ({"prompt": [10**30]}, r"prompt: got \[10+\], wanted a list of token ids"),
         ({"prompt": BASE * 2}, "prompt: got 192 tokens, wanted at most 96"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
         ({"samples": ROWS + 1}, "samples: got 5, wanted at most 4"),
         ({"stop_tokens": [1, 2, 3, 4, 5]}, "stop_tokens: got 5, wanted at most num_stop_tokens, 4"),
         ({"sampling": 3}, "sampling: got 3, wanted a kvjax.Sampling"),
+        ({"salt": "a"}, "salt: got one of an engine without names, wanted None"),
+        ({"priority": 2**31}, r"priority: got \[2147483648\], wanted a 32-bit integer"),
+        ({"namespace": 2**40}, r"namespace: got \[1099511627776\], wanted a 32-bit integer"),
     ]:
         with pytest.raises(ValueError, match=message):
             engine.submit(**{"prompt": [1, 2], **options})
     idle(engine)
+
+
+def test_keys_give_the_streams_of_generate(engine):
+    options = {"max_new_tokens": NEW, "samples": 2, "sampling": Sampling(temperature=1.0)}
+    outputs, _, _ = kvjax.run_batch(MODEL, empty(), PROMPTS[:1], seed=3, **options)
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        handle = engine.submit(PROMPTS[0], seed=key, **options)
+        assert [one.result(60).tokens for one in handle.samples] == [output.tokens for output in outputs]
+    with pytest.raises(ValueError, match=r"^seed: got 0.5, wanted an integer or a jax key"):
+        engine.submit(PROMPTS[0], seed=0.5)
+
+
+def test_an_engine_runs_where_implicit_transfers_are_forbidden(tokens):
+    jax.config.update("jax_transfer_guard", "disallow")  # for all threads
+    try:
+        with Engine(MODEL, kvjax.Cache.create(SPEC), **SHARED) as engine:
+            assert engine.submit(PROMPTS[0], max_new_tokens=NEW).result(60).tokens == tokens[0]
+            kvjax.check(engine.state)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
+def test_samples_end_with_the_reason_of_the_first_one(engine):
+    """As of `run_batch`: four samples do not fit into the blocks of three rows, and one longer than a row nowhere."""
+    with Engine(MODEL, kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE), **SHARED) as small:
+        for served, new, reason in ((small, LENGTH - 2, "no_blocks"), (engine, LENGTH, "row_full")):
+            handle = served.submit([1, 2, 3], max_new_tokens=new, samples=ROWS)
+            assert [one.result(60).finish for one in handle.samples] == [reason] * ROWS
+            idle(served)
+    cache = kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE)
+    outputs, _, _ = kvjax.run_batch(MODEL, cache, [[1, 2, 3]], max_new_tokens=LENGTH - 2, samples=ROWS)
+    assert [output.finish for output in outputs] == ["no_blocks"] * ROWS
+
+
+def shared_tokens(one, other):
+    """The number of tokens with which both begin."""
+    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+
+
+@pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
+def test_salts_come_and_go_and_nobody_finds_the_tokens_of_another(host, monkeypatch, tokens):
+    """A number is its salt's for ever, and is given back when no block and no request has it."""
+    monkeypatch.setattr(engine_thread, "_FEW_SALTS", 4)
+    names, events, salt_of_number, texts = kvjax.Namespaces(), [], {}, {}
+
+    def listen(log):
+        for event in kvjax.to_list(log):
+            events.append(event)
+            if event["kind"] == "stored" and event["parent"] is None:
+                salt, _ = names.describe(event["namespace"])
+                assert salt_of_number.setdefault(event["namespace"], salt) == salt
+
+    spec, rng = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS), random.Random(5)
+    with Engine(MODEL, empty(spec), names=names, listener=listen) as engine:
+        most_live = 0
+        for wave in range(40):
+            salts = [f"salt {rng.choice((wave * 6 + n, rng.randrange(8)))}" for n in range(6)]
+            chosen = [rng.randrange(len(PROMPTS)) for _ in salts]
+            handles = [
+                engine.submit(PROMPTS[number], max_new_tokens=NEW, salt=salt)
+                for number, salt in zip(chosen, salts, strict=True)
+            ]
+            handles[rng.randrange(6)].cancel()
+            for number, salt, handle in zip(chosen, salts, handles, strict=True):
+                texts.setdefault(salt, {})[handle] = [*PROMPTS[number], *tokens[number]]
+            for number, salt, handle in zip(chosen, salts, handles, strict=True):
+                output = handle.result(60)
+                assert output.tokens == tokens[number][: len(output.tokens)]
+                others = [text for other, text in texts[salt].items() if other is not handle]
+                most = max([shared_tokens(PROMPTS[number], text) for text in others], default=0)
+                assert output.cached_tokens <= most
+            idle(engine)
+            live = {namespace for _, namespace, _ in index_of(engine.state)}
+            assert {number: names.describe(number)[0] for number in live} == {n: salt_of_number[n] for n in live}
+            most_live = max(most_live, len(live))
+            assert len(names) <= 2 * most_live + 4 + 2 * len(salts)
+        assert len(salt_of_number) > len(names)
+        assert fold(events).index == index_of(engine.state)
+
+
+def test_a_request_that_is_refused_makes_no_namespace():
+    names = kvjax.Namespaces()
+    with Engine(MODEL, empty(), names=names, max_waiting=3, **SHARED) as engine:
+        own = names("own")
+        for options, message in (
+            ({"prompt": []}, "prompt: got"),
+            ({"samples": 4}, "samples: got 4, wanted at most 3"),
+            ({"sampling": 3}, "sampling: got 3"),
+            ({"namespace": own}, "salt: got one beside namespace 1, wanted None"),
+            ({"salt": "kvjax-weights:1:1"}, "salt: got 'kvjax-weights:1:1', wanted one that does not begin"),
+            ({"salt": 3}, "salt: got 3, wanted a str or None"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                engine.submit(**{"prompt": [1, 2], "salt": "new", **options})
+        with engine._inbox.wake:  # nothing leaves the queue
+            for number in range(3):
+                engine.submit([number], namespace=own)
+            with pytest.raises(QueueFull):
+                engine.submit([4], salt="new")
+        idle(engine)
+        assert len(names) == 2
+        assert engine.submit([4], salt="own").result(60).finish == "length" and len(names) == 2
 
 
 def test_a_request_that_is_late_is_cancelled(engine):

@@ -20,10 +20,10 @@ def test_numbers_that_names_never_gave_out_are_refused_before_anything_is_donate
     names("tenant a")
     for namespaces, got in (([2], 2), ([-1], -1)):
         with pytest.raises(
-            ValueError, match=rf"^namespaces: got {got} for prompt 0, wanted one that names gave out, 0"
+            ValueError, match=rf"^namespaces: got {got} for prompt 0, wanted one of 2 that names gave out"
         ):
             use(MODEL, cache, [PROMPT], namespaces=namespaces, names=names)
-    with pytest.raises(ValueError, match=r"^namespaces: got 2 for prompt 1, .* 0\.\.1; a saved cache needs the names"):
+    with pytest.raises(ValueError, match=r"^namespaces: got 2 for prompt 1, .*; a saved cache needs the names"):
         use(MODEL, cache, [PROMPT, PROMPT], namespaces=[1, 2], names=names)
     for wrong in ({"version": 1}, 3, names.to_dict()):
         with pytest.raises(ValueError, match=r"^names: got .*, wanted a kvjax\.Namespaces or None"):

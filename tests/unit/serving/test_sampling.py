@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax import Sampling
 from kvjax.serving.inputs import samplings
-from kvjax.serving.sampling import restrict, sample
+from kvjax.serving.sampling import output_seeds, restrict, sample
 from tests.oracle import static_sampling
 from tests.oracle.static_sampling import Static
 
@@ -24,6 +24,23 @@ SEEDS, POSITIONS = jnp.arange(R, dtype=jnp.uint32) * 5, jnp.arange(R, dtype=jnp.
 NONE = jnp.full((3,), -1, jnp.int32)  # stop tokens: three of padding
 NEW = jnp.zeros((R,), jnp.int32)
 by_row, limited = jax.jit(sample, static_argnames="top_logprobs"), jax.jit(restrict)
+
+
+def test_a_seed_is_an_integer_a_key_or_the_words_of_one():
+    streams = [output_seeds(seed, 2).tolist() for seed in (
+        3, np.int64(3), 3 + 2**32, jax.random.key(3), jax.random.PRNGKey(3), np.asarray(jax.random.PRNGKey(3))
+    )]  # fmt: skip
+    wanted = [jax.random.bits(jax.random.fold_in(jax.random.key(3), output)).item() for output in range(2)]
+    assert streams == [wanted] * 6
+    assert output_seeds(-1, 1).tolist() == output_seeds(2**32 - 1, 1).tolist() != [wanted[0]]
+    traced = jax.jit(output_seeds, static_argnums=1)
+    assert traced(jax.random.PRNGKey(3), 2).tolist() == traced(jnp.int32(3), 2).tolist() == wanted
+
+
+@pytest.mark.parametrize("seed", [0.5, True, "3", [0, 3], np.zeros(3, np.uint32), jax.random.split(jax.random.key(1))])
+def test_what_is_no_seed_is_refused(seed):
+    with pytest.raises(ValueError, match=r"^seed: got (.|\n)*"):
+        output_seeds(seed, 2)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
@@ -27,6 +28,32 @@ def assert_alike(found):
         assert [len(one) for one in tokens] == [served_replicas.NEW] * len(prompts)
     assert alone["0"]["steps"] != alone["1"]["steps"]
     assert all(max(one["cached"]) >= 8 for one in alone.values())
+
+
+USES = {
+    "generate": kvjax.generate, "run_batch": kvjax.run_batch, "Engine": lambda *args: kvjax.serving.Engine(*args[:2]),
+    "stream": lambda *args: next(kvjax.stream(*args)),
+    "step": lambda model, cache, _: kvjax.step(model, cache, np.zeros((3, 1), np.int32), np.zeros(3, np.int32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("host", [0, 12])
+@pytest.mark.parametrize("use", USES)
+def test_a_model_on_another_device_than_the_cache_is_refused(use, host):
+    """Before anything is donated."""
+    devices = jax.devices()
+    model, cache = jax.device_put(MODEL, devices[1]), make_cache(host=host)
+    cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
+    with pytest.raises(ValueError, match=r"^model.*: got an array on .*1.*, wanted it on .*0.*, where the cache is"):
+        USES[use](model, cache, [[1, 2]])
+    kvjax.check(cache.cache.state if host else cache.state)
+
+
+def test_an_engine_refuses_a_model_on_another_device_than_a_cache_that_nobody_has_put():
+    cache = make_cache()
+    with pytest.raises(ValueError, match=r"^model.*: got an array on .*1.*, wanted it on .*0"):
+        kvjax.serving.Engine(jax.device_put(MODEL, jax.devices()[1]), cache)
+    kvjax.check(cache.state)
 
 
 @pytest.mark.slow

@@ -421,11 +421,11 @@ def test_a_location_that_fails_costs_nothing_but_the_hits(tmp_path):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT], store)
         assert store.flush()
-        store._kv, whole = Broken(), store._kv
+        store._location.kv, whole = Broken(), store._location.kv
         with pytest.warns(RuntimeWarning, match="not read or not written: OSError: input/output error"):
             found, _ = outputs_of([DOCUMENT, OTHER], store)
         assert found == [(0, 0), (0, 0)] and store.counters["failed"] >= 1
-        store._kv = whole
+        store._location.kv = whole
 
 
 def test_bad_input_is_refused_before_anything_is_donated(tmp_path):

@@ -3,15 +3,21 @@
 
 import json
 import multiprocessing
+import os
 import pathlib
 import pickle
+import shutil
+import tempfile
+import threading
 import time
 import zlib
 
+import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import given, settings
 
 import kvjax
 from kvjax import Cache, LayerSpec, Namespaces
@@ -230,20 +236,25 @@ def test_broken_blocks_and_what_follows_them_are_left_out(tmp_path, small_parts)
         assert broken(1, 0, damage).keys() == wanted.keys()
 
 
+def forge(folder, forged_arrays=dict, forged_save=dict):
+    """Changes a save's index and manifest; all checksums and lengths are right."""
+    saved = manifest.read_manifest(folder)
+    index = folder / saved["index"]["file"]
+    arrays = forged_arrays(safetensors.numpy.load_file(index))
+    safetensors.numpy.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, index)
+    described = {"bytes": index.stat().st_size, "crc32": zlib.crc32(index.read_bytes())}
+    saved |= {"index": saved["index"] | described, "num_blocks": len(arrays.get("parent", ()))}
+    manifest.commit_manifest(folder, forged_save(saved))
+
+
 @pytest.mark.parametrize("name", ["tokens", "namespace"])
 def test_bytes_of_another_prefix_are_noticed(name, tmp_path):
     """The checksum of a block's bytes is one of its whole prefix, salt included: here the index has another one."""
     names = Namespaces()
     names(salt="a")
     save(FIRST, tmp_path, names=names, model=MODEL)
-    path = tmp_path / "manifest.json"
-    saved = json.loads(path.read_text())["save"]
-    index = tmp_path / saved["index"]["file"]
-    tensors = safetensors.numpy.load_file(index)
-    tensors[name] = tensors[name] ^ 1  # other tokens, or salt a's
-    safetensors.numpy.save_file(tensors, index)
-    saved["index"]["crc32"] = zlib.crc32(index.read_bytes())
-    manifest.commit_manifest(tmp_path, saved)
+    others = {"tokens": lambda array: array ^ (array > 0), "namespace": lambda array: array ^ 1}  # or those of salt a
+    forge(tmp_path, lambda arrays: arrays | {name: others[name](arrays[name])})
     texts, counts = loaded_from(tmp_path)
     assert texts == {} and counts.broken > 0 and counts.taken == 0
 
@@ -288,3 +299,185 @@ def json_of(text):
         return json.loads(text)
     except ValueError:
         return None
+
+
+# Saves that were forged: all checksums are right, since these have no key.
+
+EDGES = [-(2**31), -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 2**31 - 1]
+DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint32", "uint64", "float16", "float32", "float64"]
+
+
+@st.composite
+def forged_array(draw, array):
+    """An array with other numbers, in another order, or of another dtype or shape."""
+    size, how = array.size, draw(st.sampled_from(["set", "copy", "cast", "shape", "order"]))
+    if how == "cast":
+        with np.errstate(all="ignore"):
+            return array.astype(draw(st.sampled_from(DTYPES)))
+    if how == "shape":
+        shapes = array.reshape(-1), array[..., :-1], array[1:], array[None], array.T, np.repeat(array, 2, axis=-1)
+        return draw(st.sampled_from(shapes))
+    flat, entry = array.reshape(-1).copy(), st.integers(0, max(size - 1, 0))
+    if how == "order":
+        return flat[draw(st.permutations(range(size)))].reshape(array.shape)
+    if size and how == "copy":
+        flat[draw(entry)] = flat[draw(entry)]
+    elif size:
+        with np.errstate(all="ignore"):
+            flat[draw(entry)] = np.array(draw(st.sampled_from(EDGES))).astype(array.dtype)
+    return flat.reshape(array.shape)
+
+
+@st.composite
+def forged_arrays(draw, arrays):
+    """The arrays of an index, of which some are forged, missing or new, or all have other blocks."""
+    blocks = len(arrays["parent"])
+    if draw(st.booleans()):
+        chosen = np.array(draw(st.lists(st.integers(0, blocks - 1), max_size=2 * blocks)), np.int64)
+        arrays = {name: x[:, chosen] if name in ("order", "crc32") else x[chosen] for name, x in arrays.items()}
+    for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=3)):
+        arrays = arrays | {name: draw(forged_array(arrays[name]))}
+    if draw(st.integers(0, 9)) == 0:
+        arrays = arrays | {"another": arrays.pop(draw(st.sampled_from(sorted(arrays))))}
+    return arrays
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(10**400)
+values = st.recursive(scalars, lambda one: st.lists(one, max_size=2) | st.dictionaries(st.text(max_size=3), one))
+
+
+@st.composite
+def forged_json(draw, value):
+    """A value with another one somewhere in it."""
+    if not isinstance(value, dict | list) or not value or draw(st.integers(0, 4)) == 0:
+        return draw(values)
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    copied, at = value.copy(), draw(st.sampled_from(keys))
+    if draw(st.integers(0, 4)) == 0:
+        del copied[at]
+    else:
+        copied[at] = draw(forged_json(value[at]))
+    return copied
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A save with two salts, a LoRA and several files of each group."""
+    folder, names = tmp_path_factory.mktemp("sound"), Namespaces()
+    names(salt="a", lora=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, "PART_BYTES", 256)
+        save(FIRST, folder, names=names, model=MODEL, loras={3: "x"})
+    return folder
+
+
+def assert_refused_or_sound(folder):
+    """Loads a save; returns whether it was refused."""
+    cache, names = Cache.create(SPEC), Namespaces()
+    try:
+        cache, _ = load(cache, folder, names=names, model=MODEL, loras={7: "x"})
+    except ValueError:
+        assert len(names) == 1
+        return True
+    finally:
+        kvjax.check(cache.state)  # also of one that was refused: it is not donated
+    return False
+
+
+def assert_forgeries_harm_nothing(sound, data, *, arrays=True):
+    with tempfile.TemporaryDirectory() as home:
+        folder = shutil.copytree(sound, pathlib.Path(home) / "forged")
+        if arrays:
+            forge(folder, lambda arrays: data.draw(forged_arrays(arrays)))
+        else:
+            forge(folder, forged_save=lambda saved: data.draw(forged_json(saved)))
+        assert_refused_or_sound(folder)
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_a_forged_index_is_refused_or_leaves_a_sound_cache(sound, data):
+    assert_forgeries_harm_nothing(sound, data)
+
+
+@given(data=st.data())
+@settings(max_examples=100)
+def test_a_forged_manifest_is_refused_or_leaves_a_sound_cache(sound, data):
+    assert_forgeries_harm_nothing(sound, data, arrays=False)
+
+
+def twice(arrays):
+    return {name: np.concatenate([x, x], axis=-1 if name in ("order", "crc32") else 0) for name, x in arrays.items()}
+
+
+def changed(name, change):
+    return lambda arrays: arrays | {name: change(arrays[name].copy())}
+
+
+FORGERIES = {
+    "each block twice": (twice, "no prefix is there twice"),
+    "a rank twice": (changed("order", lambda order: np.maximum(order, order.max() - 1)), "order has each rank"),
+    "parents of floats": (changed("parent", lambda parent: parent.astype(np.float32)), "parent float32"),
+    "a block before its parent": (changed("parent", lambda parent: parent[::-1]), "parents come before"),
+    "a part before more tokens": (changed("fill", lambda fill: fill - (fill > 1)), "parents are whole|tokens end"),
+    "another tenant's child": (changed("namespace", lambda n: n + (np.arange(len(n)) == 1)), "namespace of their"),
+    "a negative token": (changed("tokens", lambda tokens: -tokens), "tokens from"),
+    "an order of bools": (changed("order", lambda order: order.astype(bool)), "order bool"),
+    "parents leave first": (changed("order", lambda order: len(order[0]) - 1 - order), "children before|once"),
+    "checksums of float16": (changed("crc32", lambda crc: (crc % 9).astype(np.float16)), "crc32 float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forgery_is_refused_by_the_rule_that_it_breaks(name, sound, tmp_path):
+    folder = shutil.copytree(sound, tmp_path / "forged")
+    change, message = FORGERIES[name]
+    forge(folder, change)
+    with pytest.raises(ValueError, match=f"folder: got .*cannot be read .*({message}).*wanted what kvjax"):
+        load(Cache.create(SPEC), folder, names=Namespaces(), model=MODEL)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' * 100_000, "9" * 5000, "1e999", '"\\ud800"'])
+def test_a_manifest_of_any_json_is_refused(text, sound, tmp_path):
+    folder = shutil.copytree(sound, tmp_path / "forged")
+    for written in (text, f'{{"format": "kvjax cache", "version": 1, "crc32": 0, "save": {text}}}'):
+        (folder / "manifest.json").write_text(written)
+        assert assert_refused_or_sound(folder)
+
+
+def two_loras_of_a_name(saved):
+    pairs = [[0, None, None], [1, "a", 3], [2, "a", 4]]
+    return saved | {"loras": {"3": "x", "4": "x"}, "namespaces": saved["namespaces"] | {"namespaces": pairs, "next": 3}}
+
+
+def test_two_loras_of_one_name_are_refused(sound, tmp_path):
+    """Else two namespaces of a save would be one of the cache."""
+    folder = shutil.copytree(sound, tmp_path / "forged")
+    forge(folder, forged_save=two_loras_of_a_name)
+    assert assert_refused_or_sound(folder)
+
+
+def replaced_by(kind, path):
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_no_pipes_and_devices_are_read(kind, sound, tmp_path):
+    named = manifest.read_manifest(sound)
+    paths = {"index": named["index"]["file"], "part": named["parts"][0]["file"], "manifest": "manifest.json"}
+    for which, path in paths.items():
+        folder = shutil.copytree(sound, tmp_path / f"forged {which}")
+        replaced_by(kind, folder / path)
+        refused = []
+        thread = threading.Thread(
+            target=lambda to=folder, found=refused: found.append(assert_refused_or_sound(to)), daemon=True
+        )
+        thread.start()
+        thread.join(60)
+        assert refused == [which != "part"], f"{path} is a {kind}"

@@ -8,6 +8,7 @@ import resource
 import stat
 import threading
 import time
+import zlib
 
 import hypothesis.strategies as st
 import numpy as np
@@ -239,6 +240,57 @@ def test_damaged_values_are_never_read_as_others(tmp_path_factory, damages):
                 is_whole = path.exists() and path.read_bytes() == intact[path]
                 assert is_right(store, block, number) or not is_whole
                 assert store.has(block, number) == path.exists()
+
+
+def no_file(kind, path):
+    """Puts something in place of a file that must not be opened, or not be read as a whole."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as sparse:
+            sparse.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_what_is_no_file_is_a_miss(kind, tmp_path):
+    with opened(tmp_path) as store:
+        blocks = wrote(store, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    no_file(kind, tmp_path / store.values.name(blocks[0], 0))
+    no_file(kind, tmp_path / "recency")
+    (tmp_path / "folder.__lock").mkdir()
+    (tmp_path / "recency.__lock").write_text("")
+    store = opened(tmp_path)
+    assert not is_right(store, blocks[0]) and is_right(store, blocks[1])
+    assert store.counters["missed"] == 1 and not store.has(blocks[0], 0)
+    if kind == "folder":  # which cannot be deleted
+        with pytest.warns(RuntimeWarning, match="not written"):
+            store.close()
+        return
+    wrote(store, [[1, 2, 3, 4]])
+    assert is_right(store, blocks[0]) and store.counters["failed"] == 0
+    store.close()
+
+
+def test_a_forged_list_of_names_is_nothing(tmp_path):
+    names = b"\xff\n" + b"9" * 5000 + b"\n../../etc/passwd"
+    with opened(tmp_path) as store:
+        blocks = wrote(store, [[1, 2, 3, 4]])
+    (tmp_path / "recency").write_bytes(zlib.crc32(names).to_bytes(4, "little") + names)
+    with opened(tmp_path) as store:
+        assert is_right(store, blocks[0])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_lock_that_is_no_file_is_refused(kind, tmp_path):
+    opened(tmp_path).close()
+    no_file(kind, tmp_path / "store.lock")
+    with pytest.raises(ValueError, match=r"location: got .* with a store.lock that is no file"):
+        opened(tmp_path)
 
 
 def test_salts_loras_models_and_keys_have_blocks_of_their_own(tmp_path):
