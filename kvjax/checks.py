@@ -7,7 +7,7 @@ import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.core import Tracer
 from kvjax._arrays import alive
 from kvjax._compile import own_transfers
 from kvjax.layers import static_int as static_int
+from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 
@@ -39,6 +40,19 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
         raise ValueError(f"state: got a {kind}, wanted {wanted}")
 
     return cast(F, call)
+
+
+class MadeByCreate:
+    """A class with a method `create` that takes a spec; the class itself refuses a spec, by a ValueError."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses a spec."""
+        del kwargs
+        if args and isinstance(args[0], CacheSpec):
+            raise ValueError(
+                f"{cls.__name__}: got a spec, wanted {cls.__name__}.create(spec), which makes an empty cache"
+            )
+        return super().__new__(cls)
 
 
 def check_alive(*trees: Any, name: str = "cache") -> None:

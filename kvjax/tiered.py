@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache, reader
-from kvjax.checks import check_32_bits, check_alive, check_on_host, face, integers
+from kvjax.checks import MadeByCreate, check_32_bits, check_alive, check_on_host, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
@@ -113,7 +113,7 @@ def _method[**P](
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TieredCache:
+class TieredCache(MadeByCreate):
     """A cache and its host tier, with the verbs of both as methods; for host code, between loops. It is a pytree.
 
     Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;

@@ -249,19 +249,20 @@ def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 class Counts(NamedTuple):
-    """How often blocks were reused, by the count that `lfu_da` compares."""
+    """How often blocks were used, by the count that `lfu_da` compares."""
 
-    of_block: jax.Array  # i32[B]; reuses of each block's contents, and the age of the cache when it was released last
+    of_block: jax.Array  # i32[B]; uses of each block's contents, and the age of the cache when it was released last
     age: jax.Array  # i32[]; the largest count of a block that was evicted
 
 
 @functools.cache
 def lfu_da() -> EvictionPolicy:
-    """Evicts the block that was reused least often, where what was reused long ago counts less: LFU with dynamic aging.
+    """Evicts the block that was used least often, where uses long ago count less: LFU with dynamic aging.
 
-    A released block counts its reuses from the age of the cache on, and the age is the largest count that was evicted:
-    new blocks pass those that were popular once. Among equals, and among blocks that are over 120 ahead of the age, the
-    least recently released leaves first. It hears of evictions since `victims` returns the policy's state too.
+    A block's uses are added to the age of the cache when it is released, and the age is the largest such count that was
+    evicted. So new blocks pass the ones that were popular once. Of equal blocks, and of those that are over 120 ahead
+    of the age, the least recently released leaves first. The policy hears of evictions because `victims` returns its
+    state too. Costs a pass over all blocks in a call that evicts.
 
     Source: Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content management techniques for Web proxy
     caches" (2000).
@@ -280,7 +281,7 @@ def _no_counts(num_ids: int) -> Counts:
 
 def _recount(counts: Counts, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Counts:
     del now
-    return counts._replace(of_block=put(counts.of_block, ids, counts.age + pick(blocks.hits, ids), ids >= 0))
+    return counts._replace(of_block=put(counts.of_block, ids, counts.age + pick(blocks.hits, ids) + 1, ids >= 0))
 
 
 def _count_then_age(blocks: Blocks, counts: Counts) -> jax.Array:
