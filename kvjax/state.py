@@ -121,7 +121,8 @@ class Blocks(Pytree):
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
       children: i32[B]; findable blocks whose parent this is.
       depth: i32[B]; blocks before this one in its prefix.
-      hits: i32[B]; how often the contents were reused since they were stored; LOST if a failed move took them.
+      hits: i32[B]; how often the contents were reused since they were stored: a prompt found them, or a row committed
+        equal ones, which were merged with them. LOST if a failed move took them.
       stored: i32[B]; reading of `clock` when the contents were published.
       released: i32[B]; reading of `clock` when the last holder released it.
       clock: i32[]; counts publications and releases; readings are compared by their difference to the present one.

@@ -236,7 +236,8 @@ def _drop(chains: Chains, ids: jax.Array) -> Chains:
 def lfu() -> EvictionPolicy:
     """Evicts the block that was reused least often since it was stored, among equals the least recently released.
 
-    Blocks that were reused more than 120 times count as equals. Costs O(blocks touched).
+    A merge with an equal block counts as a reuse, as in `Blocks.hits`. Blocks that were reused more than 120 times
+    count as equals. Costs O(blocks touched).
     """
     return by_class(_hits, classes=_MOST_HITS + 1, name="lfu")
 

@@ -51,8 +51,8 @@ def by_score(
 
     Args:
       fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9), no coarser or unsigned numbers; with
-        `init` it takes the policy's state too, `fn(blocks, pstate)`. Of equal scores the lower block id leaves first:
-        `blocks.released - blocks.clock` in the score makes it the older one.
+        `init` it takes the policy's state too, `fn(blocks, pstate)`. Of equal scores the lower block id leaves first,
+        and a parent takes the place of its last child; `blocks.released - blocks.clock` in a score breaks ties by age.
       timed: whether fn takes the time, i32[] ms, too, as its last argument.
       init: num_ids to the policy's state, a pytree of arrays; None: no state. Block ids may be reused for other
         contents; `blocks.generation` tells.
