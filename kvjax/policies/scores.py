@@ -249,7 +249,7 @@ def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 class Counts(NamedTuple):
-    """How often blocks were used, by the count that `lfu_da` compares."""
+    """Counts of uses, which `lfu_da` compares."""
 
     of_block: jax.Array  # i32[B]; uses of each block's contents, and the age of the cache when it was released last
     age: jax.Array  # i32[]; the largest count of a block that was evicted

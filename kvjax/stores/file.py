@@ -199,14 +199,14 @@ def load[C: (Cache, TieredCache)](
     """
     require_safetensors("load")
     pools_of(cache)
-    known = Namespaces() if names is None else names
-    path, loras = checked_folder(folder), checked_names(known, model, loras)
+    namespaces_given = Namespaces() if names is None else names
+    path, loras = checked_folder(folder), checked_names(namespaces_given, model, loras)
     time = np.asarray(integers("now", now, ()))
     spec = cache.state.spec
     with contextlib.ExitStack() as stack:
         manifest, index, parts = _opened(path, spec, model, stack)
         contents, crc = index
-        roots, namespaces = _translated(path, manifest, contents, known, loras)
+        roots, namespaces = _translated(path, manifest, contents, namespaces_given, loras)
         if names is None and any(namespaces.values()):
             raise ValueError("names: got None, wanted a kvjax.Namespaces: the save has blocks of salts or LoRAs")
         saved = Saved(spec, contents, contents.starts(roots), crc, parts)

@@ -104,7 +104,7 @@ def test_to_import_kvjax_sets_nothing():
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
-def test_what_compiles_for_long_is_said_in_the_log(monkeypatch, caplog, level):
+def test_what_compiles_for_long_is_logged(monkeypatch, caplog, level):
     """Only if anybody reads it a thread waits, and none after the call, not even after one that fails."""
     monkeypatch.setattr(_compile, "NOTICE_SECONDS", 0.05)
     caplog.set_level(level, "kvjax")
@@ -121,12 +121,12 @@ def test_what_compiles_for_long_is_said_in_the_log(monkeypatch, caplog, level):
     before, x = threading.active_count(), jnp.zeros(3)
     with pytest.raises(RuntimeError, match="no program"):
         fails(x)
-    said = ["compiling slow: the first call with these shapes"] * (level == logging.INFO)
-    assert [record.message.split(";")[0] for record in caplog.records] == said
+    messages = ["compiling slow: the first call with these shapes"] * (level == logging.INFO)
+    assert [record.message.split(";")[0] for record in caplog.records] == messages
     works(x)
     works(x)  # is compiled
-    assert [record.message.split(";")[0] for record in caplog.records] == 2 * said
-    assert threads == [before + len(said)] * 2 and threading.active_count() == before
+    assert [record.message.split(";")[0] for record in caplog.records] == 2 * messages
+    assert threads == [before + len(messages)] * 2 and threading.active_count() == before
 
 
 def test_a_program_that_compiles_quickly_says_nothing(caplog):

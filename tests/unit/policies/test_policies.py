@@ -193,7 +193,7 @@ def serve_once(policy):
     return jax.eval_shape(run, kvjax.init(PLAIN, policy))
 
 
-KEPT = kvjax.by_score(lambda blocks, seen: seen, init=lambda number: jnp.zeros(number, jnp.int32))
+COUNTED = kvjax.by_score(lambda blocks, seen: seen, init=lambda number: jnp.zeros(number, jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ KEPT = kvjax.by_score(lambda blocks, seen: seen, init=lambda number: jnp.zeros(n
 )  # fmt: skip
 def test_what_a_policy_returns_is_named_where_it_is_wrong(changed, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        serve_once(KEPT._replace(**changed))
+        serve_once(COUNTED._replace(**changed))
 
 
 def test_a_score_that_is_none_is_named():
     for wrong in (lambda blocks: None, lambda blocks: "low"):
         with pytest.raises(ValueError, match=r"^score of .*: got .*, wanted f32\[\d+\] or i32\[\d+\]"):
             serve_once(kvjax.by_score(wrong))
-    for options in ({"fn": None}, {"fn": 3}, {"init": 3}, {"init": KEPT.init, "touch": 3}):
+    for options in ({"fn": None}, {"fn": 3}, {"init": 3}, {"init": COUNTED.init, "touch": 3}):
         with pytest.raises(ValueError, match=rf"^{list(options)[-1]}: got (None|3), wanted a function"):
             kvjax.by_score(**({"fn": lambda blocks: blocks.fill} | options))
 
@@ -233,7 +233,7 @@ def test_a_policy_that_takes_padding_for_the_last_block_is_found(part):
         "touch": lambda seen, blocks, ids, now: seen.at[ids].add(1),
         "forget": lambda seen, ids: seen.at[ids].set(0),
     }
-    policy = KEPT._replace(idle=False, **{part: wrong[part]})
+    policy = COUNTED._replace(idle=False, **{part: wrong[part]})
     with pytest.raises(AssertionError, match=f"{part}: NO_BLOCK is padding"):
         check_policy(policy, steps=0, pstate=jnp.arange(1, 1 + kvjax.testing.SMALL.groups[0].num_ids, dtype=jnp.int32))
 
