@@ -31,6 +31,7 @@ from kvjax.verbs.commit import commit, is_refused
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
+from kvjax.verbs.free_rows import free_rows
 from kvjax.verbs.init import init
 from kvjax.verbs.release import release
 from kvjax.verbs.trim import trim
@@ -124,6 +125,7 @@ class Cache(MadeByCreate, Pytree):
     unpin = _method(unpin)
     reset = _method(reset)
     lookup = reader(lookup)
+    free_rows = reader(free_rows)
     view = reader(view)
     ragged = reader(ragged)
     mixed = reader(mixed)

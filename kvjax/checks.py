@@ -94,15 +94,22 @@ _signature = functools.cache(inspect.signature)
 
 def _check_width(name: str, value: Any) -> None:
     """Raises a ValueError if integers on the host, or wide ones on a device, do not fit into 32 bits."""
-    is_wide = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.dtype.itemsize == 8
     if isinstance(value, int) and not isinstance(value, bool):
         low = high = value
-    elif (is_wide or isinstance(value, np.ndarray | np.integer)) and np.issubdtype(value.dtype, np.integer):
-        low, high = (int(np.min(value)), int(np.max(value))) if value.size else (0, 0)
+    elif _may_be_wide(value) and np.size(value):
+        numbers = np.asarray(value)
+        low, high = int(numbers.min()), int(numbers.max())
     else:
         return
     if low < -(2**31) or high >= 2**31:
         raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
+
+
+def _may_be_wide(value: Any) -> bool:
+    """Whether these are integers whose values can be read, in an array of the host or of 64 bits on a device."""
+    if isinstance(value, jax.Array):
+        return not isinstance(value, Tracer) and value.dtype in (np.int64, np.uint64)
+    return isinstance(value, np.ndarray | np.integer) and np.issubdtype(value.dtype, np.integer)
 
 
 def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
@@ -184,6 +191,12 @@ def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     if array.dtype != jnp.bool_ or array.shape != (rows,):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
     return array
+
+
+def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
+    """The static options of a verb: numbers and tiers, by keyword."""
+    options = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **options: Any) -> Any:

@@ -79,8 +79,8 @@ def check_placement(model: Any, cache: Any) -> None:
             raise ValueError(f"model{path}: got an array on {got}, wanted it on {of_cache}, where the cache is")
 
 
-def _placed(tree: Any) -> Iterator[tuple[str, set[jax.Device]]]:
-    """The arrays that were put on devices, and these."""
+def _placed(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The paths of arrays that were put on devices, and the set of these devices."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
             yield jax.tree_util.keystr(path), leaf.sharding.device_set

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache, reader
-from kvjax.checks import MadeByCreate, check_32_bits, check_alive, check_on_host, face, integers
+from kvjax.checks import MadeByCreate, check_32_bits, check_alive, check_on_host, face, integers, static_options
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
@@ -34,6 +36,7 @@ from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
+from kvjax.verbs.free_rows import free_rows
 from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.release import release
 from kvjax.verbs.swap import swap_in, swap_out
@@ -58,10 +61,14 @@ _finish = OutermostJit(_finish, donate_argnums=0)
 class FailedTransfer(RuntimeError):
     """Moves that failed. Nothing is findable with wrong bytes; rows that had lost K/V have been released.
 
+    A verb that only moves blocks (`offload`, `onboard`, `watermark`, `swap_out`, `swap_in`) is undone: its blocks and
+    rows are where they were, and only blocks whose bytes a move may have overwritten are lost.
+
     Attributes:
       tiered: the cache to go on with.
       lost: the rows that were released.
-      events: of the verb, done for all rows but these.
+      events: of the verb, done for all rows but these; of one that is undone, none, the status NO_BLOCKS, and no
+        `transfer`.
       removed: events of the blocks that left the index.
     """
 
@@ -70,12 +77,40 @@ class FailedTransfer(RuntimeError):
         self.tiered, self.lost, self.events, self.removed = tiered, lost, events, removed
 
 
+class _JittedVerb:
+    """A verb on states, jitted: what is static in it is static here, also an int for `num_tokens` of all rows.
+
+    Attributes:
+      static: names of the options that are always static.
+    """
+
+    def __init__(self, verb: Callable[..., Any], donated: tuple[int, ...], **options: Any):
+        """`options` are the verb's, instead of its defaults."""
+        self._signature, self.static = inspect.signature(verb), static_options(verb)
+        jit = functools.partial(OutermostJit, functools.partial(verb, **options), donate_argnums=donated)
+        self._by_numbers = jit(static_argnames=self.static)
+        self._by_int = jit(static_argnames=(*self.static, "num_tokens"))
+
+    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OutermostJit, tuple[str, ...]]:
+        """The program for a call with these arguments, and their static values."""
+        given = self._signature.bind_partial(None, *args, **kwargs).arguments
+        num_tokens, static = given.get("num_tokens"), self.static
+        is_int = isinstance(num_tokens, int | np.integer) and given.get("max_tokens") is None
+        program = self._by_numbers
+        if is_int and "max_tokens" in self._signature.parameters:
+            program, static = self._by_int, (*static, "num_tokens")
+        return program, tuple(f"{name}={given[name]!r}" for name in static if name in given)
+
+
 def _moving_method[**P](
-    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **options: Any
+    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *, undoes: bool = False, **options: Any
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
-    """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
-    jitted = OutermostJit(functools.partial(verb, **options), donate_argnums=0, static_argnames=static)
-    compiled: set[Any] = set()  # shapes
+    """A verb on states as a method, jitted, that also makes the moves and copies that it orders.
+
+    A verb that `undoes` orders no copies. It keeps the state from before it, and returns to it if a move fails.
+    """
+    jitted = _JittedVerb(verb, () if undoes else (0,), **options)
+    compiled: set[Any] = set()  # shapes and static values
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         name, arguments = f"TieredCache.{verb.__name__}", (self.cache, self.host, args, kwargs)
@@ -84,23 +119,24 @@ def _moving_method[**P](
         )
         check_alive(self.cache, self.host)
         check_32_bits(verb, self.state, *args, **kwargs)
+        program, static = jitted.program(args, kwargs)
         shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
-        if shapes not in compiled:
+        if (shapes, static) not in compiled:
             # Compiles `_finish` too before the verb takes the state, so that a compile error loses nothing.
-            state, events = jitted.lower(self.state, *args, **kwargs).compile().out_info
+            state, events = program.lower(self.state, *args, **kwargs).compile().out_info
             _finish.lower(Cache(state, self.pools), events, np.bool_(True)).compile()
-            compiled.add(shapes)
-        state, events = jitted(self.state, *args, **kwargs)
-        return self._settle(state, events), events
+            compiled.add((shapes, static))
+        state, events = program(self.state, *args, **kwargs)
+        return self._settle(state, events, undoes), events
 
     return face(method, verb, "TieredCache", **options)
 
 
 def _method[**P](
-    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str
+    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]],
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that orders neither moves nor copies."""
-    jitted = OutermostJit(verb, donate_argnums=0, static_argnames=static)
+    jitted = OutermostJit(verb, donate_argnums=0, static_argnames=static_options(verb))
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         check_alive(self.cache, self.host)
@@ -168,30 +204,31 @@ class TieredCache(MadeByCreate):
         """The device's K/V."""
         return self.cache.pools
 
-    admit = _moving_method(admit, "reserve_tokens", "alignment_tokens", "tiers", tiers=("device", "host"))
-    extend = _moving_method(extend, "max_tokens", "tiers", tiers=("device", "host"))
+    admit = _moving_method(admit, tiers=("device", "host"))
+    extend = _moving_method(extend, tiers=("device", "host"))
     commit = _method(commit)
     fork = _method(fork)
     truncate = _method(truncate)
-    trim = _method(trim, "max_tokens")
+    trim = _method(trim)
     release = _method(release)
     beam_step = _method(beam_step)
-    evict = _method(evict, "max_removed")
-    forget_namespaces = _method(forget_namespaces, "max_removed")
-    pin = _method(pin, "group")
-    unpin = _method(unpin, "group")
+    evict = _method(evict)
+    forget_namespaces = _method(forget_namespaces)
+    pin = _method(pin)
+    unpin = _method(unpin)
     reset = _method(reset)
-    offload = _moving_method(offload, "group")
-    onboard = _moving_method(onboard, "group")
-    watermark = _moving_method(watermark, "most", "group")
-    swap_out = _moving_method(swap_out)
-    swap_in = _moving_method(swap_in)
-    lookup = reader(lookup, OutermostJit(lookup, static_argnames=("alignment_tokens", "tiers")))
+    offload = _moving_method(offload, undoes=True)
+    onboard = _moving_method(onboard, undoes=True)
+    watermark = _moving_method(watermark, undoes=True)
+    swap_out = _moving_method(swap_out, undoes=True)
+    swap_in = _moving_method(swap_in, undoes=True)
+    lookup = reader(lookup, OutermostJit(lookup, static_argnames=static_options(lookup)))
+    free_rows = reader(free_rows)
     view = reader(view)
     ragged = reader(ragged)
     mixed = reader(mixed)
 
-    _adopt = _moving_method(adopt, "tiers", tiers=("device", "host"))
+    _adopt = _moving_method(adopt, tiers=("device", "host"))
 
     @own_transfers()
     def adopt(
@@ -254,7 +291,7 @@ class TieredCache(MadeByCreate):
         cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
         return self.replace(cache), computed, events
 
-    def _settle(self, state: CacheState, events: Events) -> TieredCache:
+    def _settle(self, state: CacheState, events: Events, undoes: bool) -> TieredCache:
         """Makes the moves and the copies, in this order, and completes the moves in the state."""
         pools, host, failure = self.pools, self.host, None
         if events.transfer is not None:
@@ -264,9 +301,14 @@ class TieredCache(MadeByCreate):
                 pools, host, failure = error.pools, error.host, error
             if failed_anywhere(state, failure is not None) and failure is None:
                 failure = RuntimeError("a move failed in another process")
-        cache, done = _finish(Cache(state, pools), events, np.bool_(failure is None))
+        undone = undoes and failure is not None
+        cache, done = _finish(Cache(self.state if undone else state, pools), events, np.bool_(failure is None))
         if failure is None:
             return TieredCache(cache, host)
+        if undone:
+            status = np.asarray(events.status)
+            status = np.where(status == Status.OK, np.int32(Status.NO_BLOCKS), status)
+            events = events.only(jnp.bool_(False)).replace(status=status, transfer=None)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
             state, _ = _release(cache.state, np.int32(row))  # stores nothing: its blocks are not in the index

@@ -119,8 +119,8 @@ VERBS = {
     "offload": Verb("blocks", host_calls={"": ((IDS,), {})}),
     "onboard": Verb("blocks", host_calls={"": ((IDS,), {"group": 1})}),
     "watermark": Verb("empty", host_calls={"": ((2,), {"most": 3})}),
-    "swap_out": Verb("seq", host_calls={"": ((0,), {})}),
-    "swap_in": Verb("seq", host_calls={"": ((0,), {})}),
+    "swap_out": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),
+    "swap_in": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),
     "complete": Verb("transfer ok"),  # each of the host calls is completed
 }
 # By "VERB" or "VERB VARIANT".
@@ -130,5 +130,5 @@ HOST_CALLS = {
 }
 HOST_VERBS = tuple(name for name, verb in VERBS.items() if verb.host_calls and not verb.calls)
 # Other functions of a state that are methods of a cache, too.
-VIEWS = ("view", "ragged", "mixed")
+VIEWS = ("view", "ragged", "mixed", "free_rows")
 TIMED = tuple(name for name in VERBS if "now" in inspect.signature(drive.verb(name)).parameters)

@@ -18,8 +18,9 @@ import numpy as np
 import kvjax
 import kvjax.stores
 from kvjax import Events, LayerSpec, Status
+from kvjax.checks import static_options
 from kvjax.testing import SMALL
-from kvjax.testing.trial import static_options
+from kvjax.testing.trial import verify_order
 
 ROOT = pathlib.Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -37,7 +38,7 @@ TIERS = kvjax.make_spec(
 BOTH = ("device", "host")
 MOST = 6  # tokens that `Driver.grow` asks for, per row
 
-HOMES = (kvjax, kvjax.tiers, kvjax.stores, kvjax.pools, kvjax.debug, kvjax.events)
+HOMES = (kvjax, kvjax.tiers, kvjax.stores, kvjax.pools, kvjax.debug, kvjax.events, kvjax.serving)
 
 
 def verb(name: str) -> Callable[..., Any]:
@@ -146,6 +147,7 @@ class Driver:
     def verify(self, verb: str, before: Any) -> None:
         """Verifies the cache after the last verb, which was called in the state `before`."""
         kvjax.check(self.state)
+        verify_order(verb, self.events)
         assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
         refused = np.asarray(self.events.status) != Status.OK
         if verb != "complete" and (refused.all() or (verb == "extend" and refused.any())):

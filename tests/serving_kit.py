@@ -16,6 +16,7 @@ import pytest
 import kvjax
 from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler, runner
+from kvjax.testing.trial import verify_order
 from tests.drive import VERBS, padded
 from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, name_of
 
@@ -205,6 +206,8 @@ class Listener:
     def __call__(self, events):
         assert not any(x.is_deleted() for x in jax.tree.leaves(events))
         self.calls += 1
+        if isinstance(events, kvjax.Events):  # of one transition, where a log has many
+            verify_order("", events)
         self.events += kvjax.to_list(events)
         self.totals = self.totals.add(events)
         if self.calls in self.at:

@@ -29,18 +29,22 @@ def take(
     min_priority: int = 0,
     onboarded: jax.Array | None = None,
     extra: jax.Array | int = 0,
+    stays: bool = False,
 ) -> Taken:
     """Takes `need` i32[] blocks for one holder each, all or none: empty ones, then victims of the policy.
 
     With `priorities` i32[B] (`tiers.priorities`), between loops, victims are offloaded to the host, or removed if their
     priority is below `min_priority`; `onboarded` i32[size], different findable blocks on the host, packed, come back
     from it (`transfers.py`). Without, the host is never touched, and a device block with descendants on the host is not
-    evicted. `extra` i32[] more blocks are emptied. `size`, static, is the most blocks that need, onboarded and extra
-    may be together. The group is unchanged unless all of `need` can be taken.
+    evicted. `extra` i32[] more blocks are emptied. With `stays`, static, all that go to the host stay there.
+    `size`, static, is the most blocks that need, onboarded and extra may be together. The group is unchanged unless all
+    of `need` can be taken.
     """
     if priorities is not None:
         onboarded = jnp.full((size,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
-        return take_over_tiers(group, number, policy, need, size, now, priorities, min_priority, onboarded, extra)
+        return take_over_tiers(
+            group, number, policy, need, size, now, priorities, min_priority, onboarded, extra, stays
+        )
     index = np.arange(size, dtype=np.int32)
     from_stack = jnp.minimum(need, group.num_empty)
     wanted = jnp.where(need <= group.available, need - from_stack, 0)

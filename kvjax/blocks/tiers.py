@@ -28,6 +28,13 @@ def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax
     return loop(lambda m: jnp.any(up(m) & ~m), up, marked)
 
 
+def host_space(group: Group) -> jax.Array:
+    """i32[]; blocks that the host has space for: its empty blocks, and the cached blocks that may leave it."""
+    blocks, host, on_device = group.blocks, host_of(group), group.on_device(group.ids)
+    moving = with_ancestors(group, host.pending_transfer != 0, on_device)
+    return host.num_empty + count(~on_device & ~moving & (blocks.refcount == 0) & (blocks.fill > 0))
+
+
 def find_unevictable(group: Group) -> Group:
     """The group with `Host.unevictable` up to date; a pass over all blocks for each level of the longest chain."""
 

@@ -6,7 +6,7 @@ blocks into parts, by where they come from and where they end:
 
                   device             host                nowhere
     offloaded     3, 4  ---------->  3, 4                          found there from then on
-    evicted       5, 6  ------------------------------>  5, 6      6 would be offloaded, but is the host's own victim
+    evicted       5, 6  ------------------------------>  5, 6      6 would go to the host, but is its victim at once
     dropped                          7, 8  ----------->  7, 8      7 is a descendant of 5, 8 a victim for lack of space
     onboarded     9     <----------  9
 
@@ -28,26 +28,25 @@ from kvjax._arrays import Pytree, add, compact, count, either, is_among, pick, p
 from kvjax.blocks.publish import children_first, descendants, leave_index
 from kvjax.blocks.tiers import find_unevictable, host_of, next_move, updates, with_ancestors
 from kvjax.blocks.victims import Taken, claim
-from kvjax.events.records import joined
 from kvjax.events.transfer import orders
 from kvjax.policies.retention import advance_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
 
 
-class Outgoing(Pytree, static=("held",)):
+class Outgoing(Pytree, static=("held", "stays")):
     """Device blocks that have to leave their pool rows, all [A]."""
 
     ids: jax.Array  # i32; children before parents, subtracted from the parents' `children` already
     where: jax.Array  # bool; the entries that count
     to_host: jax.Array  # bool; goes to the host; the others are evicted
     held: bool = False  # static; whether rows hold the blocks and keep them (a swap), or nobody does
+    stays: bool = False  # static; whether all that go to the host stay there, so that its victims are others
 
 
 class Transfers(Pytree):
     """The parts of a call; see the drawing at the top."""
 
     offloaded: jax.Array  # bool[A]; those of `Outgoing.ids` that end on the host
-    through_host: jax.Array  # bool[A]; evicted ones that were to be offloaded: their events say so, too
     # i32[2A]; host blocks that leave the index: descendants of evicted blocks, then the host's victims
     dropped: jax.Array
     removed: jax.Array  # i32[3A]; evicted and dropped blocks, children before parents; then NO_BLOCK
@@ -77,6 +76,7 @@ def take_over_tiers(
     min_priority: int,
     onboarded: jax.Array,
     extra: jax.Array | int,
+    stays: bool,
 ) -> Taken:
     """Takes `need` blocks for one holder each and brings blocks back, offloading the policy's victims; see `take`."""
     host, before = host_of(group), group.blocks
@@ -95,7 +95,7 @@ def take_over_tiers(
     where = (jnp.arange(size, dtype=jnp.int32) < num_victims) & eligible(ids)
     blocks, claimed = claim(before, ids, where)
     fits = (total <= group.available) & (count(claimed) == num_victims)
-    outgoing = Outgoing(ids, claimed, claimed & (pick(priorities, ids) >= min_priority))
+    outgoing = Outgoing(ids, claimed, claimed & (pick(priorities, ids) >= min_priority), stays=stays)
     group_after_claim = group.replace(blocks=blocks, policy=pstate)
     taken = transfer(group_after_claim, number, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped)
     ok = fits & taken.ok
@@ -146,7 +146,7 @@ def plan_transfers(
     pulled_down = jnp.nonzero(doomed & ~is_outgoing, size=size, fill_value=NO_BLOCK)[0].astype(jnp.int32)
     ok = ok & (count(doomed & ~is_outgoing) <= size)
 
-    # The host's victims are chosen as if all blocks had arrived, so that these may be among them.
+    # The host's victims are chosen as if all blocks had arrived, so that these may be among them unless they must stay.
     offloaded = to_host & ~pick(doomed, ids)
     capacity = host.num_empty + count(pulled_down >= 0) + count(onboarded >= 0)
     overflow = jnp.maximum(count(offloaded) - capacity, 0)
@@ -157,7 +157,7 @@ def plan_transfers(
 
     removed = jnp.concatenate([jnp.where(outgoing.where & ~offloaded, ids, NO_BLOCK), dropped])
     removed = children_first(blocks, removed, removed >= 0)
-    return Transfers(offloaded, to_host & ~offloaded, dropped, removed, onboarded, host, ok)
+    return Transfers(offloaded, dropped, removed, onboarded, host, ok)
 
 
 def _host_victims(
@@ -175,6 +175,7 @@ def _host_victims(
     blocks, size, num_ids = group.blocks, outgoing.ids.shape[0], group.blocks.fill.shape[0]
     incoming = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
     exempt = is_among(num_ids, onboarded, onboarded >= 0) | doomed
+    exempt = exempt | incoming if outgoing.stays else exempt
     refcount = put(blocks.refcount, outgoing.ids, 0, offloaded & (not outgoing.held))
     # The policy sees a block's children on the host as its only children.
     seen = blocks.replace(refcount=refcount, children=host.num_host_children)
@@ -239,7 +240,6 @@ def apply_transfers(
     moved = jnp.concatenate([jnp.where(offloaded, outgoing.ids, NO_BLOCK), onboarded])
     level = (jnp.arange(moved.shape[0], dtype=jnp.int32) < offloaded.shape[0]).astype(jnp.int32)
     updated = updates(blocks, number, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
-    through_host = updates(blocks, number, outgoing.ids, transfers.through_host, 1)
     ordered = orders(
         moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.pool_row, moved),
         target=pick(rows.pool_row, moved),
@@ -279,4 +279,4 @@ def apply_transfers(
     pstate = policy.touched(pstate, group.blocks, jnp.where(idle, onboarded, NO_BLOCK), now)
     group = find_unevictable(group.replace(policy=pstate))
     ids = jnp.where(index < need, free, NO_BLOCK)
-    return Taken(group, ids, transfers.ok, joined(through_host, left_index), updated, ordered)
+    return Taken(group, ids, transfers.ok, left_index, updated, ordered)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax._arrays import padded, put, ranked
 from kvjax.events.records import COLUMNS, EventKind, Events, Records, joined, one_line
@@ -19,17 +18,27 @@ class EventLog(Records):
 
     Attributes:
       text: i32[C, P]; the contents of stored blocks.
-      size: i32[]; events in the log.
+      appended: i32[]; events that were appended, with those that did not fit.
       queried: i32[]; prompt tokens that were looked up by the admissions whose events it holds.
       cached: i32[]; queried tokens that were found.
       unusable: i32[]; as in `Events`, or None.
     """
 
     text: Text
-    size: jax.Array
+    appended: jax.Array
     queried: jax.Array
     cached: jax.Array
     unusable: jax.Array | None = None
+
+    @property
+    def size(self) -> jax.Array:
+        """i32[]; events in the log."""
+        return jnp.minimum(self.appended, self.records.shape[0])
+
+    @property
+    def lost(self) -> jax.Array:
+        """i32[]; events that did not fit: an index that follows the log is wrong if there are any."""
+        return self.appended - self.size
 
     @property
     def num_free(self) -> jax.Array:
@@ -40,7 +49,11 @@ class EventLog(Records):
     extra_ids = property(lambda self: self.text.extra_ids)
 
     def __repr__(self) -> str:
-        return one_line(self, lambda log: f"{np.sum(log.size):,} of {len(log.records):,}")
+        def size(log: EventLog) -> str:
+            lost = f", {int(log.lost):,} lost" if log.lost else ""
+            return f"{int(log.size):,} of {len(log.records):,}{lost}"
+
+        return one_line(self, size)
 
 
 Log = EventLog | None  # None: nobody wants the events
@@ -73,7 +86,7 @@ def init_log(capacity: int, block_size: int, extra_ids: bool = False, recurrent:
 def append(log: EventLog, *events: Events) -> EventLog:
     """Adds the events of transitions to the log, in one pass.
 
-    The caller has checked `log.num_free`: what does not fit is lost.
+    The caller has checked `log.num_free`: events that do not fit are lost, and counted (`log.lost`).
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -88,12 +101,12 @@ def append(log: EventLog, *events: Events) -> EventLog:
     records, text = jax.tree.map(padded, (joined(*events), text))
     real = records.kind != EventKind.NONE
     before, number = ranked(real, small=True)
-    index = log.size + before
+    index = log.appended + before
     where = real & (index < log.records.shape[0])
     return EventLog(
         records=put(log.records, index, records.records, where),
         text=put(log.text, index, text, where),
-        size=jnp.minimum(log.size + number, log.records.shape[0]),
+        appended=log.appended + number,
         **lookups(log, events),
     )
 

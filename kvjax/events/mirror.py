@@ -25,6 +25,8 @@ _LEVELLED = frozenset({int(EventKind.STORED), int(EventKind.UPDATED)})
 def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
     """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node.
 
+    Events that a full log has lost are not among them: `EventLog.lost` counts these.
+
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> state, prompt = kvjax.init(spec), np.arange(10)
@@ -36,7 +38,7 @@ def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
       stored 1 (0, 1) [4, 5, 6, 7]
     """
     records, size = np.asarray(events.records).reshape(-1, len(COLUMNS)), events.tokens.shape[-1]
-    records = records[: int(events.size) if isinstance(events, EventLog) else None]
+    records = records[: int(events.appended) if isinstance(events, EventLog) else None]
     used, stored = np.flatnonzero(records[:, 0]), np.flatnonzero(records[:, 0] == EventKind.STORED)
     parts = {name: np.asarray(x).reshape(-1, size)[stored].tolist() for name, x in events.text.parts().items()}
     texts = zip(*parts.values(), strict=True)

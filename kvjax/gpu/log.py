@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from kvjax.events.log import EventLog, lookups
 from kvjax.events.records import EventKind, Events
@@ -29,25 +28,25 @@ def append_events(log: EventLog, events: Sequence[Events], interpret: bool = Fal
         "append_events",
         lanes=max(lanes),
         reads=reads,
-        changes={"records": log.records, "size": log.size, **log.text.parts()},
+        changes={"records": log.records, "appended": log.appended, **log.text.parts()},
         makes={},
         interpret=interpret,
     )
     text = Text(done["tokens"], done.get("extra_ids"))
-    return EventLog(done["records"], text, done["size"], **lookups(log, events))
+    return EventLog(done["records"], text, done["appended"], **lookups(log, events))
 
 
 def _append(memory: Memory, *, lanes: Sequence[int]) -> None:
     """The kernel: a lane for each record of a transition, one transition after the other."""
-    capacity, size = memory.shape("records")[0], memory.number("size")
+    capacity, appended = memory.shape("records")[0], memory.number("appended")
     for number, width in enumerate(lanes):
         lane = numbered(width)
         inside = lane < memory.shape(f"records{number}")[0]
         real = memory.pick(f"records{number}", (lane, 0), inside) != int(EventKind.NONE)
-        index = size + rank(real)
+        index = appended + rank(real)
         where = real & (index < capacity)
         for name in ("records", *TEXT):
             if name in memory:
                 copy_rows(memory, [(f"{name}{number}", name)], lane, index, where)
-        size = size + count(real)
-    memory.set_number("size", jnp.minimum(size, capacity))
+        appended = appended + count(real)
+    memory.set_number("appended", appended)

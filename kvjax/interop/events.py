@@ -32,6 +32,11 @@ class HostEvents:
     is_shared: bool = False  # whether several listeners get this
     _found: dict[object, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def lost(self) -> int:
+        """The number of events that a full log has lost: an index that follows these events is wrong above 0."""
+        return int(self.events.lost) if isinstance(self.events, EventLog) else 0
+
     @functools.cached_property
     def steps(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """(kind, records, text of the stored ones) in as few runs of one kind as follow each other.
@@ -107,7 +112,7 @@ def arrays(events: Any) -> Events | EventLog:
 def records_of(events: Events | EventLog) -> np.ndarray:
     """i32[n, 9]; the records, those of a log without its padding."""
     records = np.asarray(events.records).reshape(-1, len(COLUMNS))
-    return records[: int(events.size)] if isinstance(events, EventLog) else records
+    return records[: int(events.appended)] if isinstance(events, EventLog) else records
 
 
 def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:

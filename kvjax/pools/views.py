@@ -171,14 +171,12 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
 def _rows(state: CacheState, num_tokens, seqs, written):
     """Block tables [R, M] per group, tokens i32[R] before the view's, and those i32[R] that each row has reserved."""
     max_seqs = state.spec.max_seqs
-    seqs = jnp.arange(max_seqs, dtype=jnp.int32) if seqs is None else jnp.asarray(seqs)
-    if seqs.ndim != 1 or not jnp.issubdtype(seqs.dtype, jnp.integer):
-        raise ValueError(f"seqs: got {seqs.dtype}{list(seqs.shape)}, wanted i32[R]")
+    seqs = jnp.arange(max_seqs, dtype=jnp.int32) if seqs is None else integers("seqs", seqs, ("R",))
     num_tokens = jnp.asarray(num_tokens)
     if num_tokens.shape not in ((), seqs.shape) or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
         got = f"{num_tokens.dtype}{list(num_tokens.shape)}"
         raise ValueError(f"num_tokens: got {got}, wanted i32{list(seqs.shape)} or an int")
-    seqs, real = seqs.astype(jnp.int32), (seqs >= 0) & (seqs < max_seqs)
+    real = (seqs >= 0) & (seqs < max_seqs)
     tables = []
     for group, spec in zip(state.groups, state.spec.groups, strict=True):
         table = pick(group.table, seqs)

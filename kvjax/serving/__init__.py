@@ -20,11 +20,12 @@ from kvjax.serving.score import score
 from kvjax.serving.serve import serve, serve_step, what_if
 from kvjax.serving.show import show_requests, show_step
 from kvjax.serving.submit import cancel, drain, submit
+from kvjax.verbs.free_rows import free_rows
 
 __all__ = [
     "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output", "Penalties",
     "Progress", "QueueFull", "Replicas", "Requests", "Rollout", "Route", "Rows", "Sampling", "Scheduler", "Serving",
-    "Times", "cancel", "choose_replica", "compiler_options", "decode", "decode_log", "drain", "generate",
+    "Times", "cancel", "choose_replica", "compiler_options", "decode", "decode_log", "drain", "free_rows", "generate",
     "init_serving", "penalize", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step",
     "show_requests", "show_step", "step", "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

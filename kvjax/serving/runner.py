@@ -272,8 +272,9 @@ class HostTier[C: (Cache, TieredCache)]:
             target = min(need, self.spec.groups[number].num_blocks)
             options = {"most": self._most_taken(number), "group": number}
             while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
-                events, _ = self.call(TieredCache.watermark, target, **options)
-                target = empty if events.ok else (empty + target) // 2
+                events, _, has_failed = self.call(TieredCache.watermark, target, **options)
+                is_over = events.ok or has_failed  # fewer moves would fail as well
+                target = empty if is_over else (empty + target) // 2
 
     def empty_refused(self) -> None:
         """Empties blocks that the loop was refused, since their children are on the host."""
@@ -296,7 +297,7 @@ class HostTier[C: (Cache, TieredCache)]:
         }
         lost = [row]
         while row in lost:  # once in any case; a move that fails takes its blocks out of the index
-            events, lost = self.call(
+            events, lost, _ = self.call(
                 TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
             )
         placed = np.array([slot, row], np.int32)
@@ -310,13 +311,13 @@ class HostTier[C: (Cache, TieredCache)]:
         if not rows.any:
             return False
         verb, row = (TieredCache.swap_out, rows.out) if rows.out >= 0 else (TieredCache.swap_in, rows.back)
-        events, _ = self.call(verb, row)
+        events, *_ = self.call(verb, row)
         if not bool(events.ok):
             self.state.serving = self.state.serving.replace(refused=jnp.int32(1))
         return True
 
-    def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
-        """Calls a verb; returns the events, and rows whose K/V were lost by moves that failed, with a warning."""
+    def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int], bool]:
+        """Calls a verb; returns the events, rows whose K/V were lost, and whether moves failed, with a warning."""
         state, lost, removed, failed = self.state, [], [], None
         try:
             cache, events = verb(state.result, *args, now=state.now(), **options)
@@ -329,4 +330,4 @@ class HostTier[C: (Cache, TieredCache)]:
             warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
         for row in lost:  # their requests wait again, and find less in the cache the next time
             state.serving = _leave(state.serving, np.int32(row), np.bool_(False))
-        return events, lost
+        return events, lost, failed is not None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import compact, pick
+from kvjax._arrays import pick
 from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
@@ -18,6 +18,7 @@ from kvjax.events.log import Log
 from kvjax.model import Model, check_model
 from kvjax.serving.decode import note
 from kvjax.serving.rollout import check_on_device, spans
+from kvjax.verbs.free_rows import free_rows
 from pallas_kernels.loops import scan, while_loop
 
 
@@ -111,9 +112,7 @@ class _Group:
         Where they cannot be computed they are NaN. Also returns the cache and the log.
         """
         groups, most = completions.shape
-        num_seqs = cache.state.spec.max_seqs
-        free, _ = compact(jnp.where(cache.state.seqs.length == 0, np.arange(num_seqs, dtype=np.int32), -1))
-        rows = free[:groups]
+        rows, _ = free_rows(cache.state, groups)
         lead = jnp.where(rows[-1] >= 0, rows[0], -1)
         width = prompt.shape[0] - self.chunk
         fits = (length <= width) & (length + jnp.max(ends) - 1 <= cache.state.spec.max_length)

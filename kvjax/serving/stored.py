@@ -258,7 +258,7 @@ class StoredPrefixes:
             return {column: words.get((number, column), []) for column in columns}
 
         tokens: Any = np.asarray(prefix.tokens[: end * size], np.int32).reshape(end, size)
-        events, _ = call(adopt_prefix, Text(tokens, None), have, read, length=end * size, namespace=prefix.namespace)
+        events, *_ = call(adopt_prefix, Text(tokens, None), have, read, length=end * size, namespace=prefix.namespace)
         return bool(events.ok)
 
     def _give_up(self, prefix: Prefix) -> None:
@@ -313,7 +313,7 @@ class StoredPrefixes:
 
     def _write(self, log: EventLog) -> None:
         """Writes the whole blocks that a loop stored and that are still there."""
-        records = np.asarray(log.records)[: int(log.size)]
+        records = np.asarray(log.records)[: int(log.appended)]
         kind, number, block, generation, _, _, num_tokens, level, _ = records.T
         is_whole = (kind == EventKind.STORED) & (num_tokens == self.size) & (level == 0)
         if not is_whole.any():

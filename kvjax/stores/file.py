@@ -199,14 +199,14 @@ def load[C: (Cache, TieredCache)](
     """
     require_safetensors("load")
     pools_of(cache)
-    namespaces_given = Namespaces() if names is None else names
-    path, loras = checked_folder(folder), checked_names(namespaces_given, model, loras)
+    own_names = Namespaces() if names is None else names
+    path, loras = checked_folder(folder), checked_names(own_names, model, loras)
     time = np.asarray(integers("now", now, ()))
     spec = cache.state.spec
     with contextlib.ExitStack() as stack:
         manifest, index, parts = _opened(path, spec, model, stack)
         contents, crc = index
-        roots, namespaces = _translated(path, manifest, contents, namespaces_given, loras)
+        roots, namespaces = _translated(path, manifest, contents, own_names, loras)
         if names is None and any(namespaces.values()):
             raise ValueError("names: got None, wanted a kvjax.Namespaces: the save has blocks of salts or LoRAs")
         saved = Saved(spec, contents, contents.starts(roots), crc, parts)
@@ -262,7 +262,7 @@ def _translated(
         raise broken(folder / MANIFEST, f"namespaces that do not fit its blocks ({error})") from error
     number_of, roots, namespaces = {None: None} | {name: number for number, name in loras.items()}, {}, {}
     for number, (salt, lora) in pairs.items():
-        name = lora_names.get(lora)
+        name = None if lora is None else lora_names[lora]
         roots[number] = root_crc(salt, name)
         if name in number_of:
             namespaces[number] = names.numbered(salt, number_of[name])

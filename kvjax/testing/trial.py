@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -13,9 +12,10 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax.checks import static_options
 from kvjax.debug.invariants import check
 from kvjax.events.mirror import Mirror, fold, index_of, to_list
-from kvjax.events.records import Events, Records, Status
+from kvjax.events.records import COLUMNS, EventKind, Events, Records, Status
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
 from kvjax.testing.expected import Expected, Fields, Row, adopt, arguments_of, pool_rows
@@ -36,12 +36,8 @@ VERBS = (
     unpin, evict, forget_namespaces, reset, offload, onboard, watermark,
     swap_out, swap_in, complete,
 )  # fmt: skip
-
-
-def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
-    """The static options of a verb: numbers and tiers, by keyword."""
-    options = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
+# Of these verbs, several rows are as many transitions, one after the other.
+ROW_BY_ROW = ("admit", "fork", "truncate", "release", "swap_out", "swap_in")
 
 
 @functools.cache
@@ -109,6 +105,7 @@ class Trial:
         assert not wanted or status == [Status.OK], f"{status[0].name}, though there are blocks enough"
         if verb != "complete" and (Status.OK not in status or (verb == "extend" and any(status))):
             assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
+        verify_order(verb, events)
         self._verify_unheld(records, before, verb)
         self._verify_removed(records)
         self.mirror = fold(records, mirror)
@@ -279,6 +276,17 @@ def _transitions(result: Any) -> list[Events]:
         raise ValueError("fn: got events that scan stacked beside others, wanted all in their order")
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), found[0])
     return [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(len(flat.records))]
+
+
+def verify_order(verb: str, events: Events) -> None:
+    """Each transition reports removed, updated, stored, then copied blocks, and a block as removed or updated once."""
+    rows = len(events.status) if verb in ROW_BY_ROW else 1
+    for records in np.asarray(events.records).reshape(rows, -1, len(COLUMNS)):
+        records = records[records[:, 0] != EventKind.NONE]
+        kinds = [EventKind(kind).name.lower() for kind in records[:, 0]]
+        assert np.all(np.diff(records[:, 0]) >= 0), f"{verb}: the events come in another order: {kinds}"
+        changed = records[np.isin(records[:, 0], (EventKind.REMOVED, EventKind.UPDATED)), 1:4]
+        assert len(np.unique(changed, axis=0)) == len(changed), f"{verb}: a block was removed or updated twice: {kinds}"
 
 
 def _differing(cache: Mapping[Any, Any], events: Mapping[Any, Any]) -> str:

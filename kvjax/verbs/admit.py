@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import Pytree, compact, count, fence, pick
+from kvjax._arrays import Pytree, compact, count, fence, is_among, pick
 from kvjax.blocks import windows
 from kvjax.blocks.holders import hold, hold_source, let_go_of_sources
 from kvjax.blocks.match import longest_match
@@ -24,7 +24,7 @@ from kvjax.blocks.take import take
 from kvjax.blocks.tiers import order_copy, priorities
 from kvjax.blocks.victims import Taken
 from kvjax.checks import each_row, integers, on_state, static_int
-from kvjax.events.records import EventKind, Events, Records, Status, joined, record
+from kvjax.events.records import COLUMNS, EventKind, Events, Records, Status, joined, record
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_column
 from kvjax.spec import GroupSpec
@@ -230,7 +230,8 @@ def admit_row(
     row, updated = read_row(state, seq).metadata, [new.updated for new in taken]
     if spec.retention:
         stated = by_column(retention, prompt.length, size, spec.max_blocks_per_seq + 1)
-        groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, is_new & ok)
+        hits, is_new = plan.found[0].hits & ok, is_new & ok
+        groups[0], changed, updated[0] = _retain(groups[0], tables[0], stated, hits, is_new, updated[0])
         row, updated = row.replace(retention=stated), [*updated, changed]
     row = row.replace(length=plan.target, committed=cached, namespace=prompt.namespace)
     after = write_row(state.replace(groups=tuple(groups)), seq, ok, row, tables)
@@ -360,18 +361,23 @@ def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cach
 
 
 def _retain(
-    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, is_new: jax.Array
-) -> tuple[Group, Records]:
+    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, is_new: jax.Array, moved: Records
+) -> tuple[Group, Records, Records]:
     """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without one keep their own.
 
-    Also returns F records, updated.
+    Also returns F records, updated; and the records of blocks that have moved, with the priorities that are stated now.
     """
     blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
     restated, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
     retention, before = fence(blocks.retention, before)
     blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | is_new)
     changed = restated & (before != stated[:, 0])
+    if moved.block.size:
+        has_moved = moved.kind == EventKind.UPDATED
+        changed = changed & ~pick(is_among(blocks.fill.shape[0], moved.block, has_moved), table)
+        priority = jnp.where(has_moved, blocks.stated_priority(moved.block), moved.priority)
+        moved = moved.replace(records=moved.records.at[:, COLUMNS.index("priority")].set(priority))
     updated = record(
         EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]
     )
-    return group.replace(blocks=blocks), updated
+    return group.replace(blocks=blocks), updated, moved

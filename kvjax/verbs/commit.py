@@ -84,7 +84,7 @@ def _checked_rows(
     state: CacheState, seqs: jax.Array | None, tokens: jax.Array, num_tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """bool[R], the rows that exist; i32[R], their committed lengths; bool[R], the rows that are refused."""
-    rows = jnp.arange(state.spec.max_seqs, dtype=jnp.int32) if seqs is None else seqs
+    rows = jnp.asarray(np.arange(state.spec.max_seqs, dtype=np.int32)) if seqs is None else seqs
     exists = (rows >= 0) & (rows < state.spec.max_seqs)
     length, start = state.seqs.length, state.seqs.committed
     if seqs is not None:

@@ -17,6 +17,8 @@ Source: TensorRT-LLM's secondary pool; vLLM's swapping of whole sequences.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -26,7 +28,7 @@ from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.take import take
-from kvjax.blocks.tiers import find_unevictable, host_of, priorities, with_ancestors
+from kvjax.blocks.tiers import find_unevictable, host_of, host_space, next_move, priorities, with_ancestors
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
 from kvjax.checks import integers, on_state, static_int
@@ -40,6 +42,8 @@ from kvjax.verbs._request import assemble, chosen, conclude, first_failure, put_
 def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Moves cached blocks to the host, whatever their priority; all or nothing.
 
+    A full host removes blocks of its own for them, by its policy, and none of those that come.
+
     Args:
       state: the cache.
       blocks: i32[K]; different cached blocks on the device; NO_BLOCK is padding. Their children on the device must
@@ -48,8 +52,8 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
       group: static; number of their group.
 
     Returns:
-      The cache; and events, E = 5 K: removed (from a full host), updated; with `transfer`. Status HELD if a block is
-      held or on the move, NO_BLOCKS if the host has too few blocks, else BAD_REQUEST.
+      The cache; and events, E = 4 K + 1: removed (from a full host), updated; with `transfer`. Status HELD if a block
+      is held or on the move, NO_BLOCKS if the host has too few blocks, else BAD_REQUEST.
 
     Example:
       >>> from kvjax import stores, tiers
@@ -74,7 +78,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     all_claimed = good & (count(claimed) == count(named))
     taken = transfer(
         chosen_group.replace(blocks=claimed_blocks), group, windows.policy_of(state, group),
-        Outgoing(ids, claimed, claimed), now,
+        Outgoing(ids, claimed, claimed, stays=True), now,
     )  # fmt: skip
     status = first_failure((held, Status.HELD), (~all_claimed, Status.BAD_REQUEST), (~taken.ok, Status.NO_BLOCKS))
     after, removed = put_taken(state, group, taken)
@@ -136,7 +140,8 @@ def watermark(
     """Empties device blocks ahead of time, so that a loop that takes `empty` blocks evicts nothing.
 
     The policy's victims go to the host, or are removed if their priority is too low. If fewer are cached than wanted,
-    all of them go.
+    all of them go. No more leave than the host has space for, with its own victims: the others stay on the device,
+    where they are found.
 
     Args:
       state: the cache.
@@ -152,7 +157,8 @@ def watermark(
     chosen_group, empty, now = _tiered_group(state, group), integers("empty", empty, ()), integers("now", now, ())
     most = static_int("most", most, 1)
     extra = jnp.minimum(jnp.clip(empty - chosen_group.num_empty, 0, most), chosen_group.num_cached)
-    taken = take_unheld(state, group, chosen_group, most, now, extra=extra)
+    extra = jnp.minimum(extra, host_space(chosen_group))
+    taken = take_unheld(state, group, chosen_group, most, now, extra=extra, stays=True)
     after, removed = put_taken(state, group, taken)
     return conclude(state, after, first_failure((~taken.ok, Status.NO_BLOCKS)), [taken], removed)
 
@@ -165,6 +171,10 @@ def complete(
 
     Blocks whose move has failed are removed with all their descendants, on both tiers; rows that hold one of them have
     lost K/V and must be released. Lost contents are never stored.
+
+    To undo the transition instead, give the state from before it, with `ok` False, and go on with what comes back: all
+    blocks and rows are where they were. Only blocks in pool rows that a failed move may have overwritten are lost. No
+    copy of the transition may have been made, and nothing may have been written since.
 
     Args:
       state: the cache.
@@ -184,10 +194,18 @@ def complete(
         group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
         current = (ids >= 0) & (transfer.number == pick(host.pending_transfer, ids))
-        pending_transfer, current = fence(host.pending_transfer, current)
+        later = jnp.where(ids >= 0, transfer.number - host.num_moves, 0)  # above 0: the state is from before the moves
+        undone = (later > 0) & ~ok
+        overwritten = pick(is_among(group.ids.size, transfer.target, undone), host.pool_row)
+        overwritten = overwritten & ((group.blocks.refcount > 0) | (group.blocks.fill > 0))
+        pending_transfer, current, undone = fence(host.pending_transfer, current, undone)
         # A block whose move has failed stays on the move until it is empty, so that its row's writes are not stored.
-        host = host.replace(pending_transfer=put(pending_transfer, ids, 0, current & ok, unique=False))
-        lost = is_among(group.blocks.fill.shape[0], ids, current & ~ok)
+        pending_transfer = put(pending_transfer, ids, 0, current & ok, unique=False)
+        host = host.replace(
+            pending_transfer=jnp.where(overwritten, next_move(host), pending_transfer),
+            num_moves=host.num_moves + jnp.max(jnp.where(undone, later, 0), initial=0),
+        )
+        lost = is_among(group.ids.size, ids, current & ~ok) | overwritten
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(state, number)
@@ -209,7 +227,7 @@ def _tiered_group(state: CacheState, number: int) -> Group:
     return group
 
 
-def take_unheld(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **options: jax.Array) -> Taken:
+def take_unheld(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **options: Any) -> Taken:
     """`take` over both tiers for no new holders, with the policy of group `number`."""
     return take(
         group, number, windows.policy_of(state, number), jnp.int32(0), size, now,

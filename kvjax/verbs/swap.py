@@ -15,10 +15,10 @@ from kvjax.blocks import windows
 from kvjax.blocks.rows import Row, read_row
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
-from kvjax.checks import integers, on_state
+from kvjax.checks import integers, on_state, one_or_more
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.verbs._request import conclude, first_failure, put_taken
+from kvjax.verbs._request import conclude, first_failure, one_after_the_other, put_taken
 from kvjax.verbs.offload import take_unheld
 
 
@@ -27,20 +27,22 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
     """Moves the blocks that only this row holds to the host, which frees their rows in the pool, until `swap_in`.
 
     Blocks that others hold stay on the device, and so do those with children that stay. A swapped-out row can only be
-    released or swapped in.
+    released or swapped in. Several rows at once equal one after the other, each all or nothing.
 
     Args:
       state: the cache.
-      seq: i32[]; a row in use.
+      seq: i32[] or i32[R]; a row in use.
       now: i32[] ms.
 
     Returns:
-      The cache; and events, E = 5 M a group: removed (from a full host), updated; with `transfer`. Status BAD_REQUEST,
-      HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too few blocks.
+      The cache; and events, E = 4 M + 1 a row and group: removed (from a full host), updated; with `transfer`. Status
+      BAD_REQUEST, HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too few blocks.
 
     Source: vLLM's swap_out of a preempted sequence group.
     """
-    seq, now = integers("seq", seq, ()), integers("now", now, ())
+    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    if seq.ndim > 0:
+        return one_after_the_other(functools.partial(swap_out, now=now), state, seq)
     row, moving = _read(state, seq)
     bad = ~row.exists | (row.length == 0) | row.swapped_out
     after, taken, removed = state, [], []
@@ -62,18 +64,22 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
 def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Brings all blocks of a swapped-out row back to the device; all or nothing.
 
+    Several rows at once equal one after the other.
+
     Args:
       state: the cache.
-      seq: i32[]; a row that `swap_out` has swapped out.
+      seq: i32[] or i32[R]; a row that `swap_out` has swapped out.
       now: i32[] ms.
 
     Returns:
-      The cache; and events, E = 5 M a group: removed, updated (also of blocks that leave the device for it); with
-      `transfer`. Status BAD_REQUEST, HELD (blocks of the row are still on the move) or NO_BLOCKS.
+      The cache; and events, E = 5 M a row and group: removed, updated (also of blocks that leave the device for it);
+      with `transfer`. Status BAD_REQUEST, HELD (blocks of the row are still on the move) or NO_BLOCKS.
 
     Source: vLLM's swap_in.
     """
-    seq, now = integers("seq", seq, ()), integers("now", now, ())
+    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    if seq.ndim > 0:
+        return one_after_the_other(functools.partial(swap_in, now=now), state, seq)
     row, moving = _read(state, seq)
     bad = ~row.exists | ~row.swapped_out
     after, taken, removed = state, [], []

@@ -40,6 +40,7 @@ from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler, rollout_log
 from kvjax.state import NO_BLOCK, EvictionPolicy
 from kvjax.stores import Adopted, Staged, scatter
+from kvjax.testing.trial import verify_order
 from kvjax.tiers import FailedTransfer, TieredCache
 from pallas_kernels.loops import scan, varying
 from tests import drive
@@ -713,6 +714,7 @@ class Life:
 
     def note(self, verb: str, events: kvjax.Events) -> kvjax.Events:
         status = np.asarray(events.status)
+        verify_order(verb, events)
         self.tally[verb] += bool((status == Status.OK).any())
         self.tally.update(Status(s).name for s in status.tolist() if s)
         self.follow(events)

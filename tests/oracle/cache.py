@@ -185,8 +185,8 @@ class Oracle(Tiers):
                     group.blocks[block].hits += 1
         for i, block in enumerate(found[0]):
             stated, node = row.stated(i * self.block_size), self.blocks[block].node
-            if stated and stated.priority != self.blocks[block].stated.priority and node:
-                events.append(Event("updated", *node))
+            if stated and stated.priority != self.blocks[block].stated.priority and node and block not in back[0]:
+                events.append(Event("updated", *node))  # one that comes back has its event already
             self.blocks[block].stated = stated or self.blocks[block].stated
         self._state_priorities(row, len(whole))
         if source is not None:

@@ -214,11 +214,11 @@ class Decoding:
         before, rows, spec = self.cache.state, self.rows, self.cache.state.spec
         want = jnp.where(rows.active, jnp.minimum(rows.left, jnp.maximum(WIDTH - before.seqs.length, 1)), 0)
         self.counted.append(int(NUM_STEPS(before, jnp.minimum(want, SIZE), SIZE, jnp.int32(self.log_room))))
-        log = self.log.replace(size=self.log.num_free - self.log_room)
+        log = self.log.replace(appended=self.log.num_free - self.log_room)
         self.cache, self.rows, log, decoded = loop(
             MODEL, self.cache, rows, log, stop=self.stop, now=np.int32(now), sampling=sampling
         )
-        self.records = np.asarray(log.records)[int(self.log.num_free) - self.log_room : int(log.size)]
+        self.records = np.asarray(log.records)[int(self.log.num_free) - self.log_room : int(log.appended)]
         self.follow(kvjax.to_list(log))
         self.out_of_blocks = bool(decoded.out_of_blocks)
         state = self.cache.state

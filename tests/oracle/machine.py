@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvjax
 from kvjax.policies.ring import Ring
 from kvjax.serving.capacity import num_steps
+from kvjax.testing.trial import verify_order
 from tests import cases, drive
 from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Priority, Result, Retention, Status, lru
@@ -176,11 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
         records = kvjax.to_list(events)
         self.mirror = kvjax.fold(records, mirror)
         assert named(records, mirror, self.paired) == without_copied_paths(wanted.events, SIZE)
-        if len(wanted.status) == 1:
-            kinds = ["removed", "updated", "stored", "copied", "cleared"]
-            dropped = {e["block"] for e in records if e["kind"] == "removed"}  # to the host, and out of it at once
-            order = [e["kind"] for e in records if e["kind"] != "updated" or e["block"] not in dropped]
-            assert order == sorted(order, key=kinds.index)
+        verify_order(verb, events)
 
     def paired(self, path):
         return tuple(path) if self.extra else plain(path)

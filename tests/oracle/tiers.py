@@ -51,7 +51,7 @@ class Tiers:
             if self._parent(node) in nodes and not own.blocks[b].host and node not in nodes:
                 return Result([Status.BAD_REQUEST])
         deepest = sorted(wanted, key=lambda b: -self._depth(own, b))
-        return self._moved(self._leave(own, deepest, True, (), (), min_priority=None))
+        return self._moved(self._leave(own, deepest, True, (), (), min_priority=None, stays=True))
 
     def onboard(self, blocks: Sequence[int], group: int = 0) -> Result:
         """Moves cached blocks back. Their parents must be on the device or named too."""
@@ -88,13 +88,13 @@ class Tiers:
         return self._moved(done)
 
     def watermark(self, empty: int, most: int, group: int = 0) -> Result:
-        """Moves cached blocks off the device until so many blocks are empty."""
+        """Moves cached blocks off the device until so many blocks are empty, as far as the host has space."""
         own = self.groups[group]
         counts = own.counts()
-        extra = min(max(0, min(empty - counts["empty"], most)), counts["cached"])
+        extra = min(max(0, min(empty - counts["empty"], most)), counts["cached"], self._host_space(own))
         before = self.save()
         victims = self._choose(own, counts["empty"] + extra, True)
-        done = None if victims is None else self._leave(own, victims, True, (), ())
+        done = None if victims is None else self._leave(own, victims, True, (), (), stays=True)
         if done is None:
             self.restore(before)
             return Result([Status.NO_BLOCKS])
@@ -119,7 +119,7 @@ class Tiers:
                 after = [n for n in group.index if self._parent(n) == node and not group.blocks[group.index[n]].host]
                 if group.number or not node or all(group.index[n] in leaving for n in after):
                     leaving.append(b)
-            done = self._leave(group, leaving, True, (), (), min_priority=None, held=True)
+            done = self._leave(group, leaving, True, (), (), min_priority=None, held=True, stays=True)
             if done is None:
                 self.restore(before)
                 return Result([Status.NO_BLOCKS])
@@ -181,10 +181,12 @@ class Tiers:
         onboarded: Collection[int],
         min_priority: int | None = 0,
         held: bool = False,
+        stays: bool = False,
     ) -> tuple[list[Event], list[Move]] | None:
         """Moves victims off the device, to the host or for good, and blocks back from the host.
 
-        Returns events and moves; None if a block that has to leave can't be removed, or does not fit on the host.
+        A victim that goes to the host may be the host's victim at once, unless it `stays`. Returns events and moves;
+        None if a block that has to leave can't be removed, or does not fit on the host.
         """
         blocks, events = group.blocks, []
         priorities = {b: self._priority_of(group, b) for b in victims}
@@ -202,7 +204,7 @@ class Tiers:
         on_host = [b for b in on_host if b not in doomed and b not in onboarded]
         queued = {b: self.turn + i for i, b in enumerate(offloaded)}
         candidates = [b for b in on_host if not blocks[b].refcount and not blocks[b].move and b not in spared]
-        candidates += [] if held else offloaded
+        candidates += [] if stays else offloaded
         host_victims: list[int] = []
         while len(on_host) + len(offloaded) - len(host_victims) > group.num_host_blocks:
             nodes = [n for n, b in group.index.items() if b not in doomed and b not in host_victims]
@@ -220,16 +222,17 @@ class Tiers:
         if not held:
             self.turn += len(offloaded)
         moves = []
-        for b in to_host:
-            if blocks[b].node:
-                events.append(Event("updated", *blocks[b].node, group.number))
-            blocks[b].queued = queued.get(b, 0)
-            if b in offloaded and b not in host_victims:
-                blocks[b].host = True
-                moves.append(self._move(group, b))
         removed = sorted({*doomed, *host_victims}, key=lambda b: -self._depth(group, b))
         for b in removed:
             events += self._remove(b, group.number)
+        for b in to_host:
+            if b in removed:
+                continue
+            if blocks[b].node:
+                events.append(Event("updated", *blocks[b].node, group.number))
+            blocks[b].queued = queued.get(b, 0)
+            blocks[b].host = True
+            moves.append(self._move(group, b))
         for b in onboarded:
             blocks[b].host = False
             moves.append(self._move(group, b))
@@ -238,6 +241,13 @@ class Tiers:
         if tiers:
             self._find_unevictable(group)
         return events, moves
+
+    def _host_space(self, group: Group) -> int:
+        """The blocks that the host has space for. A block may leave it if nothing moves or is held from it on."""
+        used = [b for b, block in enumerate(group.blocks) if block.host and (block.node or block.refcount)]
+        fixed = {b for b in used if group.blocks[b].refcount or group.blocks[b].move}
+        leaves = [b for b in used if not fixed & {b, *([] if group.number else self._followers([b]))}]
+        return group.num_host_blocks - len(used) + len(leaves)
 
     def _find_unevictable(self, group: Group) -> None:
         """Marks the device blocks that can't leave before one of their descendants."""

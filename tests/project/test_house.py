@@ -156,7 +156,7 @@ def test_a_verbs_file_has_its_name():
     for path in (HOUSE / "verbs").glob("[a-z]*.py"):
         name = path.stem
         assert name in ("control", "swap") or any(
-            callable(getattr(home, name, None)) for home in (kvjax, kvjax.tiers, kvjax.stores)
+            callable(getattr(home, name, None)) for home in (kvjax, kvjax.tiers, kvjax.stores, kvjax.serving)
         )
 
 

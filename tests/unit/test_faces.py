@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax._compile import OutermostJit
 from tests import cases, drive
 
 OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4, "dtype": "float32"}
@@ -77,6 +78,39 @@ def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
     *after, status = jax.eval_shape(call, tiered.cache, tiered.host)
     assert after == jax.eval_shape(lambda *x: list(x), tiered.cache, tiered.host)
     assert status.ndim == 1
+
+
+class Traced(Exception):
+    """A program was traced, and is not run."""
+
+
+SAMPLES = {
+    "tiers": ("device",), "reserve_tokens": 4, "alignment_tokens": 4, "max_tokens": 4, "max_removed": 2, "group": 0,
+    "most": 3, "num_tokens": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS + cases.HOST_VERBS if name not in cases.VIEWS])
+def test_what_is_static_in_a_verb_is_static_in_its_method(name, monkeypatch):
+    """The library jits the verbs of a `TieredCache`, so that it would trace a number that has to be an int."""
+
+    def trace(self, *args, **options):
+        self.eval_shape(*args, **options)
+        raise Traced
+
+    tiered = kvjax.tiers.TieredCache.create(cases.SPECS["all of it"])
+    args, options = (cases.CALLS | cases.HOST_CALLS)[name]
+    for jitted in ("__call__", "lower"):
+        monkeypatch.setattr(OutermostJit, jitted, trace)
+    parameters = inspect.signature(drive.verb(name)).parameters
+    for option in (*drive.static(name), *(["num_tokens"] if {"num_tokens", "max_tokens"} <= {*parameters} else [])):
+        sample = SAMPLES[option]
+        for value in (sample, np.int64(sample) if isinstance(sample, int) else sample):
+            with pytest.raises(Traced):
+                getattr(tiered, name)(*args, **options | {option: value})
+            if name not in cases.HOST_VERBS:
+                given = options | {option: value}
+                jax.eval_shape(lambda cache, given=given: getattr(cache, name)(*args, **given), tiered.cache)
 
 
 @pytest.mark.slow  # the test above traces these; tests/unit/test_tiers.py runs most of them

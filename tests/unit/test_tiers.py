@@ -322,6 +322,108 @@ def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
     assert kvjax.fold(cache.recorded).index == kvjax.events.index_of(cache.state)
 
 
+def of_documents(number, policy=None, **options):
+    """A cache that has as many documents of a block each, the first one the oldest; and their blocks."""
+    cache = Driver(kvjax.init(kvjax.make_spec([kvjax.LayerSpec(1, 1)], **{**SMALL, **options}), policy))
+    for n in range(number):
+        cache.start(0, [10 * n + 1] * 4)
+        cache.do("release", 0)
+    first = np.asarray(cache.state.groups[0].blocks.tokens)[:, 0].tolist()
+    return cache, [first.index(10 * n + 1) for n in range(number)]
+
+
+def changes(events):
+    return [(event["kind"], event["block"]) for event in kvjax.to_list(events)]
+
+
+def findable(cache):
+    return set(np.flatnonzero(np.asarray(cache.state.groups[0].blocks.fill)).tolist())
+
+
+def test_a_full_host_keeps_the_blocks_that_are_sent_to_it():
+    """Its victims are others. Where it has none, `offload` is refused, and nothing is lost."""
+    cache, ids = of_documents(4, num_host_blocks=2)
+    assert cache.status("offload", np.array([*ids[:3], -1], np.int32)) == ["NO_BLOCKS"]
+    cache.do("offload", np.array([*ids[:2], -1, -1], np.int32))
+    events = cache.do("offload", np.array([*ids[2:], -1, -1], np.int32))
+    assert sorted(changes(events)[:2]) == [("removed", block) for block in sorted(ids[:2])]
+    assert sorted(changes(events)[2:]) == [("updated", block) for block in sorted(ids[2:])]
+    assert findable(cache) == set(ids[2:])
+
+
+def test_watermark_leaves_on_the_device_what_the_host_has_no_space_for():
+    cache, ids = of_documents(4, num_host_blocks=2)
+    cache.do("watermark", 4, most=4)
+    assert findable(cache) == set(ids) and int(cache.state.groups[0].num_empty) == 2
+    assert cache.found([31] * 5, tiers=("device",)) == 4  # the youngest
+    events = cache.do("watermark", 4, most=4)
+    assert sorted(kind for kind, _ in changes(events)) == ["removed"] * 2 + ["updated"] * 2
+    assert findable(cache) == set(ids[2:])
+    for row in (0, 1):  # rows that are swapped out take all of the host
+        cache.start(row, [50 + row] * 4)
+    for row in (0, 1):
+        cache.do("swap_out", row)
+    assert findable(cache) >= set(cache.state.groups[0].table[:2, 0].tolist())
+    cache.start(2, [99] * 4)
+    cache.do("release", 2)
+    assert not changes(cache.do("watermark", 4, most=4)) and cache.found([99] * 5, tiers=("device",)) == 4
+
+
+def test_a_block_that_is_the_hosts_victim_at_once_is_removed_and_never_arrives():
+    """The youngest block leaves a tier first, so that the host keeps its own: readers hear that the other is gone."""
+    youngest = kvjax.by_score(lambda blocks: (blocks.clock - blocks.stored).astype(np.float32))
+    cache, ids = of_documents(2, youngest, num_host_blocks=2)
+    cache.do("offload", np.array([*ids, -1, -1], np.int32))
+    for n in range(5, 10):
+        cache.start(0, [10 * n + 1] * 4, tiers=("device", "host"))
+        cache.do("release", 0)
+    assert {event["block"] for event in cache.recorded if event["kind"] == "updated"} == set(ids)
+    assert sum(event["kind"] == "removed" for event in cache.recorded) == 1
+    assert findable(cache) >= set(ids)
+
+
+@pytest.mark.parametrize("verb", ["swap_out", "swap_in"])
+def test_a_row_whose_swap_fails_stays_where_it_is(verb, monkeypatch):
+    """A host block that the copies may have overwritten is lost, and the row is not."""
+    cache, text = Tenants(num_blocks=4), [1, 1, 1, 1, 2, 2, 2, 2, 3]
+    for document in ([5] * 4, [6] * 4, [7] * 4, [8] * 4):
+        cache.serve(document)
+    cache.do("watermark", 4, most=4)
+    assert cache.admit_all([1], [text], [0]).ok
+    cache.compute(1, text, 0)
+    if verb == "swap_in":
+        cache.do("swap_out", 1)
+        cache.serve([9] * 4)
+    row = jax.device_get((cache.state.seqs, cache.state.groups[0].table))
+    copy, calls = host_pool._copy, []
+
+    def second_fails(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("no more pinned memory")
+        return copy(*args)
+
+    monkeypatch.setattr(host_pool, "BATCHES", (1,))
+    with monkeypatch.context() as patch:
+        patch.setattr(host_pool, "_copy", second_fails)
+        with pytest.raises(kvjax.tiers.FailedTransfer) as caught:
+            cache.ask(verb, 1)
+    failure = caught.value
+    cache.cache = failure.tiered
+    assert failure.lost == [] and failure.events.status.tolist() == [kvjax.Status.NO_BLOCKS]
+    assert not changes(failure.events)
+    cache.follow(failure.events)
+    cache.follow(failure.removed)
+    kvjax.check(cache.state)
+    assert kvjax.events.index_of(cache.state) == cache.mirror.index
+    jax.tree.map(np.testing.assert_array_equal, row, (cache.state.seqs, cache.state.groups[0].table))
+    assert verb == "swap_in" or changes(failure.removed)  # the host was full
+    cache.do(verb, 1)
+    if verb == "swap_out":
+        cache.do("swap_in", 1)
+    assert cache.read(1) == text
+
+
 def test_errors_name_the_argument():
     state = kvjax.init(kvjax.make_spec(num_blocks=4, **OPTIONS))
     with pytest.raises(ValueError, match=r"^group: got 0, which has no host tier"):

@@ -15,6 +15,7 @@ import kvjax
 from kvjax.events.log import append, init_log
 from kvjax.events.records import COLUMNS, EventKind, Events, Status, joined, record
 from kvjax.events.totals import Totals
+from kvjax.interop.events import host_events
 from kvjax.serving.requests import Finish, Stage
 from kvjax.state import Text
 from tests.drive import PLAIN, VERBS
@@ -94,8 +95,12 @@ def test_a_log_counts_what_its_admissions_looked_up_and_found():
 
 def test_what_a_log_cannot_hold_is_lost_and_nothing_else():
     log = append(append(init_log(9, 4), SOME), SOME)
-    assert (int(log.size), int(log.num_free)) == (9, 0)
+    assert (int(log.size), int(log.num_free), int(log.lost)) == (9, 0, 5)
     assert kvjax.to_list(log) == (DECODED * 2)[:9]
+    assert repr(log).startswith("EventLog(9 of 9, 5 lost; ")
+    full = append(init_log(7, 4), SOME)
+    assert int(full.lost) == 0 and repr(full).startswith("EventLog(7 of 7; ")
+    assert (host_events(log, SPEC).lost, host_events(full, SPEC).lost, host_events(SOME, SPEC).lost) == (5, 0, 0)
 
 
 def test_events_stacked_by_scan_decode_in_order():

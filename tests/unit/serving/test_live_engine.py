@@ -444,6 +444,36 @@ def test_moves_that_fail_and_cancels_change_nobodys_tokens(seed, monkeypatch, to
 
 
 @pytest.mark.slow
+def test_rows_that_cannot_be_swapped_out_go_on_in_an_engine(monkeypatch):
+    """All moves to the host fail: no row is lost, and nobody's tokens change."""
+    copy, rows = host_pool._copy, []
+
+    def copy_or_fail(targets, sources, index):
+        if targets[0][0].sharding.memory_kind == "pinned_host":
+            raise RuntimeError("a move")
+        return copy(targets, sources, index)
+
+    def swap_out(cache, row, **options):
+        with pytest.raises(kvjax.tiers.FailedTransfer) as caught:
+            swapped_out(cache, row, **options)
+        rows.append((int(row), caught.value.lost))
+        raise caught.value
+
+    spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
+    scheduler, swapped_out = Scheduler(reserve="num_tokens", preempt="swap"), kvjax.tiers.TieredCache.swap_out
+    prompts, new = [prompt[:20] for prompt in PROMPTS[:8]], 60  # 5 blocks at their end, of which two rows have 10
+    tokens = wanted(prompts, new)
+    with warnings.catch_warnings(), Engine(MODEL, empty(spec), scheduler=scheduler, **SHARED) as engine:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
+        monkeypatch.setattr(kvjax.tiers.TieredCache, "swap_out", swap_out)
+        handles = [engine.submit(prompt, max_new_tokens=new) for prompt in prompts]
+        assert [handle.result(60).tokens for handle in handles] == tokens
+        idle(engine)
+    assert rows and all(not lost for _, lost in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_engines_of_other_kinds(family):
     model = load(f"tests/data/goldens/{family}")[0]

@@ -24,6 +24,7 @@ from tests.serving_kit import HOST, MODEL, assert_chained, count_swaps, make_cac
 
 pytestmark = pytest.mark.long
 OPTIONS = Scheduler(reserve="num_tokens", chunk=8, chunk_rows=2)
+TIERED = kvjax.tiers.TieredCache
 SWAP = dataclasses.replace(OPTIONS, preempt="swap", wait_for_prefix=False)
 
 
@@ -186,6 +187,32 @@ def test_a_failed_move_costs_the_other_rows_nothing(monkeypatch):
     assert_chained(first + prompts, outputs)
     kvjax.check(state_of(cache))
     assert not np.asarray(state_of(cache).seqs.length).any()
+
+
+def test_a_row_whose_move_to_the_host_fails_stays_where_it_is(monkeypatch):
+    """Its blocks are on the device still. The next step preempts a row, as where the host has too few blocks."""
+    prompts, failures, swap_out = [[i, *prompt] for i, prompt in enumerate(prompts_of(9, seed=4))], [], TIERED.swap_out
+
+    def fails(*args):
+        raise MemoryError("no memory")
+
+    def swap_out_in_vain(cache, row, **options):
+        before = jax.device_get(cache.state.seqs)
+        with monkeypatch.context() as patch:
+            patch.setattr(host_pool, "_copy", fails)
+            with pytest.raises(kvjax.tiers.FailedTransfer) as caught:
+                swap_out(cache, row, **options)
+        failures.append(row)
+        assert caught.value.lost == [] and caught.value.events.status.tolist() == [kvjax.Status.NO_BLOCKS]
+        jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(caught.value.tiered.state.seqs))
+        raise caught.value
+
+    monkeypatch.setattr(TIERED, "swap_out", swap_out_in_vain)
+    with pytest.warns(RuntimeWarning, match="computed again"):
+        outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=10, scheduler=SWAP)
+    assert failures and sum(output.preemptions for output in outputs)
+    assert_chained(prompts, outputs)
+    kvjax.check(state_of(cache), rows=())
 
 
 def test_a_row_that_stays_in_use_is_an_error(monkeypatch):

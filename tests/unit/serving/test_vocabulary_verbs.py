@@ -136,8 +136,8 @@ def test_the_caller_chooses_a_free_row():
     driver = of_blocks(12)
     driver.start(0, A)
     assert driver.admit(0, B) == ["HELD"]
-    seq = int(np.argmin(np.asarray(driver.state.seqs.length)))
-    assert seq == 1 and driver.admit(seq, B) == ["OK"]
+    (seq,), status = kvjax.serving.free_rows(driver.state, 1)
+    assert (seq, status) == (1, kvjax.Status.OK) and driver.admit(int(seq), B) == ["OK"]
 
 
 @row("`allocate_for_seq`")

@@ -518,6 +518,49 @@ def test_unknown_rows(seq):
     assert cache.grow(0, 1, seqs=rows) == ["OK", "OK"] and cache.state.seqs.length.tolist() == [2, 0, 0, 0]
 
 
+ROWS_BY = {
+    "admit": lambda state, rows: kvjax.admit(state, rows, ints(*np.shape(rows), 8), ints(*np.shape(rows)) + 4),
+    "truncate": lambda state, rows: kvjax.truncate(state, rows, 1), "release": kvjax.release,
+    "fork from": lambda state, rows: kvjax.fork(state, rows, ints(*np.shape(rows))),
+    "fork to": lambda state, rows: kvjax.fork(state, 0, rows),
+    "swap_out": kvjax.tiers.swap_out, "swap_in": kvjax.tiers.swap_in,
+}  # fmt: skip
+LISTS_BY = {
+    "commit": lambda state, rows: kvjax.commit(state, ints(np.size(rows), 8), ints(np.size(rows)), seqs=rows),
+    "extend": lambda state, rows: kvjax.extend(state, np.ones(np.size(rows), bool), seqs=rows),
+    "beam_step": lambda state, rows: kvjax.beam_step(state, rows, ints(np.size(rows))),
+    "view": lambda state, rows: kvjax.view(state, 1, seqs=rows),
+    "ragged": lambda state, rows: kvjax.ragged(state, 1, 4, seqs=rows),
+}
+
+
+@pytest.mark.parametrize("call", [*ROWS_BY, *LISTS_BY])
+def test_all_verbs_take_the_rows_that_admit_takes(call):
+    """Integers of any type, in lists or arrays, with -1 for padding; and nothing else."""
+    take = (ROWS_BY | LISTS_BY)[call]
+    state = state_of(drive.TIERS)
+    numbers = (0, np.int64(1), np.uint8(1), jnp.int32(0), -1, 7) if call in ROWS_BY else ()
+    lists = ([0, 1], (0, np.int64(1)), np.array([0, -1]), np.array([0, 1], np.uint8), jnp.arange(2), [0, -1], range(2))
+    for rows in (*numbers, *lists):
+        jax.eval_shape(lambda state, rows=rows: take(state, rows), state)
+    for bad in (0.0, True, [0.0], [True, False], [[0]], "0", None, np.array([2**32, 0])):
+        if bad is not None or call in ROWS_BY:  # None: all rows
+            with pytest.raises((ValueError, TypeError), match="got "):
+                jax.eval_shape(lambda state, bad=bad: take(state, bad), state)
+
+
+def test_free_rows_are_found_for_whoever_needs_some():
+    cache = cache_of(12)
+    for row in (0, 2):
+        assert cache.admit(row, [1, 2, 3]) == ["OK"]
+    for number, wanted in ((1, [1]), (2, [1, 3]), (3, [1, 3, -1]), (6, [1, 3, -1, -1, -1, -1])):
+        rows, status = kvjax.serving.free_rows(cache.state, number)
+        assert (rows.tolist(), int(status)) == (wanted, Status.HELD if -1 in wanted else Status.OK)
+    for number in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=r"^num_rows: got .*, wanted an int of at least 1"):
+            kvjax.serving.free_rows(cache.state, number)
+
+
 def test_rows_in_use_and_free_rows():
     cache = cache_of(12)
     assert cache.admit(0, [1, 2, 3]) == ["OK"]
