@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,11 @@ from kvjax._files import check_owned, make_folder
 VARIABLE = "KVJAX_COMMAND_BUFFERS"
 # XLA's usual kinds of command, and loops and branches.
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL"
+NOTICE_SECONDS = 2.0
+_COMPILING = (
+    "compiling %s: the first call with these shapes; kvjax.keep_programs() keeps the program for other processes"
+)
+log = logging.getLogger("kvjax")
 KEPT_SECONDS = 0.1  # beside its loops a generation has a dozen programs that compile faster than jax's 1 s
 
 
@@ -106,24 +113,69 @@ def own_transfers() -> Iterator[None]:
         yield
 
 
+class _Notice(threading.local):
+    """Says in the log that this thread compiles a program, once that has taken `NOTICE_SECONDS`."""
+
+    timer: threading.Timer | None = None
+
+    def begin(self, name: str) -> None:
+        """Sets the timer, a thread that `end` ends, if anybody reads the log."""
+        if self.timer is None and log.isEnabledFor(logging.INFO):
+            self.timer = threading.Timer(NOTICE_SECONDS, log.info, (_COMPILING, name))
+            self.timer.daemon = True
+            self.timer.start()
+
+    def end(self) -> None:
+        """Stops the timer."""
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+
+
+_notice = _Notice()
+
+
 class OutermostJit:
-    """`jax.jit` with `compiler_options()`, for programs that are never called inside another."""
+    """`jax.jit` with `compiler_options()`, for programs that are never called inside another.
+
+    A call that compiles for longer than two seconds says so in the log `kvjax`, as information.
+    """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self._function, self._options = function, options
 
     @functools.cached_property
     def _jitted(self) -> Any:  # at the first call, since asking for the options starts jax's backend
-        return jax.jit(self._function, compiler_options=compiler_options(), **self._options)
+        named = self._function
+        while isinstance(named, functools.partial):
+            named = named.func
+
+        @functools.wraps(self._function)
+        def traced(*args: Any, **kwargs: Any) -> Any:  # is called for a program that is not compiled yet
+            _notice.begin(traced.__name__)
+            return self._function(*args, **kwargs)
+
+        traced.__name__ = named.__name__
+        return jax.jit(traced, compiler_options=compiler_options(), **self._options)
 
     @own_transfers()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._jitted(*args, **kwargs)
+        try:
+            return self._jitted(*args, **kwargs)
+        finally:
+            _notice.end()
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`."""
-        return self._jitted.lower(*args, **kwargs)
+        try:
+            return self._jitted.lower(*args, **kwargs)
+        finally:
+            _notice.end()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`."""
-        return self._jitted.eval_shape(*args, **kwargs)
+        try:
+            return self._jitted.eval_shape(*args, **kwargs)
+        finally:
+            _notice.end()

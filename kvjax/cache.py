@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal
 
 import jax
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
 from kvjax._compile import own_transfers
-from kvjax.checks import check_32_bits, check_alive, face, integers
+from kvjax.checks import MadeByCreate, check_32_bits, check_alive, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
@@ -69,7 +69,7 @@ def reader[**P, R](
     return face(method, verb, "Cache")
 
 
-class Cache(Pytree):
+class Cache(MadeByCreate, Pytree):
     """A cache's state and the pools that hold its K/V; a value like each of them, with the verbs as methods.
 
     Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. A copy of the state from before such a step is
@@ -94,7 +94,7 @@ class Cache(Pytree):
         cls,
         spec: CacheSpec,
         policy: EvictionPolicy | None = None,
-        num_blocks: ArrayLike | None = None,
+        num_blocks: ArrayLike | Mapping[int | str | None, ArrayLike] | None = None,
         *,
         policy_state: Any = None,
         mesh: Mesh | None = None,

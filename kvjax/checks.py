@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jax.core import Tracer
 
 from kvjax._arrays import alive
 from kvjax._compile import own_transfers
+from kvjax.layers import static_int as static_int
+from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 
@@ -40,6 +42,19 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
     return cast(F, call)
 
 
+class MadeByCreate:
+    """A class with a method `create` that takes a spec; the class itself refuses a spec, by a ValueError."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses a spec."""
+        del kwargs
+        if args and isinstance(args[0], CacheSpec):
+            raise ValueError(
+                f"{cls.__name__}: got a spec, wanted {cls.__name__}.create(spec), which makes an empty cache"
+            )
+        return super().__new__(cls)
+
+
 def check_alive(*trees: Any, name: str = "cache") -> None:
     """Raises a ValueError if an array of a cache, or of another argument, has been donated."""
     if not alive(trees):
@@ -52,7 +67,7 @@ def check_on_host(name: str, arguments: Any, instead: str) -> None:
         raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
 
-def _array(name: str, value: Any, wanted: str) -> jax.Array:
+def array_of(name: str, value: Any, wanted: str) -> jax.Array:
     """`value` as an array; text, ragged lists and the like are a ValueError that names it."""
     try:
         return jnp.asarray(value)
@@ -100,7 +115,7 @@ def _may_be_wide(value: Any) -> bool:
 def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
     """`value` as i32 of the wanted shape (a string stands for any size), or a ValueError that names it."""
     _check_width(name, value)
-    array = _array(name, value, "integers")
+    array = array_of(name, value, "integers")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
     if shape is not None and (
@@ -136,11 +151,14 @@ def each_row(name: str, value: Any, rows: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(array, rows) if array.ndim == 0 else integers(name, array, rows)
 
 
-def static_int(name: str, value: Any, minimum: int) -> int:
-    """`value` as a Python int of at least `minimum`."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {minimum}")
-    return int(value)
+def most_tokens(num_tokens: Any, max_tokens: Any) -> int:
+    """`max_tokens` as an int of at least 1; None: `num_tokens`, where that is a static number for all rows."""
+    if max_tokens is not None:
+        return static_int("max_tokens", max_tokens, 1)
+    if isinstance(num_tokens, jax.Array | np.ndarray | Sequence) and not isinstance(num_tokens, str):
+        got = f"None with num_tokens i32{list(integers('num_tokens', num_tokens).shape)}"
+        raise ValueError(f"max_tokens: got {got}, wanted an int: the most tokens of a row")
+    return static_int("num_tokens", num_tokens, 1)
 
 
 def check_functions(**functions: Any) -> None:
@@ -150,10 +168,18 @@ def check_functions(**functions: Any) -> None:
             raise ValueError(f"{name}: got {value!r:.80}, wanted a function or None")
 
 
+def floats(name: str, value: Any) -> jax.Array:
+    """`value` as an array of floating numbers."""
+    array = array_of(name, value, "an array of floating numbers")
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{name}: got {array.dtype}, wanted a floating dtype")
+    return array
+
+
 def flags(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """`value` as bool of the wanted shape; one without its first axis stands for all along it."""
     wanted = f"bool[{', '.join(map(str, shape))}]"
-    array = _array(name, value, wanted)
+    array = array_of(name, value, wanted)
     if array.dtype != jnp.bool_ or array.shape not in (shape, shape[1:]):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted {wanted}")
     return jnp.broadcast_to(array, shape)
@@ -161,7 +187,7 @@ def flags(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     """`value` as bool[rows]."""
-    array = _array(name, value, f"bool[{rows}]")
+    array = array_of(name, value, f"bool[{rows}]")
     if array.dtype != jnp.bool_ or array.shape != (rows,):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
     return array

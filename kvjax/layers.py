@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 QUANTISED = ("int8", "float8_e4m3fn")
+DTYPES = ("bfloat16", "float16", "float32", *QUANTISED)  # of K/V
 NUM_TOKENS = "num_tokens"  # the array of a snapshot that says how many tokens it is after
 
 
@@ -75,9 +76,10 @@ class LayerSpec:
 
     def __post_init__(self):
         if not self.arrays:
-            check_positive("kv_heads", self.kv_heads)
-            check_positive("head_dim", self.head_dim)
-        check_window(self.window, self.sink_tokens)
+            set_ints(self, 1, "kv_heads", "head_dim")
+        if self.window is not None:
+            set_ints(self, 1, "window")
+        set_ints(self, 0, "sink_tokens")
 
     @classmethod
     def latent(cls, width: int, values: int) -> LayerSpec:
@@ -92,8 +94,7 @@ class LayerSpec:
 
         Source: DeepSeek-V2, whose attention is computed over latents with the projections absorbed.
         """
-        check_positive("width", width)
-        check_positive("values", values)
+        width, values = static_int("width", width, 1), static_int("values", values, 1)
         if values > width:
             raise ValueError(f"values: got {values} of a latent of {width} columns, wanted at most {width}")
         return cls(1, width, values=values)
@@ -131,13 +132,13 @@ def _state_array(name: str, array: Any, axis: int | None) -> StateArray:
         raise ValueError(f"arrays: got an array {name!r}, wanted a name other than {NUM_TOKENS!r}")
     if not isinstance(shape, Sequence) or not shape:
         raise ValueError(f"{where}: got {array!r}, wanted a shape of at least one axis")
-    for size in shape:
-        check_positive(where, size)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{where}: got {dtype_name(dtype)}, wanted a floating dtype")
-    if axis is not None and not (isinstance(axis, int) and 0 <= axis < len(shape)):
-        raise ValueError(f"axes[{name!r}]: got {axis!r}, wanted an axis of shape {tuple(shape)}")
-    return StateArray(name, tuple(shape), dtype_name(dtype), axis)
+    shape = tuple(static_int(where, size, 1) for size in shape)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype_name(dtype) == "float64":
+        raise ValueError(f"{where}: got {dtype_name(dtype)}, wanted a floating dtype of at most 32 bits")
+    axis = None if axis is None else static_int(f"axes[{name!r}]", axis, 0)
+    if axis is not None and axis >= len(shape):
+        raise ValueError(f"axes[{name!r}]: got {axis!r}, wanted an axis of shape {shape}")
+    return StateArray(name, shape, dtype_name(dtype), axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +160,11 @@ class PoolSpec:
     dtype: str = "bfloat16"
     values: int | None = None
     arrays: tuple[StateArray, ...] = ()
+
+    def __post_init__(self):
+        if not self.arrays:
+            set_ints(self, 1, "kv_heads", "head_dim")
+        object.__setattr__(self, "dtype", kv_dtype(self.dtype))
 
     @property
     def quantised(self) -> bool:
@@ -202,19 +208,22 @@ def dtype_name(dtype: jax.typing.DTypeLike) -> str:
         raise ValueError(f"dtype: got {dtype!r}, wanted the name or type of a number format") from None
 
 
-def check_window(window: int | None, sink_tokens: int) -> None:
-    """Raises a ValueError unless the window has at least one token, and no negative number of sinks."""
-    if window is not None:
-        check_positive("window", window)
-    check_int("sink_tokens", sink_tokens, 0)
+def kv_dtype(dtype: jax.typing.DTypeLike) -> str:
+    """The name of a dtype of K/V; a ValueError for any other."""
+    name = dtype_name(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype: got {name!r}, wanted one of {', '.join(DTYPES)}")
+    return name
 
 
-def check_positive(name: str, value: int) -> None:
-    """Raises a ValueError unless `value` is an int of at least 1."""
-    check_int(name, value, 1)
+def static_int(name: str, value: Any, minimum: int) -> int:
+    """`value` as a Python int of at least `minimum`."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}: got {value!r:.80}, wanted an int of at least {minimum}")
+    return int(value)
 
 
-def check_int(name: str, value: int, minimum: int) -> None:
-    """Raises a ValueError unless `value` is an int of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {minimum}")
+def set_ints(spec: Any, minimum: int, *names: str) -> None:
+    """Makes fields of a frozen dataclass Python ints of at least `minimum`, of which numpy's are taken too."""
+    for name in names:
+        object.__setattr__(spec, name, static_int(name, getattr(spec, name), minimum))

@@ -98,6 +98,12 @@ class Ledger:
             for group, num_bytes in groups
             if group.kind is Kind.RECURRENT
         ]
+        notes += [
+            f"each sequence holds up to {blocks_per_seq(spec, group):,} blocks{_window(group)}; a chunk of its prompt "
+            f"takes one more for each {spec.block_size:,} tokens beyond the first {spec.block_size:,}"
+            for group in spec.groups
+            if group.kind is Kind.WINDOW
+        ]
         if self.num_full_seqs < spec.max_seqs:
             notes.append(
                 f"note: {self.num_full_seqs:,} of {spec.max_seqs:,} sequences can be {spec.max_length:,} tokens long "

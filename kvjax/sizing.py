@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from kvjax.layers import static_int
 from kvjax.ledger import Ledger, blocks_per_seq, make_ledger, own_size, table
 from kvjax.pools.placement import num_shards
 from kvjax.spec import CacheSpec, GroupSpec, Kind, LayerSpec, make_spec
@@ -104,12 +105,13 @@ def plan(
     Source: TensorRT-LLM, which shares equally by default; its calculateWindowSizeToShare weighs by bytes.
     """
     name, budget = _budget(budget_bytes, device_fraction, device)
-    if not isinstance(model_bytes, int) or model_bytes < 0:
-        raise ValueError(f"model_bytes: got {model_bytes!r}, wanted an int of at least 0")
+    model_bytes = static_int("model_bytes", model_bytes, 0)
     shape = {"max_seqs": max_seqs, "max_length": max_length, **options}
-    own, parts = _of_one_device(layers, make_spec(layers, num_blocks=1, **shape), mesh, heads, context)
-    one = make_spec(own, num_blocks=1, **shape)
+    # No group needs more blocks than a row has tokens.
+    own, parts = _of_one_device(layers, make_spec(layers, num_blocks=max_length, **shape), mesh, heads, context)
+    one = make_spec(own, num_blocks=max_length, **shape)
     keys, prices = _prices(one, parts)
+    fewest = tuple(max(one.least_blocks(group) for group in one.groups if group.key == key) for key in keys)
     weights = _weights(one, keys, shares, parts)
     if host_budget_bytes is not None:
         if options.get("num_host_blocks"):
@@ -121,9 +123,10 @@ def plan(
         spec = make_spec(own, num_blocks=dict(zip(keys, counts, strict=True)), **shape)
         return make_ledger(spec, budget, policy, model_bytes, host_budget_bytes, parts)
 
-    least = ledger((1,) * len(keys))
+    least = ledger(fewest)
     if least.left_bytes < 0:
-        message = _too_little(name, budget, least.used_bytes, least.spec)
+        rows = " and for the windows of one row" if least.spec.window_groups else ""
+        message = _too_little(name, budget, least.used_bytes, least.spec, rows)
         raise ValueError("\n".join([f"{message}:", *table(least.entries)]))
     hosts = {group.key: group.num_host_blocks for group in least.spec.groups}
     most = [_most_blocks(least.spec, key) - hosts[key] for key in keys]
@@ -131,7 +134,7 @@ def plan(
     def fits(counts: _Counts) -> bool:
         return all(n <= m for n, m in zip(counts, most, strict=True)) and ledger(counts).left_bytes >= 0
 
-    best = _largest(fits, budget, prices, weights)
+    best = _largest(fits, budget, prices, weights, fewest)
     return Plan(make_spec(layers, num_blocks=dict(zip(keys, best, strict=True)), **shape), ledger(best))
 
 
@@ -198,16 +201,18 @@ def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
     return min(spec.max_length, group.window + group.sink_tokens)
 
 
-def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], weights: list[int]) -> _Counts:
+def _largest(
+    fits: Callable[[_Counts], bool], budget: int, prices: list[int], weights: list[int], fewest: _Counts
+) -> _Counts:
     """The most blocks that fit, divided by the weights: the next block by the weights would not fit.
 
-    (1, 1, ...) fits, and counts that fit still do with fewer blocks.
+    The fewest blocks fit, and counts that fit still do with fewer blocks.
     """
     total = sum(weights)
 
     def divide(spent: int) -> _Counts:
         """Blocks for so many bytes of K/V; from one number to the next no count grows by more than one."""
-        return tuple(max(1, spent * w // (total * p)) for p, w in zip(prices, weights, strict=True))
+        return tuple(max(n, spent * w // (total * p)) for n, p, w in zip(fewest, prices, weights, strict=True))
 
     low, high = 0, budget + sum(prices) + 1  # that fits; that does not
     while high - low > 1 and sum(divide(high)) > sum(divide(low)) + 1:
@@ -233,8 +238,7 @@ def _host_blocks(
     budget: Any, one: CacheSpec, keys: Sequence[_Key], prices: list[int], weights: list[int]
 ) -> dict[_Key, int]:
     """Host blocks of each key, by a budget of their own, which pays for nothing but their pools."""
-    if not isinstance(budget, int) or isinstance(budget, bool):
-        raise ValueError(f"host_budget_bytes: got {budget!r}, wanted an int")
+    budget = static_int("host_budget_bytes", budget, 0)
     if not any(group.pools for group in one.groups):
         raise ValueError(
             f"host_budget_bytes: got {budget:,} without layers, wanted None; num_host_blocks counts blocks"
@@ -247,12 +251,12 @@ def _host_blocks(
         pairs = zip(counts, prices, strict=True)
         return all(n <= m for n, m in zip(counts, most, strict=True)) and sum(n * p for n, p in pairs) <= budget
 
-    return dict(zip(keys, _largest(fits, budget, prices, weights), strict=True))
+    return dict(zip(keys, _largest(fits, budget, prices, weights, (1,) * len(keys)), strict=True))
 
 
-def _too_little(name: str, budget: int, least: int, spec: CacheSpec) -> str:
+def _too_little(name: str, budget: int, least: int, spec: CacheSpec, more: str = "") -> str:
     each = "" if len(spec.groups) == 1 else " in each group"
-    least_of = f"the least for one block of {spec.block_size} tokens{each}"
+    least_of = f"the least for one block of {spec.block_size} tokens{each}{more}"
     return f"{name}: got {budget:,} bytes, wanted at least {least:,}, {least_of}"
 
 
@@ -261,9 +265,7 @@ def _budget(budget_bytes: int | None, device_fraction: float | None, device: Any
     if (budget_bytes is None) == (device_fraction is None):
         raise ValueError("budget_bytes, device_fraction: wanted exactly one of the two")
     if budget_bytes is not None:
-        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
-            raise ValueError(f"budget_bytes: got {budget_bytes!r}, wanted an int")
-        return "budget_bytes", budget_bytes
+        return "budget_bytes", static_int("budget_bytes", budget_bytes, 0)
     assert device_fraction is not None
     if not 0 < device_fraction <= 1:
         raise ValueError(f"device_fraction: got {device_fraction!r}, wanted more than 0 and at most 1")

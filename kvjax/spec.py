@@ -16,7 +16,7 @@ from jax.core import Tracer
 from kvjax.layers import LayerSpec as LayerSpec
 from kvjax.layers import PoolSpec as PoolSpec
 from kvjax.layers import StateArray as StateArray
-from kvjax.layers import check_int, check_positive, check_window, dtype_name
+from kvjax.layers import kv_dtype, set_ints, static_int
 
 __all__ = ["CacheSpec", "GroupSpec", "Kind", "LayerSpec", "PoolSpec", "StateArray", "make_spec"]
 
@@ -58,6 +58,12 @@ class GroupSpec:
     num_host_blocks: int = 0
     sink_tokens: int = 0
     recurrent: bool = False
+
+    def __post_init__(self):
+        set_ints(self, 1, "num_blocks")
+        if self.window is not None:
+            set_ints(self, 1, "window")
+        set_ints(self, 0, "num_host_blocks", "sink_tokens")
 
     @property
     def kind(self) -> Kind:
@@ -130,8 +136,8 @@ class CacheSpec:
     offload_min_priority: int = 0
 
     def __post_init__(self):
-        for name in ("block_size", "max_seqs", "max_blocks_per_seq"):
-            check_positive(name, getattr(self, name))
+        set_ints(self, 1, "block_size", "max_seqs", "max_blocks_per_seq")
+        set_ints(self, 0, "offload_min_priority")
         if not self.groups:
             raise ValueError("groups: got none, wanted at least one GroupSpec")
         seen = [(group.key, group.sink_tokens) for group in self.groups]
@@ -142,15 +148,9 @@ class CacheSpec:
                 "partial_reuse: got True with recurrent layers, wanted False: their state inside a block is not kept"
             )
         for group in self.groups:
-            check_positive("num_blocks", group.num_blocks)
-            check_int("num_host_blocks", group.num_host_blocks, 0)
-            check_window(group.window, group.sink_tokens)
             for pool in group.pools:
                 if bool(pool.arrays) != group.recurrent:
                     raise ValueError(f"groups: got {pool} in a group with recurrent={group.recurrent}, wanted another")
-                if not pool.arrays:
-                    check_positive("kv_heads", pool.kv_heads)
-                    check_positive("head_dim", pool.head_dim)
 
     def seen_columns(self, written: int, end: int) -> list[tuple[int, int]]:
         """(group, column) of the window groups' blocks below column `end` that the token after `written` ones sees."""
@@ -158,6 +158,10 @@ class CacheSpec:
         tokens: Any = np.int32(written)
         seen = [np.asarray(group.keeps(columns, tokens, self.block_size)) for group in self.window_groups]
         return [(number, at) for number, one in enumerate(seen, 1) for at in np.flatnonzero(one[:end]).tolist()]
+
+    def least_blocks(self, group: GroupSpec) -> int:
+        """The blocks that a group needs for one row of any length, written a token at a time; 1 without a window."""
+        return 1 if group.window is None else group.max_blocks(self.max_blocks_per_seq, self.block_size, step=1)
 
     @property
     def window_groups(self) -> tuple[GroupSpec, ...]:
@@ -218,7 +222,9 @@ class CacheSpec:
             for pool_number, pool in enumerate(group.pools):
                 if layer in pool.layers:
                     return number, pool_number, pool.layers.index(layer)
-        raise ValueError(f"layer: got {layer}, which no pool of this spec holds")
+        number = sum(len(pool.layers) for group in self.groups for pool in group.pools)
+        wanted = f"one of the spec's {number} layers, 0..{number - 1}" if number else "a spec that was made with layers"
+        raise ValueError(f"layer: got {layer!r}, wanted {wanted}")
 
 
 def make_spec(
@@ -241,12 +247,14 @@ def make_spec(
       layers: one entry per layer that keeps something of the tokens before, in the model's order; none for a cache of
         metadata alone.
       num_blocks: N, device blocks of each group, or of each window {window: N} with None for full attention and
-        "recurrent" for recurrent layers.
+        "recurrent" for recurrent layers. A group with a window needs the blocks that its last `window` tokens lie in,
+        or no row could outgrow it: ceil((window - 1) / P) + 1, and those of its sinks. A chunk of a prompt needs more
+        while it is computed, as the ledger of `plan` says.
       max_seqs: S, sequences held at once.
       max_length: tokens that one sequence can hold, rounded up to whole blocks.
       block_size: P, tokens per block.
-      dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head. XLA on
-        CPU converts all of a float8_e4m3fn pool at every use: take int8 there.
+      dtype: element type of the K/V bytes: bfloat16, float16, float32; or int8 and float8_e4m3fn with a scale for each
+        token and head. XLA on CPU converts all of a float8_e4m3fn pool at every use: take int8 there.
       num_host_blocks: H, blocks of the host tier, given like num_blocks.
       extra_ids: whether tokens carry extra ids. To readers of events outside (`kvjax.interop`) 0 is text.
       partial_reuse: whether to reuse part of a block by a copy. None: where it can be, which is not with recurrent
@@ -270,16 +278,22 @@ def make_spec(
       >>> spec.max_length, spec.max_blocks_per_seq
       (1008, 63)
     """
-    check_positive("block_size", block_size)
-    check_positive("max_length", max_length)
-    check_positive("max_seqs", max_seqs)
+    block_size, max_length = static_int("block_size", block_size, 1), static_int("max_length", max_length, 1)
+    max_seqs = static_int("max_seqs", max_seqs, 1)
     max_blocks = -(-max_length // block_size)
-    groups = _groups(layers, dtype_name(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
-    return CacheSpec(
+    groups = _groups(layers, kv_dtype(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
+    spec = CacheSpec(
         groups, block_size, max_seqs, max_blocks, extra_ids,
         not any(group.recurrent for group in groups) if partial_reuse is None else partial_reuse,
         retention, offload_min_priority,
     )  # fmt: skip
+    for group in spec.groups:
+        if group.num_blocks < (least := spec.least_blocks(group)):
+            raise ValueError(
+                f"num_blocks: got {group.num_blocks} for {_described(group)}, wanted at least {least}: the blocks that "
+                f"one row holds at a time"
+            )
+    return spec
 
 
 _Key = tuple[bool, int | None, int]  # of a group: whether it is recurrent, its window, its sinks
@@ -303,14 +317,14 @@ def _groups(
         of_key = GroupSpec(1, tuple(pools.get(key, ())), window, 0, sink_tokens, recurrent)
         return dataclasses.replace(
             of_key,
-            num_blocks=_of_group("num_blocks", num_blocks, of_key),
-            num_host_blocks=_of_group("num_host_blocks", num_host_blocks, of_key),
+            num_blocks=of_group("num_blocks", num_blocks, of_key),
+            num_host_blocks=of_group("num_host_blocks", num_host_blocks, of_key),
         )
 
     full = (False, None, 0)
     others = [group(key) for key in sorted(pools.keys() - {full})]
-    _check_keys("num_blocks", num_blocks, others)
-    _check_keys("num_host_blocks", num_host_blocks, others)
+    check_keys("num_blocks", num_blocks, others)
+    check_keys("num_host_blocks", num_host_blocks, others)
     if others and full not in pools:
         return GroupSpec(max_held + sum(one.num_ids for one in others)), *others
     return group(full), *others
@@ -338,7 +352,8 @@ def _pools(layers: Sequence[LayerSpec], dtype: str) -> dict[_Key, list[PoolSpec]
     }
 
 
-def _of_group(argument: str, numbers: int | Mapping[int | str | None, int], group: GroupSpec) -> int:
+def of_group(argument: str, numbers: Any, group: GroupSpec) -> Any:
+    """A group's part of an argument: the same number for all groups, or {window: number}, which has to name its own."""
     if not isinstance(numbers, Mapping):
         return numbers
     if group.key not in numbers:
@@ -346,9 +361,15 @@ def _of_group(argument: str, numbers: int | Mapping[int | str | None, int], grou
     return numbers[group.key]
 
 
-def _check_keys(argument: str, numbers: Any, groups: Sequence[GroupSpec]) -> None:
-    if isinstance(numbers, Mapping) and RECURRENT in numbers and not any(group.recurrent for group in groups):
-        raise ValueError(f"{argument}: got a number for {RECURRENT!r} without recurrent layers, wanted none")
+def check_keys(argument: str, numbers: Any, groups: Sequence[GroupSpec]) -> None:
+    """Raises a ValueError for a number of a window that no group has; None stands for full attention in every spec."""
+    keys = {None, *(group.key for group in groups)}
+    for key in numbers if isinstance(numbers, Mapping) else ():
+        if key not in keys:
+            described = (
+                f"{key!r} without recurrent layers" if key == RECURRENT else f"window {key!r}, which no layer has"
+            )
+            raise ValueError(f"{argument}: got a number for {described}, wanted none")
 
 
 def _described(group: GroupSpec) -> str:

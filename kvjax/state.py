@@ -121,7 +121,8 @@ class Blocks(Pytree):
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
       children: i32[B]; findable blocks whose parent this is.
       depth: i32[B]; blocks before this one in its prefix.
-      hits: i32[B]; how often the contents were reused since they were stored; LOST if a failed move took them.
+      hits: i32[B]; how often the contents were reused since they were stored: a prompt found them, or a row committed
+        equal ones, which were merged with them. LOST if a failed move took them.
       stored: i32[B]; reading of `clock` when the contents were published.
       released: i32[B]; reading of `clock` when the last holder released it.
       clock: i32[]; counts publications and releases; readings are compared by their difference to the present one.
@@ -159,6 +160,12 @@ class Blocks(Pytree):
 
 
 Eligible = Callable[[jax.Array], jax.Array]
+
+
+def described(tree: Any) -> Any:
+    """The tree with dtype and shape of each array as text."""
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)  # noqa: E731
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if is_array(x) else repr(x), tree)
 
 
 class EvictionPolicy(NamedTuple):
@@ -204,19 +211,34 @@ class EvictionPolicy(NamedTuple):
 
     def touched(self, pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
         """The policy's state after `touch`; the old one if no id is named."""
-        return self._where(lambda: jnp.any(ids >= 0), self.touch(pstate, blocks, ids, now), pstate)
+        new = self._as_before("touch", self.touch(pstate, blocks, ids, now), pstate)
+        return self._where(lambda: jnp.any(ids >= 0), new, pstate)
 
     def chosen(
         self, pstate: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
     ) -> tuple[jax.Array, Any]:
         """The victims, and the policy's state after `victims`; the old one if none is wanted."""
-        ids, new = self.victims(pstate, blocks, eligible, wanted, now, size)
-        return ids, self._where(lambda: wanted > 0, new, pstate)
+        result = self.victims(pstate, blocks, eligible, wanted, now, size)
+        if not isinstance(result, tuple) or len(result) != 2 or described(result[0]) != f"int32[{size}]":
+            raise ValueError(
+                f"victims of {self}: got {described(result)}, wanted a pair of int32[{size}] and its state"
+            )
+        ids, new = result
+        return ids, self._where(lambda: wanted > 0, self._as_before("victims", new, pstate), pstate)
 
     def forgot(self, pstate: Any, ids: jax.Array) -> Any:
         """The policy's state after `forget`; the old one if no id is named."""
-        new = pstate if self.forget is None else self.forget(pstate, ids)
+        new = pstate if self.forget is None else self._as_before("forget", self.forget(pstate, ids), pstate)
         return self._where(lambda: jnp.any(ids >= 0), new, pstate)
+
+    def _as_before(self, function: str, new: Any, old: Any) -> Any:
+        """The state that a function of the policy returned; a ValueError unless it is of the same arrays as before."""
+        got, wanted = described(new), described(old)
+        if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
+            raise ValueError(
+                f"{function} of {self}: got {got}, wanted the state {wanted}, as the policy's init makes it"
+            )
+        return new
 
     def _where(self, is_requested: Callable[[], jax.Array], new: Any, old: Any) -> Any:
         return new if self.idle else either(is_requested(), new, old)

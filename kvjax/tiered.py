@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal
 
 import jax
@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from kvjax._compile import OutermostJit, own_transfers
 from kvjax.cache import Cache, reader
-from kvjax.checks import check_32_bits, check_alive, check_on_host, face, integers, static_options
+from kvjax.checks import MadeByCreate, check_32_bits, check_alive, check_on_host, face, integers, static_options
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
@@ -149,7 +149,7 @@ def _method[**P](
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TieredCache:
+class TieredCache(MadeByCreate):
     """A cache and its host tier, with the verbs of both as methods; for host code, between loops. It is a pytree.
 
     Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
@@ -168,7 +168,7 @@ class TieredCache:
         cls,
         spec: CacheSpec,
         policy: EvictionPolicy | None = None,
-        num_blocks: ArrayLike | None = None,
+        num_blocks: ArrayLike | Mapping[int | str | None, ArrayLike] | None = None,
         *,
         policy_state: Any = None,
         mesh: Mesh | None = None,
@@ -182,7 +182,8 @@ class TieredCache:
         """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
-        check_on_host("TieredCache.create", (num_blocks, policy_state), "inside one make a Cache: it has no host pools")
+        sizes = list(num_blocks.values()) if isinstance(num_blocks, Mapping) else num_blocks
+        check_on_host("TieredCache.create", (sizes, policy_state), "inside one make a Cache: it has no host pools")
         where = {"mesh": mesh, "heads": heads, "context": context}
         empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, **where)
         pools, host = init_host_pools(empty.pools)

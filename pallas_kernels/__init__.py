@@ -107,6 +107,11 @@ def _serve(name: str, implementation: str | None, *args, **options) -> Any:
     if implementation is not None:
         function = _function(implementation, name, options)
         if implementation in PLATFORMS and not options.get("interpret"):
+            if not lowers_for(platform := PLATFORMS[implementation]):
+                raise NotImplementedError(
+                    f"implementation: {implementation!r} runs on {platform} alone, which this process does not have; "
+                    f"None chooses one that runs, and pallas_kernels.lowering_for({platform!r}) compiles for it"
+                )
             return lax.platform_dependent(*args, **{PLATFORMS[implementation]: function})
         return function(*args)
     refusals, usable = [], [key for key in IMPLEMENTATIONS if key not in PLATFORMS or lowers_for(PLATFORMS[key])]

@@ -38,6 +38,7 @@ POLICIES = {
     "lru": Policy(kvjax.lru, "lru()", (3, 3, 2, 2, 1, 1)),
     "fifo": Policy(kvjax.policies.fifo, "fifo()", (1, 1, 2, 2, 3, 3)),
     "lfu": Policy(kvjax.policies.lfu, "lfu()", (3, 3, 1, 1, 2, 2)),
+    "lfu_da": Policy(kvjax.policies.lfu_da, "lfu_da()", (3, 3, 1, 1, 2, 2)),
     "random": Policy(kvjax.policies.random, "random()"),
     "cost_aware": Policy(kvjax.policies.cost_aware, "cost_aware(balance=24576)"),
     "priority": Policy(kvjax.policies.priority, "priority()", spec=RETENTION),

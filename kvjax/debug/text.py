@@ -49,8 +49,8 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
 
     Returns:
       Several lines. The tree of contents is left out of a group with more blocks in use (active or cached) than
-      `max_lines`. It and the tree of what rows share are left out of all groups with windows, whose blocks hold the
-      same tokens as the first group's.
+      `max_lines`, and a line says so. It and the tree of what rows share are left out of all groups with windows, whose
+      blocks hold the same tokens as the first group's.
 
     Raises:
       ValueError: if `since` is no state, or one of another spec.
@@ -84,7 +84,7 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
         parts = [_rows(seen, width, max_lines)]
         if group.kind is Kind.FULL:
             parts.append(_shared(seen, width, max_lines))
-            parts += [_contents(seen, width)] if np.sum(seen.used) <= max_lines else []
+            parts.append(_contents(seen, width, max_lines))
         heads = state.spec.group_name(number) + shape, *tally(state, seen).lines
         drawings.append(_drawing(heads, [*parts, _map(seen, width, max_lines)], width))
     return "\n\n".join(drawings)
@@ -184,8 +184,12 @@ def _text(seen: Inspection, blocks: list[int], width: int) -> str:
     return count + fit([*tokens[:width], *tokens[width:][-1:]], width - len(count))
 
 
-def _contents(seen: Inspection, width: int) -> Iterator[str]:
+def _contents(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
     """The findable blocks as trees of prefixes, then the blocks that rows are still filling."""
+    if (num_used := int(np.sum(seen.used))) > max_lines:
+        text = f"the tree of {num_used:,} blocks is left out; show(state, max_lines={num_used}) draws it"
+        yield from textwrap.wrap(text, width)
+        return
     findable = [int(block) for block in np.flatnonzero(seen.fill > 0)]
     parents = {block: _parent(seen, block) for block in findable}
     drawn: set[int] = set()

@@ -106,7 +106,7 @@ class Adopted(Pytree):
       held: i32[F]; the first group's blocks that were found, and are held.
       blocks: i32[G, F]; each group's reserved blocks, NO_BLOCK for none.
       pool_rows: i32[G, F]; where their bytes go; the scratch row for none.
-      hits: i32[F]; what the blocks get.
+      hits: i32[F]; the `Blocks.hits` that each block begins with; merges count there, too.
       stamps: i32[G]; tell these reservations from later ones of the same blocks.
     """
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvjax._files import LineFile
 from kvjax.blocks.keys import Namespaces
+from kvjax.checks import static_int
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
@@ -82,8 +83,7 @@ class Writer(EventEncoder[str]):
         salts: str = "digest",
         rank: int | None = None,
     ):
-        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
-            raise ValueError(f"rank: got {rank!r}, wanted None or an int of at least 0")
+        rank = None if rank is None else static_int("rank", rank, 0)
         unpublished = {flag: reason for flag, reason in WHOLE.items() if flag != col.PARTIAL} | omitted_salts(salts)
         sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
         super().__init__(spec, Hashing(names, lora_names, model, key), sizes, unpublished)

@@ -9,9 +9,9 @@ A policy in one line (the lowest score leaves first; see `state.Blocks` for what
 from kvjax.policies.classes import by_class, lfu
 from kvjax.policies.retention import Retention, TokenRange
 from kvjax.policies.ring import lru, vllm_v1
-from kvjax.policies.scores import by_score, cost_aware, fifo, priority, random, trt_leaf
+from kvjax.policies.scores import by_score, cost_aware, fifo, lfu_da, priority, random, trt_leaf
 
 __all__ = [
-    "Retention", "TokenRange", "by_class", "by_score", "cost_aware", "fifo", "lfu", "lru", "priority", "random",
-    "trt_leaf", "vllm_v1",
+    "Retention", "TokenRange", "by_class", "by_score", "cost_aware", "fifo", "lfu", "lfu_da", "lru", "priority",
+    "random", "trt_leaf", "vllm_v1",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, loop, pick, put, rank
+from kvjax.checks import check_functions, integers, static_int
 from kvjax.policies.scores import Bound, check_hash, ordered
 from kvjax.state import COPYING, NO_BLOCK, Blocks, Eligible, EvictionPolicy
 
@@ -67,9 +68,9 @@ def by_class(
     Raises:
       ValueError: for less than one class; for a function that cannot be hashed.
     """
-    if classes < 1:
-        raise ValueError(f"classes: got {classes}, wanted at least 1")
+    classes = static_int("classes", classes, 1)
     label, priced = Bound.of("fn", fn), None if score is None else Bound.of("score", score)
+    check_functions(init=init)
     check_hash("init", init)
     options = label, priced, classes, timed, init
     return EvictionPolicy(
@@ -108,11 +109,10 @@ class _Init(_Options):
 class _Push(_Options):
     def __call__(self, chains: Chains, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Chains:
         """See `EvictionPolicy.touch`."""
-        label = self.fn(blocks, ids, *self.extra_arguments(chains.own, now))
-        if label.shape != ids.shape or not jnp.issubdtype(label.dtype, jnp.integer):
-            found, wanted = f"{label.dtype}{list(label.shape)}", f"integers of shape {list(ids.shape)}"
-            raise ValueError(f"by_class: fn returns {found}, wanted {wanted}")
-        label = jnp.clip(label.astype(jnp.int32), 0, self.classes - 1)
+        label = integers(
+            f"classes of {self.fn.name}", self.fn(blocks, ids, *self.extra_arguments(chains.own, now)), ids.shape
+        )
+        label = jnp.clip(label, 0, self.classes - 1)
         return _append(_make_space(chains, blocks, count(ids >= 0)), ids, label, ids >= 0)
 
 
@@ -204,9 +204,8 @@ class _Pop(_Options):
         if self.score is not None:
             heads = jnp.where(turn.heads == _DEAD, NO_BLOCK, turn.heads)
             score = self.score(blocks, heads, *self.extra_arguments(chains.own, now))
-            if score.shape != classes.shape:
-                raise ValueError(f"by_class: the score has shape {score.shape}, wanted one per class {classes.shape}")
-            score = jnp.where(turn.heads == _DEAD, -jnp.inf, jnp.where(turn.at < 0, jnp.inf, ordered(score)))
+            score = ordered(self.score.name, score, classes.shape)
+            score = jnp.where(turn.heads == _DEAD, -jnp.inf, jnp.where(turn.at < 0, jnp.inf, score))
             least = score == jnp.min(score)
         return jnp.min(jnp.where(least, classes, classes[-1]))
 
@@ -237,7 +236,8 @@ def _drop(chains: Chains, ids: jax.Array) -> Chains:
 def lfu() -> EvictionPolicy:
     """Evicts the block that was reused least often since it was stored, among equals the least recently released.
 
-    Blocks that were reused more than 120 times count as equals. Costs O(blocks touched).
+    A merge with an equal block counts as a reuse, as in `Blocks.hits`. Blocks that were reused more than 120 times
+    count as equals. Costs O(blocks touched).
     """
     return by_class(_hits, classes=_MOST_HITS + 1, name="lfu")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import count, in_any, mix, pick, put
+from kvjax.checks import array_of, check_functions
 from kvjax.policies.retention import later, priority_at
 from kvjax.state import Blocks, Eligible, EvictionPolicy
 from pallas_kernels.loops import fori_loop
@@ -49,8 +50,9 @@ def by_score(
     `scaled(scale=3)`; two such partials of equal numbers make equal policies.
 
     Args:
-      fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9); with `init` it takes the policy's
-        state too, `fn(blocks, pstate)`.
+      fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9), no coarser or unsigned numbers; with
+        `init` it takes the policy's state too, `fn(blocks, pstate)`. Of equal scores the lower block id leaves first,
+        and a parent takes the place of its last child; `blocks.released - blocks.clock` in a score breaks ties by age.
       timed: whether fn takes the time, i32[] ms, too, as its last argument.
       init: num_ids to the policy's state, a pytree of arrays; None: no state. Block ids may be reused for other
         contents; `blocks.generation` tells.
@@ -75,6 +77,7 @@ def by_score(
     if touch is not None and init is None:
         raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
     score = Bound.of("fn", fn)
+    check_functions(init=init, touch=touch)
     check_hash("init", init)
     check_hash("touch", touch)
     lowest = _Lowest(score, timed, init is not None)
@@ -108,6 +111,8 @@ class Bound:
         parameters: tuple[tuple[str, Any], ...] = ()
         if isinstance(fn, functools.partial) and not fn.args and _is_hashable(tuple(fn.keywords.values())):
             fn, parameters = fn.func, tuple(sorted(fn.keywords.items()))
+        if not callable(fn):
+            raise ValueError(f"{argument}: got {fn!r:.80}, wanted a function")
         check_hash(argument, fn)
         return cls(fn, parameters, tuple(type(value) for _, value in parameters))
 
@@ -150,10 +155,8 @@ class _Lowest:
 
         def choose():
             extra = [*([pstate] if self.has_state else []), *([now] if self.timed else [])]
-            score = self.fn(blocks, *extra)
-            if score.shape != (wanted_shape := blocks.fill.shape):
-                raise ValueError(f"by_score: the score has shape {score.shape}, wanted one per block {wanted_shape}")
-            return _pop_leaves(ordered(score), blocks, eligible, wanted, size)
+            score = ordered(self.fn.name, self.fn(blocks, *extra), blocks.fill.shape)
+            return _pop_leaves(score, blocks, eligible, wanted, size)
 
         return lax.cond(in_any(wanted > 0), choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
 
@@ -178,13 +181,21 @@ def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: ja
     return fori_loop(0, jnp.minimum(wanted, size), step, (front, jnp.full((size,), -1, jnp.int32)))[1]
 
 
-def ordered(score: jax.Array) -> jax.Array:
-    """f32 in the same order, NaN last. Integers become the bits of floats: a conversion is exact up to 2^24 only."""
-    largest = np.float32(np.finfo(np.float32).max)
+def ordered(name: str, score: Any, shape: tuple[int, ...]) -> jax.Array:
+    """f32 in the same order, NaN last. Integers become the bits of floats: a conversion is exact up to 2^24 only.
+
+    Raises:
+      ValueError: naming the function, unless it is a score of this shape, f32 or i32; or 64 bits wide, which is cut.
+    """
+    largest, wanted = np.float32(np.finfo(np.float32).max), f"f32{list(shape)} or i32{list(shape)}"
+    score = array_of(f"score of {name}", score, wanted)
+    if score.shape != shape or score.dtype not in (jnp.float32, jnp.int32, jnp.float64, jnp.int64):
+        raise ValueError(f"score of {name}: got {score.dtype}{list(score.shape)}, wanted {wanted}")
     if jnp.issubdtype(score.dtype, jnp.floating):
         score = score.astype(jnp.float32)
         return jnp.clip(jnp.where(jnp.isnan(score), largest, score), -largest, largest)
-    size = jnp.minimum(jnp.abs(jnp.maximum(score.astype(jnp.int32), -(2**31) + 1)), 0x7E000000)
+    score = jnp.clip(score, -(2**31) + 1, 2**31 - 1).astype(jnp.int32)
+    size = jnp.minimum(jnp.abs(score), 0x7E000000)
     normal = lax.bitcast_convert_type(size + 0x00800000, jnp.float32)
     return jnp.where(score < 0, -normal, normal)
 
@@ -235,6 +246,54 @@ def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
     """
     age = jnp.minimum(blocks.clock - blocks.released, _AGES - 1)
     return rank * _AGES + (_AGES - 1 - age)
+
+
+class Counts(NamedTuple):
+    """Counts of uses, which `lfu_da` compares."""
+
+    of_block: jax.Array  # i32[B]; uses of each block's contents, and the age of the cache when it was released last
+    age: jax.Array  # i32[]; the largest count of a block that was evicted
+
+
+@functools.cache
+def lfu_da() -> EvictionPolicy:
+    """Evicts the block that was used least often, where uses long ago count less: LFU with dynamic aging.
+
+    A block's uses are added to the age of the cache when it is released, and the age is the largest such count that was
+    evicted. So new blocks pass the ones that were popular once. Of equal blocks, and of those that are over 120 ahead
+    of the age, the least recently released leaves first. The policy hears of evictions because `victims` returns its
+    state too. Costs a pass over all blocks in a call that evicts.
+
+    Source: Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content management techniques for Web proxy
+    caches" (2000).
+    """
+    return _least_count()._replace(victims=_evict_and_age)
+
+
+@functools.cache
+def _least_count() -> EvictionPolicy:
+    return by_score(_count_then_age, init=_no_counts, touch=_recount, name="lfu_da")._replace(idle=True)
+
+
+def _no_counts(num_ids: int) -> Counts:
+    return Counts(jnp.zeros((num_ids,), jnp.int32), jnp.int32(0))
+
+
+def _recount(counts: Counts, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Counts:
+    del now
+    return counts._replace(of_block=put(counts.of_block, ids, counts.age + pick(blocks.hits, ids) + 1, ids >= 0))
+
+
+def _count_then_age(blocks: Blocks, counts: Counts) -> jax.Array:
+    return then_age(jnp.clip(counts.of_block - counts.age, 0, 120), blocks)  # a difference, since counts may wrap
+
+
+def _evict_and_age(
+    counts: Counts, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
+) -> tuple[jax.Array, Counts]:
+    ids, counts = _least_count().victims(counts, blocks, eligible, wanted, now, size)
+    ahead = jnp.max(jnp.where(ids >= 0, pick(counts.of_block, ids) - counts.age, 0), initial=0)
+    return ids, counts._replace(age=counts.age + ahead)
 
 
 @functools.cache

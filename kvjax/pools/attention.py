@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import pallas_kernels
+from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit
 from kvjax.pools.views import View
@@ -77,7 +78,9 @@ def attend(
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)
-    context = pools.context(group)
+    context, q = pools.context(group), floats("q", q)
+    window = None if window is None else static_int("window", window, 1)
+    sinks = None if sinks is None else floats("sinks", sinks)
     _check(q, array, view, window, soft_cap, sinks, layer, context)
     shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1
     decodes = q.shape[0] if is_decode else view.decodes
@@ -126,10 +129,6 @@ def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q: got {q.dtype}, wanted a floating dtype")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window: got {window!r}, wanted None or an int of at least 1")
     if context is not None and window is not None:
         whole = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
         raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {whole}")

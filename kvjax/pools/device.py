@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax._arrays import Pytree, count, padded, pick, put, rank
 from kvjax._compile import own_transfers
+from kvjax.checks import floats
 from kvjax.events.records import EventKind, Events, Records
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
@@ -132,13 +132,14 @@ def check_fit(pools: Any, view: Any) -> None:
         raise ValueError(f"view: got one of a cache with {_difference(view.spec, pools.spec)}, as the pools have")
 
 
-def check_kv(view: View, array: jax.Array, layer: Any, **new: jax.Array | None) -> None:
-    """Raises a ValueError unless these are a view's new K, V or latents, for a layer of the pool."""
+def checked_kv(view: View, array: jax.Array, layer: Any, **new: jax.Array | None) -> list[jax.Array]:
+    """A view's new K, V or latents as arrays; a ValueError that names one that is not floating, or not of its shape."""
     shape = (*view.positions.shape, array.shape[3], array.shape[5])  # of one device, where the caller maps the step
     for name, x in new.items():
-        got = "None" if x is None else f"shape {x.shape}"
-        if x is None or x.shape != shape:
+        if x is None or np.shape(x) != shape:
+            got = "None" if x is None else f"shape {np.shape(x)}"
             raise ValueError(f"{name}: got {got}, wanted {shape} for this view and layer {layer}")
+    return [floats(name, x) for name, x in new.items()]
 
 
 def own_slots(slots: jax.Array, pool: jax.Array, context: Context | None) -> jax.Array:
@@ -159,12 +160,14 @@ def _difference(got: Any, wanted: Any, name: str = "") -> str:
     if dataclasses.is_dataclass(wanted):
         names = [field.name for field in dataclasses.fields(wanted)]
         parts = [(f"{name}.{part}".lstrip("."), getattr(got, part), getattr(wanted, part)) for part in names]
-    elif isinstance(wanted, tuple) and len(got) == len(wanted):
+    elif isinstance(wanted, tuple) and len(got) != len(wanted):
+        return f"{len(got)} in {name}, wanted {len(wanted)}"
+    elif isinstance(wanted, tuple):
         parts = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(got, wanted, strict=True))]
     for part, one, other in parts:
         if one != other:
             return _difference(one, other, part)
-    return f"{name}={reprlib.repr(got)}, wanted {reprlib.repr(wanted)}"
+    return f"{name}={got!r}, wanted {wanted!r}"
 
 
 def _scalar(name: str, value: ArrayLike) -> jax.Array:
@@ -260,8 +263,9 @@ def write(
       The pools with the tokens' K/V, in the pool's dtype; a quantised pool gets one scale per token and head.
 
     Raises:
-      ValueError: on a view of a cache with another spec; on shapes that do not fit the pool or the view, V of a layer
-        of latents included; on a recurrent layer, and on a traced one where the spec has several pools.
+      ValueError: on a view of a cache with another spec; on K/V that are not floating, or whose shapes do not fit the
+        pool or the view, V of a layer of latents included; on a recurrent layer, and on a traced one where the spec
+        has several pools.
       NotImplementedError: if the named implementation cannot serve this call, or for the derivative of
         rounding; `jax.lax.stop_gradient` of k and v does without it.
 
@@ -279,7 +283,8 @@ def write(
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     if v is not None and spec.values is not None:
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
-    check_kv(view, array, layer, k=k, **({"v": v} if spec.values is None else {}))
+    new = {"k": k, "v": v} if spec.values is None else {"k": k}
+    k, v, *_ = *checked_kv(view, array, layer, **new), None
     scales, slots, context = pools.scales_of(group, pool), view.slots[group], pools.context(group)
     operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
-from kvjax.layers import NUM_TOKENS
+from kvjax.layers import NUM_TOKENS, static_int
 from kvjax.pools.device import Pools, check_fit
 from kvjax.pools.views import View
 from pallas_kernels.loops import fori_loop
@@ -71,8 +71,7 @@ def recur(
     group, pool, index, arrays = pools.at(layer, index)
     if not isinstance(arrays, dict):
         raise ValueError(f"layer: got {layer}, which has K/V, wanted a recurrent layer; `attend` serves this one")
-    if not isinstance(width, int) or width < 1:
-        raise ValueError(f"width: got {width!r}, wanted an int of at least 1")
+    width = static_int("width", width, 1)
     _check_inputs(inputs, view)
     shape, size = view.positions.shape, pools.spec.block_size
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import pallas_kernels
+from kvjax.checks import floats
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit, check_kv, own_slots
+from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, own_slots
 from kvjax.pools.views import View
 
 
@@ -54,7 +55,8 @@ def rope_write(
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     if spec.values is not None:
         raise ValueError(f"layer: got {layer}, which has latents, wanted one with K/V")
-    check_kv(view, array, layer, k=k, v=v)
+    k, v = checked_kv(view, array, layer, k=k, v=v)
+    q, angles = floats("q", q), (floats("angles", angles[0]), floats("angles", angles[1]))
     _check(q, angles, view, array)
     scales, context = pools.scales_of(group, pool), pools.context(group)
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick, sum_before
-from kvjax.checks import each_row, integers, on_state, row_mask, static_int
+from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask, static_int
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -91,10 +91,7 @@ def view(
       >>> view.positions[1].tolist(), view.slots[0].tolist()  # padding goes to the scratch row, 8
       ([0, 1, 2], [[32, 32, 32], [0, 1, 2]])
     """
-    if isinstance(num_tokens, int | np.integer):
-        max_tokens = int(num_tokens) if max_tokens is None else max_tokens
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"max_tokens: got {max_tokens!r}, wanted an int of at least 1")
+    max_tokens = most_tokens(num_tokens, max_tokens)
     tables, start, count = _rows(state, num_tokens, seqs, written)
     owner, offset = np.indices((count.shape[0], max_tokens), np.int32)
     return _view(state, tables, start, jnp.minimum(count, max_tokens), owner, offset, None)

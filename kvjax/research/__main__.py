@@ -23,7 +23,7 @@ from kvjax.research.learning.compare_learned import compare_learned
 from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from kvjax.research.simulators.belady import belady
-from kvjax.research.simulators.hits import RULES, Hits, Rule
+from kvjax.research.simulators.hits import RULES, Hits, Rule, check_longest, check_sizes
 from kvjax.research.simulators.lru_curve import lru_curve
 from kvjax.research.simulators.replay import replay
 from kvjax.research.simulators.simulate import missing_fields, simulate
@@ -33,8 +33,8 @@ from kvjax.research.traces.trace import Trace
 from kvjax.state import EvictionPolicy
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lru": policies.lru,
-    "random": policies.random,
+    "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lfu_da": policies.lfu_da,
+    "lru": policies.lru, "random": policies.random,
 }  # fmt: skip
 _PLOTTED = 500  # sizes of a curve in a picture: more than the eye can separate
 
@@ -85,12 +85,12 @@ def _summary(trace: Trace, args: argparse.Namespace) -> None:
     if args.plot is not None:
         curves = {"unbounded": unbounded(trace, args.rule)}
         if args.sizes:
-            curves["lru"] = lru_curve(trace, args.sizes, args.rule)
+            curves["lru"] = lru_curve(trace, _sizes(trace, args, hold_all=True), args.rule)
         plot_reuse(curves, args.plot)
 
 
 def _curve(trace: Trace, args: argparse.Namespace) -> None:
-    sizes = _sizes(trace, args)
+    sizes = _sizes(trace, args, hold_all=True)
     _report(args, {"lru": lru_curve(trace, sizes, args.rule)}, belady(trace, sizes))
     if args.plot is not None:
         every = _between(sizes)
@@ -98,7 +98,7 @@ def _curve(trace: Trace, args: argparse.Namespace) -> None:
 
 
 def _bound(trace: Trace, args: argparse.Namespace) -> None:
-    sizes = _sizes(trace, args)
+    sizes = _sizes(trace, args, hold_all=True)
     find = lambda sizes: {"Belady": belady(trace, sizes), "with bypass": belady(trace, sizes, bypass=True)}  # noqa: E731
     _report(argparse.Namespace(**vars(args) | {"rule": "papers"}), find(sizes), None)
     if args.plot is not None:
@@ -135,7 +135,7 @@ def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], arg
 def _learn(trace: Trace, args: argparse.Namespace) -> None:
     on = None if args.on is None else _trace(args.on)
     chosen = {name: _policy(name) for name in args.policies}
-    sizes = _sizes(trace if on is None else on, args)
+    sizes = _sizes(trace if on is None else on, args, hold_all=True)
     comparison = compare_learned(trace, sizes, rule=args.rule, seeds=args.seeds, policies=chosen, on=on)
     print(comparison)
     _save(args.json, comparison.as_json())
@@ -145,10 +145,17 @@ def _learn(trace: Trace, args: argparse.Namespace) -> None:
         learn_policy(trace, rule=args.rule).save(args.save)
 
 
-def _sizes(trace: Trace, args: argparse.Namespace) -> list[int]:
-    """The sizes of --sizes; else eight from the longest request to a size that holds the whole trace."""
+def _sizes(trace: Trace, args: argparse.Namespace, *, hold_all: bool = False) -> list[int]:
+    """The sizes of --sizes; else eight from the longest request to a size that holds the whole trace.
+
+    With `hold_all` each has to hold the longest request.
+    """
+    if args.sizes is not None:
+        return (
+            check_longest(trace, args.sizes, "--sizes") if hold_all else check_sizes(args.sizes, "--sizes")
+        ).tolist()
     longest = int(trace.lengths.max())
-    return args.sizes or sorted(set(np.geomspace(longest, trace.num_ids + longest, 8).astype(int).tolist()))
+    return sorted(set(np.geomspace(longest, trace.num_ids + longest, 8).astype(int).tolist()))
 
 
 def _between(sizes: Sequence[int]) -> list[int]:

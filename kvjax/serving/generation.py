@@ -94,6 +94,10 @@ def generate[C: (Cache, TieredCache)](
     that wants more than the whole cache holds ends with the tokens that fit, and finish "no_blocks". The options are
     those of the default `Scheduler`; `run_batch` takes others.
 
+    The first call with a model and with new shapes compiles, which takes some 20 to 30 s on two CPU cores: more prompts
+    or longer ones compile at each doubling. What takes over two seconds to compile is said in the log `kvjax`
+    (`logging`, as information), and `keep_programs` keeps it for other processes.
+
     With new weights `reset` the cache, or give each version of them a namespace of its own (`Namespaces`): otherwise
     K/V of the old ones are reused, and nothing says so.
 

@@ -52,8 +52,9 @@ PART_BYTES = 256 * 10**6  # the most of a file, unless one block has more
 
 @own_transfers()
 def save(
-    cache: Cache | TieredCache, folder: Any, *, names: Namespaces, model: str, loras: Mapping[int, str] | None = None
-) -> int:
+    cache: Cache | TieredCache, folder: Any, *, names: Namespaces | None = None, model: str,
+    loras: Mapping[int, str] | None = None,
+) -> int:  # fmt: skip
     """Saves all findable blocks of a cache, on both tiers, in place of the folder's older save.
 
     Until the end the older save is the folder's, and after it the new one, whatever ends the process. Reads a few
@@ -62,7 +63,7 @@ def save(
     Args:
       cache: with nothing on the move; not shared by several processes.
       folder: a path; it is made if there is none. One save at a time writes to it.
-      names: the namespaces of the cache's rows.
+      names: the namespaces of the cache's rows; None: no row had one.
       model: the name of the model and its weights, which `load` has to give again.
       loras: the names of the LoRAs, by the numbers that `names` knows them by; needed for those that have blocks.
 
@@ -75,6 +76,7 @@ def save(
     """
     require_safetensors("save")
     pools_of(cache)
+    names = Namespaces() if names is None else names
     path, loras = checked_folder(folder), checked_names(names, model, loras)
     state = jax.device_get(cache.state)
     contents, ids = contents_of(state)
@@ -131,7 +133,7 @@ def _roots(contents: Contents, names: Namespaces, loras: Mapping[int, str]) -> d
     for number in np.unique(contents.namespace).tolist():
         if number not in names:
             raise ValueError(
-                f"names: got {len(names)} namespaces, wanted those of the cache, which has number {number}"
+                f"names: got none for namespace {number}, which has blocks, wanted those of the cache's rows"
             )
         salt, lora = names.describe(number)
         if lora is not None and lora not in loras:
@@ -173,8 +175,9 @@ def _write(
 
 @own_transfers()
 def load[C: (Cache, TieredCache)](
-    cache: C, folder: Any, *, names: Namespaces, model: str, loras: Mapping[int, str] | None = None, now: int = 0
-) -> tuple[C, Loaded]:
+    cache: C, folder: Any, *, names: Namespaces | None = None, model: str, loras: Mapping[int, str] | None = None,
+    now: int = 0,
+) -> tuple[C, Loaded]:  # fmt: skip
     """Adopts the blocks of a saved cache: whole prefixes, the least recently released first.
 
     Sizes, tiers, policy, devices and the numbers of `names` may differ from those of the saved cache; its layout and
@@ -184,7 +187,7 @@ def load[C: (Cache, TieredCache)](
     Args:
       cache: usually an empty one. It is donated: go on with the returned one.
       folder: a folder that `save` has written.
-      names: gets the saved salts' numbers, its own or new ones.
+      names: gets the saved salts' numbers, its own or new ones; None: the save has blocks without salt and LoRA alone.
       model: as given to `save`.
       loras: the names of this process' LoRAs by number; blocks of others are left.
       now: ms, as of the verbs.
@@ -200,13 +203,16 @@ def load[C: (Cache, TieredCache)](
     """
     require_safetensors("load")
     pools_of(cache)
-    path, loras = checked_folder(folder), checked_names(names, model, loras)
+    own_names = Namespaces() if names is None else names
+    path, loras = checked_folder(folder), checked_names(own_names, model, loras)
     time = np.asarray(integers("now", now, ()))
     spec = cache.state.spec
     with contextlib.ExitStack() as stack:
         manifest, index, parts = _opened(path, spec, model, stack)
         contents, crc = index
-        roots, namespaces = _translated(path, manifest, contents, names, loras)
+        roots, namespaces = _translated(path, manifest, contents, own_names, loras)
+        if names is None and any(namespaces.values()):
+            raise ValueError("names: got None, wanted a kvjax.Namespaces: the save has blocks of salts or LoRAs")
         saved = Saved(spec, contents, contents.starts(roots), crc, parts)
         return cast(Any, restore(cache, saved, namespaces, time))
 

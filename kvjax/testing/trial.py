@@ -316,7 +316,7 @@ def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:
 def assert_equal(old: Any, new: Any, why: str) -> None:
     """Asserts that two pytrees have equal leaves; `why` begins the message."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
-        assert np.array_equal(a, b), f"{why}, yet changed {jax.tree_util.keystr(path)}"
+        assert np.array_equal(a, b), f"{why}, yet changed {jax.tree_util.keystr(path) or 'the state'}"
 
 
 def check_policy(
@@ -332,7 +332,7 @@ def check_policy(
 
     After every step: `check(state)` holds; the events so far give the index; nothing that was held or pinned was
     evicted, and no block before its children; a refused verb changed nothing; every row would read its own K/V. At the
-    end a policy that says `idle` must be idle.
+    end a policy that says `idle` must be idle, and NO_BLOCK among the ids of `touch` and `forget` must change nothing.
 
     Args:
       policy: on trial.
@@ -356,7 +356,24 @@ def check_policy(
             raise AssertionError(f"step {step} of seed {seed}, {request}: {error}") from error
     if policy.idle:
         _check_idle(policy, trial.state)
+    _check_padding(policy, trial.state)
     return trial.tally
+
+
+def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
+    """Verifies that padding among the ids changes nothing: as an index, NO_BLOCK is the last block."""
+    group, zero = state.groups[0], np.int32(0)
+    cached = np.flatnonzero((np.asarray(group.blocks.fill) > 0) & (np.asarray(group.blocks.refcount) == 0))[:3]
+    ids = cached.astype(np.int32) if len(cached) else np.zeros(1, np.int32)
+    padded = np.concatenate(
+        [np.stack([ids, np.full_like(ids, NO_BLOCK)], axis=1).reshape(-1), [NO_BLOCK]], dtype=np.int32
+    )
+    calls = {"touch": lambda ids: policy.touch(group.policy, group.blocks, ids, zero)}
+    if policy.forget is not None:
+        calls["forget"] = functools.partial(policy.forget, group.policy)
+    for name, call in calls.items():
+        alone, together = jax.device_get((jax.jit(call)(ids), jax.jit(call)(padded)))
+        assert_equal(alone, together, f"{name}: NO_BLOCK is padding among the ids")
 
 
 def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:

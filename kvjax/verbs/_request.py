@@ -25,8 +25,13 @@ from pallas_kernels.loops import scan
 
 def checked_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
     """The policy, `lru()` for None."""
-    if policy is None or isinstance(policy, EvictionPolicy):
-        return lru() if policy is None else policy
+    if policy is None:
+        return lru()
+    if isinstance(policy, EvictionPolicy):
+        for field in ("init", "touch", "victims", *(() if policy.forget is None else ("forget",))):
+            if not callable(function := getattr(policy, field)):
+                raise ValueError(f"policy.{field}: got {function!r:.80}, wanted a function")
+        return policy
     name = getattr(policy, "__name__", None)
     if callable(policy) and name:
         raise ValueError(
@@ -175,7 +180,7 @@ def chosen(state: CacheState, group: int) -> Group:
     """The group numbered `group`, or a ValueError."""
     if not isinstance(group, int | np.integer) or not 0 <= group < len(state.groups):
         raise ValueError(f"group: got {group!r}, wanted 0..{len(state.groups) - 1}")
-    return state.groups[group]
+    return state.groups[int(group)]
 
 
 def replace_group(state: CacheState, number: int, group: Group) -> CacheState:

@@ -84,7 +84,7 @@ def adopt(
       extra_ids: i32[T], where the spec asks for them.
       stated: i32[F, 2]; the priority and time to live (ms, -1 for ever) of each block, where the spec has retention; a
         priority of -1 is the default. -1 for all: so.
-      hits: i32[F], or i32[] for all; how often each block was reused.
+      hits: i32[F], or i32[] for all; how often each block was reused, merges with equal ones included.
       now: i32[] ms.
       tiers: static; as in `admit`.
 

@@ -17,7 +17,7 @@ from kvjax.blocks.publish import forget
 from kvjax.blocks.rows import copy_text, most_columns, table_entry
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
-from kvjax.checks import each_row, integers, on_state, row_mask, static_int
+from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask
 from kvjax.events.records import EventKind, Events, Records, Status, no_records, record
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.gpu.choice import fused, serves
@@ -47,7 +47,8 @@ def extend(
       active: bool[R]; rows to grow.
       num_tokens: a static number for all rows, or i32[R].
       seqs: i32[R]; the rows, all different, -1 for padding, which is not active; None for all S.
-      max_tokens: static; the most that a row reserves, needed where `num_tokens` is an array.
+      max_tokens: static; the most that a row reserves, needed where `num_tokens` is an array, also one of a single
+        number, such as a traced one.
       now: i32[] ms.
       tiers: static; as in `admit`.
 
@@ -74,10 +75,8 @@ def extend(
     metadata = _metadata(state, rows)
     length = metadata.length
     active, now = row_mask("active", active, length.shape[0]), integers("now", now, ())
-    if max_tokens is None:
-        max_tokens = static_int("num_tokens", num_tokens, 1)
+    max_tokens = most_tokens(num_tokens, max_tokens)
     num_tokens = each_row("num_tokens", num_tokens, active.shape)
-    max_tokens = static_int("max_tokens", max_tokens, 1)
     bad = active & ((length == 0) | (num_tokens < 0) | (num_tokens > max_tokens))
     if rows is not None:
         bad = bad | (active & ((rows < 0) | (rows >= spec.max_seqs) | repeated(rows)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from jax.typing import ArrayLike
 from kvjax._compile import own_transfers
 from kvjax.blocks import index, windows
 from kvjax.checks import integers
-from kvjax.spec import CacheSpec, GroupSpec
-from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences, Text
+from kvjax.spec import CacheSpec, GroupSpec, check_keys, of_group
+from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences, Text, described
 from kvjax.verbs._request import checked_policy
 
 
@@ -24,7 +25,7 @@ from kvjax.verbs._request import checked_policy
 def init(
     spec: CacheSpec,
     policy: EvictionPolicy | None = None,
-    num_blocks: ArrayLike | None = None,
+    num_blocks: ArrayLike | Mapping[int | str | None, ArrayLike] | None = None,
     *,
     policy_state: Any = None,
 ) -> CacheState:
@@ -33,15 +34,16 @@ def init(
     Args:
       spec: its shapes.
       policy: the eviction policy, `lru()` if None; static: an equal one reuses compiled programs.
-      num_blocks: i32[]; device blocks in use of every group but a bare first one, at most the spec's N (None: all).
-        May be traced, so that caches of many sizes fit in one `vmap`. A traced number outside 1..N counts as 0 blocks:
-        every `admit` is NO_BLOCKS, and `check` and `stats` say "num_blocks out of range".
+      num_blocks: i32[]; device blocks in use of every group but a bare first one, at most the spec's N (None: all); or
+        of each window {window: number}, as in `make_spec`. May be traced, so that caches of many sizes fit in one
+        `vmap`. A traced number above N or below what `make_spec` takes counts as 0 blocks: every `admit` is NO_BLOCKS,
+        and `check` and `stats` say "num_blocks out of range".
       policy_state: the policy's own state to begin with, on both tiers (a learned score's weights); copied; None: what
         the policy's `init` makes.
 
     Raises:
-      ValueError: if `num_blocks` is a number outside 1..N, `policy` is not a policy, or `policy_state` does not have
-        the structure, shapes and dtypes of what the policy's `init` makes.
+      ValueError: if `num_blocks` is such a number and not traced, `policy` is not a policy, or `policy_state` does not
+        have the structure, shapes and dtypes of what the policy's `init` makes.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -52,8 +54,10 @@ def init(
     """
     policy, sizes = checked_policy(policy), [group.num_blocks for group in spec.groups]
     if num_blocks is not None:
-        sizes = [*sizes[:1], *[num_blocks] * (len(sizes) - 1)] if spec.bare else [num_blocks] * len(sizes)
-    sizes = [_in_range(size, group.num_blocks) for size, group in zip(sizes, spec.groups, strict=True)]
+        check_keys("num_blocks", num_blocks, spec.groups)
+        given = [of_group("num_blocks", num_blocks, group) for group in spec.groups[spec.bare :]]
+        sizes = sizes[: spec.bare] + given
+    sizes = [_in_range(size, spec, group) for size, group in zip(sizes, spec.groups, strict=True)]
     return _init(spec, policy, sizes, policy_state)
 
 
@@ -68,13 +72,13 @@ def _init(spec: CacheSpec, policy: EvictionPolicy, sizes: list[jax.Array], polic
     return CacheState(tuple(groups), seqs, spec, policy)
 
 
-def _in_range(num_blocks: Any, most: int) -> jax.Array:
-    """i32[]; num_blocks, or 0 for a traced number outside 1..most."""
-    size = integers("num_blocks", num_blocks, ())
+def _in_range(num_blocks: Any, spec: CacheSpec, group: GroupSpec) -> jax.Array:
+    """i32[]; num_blocks, or 0 for a traced number out of range."""
+    size, least, most = integers("num_blocks", num_blocks, ()), spec.least_blocks(group), group.num_blocks
     if isinstance(num_blocks, Tracer):
-        return jnp.where((size >= 1) & (size <= most), size, 0)
-    if not 1 <= int(num_blocks) <= most:
-        raise ValueError(f"num_blocks: got {num_blocks}, wanted 1..{most}")
+        return jnp.where((size >= least) & (size <= most), size, 0)
+    if not least <= int(num_blocks) <= most:
+        raise ValueError(f"num_blocks: got {num_blocks}, wanted {least}..{most}")
     return size
 
 
@@ -123,10 +127,8 @@ def _init_policy(policy: EvictionPolicy, num_ids: int, policy_state: Any) -> Any
     if policy_state is None:
         return policy.init(num_ids)
     policy_state = jax.tree.map(jnp.array, policy_state)
-    got, wanted = (
-        jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-        for tree in (policy_state, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, policy.init(num_ids))))
-    )
+    own = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, policy.init(num_ids)))
+    got, wanted = described(policy_state), described(own)
     if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
         raise ValueError(f"policy_state: got {got}, wanted {wanted}, as the policy's init makes it")
     return policy_state

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs cached in a folder."""
 
+import functools
+import logging
 import os
 import pathlib
 import stat
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax import _files
+from kvjax import _compile, _files
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -97,3 +101,35 @@ def test_to_import_kvjax_sets_nothing():
     text = pathlib.Path(kvjax.__file__).parent.glob("**/*.py")
     calls = [path.name for path in text if "keep_programs(" in path.read_text()]
     assert calls == ["_compile.py"]
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_what_compiles_for_long_is_logged(monkeypatch, caplog, level):
+    """Only if anybody reads it a thread waits, and none after the call, not even after one that fails."""
+    monkeypatch.setattr(_compile, "NOTICE_SECONDS", 0.05)
+    caplog.set_level(level, "kvjax")
+    threads = []
+
+    def slow(x, *, fails):
+        threads.append(threading.active_count())
+        time.sleep(0.2)
+        if fails:
+            raise RuntimeError("no program")
+        return x + 1
+
+    fails, works = (_compile.OutermostJit(functools.partial(slow, fails=fails)) for fails in (True, False))
+    before, x = threading.active_count(), jnp.zeros(3)
+    with pytest.raises(RuntimeError, match="no program"):
+        fails(x)
+    messages = ["compiling slow: the first call with these shapes"] * (level == logging.INFO)
+    assert [record.message.split(";")[0] for record in caplog.records] == messages
+    works(x)
+    works(x)  # is compiled
+    assert [record.message.split(";")[0] for record in caplog.records] == 2 * messages
+    assert threads == [before + len(messages)] * 2 and threading.active_count() == before
+
+
+def test_a_program_that_compiles_quickly_says_nothing(caplog):
+    caplog.set_level(logging.INFO, "kvjax")
+    quick = _compile.OutermostJit(lambda x: x + 1)
+    assert quick(jnp.zeros(3)).tolist() == [1, 1, 1] and not caplog.records

@@ -134,7 +134,7 @@ def test_a_plan_with_windows_counts_everything():
 def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
     """It equals a walk from the smallest cache up, in which each block goes to the window furthest behind its share."""
     shares = {None: 1, 64: 4} if layers is GEMMA else {24: 2, 100: 3}
-    one = make_spec(layers, num_blocks=1, **SHAPE)
+    one = make_spec(layers, num_blocks=16, **SHAPE)
     price = block_bytes(one)
 
     def fits(counts):
@@ -143,7 +143,8 @@ def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
     def due(window):
         return -(-(counts[window] + 1) * price[window] * sum(shares.values()) // shares[window])
 
-    counts, last = dict.fromkeys(shares, 1), False
+    counts = {window: max(one.least_blocks(group) for group in one.groups if group.key == window) for window in shares}
+    last = False
     while not last:
         first = min(map(due, counts))
         tied = sorted((w for w in counts if due(w) == first), key=lambda w: -price[w])
@@ -215,16 +216,79 @@ def test_a_mesh_divides_states_and_heads_and_copies_latents():
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (5, 0), (9, 6), (64, 0)])
 def test_a_sequence_needs_the_blocks_that_the_ledger_says(window, sinks):
-    """The sequence grows by at most a block of four tokens at a time, from any start."""
+    """The sequence grows by a token, or by at most a block of four tokens at a time, from any start."""
     spec = make_spec([LayerSpec(1, 4), LayerSpec(1, 4, window, sinks)], num_blocks=16, max_seqs=1, max_length=40,
                      block_size=4)  # fmt: skip
-    most = 0
-    for start in range(1, 5):
-        for committed in [0, *range(start, 40, 4)]:
-            grown = committed + 4 if committed else start
+    most = {1: 0, 4: 0}
+    for step, start in itertools.product(most, range(1, 5)):
+        for committed in [0, *range(start, 40, step)]:
+            grown = committed + step if committed else min(start, step)
             columns = np.arange(-(-min(grown, 40) // 4))
-            most = max(most, int(np.sum(spec.groups[1].keeps(columns, np.int32(committed), 4))))
-    assert most == blocks_per_seq(spec, spec.groups[1])
+            most[step] = max(most[step], int(np.sum(spec.groups[1].keeps(columns, np.int32(committed), 4))))
+    assert most == {1: spec.least_blocks(spec.groups[1]), 4: blocks_per_seq(spec, spec.groups[1])}
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks", "least"), [(1, 0, 1), (4, 0, 2), (5, 0, 2), (6, 0, 3), (9, 6, 5), (64, 0, 10)]
+)
+def test_a_group_with_fewer_blocks_than_its_window_is_refused(window, sinks, least):
+    layers, shape = (
+        [LayerSpec(1, 4), LayerSpec(1, 4, window, sinks)],
+        {"max_seqs": 1, "max_length": 40, "block_size": 4},
+    )
+    assert make_spec(layers, num_blocks={None: 1, window: least}, **shape).groups[1].num_blocks == least
+    message = rf"^num_blocks: got {least - 1} for window {window}, wanted at least {least}: the blocks that one row"
+    if least > 1:
+        with pytest.raises(ValueError, match=message):
+            make_spec(layers, num_blocks={None: 1, window: least - 1}, **shape)
+        with pytest.raises(ValueError, match=rf"^num_blocks: got {least - 1}, wanted {least}\.\.{least}"):
+            cache.init(make_spec(layers, num_blocks=least, **shape), num_blocks=least - 1)
+    smallest = real_bytes(make_spec(layers, num_blocks={None: 1, window: least}, **shape))
+    assert plan(layers, budget_bytes=smallest, **shape).spec.groups[1].num_blocks == least
+    with pytest.raises(
+        ValueError, match="the least for one block of 4 tokens in each group and for the windows of one"
+    ):
+        plan(layers, budget_bytes=smallest - 1, **shape)
+
+
+def test_the_ledger_says_what_a_chunk_of_a_prompt_adds():
+    spec, ledger = plan(GEMMA, budget_bytes=600_000, **SHAPE)
+    more = (
+        "each sequence holds up to 6 blocks, window 64; a chunk of its prompt takes one more for each 16 tokens beyond"
+    )
+    assert more in str(ledger)
+    for chunk in (16, 17, 32, 100):
+        held = spec.groups[1].max_blocks(spec.max_blocks_per_seq, 16, step=chunk)
+        assert held <= 6 + -(-max(chunk - 16, 0) // 16) <= held + 1
+
+
+def test_a_cache_takes_blocks_by_window_as_its_spec_does():
+    spec = make_spec([LayerSpec(1, 4), LayerSpec(1, 4, 8)], num_blocks=9, max_seqs=1, max_length=40, block_size=4)
+    for numbers in ({None: 5, 8: 4}, {None: np.int64(5), 8: np.int32(4)}):
+        state = cache.Cache.create(spec, num_blocks=numbers).state
+        assert [int(group.num_blocks) for group in state.groups] == [5, 4]
+    several = jax.vmap(lambda full, window: cache.init(spec, num_blocks={None: full, 8: window}))
+    assert several(np.array([5, 9]), np.array([4, 2])).groups[1].num_blocks.tolist() == [4, 0]  # out of range
+    for numbers, message in (
+        ({None: 5}, "num_blocks: got .*, wanted a number for window 8"),
+        ({None: 5, 8: 4, 16: 4}, "num_blocks: got a number for window 16, which no layer has, wanted none"),
+        ({None: 5, 8: 10}, r"num_blocks: got 10, wanted 3\.\.9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.init(spec, num_blocks=numbers)
+    with pytest.raises(ValueError, match="num_host_blocks: got a number for window 16, which no layer has"):
+        make_spec([LayerSpec(1, 4)], num_blocks=4, num_host_blocks={None: 1, 16: 3}, max_seqs=1, max_length=8)
+
+
+def test_a_plan_takes_numpys_integers():
+    ints = {
+        "budget_bytes": 600_000,
+        "model_bytes": 1000,
+        "max_seqs": 8,
+        "max_length": 256,
+        "host_budget_bytes": 300_000,
+    }
+    assert plan(GEMMA, **{name: np.int64(value) for name, value in ints.items()}) == plan(GEMMA, **ints)
 
 
 class Device:

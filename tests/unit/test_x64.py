@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import LayerSpec
+from kvjax.gpu import lowering_for
 from tests import cases, drive
 from tests.cases import OPTIONS, ROWS, SPECS, TEXT
 
@@ -108,9 +109,10 @@ def test_writing_and_attending(name, form):
 
     for number in range(sum(len(pool.layers) for group in spec.groups for pool in group.pools)):
         for implementation in (None, "triton", "xla"):
-            assert narrow(traced(layer, number=number, implementation=implementation))
-            index = jax.ShapeDtypeStruct((), jnp.int64)
-            assert narrow(jax.eval_shape(functools.partial(layer, number, implementation), index))
+            with lowering_for("cuda"):
+                assert narrow(traced(layer, number=number, implementation=implementation))
+                index = jax.ShapeDtypeStruct((), jnp.int64)
+                assert narrow(jax.eval_shape(functools.partial(layer, number, implementation), index))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
@@ -118,7 +120,8 @@ def test_copies(implementation):
     spec = SPECS["all of it"]
     state, pools = traced(lambda: (kvjax.init(spec), kvjax.init_pools(spec)))
     _, events = traced(kvjax.admit, state, 0, TEXT, 9)
-    after = traced(kvjax.apply, pools, events, implementation=implementation)
+    with lowering_for("cuda"):
+        after = traced(kvjax.apply, pools, events, implementation=implementation)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, pools)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.checks import static_int
 from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Rule
@@ -118,8 +119,7 @@ def compare_learned(
       ValueError: for fewer than 1 seed; for a trace of fewer than 6 requests, or of which a part says nothing; for a
         size that the longest request does not fit into.
     """
-    if seeds < 1:
-        raise ValueError(f"seeds: got {seeds}, wanted at least 1")
+    seeds = static_int("seeds", seeds, 1)
     tested, parts = (trace, _splits(len(trace))) if on is None else (on, [_Part(len(trace), 0, len(on))])
     lru, bound = lru_curve(tested, sizes, rule), belady(tested, sizes)
     fixed = {name: simulate(tested, each, lru.sizes, rule=rule).blocks for name, each in (policies or {}).items()}

@@ -45,7 +45,7 @@ def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = Fa
       The hits, blocks i32[Z, R].
 
     Raises:
-      ValueError: for a size smaller than the longest request.
+      ValueError: for no sizes, or one smaller than the longest request.
 
     Example:
       >>> from kvjax import research

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
+from kvjax.checks import host_integers
 from kvjax.research.traces.trace import Trace
 
 Rule = Literal["kvjax", "papers", "full"]
@@ -36,20 +38,21 @@ def num_hittable(trace: Trace, rule: Rule) -> np.ndarray:
     return trace.lengths if rule == "papers" else trace.lengths - 1
 
 
-def check_longest(trace: Trace, sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+def check_longest(trace: Trace, sizes: Sequence[int] | np.ndarray, name: str = "sizes") -> np.ndarray:
     """i32[Z]; sizes that every request of the trace fits into; a ValueError for a smaller one."""
-    checked, longest = np.asarray(sizes, np.int32).reshape(-1), int(trace.lengths.max(initial=1))
-    if len(checked) and checked.min() < longest:
-        raise ValueError(f"sizes: got {checked.min()}, wanted at least {longest} blocks, the longest request")
+    checked, longest = check_sizes(sizes, name), int(trace.lengths.max(initial=1))
+    if checked.min() < longest:
+        raise ValueError(f"{name}: got {checked.min()}, wanted at least {longest} blocks, the longest request")
     return checked
 
 
-def check_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """i32[Z]; sizes of caches, perhaps too small for some requests; a ValueError for none, or one below 1."""
-    blocks = np.asarray(sizes)
-    if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
-        raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
-    return blocks.astype(np.int32)
+def check_sizes(sizes: Sequence[int] | np.ndarray, name: str = "sizes") -> np.ndarray:
+    """i32[Z]; sizes of caches, perhaps too small for some requests; a ValueError for none, or one out of range."""
+    wanted = "at least one number of blocks, each at least 1 and below 2**31"
+    blocks = host_integers(name, sizes, np.int32, wanted)
+    if not blocks.size or blocks.min() < 1:
+        raise ValueError(f"{name}: got {reprlib.repr(sizes)}, wanted {wanted}")
+    return blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -41,8 +41,8 @@ def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "ful
       The hits, blocks i32[Z, R].
 
     Raises:
-      ValueError: for a size smaller than the longest request: `replay` and `simulate` refuse single requests, after
-        which the caches are no longer one stack. And for a rule that does not exist.
+      ValueError: for no sizes; for a size smaller than the longest request: `replay` and `simulate` refuse single
+        requests, after which the caches are no longer one stack. And for a rule that does not exist.
 
     Example:
       >>> from kvjax import research

@@ -112,8 +112,8 @@ def missing_fields(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
     group = jax.eval_shape(lambda: init(spec, policy).groups[0])
 
     def both(blocks, pstate, ids, wanted, now):
-        pstate = policy.touch(pstate, blocks, ids, now)
-        return policy.victims(pstate, blocks, lambda ids: ids >= 0, wanted, now, ids.shape[0])
+        pstate = policy.touched(pstate, blocks, ids, now)
+        return policy.chosen(pstate, blocks, lambda ids: ids >= 0, wanted, now, ids.shape[0])
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     jaxpr = jax.make_jaxpr(both)(group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)

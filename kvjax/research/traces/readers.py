@@ -194,7 +194,8 @@ def read_trace(path: str | pathlib.Path, format: str | None = None, **options: A
       **options: of that reader.
 
     Raises:
-      ValueError: for a form that no reader has, and for a file that the reader refuses.
+      ValueError: for a form that no reader has, and for a file that the reader refuses. `make_trace` makes a trace of
+        requests that are in another form.
 
     Example:
       >>> import pathlib, tempfile
@@ -227,7 +228,10 @@ def _format_of(path: str | pathlib.Path) -> str:
         return "azure"
     if "Timestamp" in columns and "Request tokens" in columns:
         return "burst"
-    raise ValueError(f"{where}: got {line[:60]!r}, wanted the first line of {', '.join(FORMATS)}")
+    raise ValueError(
+        f"{where}: got {line[:60]!r}, wanted the first line of {', '.join(FORMATS)}; kvjax.research.make_trace makes a "
+        "trace of requests in any other form"
+    )
 
 
 def _rows(path: str | pathlib.Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:

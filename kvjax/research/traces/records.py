@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
@@ -22,13 +23,15 @@ def lines(path: str | pathlib.Path) -> Iterator[tuple[str, str]]:
       ValueError: for a file that is no text, and for a pipe or a device.
     """
     number = 0
-    try:
-        with open_regular(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", line.strip()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: got bytes that are no UTF-8 after line {number}, wanted text") from error
+    with open_regular(path, "rb") as file:  # a file of text reads ahead, and its errors tell no line
+        for line in itertools.chain.from_iterable(part.rstrip(b"\r\n").split(b"\r") for part in file):
+            number += 1
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: got bytes that are no UTF-8, wanted text") from error
+            if text:
+                yield f"{path}:{number}", text
 
 
 def parse_json(where: str, line: str) -> Any:

@@ -9,6 +9,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kvjax.checks import static_int
+
+_LARGEST = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
@@ -157,7 +161,7 @@ def make_trace(
     """A trace of requests whose blocks have any ids.
 
     Args:
-      time: ms, never less than that of the request before.
+      time: ms, finite and never less than that of the request before.
       input_length: tokens of each prompt, at least 1.
       output_length: tokens of each answer, at least 0.
       hash_ids: the ids of each prompt, one for each begun block of `block_size` tokens.
@@ -186,27 +190,43 @@ def make_trace(
     for name, values in (fields | {"session": session}).items():
         if values is not None and len(values) != number:
             raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
-    if block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, wanted at least 1 token")
-    for n in range(number):
-        if input_length[n] < 1 or output_length[n] < 0:
-            raise ValueError(
-                f"{where[n]}: got {input_length[n]} and {output_length[n]} tokens, wanted a prompt of at least 1 and "
-                "an answer of at least 0"
-            )
-        blocks, begun = len(hash_ids[n]), -(-input_length[n] // block_size)
+    block_size = static_int("block_size", block_size, 1)
+    prompts = _tokens("input_length", input_length, where, 1)
+    answers = _tokens("output_length", output_length, where, 0)
+    times = _times(time, where)
+    for n, tokens in enumerate(prompts.tolist()):
+        blocks, begun = len(hash_ids[n]), -(-tokens // block_size)
         if blocks != begun:
-            wanted = f"{begun} for {input_length[n]} tokens in blocks of {block_size}"
+            wanted = f"{begun} for {tokens} tokens in blocks of {block_size}"
             raise ValueError(f"{where[n]}: hash_ids: got {blocks}, wanted {wanted}")
-        if n and time[n] < time[n - 1]:
-            raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
+    if len(late := np.flatnonzero(np.diff(times) < 0) + 1):
+        n = int(late[0])
+        raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
     ids, parent = _forest(hash_ids, two_parents, where)
     starts = np.cumsum([0, *map(len, hash_ids)], dtype=np.int32)
     kinds = () if kind is None else tuple(dict.fromkeys(kind))
     return Trace(
-        np.asarray(time, np.float64), np.asarray(input_length, np.int32), np.asarray(output_length, np.int32), ids,
-        starts, parent, block_size, _numbered(kind), kinds, _numbered(session), tuple(notes),
+        times, prompts, answers, ids, starts, parent, block_size, _numbered(kind), kinds, _numbered(session),
+        tuple(notes),
     )  # fmt: skip
+
+
+def _tokens(name: str, values: Sequence[int], where: Sequence[str], minimum: int) -> np.ndarray:
+    """i32[R]; the tokens of each request, at least `minimum`; a ValueError that names the request."""
+    for n, value in enumerate(values):
+        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not is_integer or not minimum <= value <= _LARGEST:
+            raise ValueError(f"{where[n]}: {name}: got {value!r:.40}, wanted an integer from {minimum} to {_LARGEST}")
+    return np.asarray(values, np.int32)
+
+
+def _times(values: Sequence[float], where: Sequence[str]) -> np.ndarray:
+    """f64[R]; when each request came; a ValueError that names the request."""
+    for n, value in enumerate(values):
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not is_number or not np.isfinite(np.float64(value)):
+            raise ValueError(f"{where[n]}: time: got {value!r:.40}, wanted a finite number of ms")
+    return np.asarray(values, np.float64)
 
 
 def _forest(

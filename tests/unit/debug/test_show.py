@@ -121,6 +121,12 @@ def test_show_draws_an_empty_cache():
     assert text.endswith("\n 0 .....")  # the seven others are out of use
 
 
+def test_show_says_when_it_leaves_its_tree_out(story):
+    few, all_of_it = show(story.state, max_lines=8), show(story.state, max_lines=9)
+    assert "the tree of 9 blocks is left out; show(state, max_lines=9) draws it" in few.splitlines()
+    assert "findable, namespace 0:" in all_of_it and "left out" not in all_of_it and "findable, namespace" not in few
+
+
 @pytest.mark.parametrize("num_blocks", [1, 11, 160, 161, 4096, 1_000_003])
 def test_show_stays_compact(num_blocks):
     state = cache.init(make_spec(num_blocks=num_blocks, max_seqs=64, max_length=4096))

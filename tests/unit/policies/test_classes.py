@@ -215,15 +215,15 @@ def test_a_score_with_a_state_conforms():
 
 
 def test_what_is_no_policy_is_refused():
-    with pytest.raises(ValueError, match="classes: got 0, wanted at least 1"):
+    with pytest.raises(ValueError, match="classes: got 0, wanted an int of at least 1"):
         by_class(label, classes=0)
-    with pytest.raises(ValueError, match=r"score: got array\(.*, which has no hash, wanted a function"):
+    with pytest.raises(ValueError, match=r"score: got array\(.*, wanted a function"):
         by_class(label, np.ones(2), classes=2)
     blocks = Forest(None).blocks()
     for wrong in (lambda blocks, ids: blocks.hits, lambda blocks, ids: jnp.ones(ids.shape)):
         policy = by_class(wrong, classes=2)
-        with pytest.raises(ValueError, match=r"by_class: fn returns .*, wanted integers of shape \[3\]"):
+        with pytest.raises(ValueError, match=r"^classes of .*: got .*, wanted (integers|\[3\])"):
             policy.touch(policy.init(NUMBER), blocks, jnp.full((3,), -1, jnp.int32), jnp.int32(0))
     policy = by_class(label, lambda blocks, heads: blocks.stored, classes=2)
-    with pytest.raises(ValueError, match=r"by_class: the score has shape \(24,\), wanted one per class \(2,\)"):
+    with pytest.raises(ValueError, match=r"^score of .*: got int32\[24\], wanted f32\[2\] or i32\[2\]"):
         policy.victims(policy.init(NUMBER), blocks, lambda ids: ids >= 0, jnp.int32(1), jnp.int32(0), SIZE)

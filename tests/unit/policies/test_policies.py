@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import kvjax
+from kvjax import research
 from kvjax.state import EvictionPolicy
 from kvjax.testing import check_policy
 from tests import cases
@@ -167,7 +168,99 @@ def test_scores_order_as_numbers_do():
     odd = jnp.array([nan, inf, 3.0, -inf, -0.5, 1e38, nan, 2.0, 0, 0, 0, 0], jnp.float32)
     ids = chosen(kvjax.by_score(lambda blocks: odd))
     assert ids[:5] == [3, 4, 7, 2, 5] and set(ids[5:]) == {0, 1, 6}
-    assert chosen(kvjax.by_score(lambda blocks: odd.astype(jnp.bfloat16)), 2) == [3, 4] + [-1] * 6
+    assert chosen(kvjax.by_score(lambda blocks: jnp.arange(12, dtype=jnp.int32) // 4), 3) == [0, 1, 2] + [-1] * 5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "uint32", "uint8", "int8", "bool"])
+def test_a_score_of_coarse_or_unsigned_numbers_is_refused(dtype):
+    """float16 has equal numbers above 2,048 for blocks of different ones, and unsigned ones wrap below 0."""
+    with pytest.raises(ValueError, match=rf"^score of .*: got {dtype}\[12\], wanted f32\[12\] or i32\[12\]"):
+        chosen(kvjax.by_score(lambda blocks: jnp.arange(12).astype(dtype)))
+    policy = kvjax.policies.by_class(
+        lambda blocks, ids: blocks.hits[ids], lambda blocks, heads: heads.astype(dtype), classes=2
+    )
+    with pytest.raises(ValueError, match=rf"^score of .*: got {dtype}\[2\], wanted f32\[2\]"):
+        chosen(policy, pstate=policy.init(12))
+
+
+def serve_once(policy):
+    """Traces the verbs that call a policy."""
+
+    def run(state):
+        state, _ = kvjax.admit(state, 0, np.arange(8), 8)
+        return kvjax.release(state, 0)
+
+    return jax.eval_shape(run, kvjax.init(PLAIN, policy))
+
+
+COUNTED = kvjax.by_score(lambda blocks, seen: seen, init=lambda number: jnp.zeros(number, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"touch": lambda seen, *_: None}, r"touch of .*: got None, wanted the state int32\[\d+\]"),
+        ({"touch": lambda seen, *_: seen[:3]}, r"touch of .*: got int32\[3\], wanted the state"),
+        ({"touch": lambda seen, *_: seen.astype(jnp.float32)}, r"touch of .*: got float32\[\d+\], wanted the state"),
+        ({"victims": lambda *_: None}, r"victims of .*: got None, wanted a pair of int32\[\d+\]"),
+        ({"victims": lambda seen, *_: jnp.zeros(3, jnp.int32)}, r"victims of .*: got int32\[3\], wanted a pair"),
+        ({"victims": lambda seen, *_: (jnp.zeros(3, jnp.int32), seen)}, r"victims of .*: got .*int32\[3\].*, wanted"),
+        ({"victims": lambda *a: (jnp.zeros(a[5]), a[0])}, r"victims of .*: got .*float32\[\d+\].*, wanted a pair"),
+        ({"victims": lambda *a: (jnp.full(a[5], -1, jnp.int32), None)}, r"victims of .*: got None, wanted the state"),
+        ({"touch": None}, "policy.touch: got None, wanted a function"),
+        ({"victims": 3}, "policy.victims: got 3, wanted a function"),
+        ({"init": None}, "policy.init: got None, wanted a function"),
+    ],
+)  # fmt: skip
+def test_what_a_policy_returns_is_named_where_it_is_wrong(changed, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        serve_once(COUNTED._replace(**changed))
+
+
+def test_a_score_that_is_none_is_named():
+    for wrong in (lambda blocks: None, lambda blocks: "low"):
+        with pytest.raises(ValueError, match=r"^score of .*: got .*, wanted f32\[\d+\] or i32\[\d+\]"):
+            serve_once(kvjax.by_score(wrong))
+    for options in ({"fn": None}, {"fn": 3}, {"init": 3}, {"init": COUNTED.init, "touch": 3}):
+        with pytest.raises(ValueError, match=rf"^{list(options)[-1]}: got (None|3), wanted a function"):
+            kvjax.by_score(**({"fn": lambda blocks: blocks.fill} | options))
+
+
+@pytest.mark.parametrize("part", ["touch", "forget"])
+def test_a_policy_that_takes_padding_for_the_last_block_is_found(part):
+    """NO_BLOCK is -1, which as an index is the last element."""
+    wrong = {
+        "touch": lambda seen, blocks, ids, now: seen.at[ids].add(1),
+        "forget": lambda seen, ids: seen.at[ids].set(0),
+    }
+    policy = COUNTED._replace(idle=False, **{part: wrong[part]})
+    with pytest.raises(AssertionError, match=f"{part}: NO_BLOCK is padding"):
+        check_policy(policy, steps=0, pstate=jnp.arange(1, 1 + kvjax.testing.SMALL.groups[0].num_ids, dtype=jnp.int32))
+
+
+def test_lfu_da_forgets_what_was_popular_once():
+    """The first prompt comes back eight times and then never; two others come in turn. `lfu` keeps the first one."""
+    prompts = [[1], [2]] + [[1]] * 8 + [[3], [4]] * 12
+    trace = research.make_trace(range(len(prompts)), [4] * len(prompts), [0] * len(prompts), prompts, block_size=4)
+    hits = {
+        name: int(research.simulate(trace, policy, [2], rule="papers").blocks.sum())
+        for name, policy in {"lfu": kvjax.policies.lfu(), "lfu_da": kvjax.policies.lfu_da()}.items()
+    }
+    assert hits["lfu"] == 8 and hits["lfu_da"] > 16
+
+
+def test_lfu_da_counts_from_the_age_of_the_cache():
+    """Counts may wrap: they are compared by their distance to the age."""
+    policy, last = kvjax.policies.lfu_da(), 2**31 - 3
+    hits = jnp.array([0, 4, 2, 2, 0, 300, 1, 200, 0, 0, 0, 0], jnp.int32)
+    blocks = blocks_of().replace(hits=hits, released=jnp.arange(12, dtype=jnp.int32), clock=jnp.int32(12))
+    start = policy.init(12)._replace(age=jnp.int32(last))
+    pstate = policy.touch(start, blocks, jnp.array([0, 1, -1, 2, 3, 4, 5, 6, 7], jnp.int32), NOTHING)
+    assert chosen(policy, blocks=blocks, pstate=pstate) == [0, 4, 6, 2, 3, 1, 5, 7]
+    eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
+    for wanted, age in ((0, 0), (2, 1), (3, 2), (6, 5)):
+        _, after = policy.victims(pstate, blocks, eligible, jnp.int32(wanted), NOTHING, 8)
+        assert int(after.age - jnp.int32(last)) == age
 
 
 def test_lfu_breaks_ties_by_age():
@@ -183,7 +276,7 @@ def test_lfu_breaks_ties_by_age():
     "score", [lambda blocks: blocks.clock, lambda blocks: blocks.tokens, lambda blocks: blocks.key]
 )
 def test_a_score_of_the_wrong_shape_is_named(score):
-    with pytest.raises(ValueError, match=r"by_score: the score has shape \(.*\), wanted one per block \(12,\)"):
+    with pytest.raises(ValueError, match=r"^score of <lambda>: got u?int32\[.*\], wanted f32\[12\] or i32\[12\]"):
         chosen(kvjax.by_score(score))
 
 

@@ -123,7 +123,7 @@ def test_no_slots_are_beyond_what_is_written_and_nothing_is_written_twice(form):
         (lambda s: view(s, 1, written=jnp.ones(3, jnp.int32)), r"written: got shape \[3\], wanted \[4\]"),
         (lambda s: ragged(s, jnp.ones(4, jnp.int32), 4, written=jnp.ones(4)), "written: got dtype float32"),
         (lambda s: view(s, jnp.ones(4, jnp.int32)), "max_tokens: got None"),
-        (lambda s: view(s, 0), "max_tokens: got 0"),
+        (lambda s: view(s, 0), "num_tokens: got 0"),
         (lambda s: view(s, jnp.ones(3, jnp.int32), 1), r"num_tokens: got int32\[3\], wanted i32\[4\]"),
         (lambda s: view(s, jnp.ones(4), 1), r"num_tokens: got float32\[4\]"),
         (lambda s: view(s, 1, seqs=jnp.zeros((2, 2), jnp.int32)), r"seqs: got shape \[2, 2\], wanted \[R\]"),
@@ -165,6 +165,36 @@ def test_write(form, layer, dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), want)
 
 
+def of_wrong_dtypes(x):
+    return [x.astype(dtype) for dtype in ("int32", "int8", "bool", "complex64")]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_numpys_arrays_outside_of_a_program(tokens):
+    state, _ = kvjax.admit(kvjax.init(SPEC), 0, np.arange(3), 3)
+    now = view(state, tokens)
+    arrays = [np.random.default_rng(seed).normal(size=(4, tokens, heads, 16)) for seed, heads in enumerate((4, 2, 2))]
+
+    def used(q, k, v, sinks):
+        return attend(q, write(init_pools(SPEC), 0, k, v, now), 0, now, sinks=sinks)
+
+    sinks = np.arange(4.0)
+    of_jax = [jnp.asarray(x) for x in (*arrays, sinks)]
+    np.testing.assert_array_equal(used(*arrays, sinks), used(*of_jax))
+    np.testing.assert_array_equal(used(*(x.tolist() for x in arrays), sinks.tolist()), used(*of_jax))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
+def test_an_implementation_that_the_platform_lacks_is_refused_in_a_sentence(implementation):
+    if pallas_kernels.lowers_for("cuda"):
+        pytest.skip("this process has the platform")
+    state, _ = kvjax.admit(kvjax.init(SPEC), 0, np.arange(3), 3)
+    now, q = view(state, 3), jnp.zeros((4, 3, 4, 16))
+    for where in (lambda call: call(), jax.eval_shape):
+        with pytest.raises(NotImplementedError, match=f"^implementation: '{implementation}' runs on cuda alone, which"):
+            where(lambda: attend(q, init_pools(SPEC), 0, now, implementation=implementation))
+
+
 def test_write_and_attend_refuse():
     now = view(hand_made_state(), 1)
     pools, q = init_pools(SPEC), jnp.zeros((4, 1, 4, 16))
@@ -173,6 +203,9 @@ def test_write_and_attend_refuse():
         (lambda: write(pools, 0, k[:3], k, now), r"k: got shape \(3, 1, 2, 16\), wanted \(4, 1, 2, 16\)"),
         (lambda: write(pools, 1, k, k, now), r"k: got shape \(4, 1, 2, 16\), wanted \(4, 1, 1, 32\)"),
         (lambda: write(pools, 3, k, k, now), "layer: got 3"),
+        *((lambda one=one: write(pools, 0, one, k, now), "k: got") for one in of_wrong_dtypes(k)),
+        *((lambda one=one: write(pools, 0, k, one, now), "v: got") for one in of_wrong_dtypes(k)),
+        (lambda: attend(q, pools, 0, now, sinks=np.zeros(4, int)), "sinks: got int32, wanted a floating"),
         (lambda: write(pools, 0, k, k, now, implementation="cuda"), "implementation: got 'cuda'"),
         (lambda: attend(q[:, :, :3], pools, 0, now), r"q: got shape \(4, 1, 3, 16\), wanted \[4, 1, a multiple of 2"),
         (lambda: attend(q[0], pools, 0, now), "q: got shape"),
@@ -231,8 +264,9 @@ def test_a_view_of_another_cache_is_refused(what, make):
     for calls, changed, message in (
         ((use, batched), {"max_seqs": 5}, r"max_seqs=4, wanted 5"),
         ((use,), {"num_blocks": 13}, r"groups\[0\].num_blocks=12, wanted 13"),
-        ((use,), {"layers": (LayerSpec(2, 8), *THREE[1:])}, r"groups\[0\].pools=.*"),
-        ((use,), {"layers": (*THREE, LayerSpec(2, 8, window=8))}, r"groups=.*"),
+        ((use,), {"layers": (LayerSpec(2, 8), *THREE[1:])}, r"2 in groups\[0\].pools, wanted 3"),
+        ((use,), {"layers": (*THREE, LayerSpec(2, 8, window=8))}, r"1 in groups, wanted 2"),
+        ((use,), {"layers": (*THREE, THREE[0])}, r"2 in groups\[0\].pools\[0\].layers, wanted 3"),
     ):
         for call in calls:
             with pytest.raises(ValueError, match=rf"^view: got one of a cache with {message}, as the pools have(\n|$)"):

@@ -167,8 +167,16 @@ def test_gains_are_plotted_for_each_part(tmp_path):
         (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
         (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),
-        (["curve", "--sizes", "1"], "sizes: "),
-        (["learn", "--sizes", "1"], "sizes: "),
+        *(
+            ([command, "--sizes", size], f"--sizes: got {got}")
+            for command in ("curve", "bound", "sweep", "learn")
+            for size, got in (
+                ("-5", "[-5], wanted at least one number of blocks"),
+                ("10000000000", "[10000000000], want"),
+            )
+        ),
+        *(([command, "--sizes", "1"], "--sizes: got 1, wanted at least") for command in ("curve", "bound", "learn")),
+        (["curve", "--sizes", "5.5"], "argument --sizes: invalid int value: '5.5'"),
         (["learn", "--seeds", "0"], "seeds: got 0"),
         (["learn", "--on", "drawn:-1"], "TRACE: got 'drawn:-1', wanted drawn:SEED"),
     ],

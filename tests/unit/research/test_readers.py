@@ -122,7 +122,7 @@ def test_what_is_no_model_is_refused(options, message):
         ({"timestamp": -1}, "time: got"),
         ({"input_length": 1.5}, "input_length: got 1.5"),
         ({"input_length": 2**31}, "input_length: got 2147483648"),
-        ({"input_length": 0}, "got 0 "),
+        ({"input_length": 0}, "input_length: got 0, wanted an integer from 1"),
         ({"input_length": 2000}, "hash_ids: got 3, wanted 4"),
         ({"output_length": -1}, "output_length: got -1"),
         ({"output_length": None}, "output_length: got None"),
@@ -240,8 +240,26 @@ def test_a_file_without_requests_is_refused(tmp_path, read):
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "trace").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="trace: got bytes that are no UTF-8"):
+    with pytest.raises(ValueError, match="trace:1: got bytes that are no UTF-8, wanted text"):
         read_trace(tmp_path / "trace")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("number", [2, 3, 900])
+def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path, number, end):
+    """A file of text would be read and decoded far ahead of the line."""
+    lines = [json.dumps(MOONCAKE[0] | {"timestamp": time}).encode() for time in range(1000)]
+    lines[number - 1] = lines[number - 1].replace(b"timestamp", b"time\xffstamp")
+    (tmp_path / "trace").write_bytes(end.join([lines[0], b"", *lines[1:]]))
+    with pytest.raises(ValueError, match=f"trace:{number + 1}: got bytes that are no UTF-8, wanted text"):
+        read_trace(tmp_path / "trace")
+
+
+def test_an_unknown_form_points_to_make_trace(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"trace:1: got 'hello', wanted .*; kvjax\.research\.make_trace makes a trace of"
+    ):
+        read_trace(text(tmp_path / "trace", "hello"))
 
 
 def test_the_first_line_tells_the_format(tmp_path):

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `Trace` value: its makers, its slices, and its figures on the conversation trace."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from kvjax.research import make_trace
+from kvjax.research import belady, lru_curve, make_trace, replay, simulate
 from tests.unit.research.cases import cut, forests, whole
 
 
@@ -34,7 +36,16 @@ def test_an_id_with_two_parents_is_refused_or_renamed(ids):
     [
         (([0], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "time: got 1 values, wanted one for each of 2 prompts"),
         (([1, 0], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "request 1: time: got 0 ms after 1"),
-        (([0, 0], [8, 0], [0, 0], [[1, 2], []], 4), "request 1: got 0 and 0 tokens"),
+        (([0, 0], [8, 0], [0, 0], [[1, 2], []], 4), "request 1: input_length: got 0, wanted an integer from 1"),
+        (([0, 0], [8, 5.5], [0, 0], [[1, 2], [3, 4]], 4), r"request 1: input_length: got 5\.5, wanted an integer"),
+        (([0, 0], [8, "5"], [0, 0], [[1, 2], [3, 4]], 4), "request 1: input_length: got '5', wanted an integer"),
+        (([0, 0], [8, 10**10], [0, 0], [[1, 2], [3, 4]], 4), "request 1: input_length: got 10000000000, wanted"),
+        (([0, 0], [8, 8], [0, -5], [[1, 2], [3, 4]], 4), "request 1: output_length: got -5, wanted an integer from 0"),
+        (([0, 0], [8, 8], [True, 0], [[1, 2], [3, 4]], 4), "request 0: output_length: got True, wanted an integer"),
+        (([0, float("nan")], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "request 1: time: got nan, wanted a finite number"),
+        (([0, float("inf")], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "request 1: time: got inf, wanted a finite number"),
+        ((["0", 1], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "request 0: time: got '0', wanted a finite number"),
+        (([0, 0], [8, 8], [0, 0], [[1, 2], [3, 4]], 4.0), r"block_size: got 4\.0, wanted an int"),
         (([0, 0], [8, 9], [0, 0], [[1, 2], [3, 4]], 4), "request 1: hash_ids: got 2, wanted 3 for 9 tokens"),
         (([0, 0], [8, 8], [0, 0], [[1, 2], [3, 4]], 0), "block_size: got 0"),
     ],
@@ -42,6 +53,22 @@ def test_an_id_with_two_parents_is_refused_or_renamed(ids):
 def test_what_is_no_trace_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_trace(*arguments)
+
+
+def test_numpys_numbers_make_the_same_trace():
+    given = [0, 5.5], [8, 7], [0, 3], [[1, 2], [3, 4]]
+    of_numpy = make_trace(*map(np.asarray, given), np.int64(4))
+    for name, array in vars(make_trace(*given, 4)).items():
+        np.testing.assert_array_equal(vars(of_numpy)[name], array)
+
+
+@pytest.mark.parametrize("sizes", [[], [5.5], ["5"], "5", 5, [[5]], [10**10], [-5], [5, 0], [True], None])
+def test_sizes_are_checked_alike(sizes):
+    trace = make_trace([0, 1], [8, 8], [0, 0], [[1, 2], [1, 3]], 4)
+    calls = belady, lru_curve, *(functools.partial(count, policy=None) for count in (simulate, replay))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^sizes: got .*, wanted at least one number of blocks, each at least 1"):
+            call(trace, sizes=sizes)
 
 
 @hypothesis.given(trace=forests(), data=st.data())

@@ -257,6 +257,23 @@ def test_namespaces_keep_apart_what_they_did_before(tmp_path):
         save(cache, tmp_path, names=names, model=MODEL, loras={0: "french"})
 
 
+def test_a_cache_without_namespaces_needs_no_names(tmp_path):
+    text, cache, names = [1, 2, 3, 4, 5], create(make_spec("plain")), Namespaces()
+    for folder, number in (("plain", 0), ("salted", names("a"))):
+        cache, _ = run(cache, "admit", np.int32(0), padded(text, WIDTH), np.int32(5), namespace=np.int32(number))
+        cache, _ = run(cache, "commit", *lines({0: text}, ROWS, WIDTH))
+        cache, _ = run(cache, "release", np.int32(0))
+        save(cache, tmp_path / folder, model=MODEL, **({"names": names} if number else {}))
+    _, counts = load(create(make_spec("plain")), tmp_path / "plain", model=MODEL)
+    assert counts == Loaded(2, 0, 0)
+    with pytest.raises(ValueError, match="names: got none for namespace 1, which has blocks, wanted"):
+        save(cache, tmp_path / "plain", model=MODEL)
+    empty = create(make_spec("plain"))
+    with pytest.raises(ValueError, match="names: got None, wanted a kvjax"):
+        load(empty, tmp_path / "salted", model=MODEL)
+    assert load(empty, tmp_path / "salted", names=Namespaces(), model=MODEL)[1] == Loaded(4, 0, 0)
+
+
 def bytes_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -278,7 +295,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
         ({"cache": cache.state}, "cache: got a CacheState, wanted a Cache"),
         ({"cache": create(make_spec("tiers")).cache}, "cache: got a Cache whose spec has a host tier"),
         ({"cache": jax.tree.map(lambda x: np.stack([x, x]), cache)}, "cache: got a batch"),
-        ({"names": None}, "names: got None, wanted the kvjax.Namespaces"),
+        ({"names": 3}, "names: got 3, wanted the kvjax.Namespaces"),
         ({"model": ""}, "model: got '', wanted the name"),
         ({"model": 3}, "model: got 3, wanted the name"),
         ({"loras": {"a": 1}}, "loras: got 'a': 1, wanted numbers with names"),
@@ -289,7 +306,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
         ({"folder": tmp_path / "other"}, "folder: got .*manifest.json' of something else"),
         ({"folder": tmp_path / "newer"}, "folder: got .*manifest.json' of version 2, wanted 1"),
     ]
-    for change, message in [*both, ({"cache": tenant}, "names: got 1 namespaces, wanted .* number 3")]:
+    for change, message in [*both, ({"cache": tenant}, "names: got none for namespace 3, which has blocks, wanted")]:
         with pytest.raises(ValueError, match=message):
             save(**{**good, **change})
     others = {"block_size": 8, "extra_ids": True, "dtype": "float32"}

@@ -306,9 +306,8 @@ def test_sizes_of_a_spec(name, value):
 def test_sizes_of_a_layer(name, value):
     with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
         dataclasses.replace(LayerSpec(2, 8), **{name: value})
-    group = kvjax.spec.GroupSpec(4, (dataclasses.replace(kvjax.spec.PoolSpec((0,), 2, 8), **{name: value}),))
     with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
-        kvjax.CacheSpec((group,), block_size=4, max_seqs=2, max_blocks_per_seq=2)
+        dataclasses.replace(kvjax.spec.PoolSpec((0,), 2, 8), **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -341,13 +340,70 @@ def test_groups_that_are_none():
             kvjax.CacheSpec(groups, block_size=4, max_seqs=2, max_blocks_per_seq=2)
     with pytest.raises(ValueError, match=r"^layers\[1\].sink_tokens: got 8 without a window, wanted 0"):
         kvjax.make_spec([LayerSpec(1, 8), LayerSpec(1, 8, sink_tokens=8)], **SPEC)
-    with pytest.raises(ValueError, match=r"^layer: got 3"):
-        kvjax.make_spec([LayerSpec(1, 8)], **SPEC).locate(3)
+    with pytest.raises(ValueError, match=r"^layer: got 2, wanted one of the spec's 2 layers, 0\.\.1$"):
+        kvjax.make_spec([LayerSpec(1, 8), LayerSpec(2, 8, window=4)], **SPEC).locate(2)
+    with pytest.raises(ValueError, match=r"^layer: got 0, wanted a spec that was made with layers"):
+        kvjax.make_spec(**SPEC).locate(0)
 
 
-def test_dtype_of_a_spec():
+@pytest.mark.parametrize("layers", [[LayerSpec(1, 8)], []])
+@pytest.mark.parametrize("dtype", ["no such", "int32", "uint8", "bool", "complex64", "float64", jnp.float8_e5m2])
+def test_dtype_of_a_spec(layers, dtype):
     with pytest.raises(ValueError, match=r"^dtype: got .*wanted "):
-        kvjax.make_spec([LayerSpec(1, 8)], **SPEC, dtype="no such")
+        kvjax.make_spec(layers, **SPEC, dtype=dtype)
+    with pytest.raises(ValueError, match=r"^dtype: got .*wanted "):
+        kvjax.spec.PoolSpec((0,), 1, 8, dtype)
+
+
+def test_dtype_of_a_state():
+    for dtype in (jnp.int32, np.float64, bool):
+        with pytest.raises(ValueError, match=r"^arrays\['s'\]: got .*, wanted a floating dtype of at most 32 bits"):
+            LayerSpec.recurrent({"s": jax.ShapeDtypeStruct((2,), dtype)})
+
+
+def as_numpy(value):
+    """The value with all ints as numpy's."""
+    if isinstance(value, dict):
+        return {key: as_numpy(one) for key, one in value.items()}
+    return np.int64(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def test_numpys_integers_pass_wherever_an_int_does():
+    layer, options = {"kv_heads": 2, "head_dim": 8, "window": 4, "sink_tokens": 2}, {"num_host_blocks": {None: 2, 4: 3}}
+    options |= {"num_blocks": {None: 4, 4: 3}, "offload_min_priority": 3, "dtype": "float32"}
+    given = SPEC | options
+    of_ints = kvjax.make_spec([LayerSpec(2, 8), LayerSpec(**layer)], **given)
+    of_numpys = kvjax.make_spec([LayerSpec(2, 8), LayerSpec(**as_numpy(layer))], **as_numpy(given))
+    assert of_ints == of_numpys and repr(of_ints) == repr(of_numpys)  # Python's ints again
+    assert LayerSpec.latent(np.int32(8), values=np.int16(4)) == LayerSpec.latent(8, values=4)
+    arrays, axes = {"s": (np.int64(2), 3)}, {"s": np.int64(1)}
+    assert LayerSpec.recurrent(arrays, axes=axes) == LayerSpec.recurrent({"s": (2, 3)}, axes={"s": 1})
+    state, q = kvjax.init(of_ints), floats(2, 2, 2, 8)
+    kvjax.by_score(lambda blocks: blocks.fill)
+    jax.eval_shape(lambda state: kvjax.tiers.offload(state, ints(1), group=np.int64(1)), state)
+    jax.eval_shape(lambda state: kvjax.view(state, ints(2), np.int64(2)), state)
+    pools = kvjax.init_pools(of_ints)
+    jax.eval_shape(lambda s: kvjax.attend(q, pools, np.int64(1), kvjax.view(s, 2), window=np.int64(4)), state)
+    kvjax.policies.by_class(lambda blocks, ids: ids, classes=np.int64(3))
+
+
+@pytest.mark.parametrize("num_tokens", [ints(4), [1, 0, 0, 0], jnp.int32(1), np.array(1)], ids=repr)
+def test_an_array_of_tokens_asks_for_the_most(num_tokens):
+    for where in (jax.eval_shape, lambda call: call()):
+        with pytest.raises(
+            ValueError, match=r"^max_tokens: got None with num_tokens i32\[4?\], wanted an int: the most"
+        ):
+            where(lambda: kvjax.extend(state_of(PLAIN), np.ones(4, bool), num_tokens))
+    with pytest.raises(ValueError, match=r"^max_tokens: got None with num_tokens i32\[\], wanted an int"):
+        jax.eval_shape(lambda number: kvjax.extend(state_of(PLAIN), np.ones(4, bool), number), 3)
+
+
+@pytest.mark.parametrize("made", [kvjax.Cache, kvjax.tiers.TieredCache])
+def test_a_cache_is_made_by_create(made):
+    with pytest.raises(ValueError, match=rf"^{made.__name__}: got a spec, wanted {made.__name__}\.create\(spec\)"):
+        made(PLAIN)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        made()
 
 
 @pytest.mark.parametrize(
