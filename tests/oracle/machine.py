@@ -125,8 +125,9 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, **options)
         self.timed, self.extra, self.host = spec.retention, spec.extra_ids, spec.has_host
-        self.state = kvjax.init(spec, chosen, num_blocks=jnp.int32(blocks))
-        windows = [(group.window, group.sink_tokens, blocks) for group in spec.groups[1:] if not group.recurrent]
+        sizes = {group.key: max(blocks, spec.least_blocks(group)) for group in spec.groups}
+        self.state = kvjax.init(spec, chosen, num_blocks=sizes)
+        windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in spec.window_groups if group.window]
         first = spec.groups[0].num_blocks if spec.bare else blocks
         self.oracle = Oracle(
             first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score or lru, windows,
