@@ -28,12 +28,13 @@ from kvjax.cache import Cache
 from kvjax.checks import check_alive, host_integers, static_int
 from kvjax.model import Model, check_model, check_placement
 from kvjax.serving.decode import LogitsFn, check_cache
-from kvjax.serving.engine_thread import ENTRIES, MANY, EngineThread, Inbox, Request
+from kvjax.serving.driver import Limits
+from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.inputs import Listener, RunOptions, check_prompts
 from kvjax.serving.options import Scheduler
-from kvjax.serving.runner import most_tokens, vocabulary_size
 from kvjax.serving.sampling import Sampling, output_seeds
+from kvjax.serving.turns import Slots
 from kvjax.state import CacheState
 from kvjax.stores.disk import DiskStore
 from kvjax.tiered import TieredCache
@@ -71,7 +72,6 @@ class Engine[C: (Cache, TieredCache)]:
 
     Attributes:
       spec: of the cache.
-      vocabulary: the number of the model's tokens.
       names: the `Namespaces` of the requests, or None.
     """
 
@@ -138,12 +138,10 @@ class Engine[C: (Cache, TieredCache)]:
         self._stop_tokens = static_int("num_stop_tokens", num_stop_tokens, 1)
         slots = static_int("max_requests", 4 * self.spec.max_seqs if max_requests is None else max_requests, 1)
         device = cache.cache if isinstance(cache, TieredCache) else cache
-        self.vocabulary = vocabulary_size(model, device, options.scheduler, top_logprobs)
-        self._most_tokens = most_tokens(cache.state, options.scheduler)
+        self._limits = Limits.of(model, device, options)
         self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
         self._numbers, self._inbox = itertools.count(), Inbox(names)
-        sizes = slots, self._stop_tokens, self._logits_state
-        self._thread = EngineThread(model, cache, options, self._inbox, *sizes)
+        self._thread = EngineThread(model, cache, options, self._inbox, self._slots(slots))
         self._thread.start()
 
     @own_transfers()
@@ -195,25 +193,21 @@ class Engine[C: (Cache, TieredCache)]:
         self._check_namespace(namespace, salt)
         for name, value in (("priority", priority), ("namespace", namespace)):
             host_integers(name, [value], np.int32, "a 32-bit integer")
-        options = {
-            "sampling": sampling or Sampling(), "stop": stop, "priority": int(priority), "namespace": int(namespace),
-            "logits_state": self._checked_state(logits_state),
-        }  # fmt: skip
-        unlimited = len(tokens) + static_int("max_new_tokens", max_new_tokens, 1)
-        limits = {
-            "unlimited": unlimited, "max_tokens": max(min(unlimited, self._most_tokens + 1), len(tokens) + 1),
+        new = static_int("max_new_tokens", max_new_tokens, 1)
+        options: dict[str, Any] = {
+            "unlimited": len(tokens) + new, "max_tokens": self._limits.max_tokens(len(tokens), new),
+            "sampling": sampling or Sampling(), "stop_tokens": stop, "priority": int(priority),
+            "namespace": int(namespace), "logits_state": self._checked_state(logits_state),
             "deadline": np.inf if timeout is None else time.monotonic() + timeout,
         }  # fmt: skip
-        requests = [
-            Request(
-                next(self._numbers), Handle(len(tokens), self._cancel), tokens,
-                options=options | {"seed": stream}, **limits,
-            )
-            for stream in _streams(seed, samples)
-        ]  # fmt: skip
-        handles = [request.handle for request in requests]
-        for request in requests:
-            request.leader, request.handle.request, request.handle.samples = requests[0], request, handles
+        jobs = list[EngineJob]()
+        for stream in _streams(seed, samples):
+            handle = Handle(len(tokens), self._cancel)
+            handle.job = EngineJob(next(self._numbers), tokens, handle.output, seed=stream, handle=handle, **options)
+            jobs.append(handle.job)
+        handles = [job.handle for job in jobs]
+        for job in jobs:
+            job.leader, job.handle.samples = jobs[0], handles
         inbox = self._inbox
         with inbox.wake:
             self._check_open()
@@ -221,9 +215,9 @@ class Engine[C: (Cache, TieredCache)]:
                 raise QueueFull(len(inbox.queue))
             if salt is not None:
                 number = inbox.lend(salt)
-                for request in requests:
-                    request.options["namespace"] = number
-            inbox.queue.extend(requests)
+                for job in jobs:
+                    job.namespace = number
+            inbox.queue.extend(jobs)
             inbox.is_idle = False
             inbox.wake.notify_all()
         return handles[0]
@@ -238,15 +232,30 @@ class Engine[C: (Cache, TieredCache)]:
         if self._store is not None:
             self._store.root(namespace)
 
+    def _slots(self, number: int) -> Slots:
+        """Slots for any requests that the cache can hold."""
+        spec = self.spec
+        return Slots(
+            [spec.max_length + 1] * number, steps=MANY, num_columns=MANY, entries=ENTRIES,
+            entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, num_stop_tokens=self._stop_tokens,
+            width=spec.max_length, logits_state=self._logits_state,
+        )  # fmt: skip
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of the model's tokens."""
+        return self._limits.vocabulary
+
     def _checked_prompt(self, prompt: Any) -> np.ndarray:
         try:
             (tokens,) = check_prompts([prompt])
         except ValueError:
             raise ValueError(f"prompt: got {reprlib.repr(prompt)}, wanted a list of token ids") from None
-        if not tokens.size or tokens.min() < 0 or tokens.max() >= self.vocabulary:
+        refusal = self._limits.refusal(tokens)
+        if refusal == "bad_request":
             wanted = f"wanted tokens of 0..{self.vocabulary - 1}, at least one"
             raise ValueError(f"prompt: got {reprlib.repr(tokens.tolist())}, {wanted}")
-        if len(tokens) > self.spec.max_length:
+        if refusal == "row_full":
             raise ValueError(f"prompt: got {len(tokens)} tokens, wanted at most {self.spec.max_length}")
         return tokens
 
@@ -260,7 +269,7 @@ class Engine[C: (Cache, TieredCache)]:
 
     def _cancel(self, handle: Handle) -> None:
         with self._inbox.wake:
-            self._inbox.cancels.append(handle.request)
+            self._inbox.cancels.append(handle.job)
             self._inbox.wake.notify_all()
 
     def _check_open(self) -> None:
@@ -280,7 +289,7 @@ class Engine[C: (Cache, TieredCache)]:
     @property
     def running(self) -> int:
         """Requests that the scheduler has, and that are not over."""
-        return sum(not request.handle.done for request in list(self._thread.active.values()))
+        return sum(not job.is_done for job in list(self._thread.active.values()))
 
     @property
     def state(self) -> CacheState:

@@ -16,12 +16,12 @@ from kvjax.cache import Cache
 from kvjax.checks import check_alive, check_functions
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
+from kvjax.serving.batch import Batch
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.inputs import Inputs, Listener, RunOptions
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler, with_canonical
 from kvjax.serving.requests import Output
-from kvjax.serving.runner import GenerationRunner
 from kvjax.serving.sampling import Sampling
 from kvjax.state import CacheState
 from kvjax.stores.disk import DiskStore
@@ -205,25 +205,25 @@ def stream[C: (Cache, TieredCache)](
         model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
         stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention,
     )  # fmt: skip
-    return _progress(GenerationRunner(inputs))
+    return _progress(Batch(inputs))
 
 
-def _progress[C: (Cache, TieredCache)](runner: GenerationRunner[C]) -> Generator[Progress[C], None, None]:
-    state, more = runner.state, True
+def _progress[C: (Cache, TieredCache)](batch: Batch[C]) -> Generator[Progress[C], None, None]:
+    state, more = batch.state, True
     try:
         while more:
             state.events = []
             with state.ctrl_c:
-                more = runner.turn()
+                more = batch.turn()
                 state.publish()
                 state.catch_up(is_last=not more)
-            yield Progress(runner.outputs, runner.new, state.events, runner.closing, state)
+            yield Progress(batch.outputs, batch.new, state.events, batch.closing, state)
     except GeneratorExit:
-        runner.close()
+        batch.close()
         raise
     except BaseException as cause:
         with state.ctrl_c:
-            raise state.interrupted(cause, runner.outputs) from cause
+            raise state.interrupted(cause, batch.outputs) from cause
 
 
 def run_batch[C: (Cache, TieredCache)](
@@ -309,18 +309,18 @@ def run_batch[C: (Cache, TieredCache)](
         stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention, priorities=priorities,
         samples=samples,
     )  # fmt: skip
-    runner = GenerationRunner(inputs)
-    state, more = runner.state, True
+    batch = Batch(inputs)
+    state, more = batch.state, True
     try:
         with state.ctrl_c:
             while more:
-                more = runner.turn()
+                more = batch.turn()
                 if progress is not None:
                     state.publish()
-                    progress(runner.outputs)
+                    progress(batch.outputs)
             state.publish()
             state.catch_up(is_last=True)
     except BaseException as cause:
         with state.ctrl_c:
-            raise state.interrupted(cause, runner.outputs) from cause
-    return runner.outputs, state.result, state.events
+            raise state.interrupted(cause, batch.outputs) from cause
+    return batch.outputs, state.result, state.events

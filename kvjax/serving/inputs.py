@@ -19,7 +19,6 @@ from kvjax.checks import check_alive, check_functions, check_on_host, host_integ
 from kvjax.events.listeners import Listener, Listeners
 from kvjax.model import Model, check_model, check_placement
 from kvjax.policies.retention import UNSTATED, Retention
-from kvjax.pools.host import HostPools
 from kvjax.serving.decode import LogitsFn, check_cache
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
@@ -85,10 +84,9 @@ class Inputs[C: (Cache, TieredCache)]:
         lists = prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, priorities, samples
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, lists), instead)
-        self.model, self.options, self.spec = model, options, cache.state.spec
-        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache  # on the device
-        self.host: HostPools | None = cache.host if isinstance(cache, TieredCache) else None
-        check_alive(self.cache, self.host)
+        self.model, self.cache, self.options, self.spec = model, cache, options, cache.state.spec
+        self.device: Cache = cache.cache if isinstance(cache, TieredCache) else cache
+        check_alive(cache)
         options.scheduler.check(self.spec)
         self.own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; rows that the generation may use
 
@@ -111,36 +109,13 @@ class Inputs[C: (Cache, TieredCache)]:
         self.seeds = seeds_of(seed, seeds, outputs, whose)
         self.namespaces = each(_namespaces(namespaces, number, names))
         if options.store is not None:
-            if why := unreadable((self.cache, self.host)):
+            if why := unreadable(cache):
                 raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
             options.store.check(self.spec, np.unique(self.namespaces).tolist(), names)
         self.priorities = each(of_each("priorities", priorities, number, default=[0] * number))
         stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
         self.stop_tokens = np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)  # i32[K]
         self.retention: Retention | None = each(retentions(retention, number, self.spec.retention))
-
-    def submission(self, outputs: Sequence[int], max_tokens: np.ndarray, slots: int) -> dict[str, Any]:
-        """Arguments of `submit` for some outputs."""
-
-        def each(values: Any) -> Any:
-            return jax.tree.map(lambda x: padded(x[outputs]), values)
-
-        def padded(values: np.ndarray) -> np.ndarray:
-            return np.pad(values, ((0, slots - len(values)), *[(0, 0)] * (values.ndim - 1)))
-
-        prompts = [self.prompts[n] for n in outputs]
-        lengths, tokens = np.array([len(prompt) for prompt in prompts], np.int32), np.concatenate(prompts)
-        # Samples run at the same time, in a row each. If they are more than the rows, they are several fork groups.
-        behind = (np.array(outputs) - self.first_sample[outputs]) % int(self.own_rows.sum())
-        leader = np.full((slots,), -1, np.int32)
-        leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
-        return {
-            "tokens": np.pad(tokens.astype(np.int32), (0, bucket(len(tokens), MIN_TOKENS) - len(tokens))),
-            "lengths": padded(lengths), "max_new_tokens": padded(max_tokens - lengths),
-            "slots": np.arange(slots, dtype=np.int32), "priority": each(self.priorities),
-            "namespace": each(self.namespaces), "seed": each(self.seeds), "sampling": each(self.sampling),
-            "stop_tokens": self.stop_tokens, "retention": each(self.retention), "sample_of": leader,
-        }  # fmt: skip
 
 
 def read_clock(clock: Callable[[], int]) -> int:

@@ -349,21 +349,25 @@ class Output:
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     replica: int | None = None
 
-    def update(self, requests: Any, slot: int) -> list[int]:
-        """Adds what a request in numpy arrays has got meanwhile; returns its new tokens."""
+    def add(
+        self, tokens: list[int], logprobs: list[float], top_tokens: Sequence = (), top_logprobs: Sequence = ()
+    ) -> None:
+        """Adds new tokens, and of each the likeliest tokens instead, if these are noted."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        likeliest = zip(top_tokens, top_logprobs, strict=True)
+        self.top_logprobs += [dict(zip(*columns, strict=True)) for columns in likeliest]
+
+    def update(self, requests: Any, slot: int) -> None:
+        """Adds the tokens that a request in numpy arrays has got meanwhile, and its state."""
         start = int(requests.start[slot])
         new = slice(start + self.prompt_tokens + len(self.tokens), start + int(requests.num_tokens[slot]))
-        tokens = requests.text[new].tolist()
-        self.tokens += tokens
-        self.logprobs += requests.logprobs[new].tolist()
-        if requests.top is not None:
-            likeliest, logprobs = (column[new].tolist() for column in requests.top)
-            self.top_logprobs += [dict(zip(*one, strict=True)) for one in zip(likeliest, logprobs, strict=True)]
+        top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
+        self.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
         self.cached_tokens = int(requests.cached[slot])
         self.preemptions = int(requests.preemptions[slot])
         finish = Finish(int(requests.finish[slot]))
         self.finish = None if finish == Finish.NONE else finish.name.lower()
-        return tokens
 
 
 def results(serving: Serving) -> dict[tuple[int, int], Output]:

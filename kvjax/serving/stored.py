@@ -23,7 +23,7 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
-from kvjax.serving.requests import Output, Stage
+from kvjax.serving.requests import Output
 from kvjax.state import NO_BLOCK, CacheState, Text
 from kvjax.stores.adoption import adopt_prefix, compile_adoption, widths
 from kvjax.stores.disk import DiskStore
@@ -69,14 +69,6 @@ class Prefix:
         return self.end >= 0 and not self.wanted and not self.reads
 
 
-def growth(requests: Any, size: int) -> int:
-    """The most blocks that running requests, in numpy arrays, may still take; none of None."""
-    if requests is None:
-        return 0
-    left = (requests.max_tokens - requests.num_tokens)[requests.stage == Stage.RUNNING]
-    return int(np.sum(-(-left // size) + 1))
-
-
 class StoredPrefixes:
     """The reads of a generation from its store, and its writes to it."""
 
@@ -118,6 +110,11 @@ class StoredPrefixes:
             blocks = self.store.blocks(tokens, namespace)
             self.prefixes[n] = self.waiting[n] = Prefix(tokens, namespace, blocks, deadline)
         self._read_ahead()
+
+    def begin_new(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
+        """Starts to read for those of the prompts that are not known yet."""
+        if new := {number: prompt for number, prompt in prompts.items() if number not in self.prefixes}:
+            self.begin(new)
 
     def _read_ahead(self) -> None:
         """Starts reads in the order of the prompts, as many as may be in flight."""
