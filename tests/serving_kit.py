@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler, runner
+from kvjax.serving import Scheduler, driver, host_tier
 from kvjax.testing.trial import verify_order
 from tests.drive import VERBS, padded
 from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, name_of
@@ -159,7 +159,7 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        targets = [(runner, "_submit"), (runner, "_serve"), (runner, "_has_row")]
+        targets = [(driver, "apply"), (driver, "turn"), (host_tier, "_has_row")]
         targets += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
             targets += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]

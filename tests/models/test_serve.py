@@ -333,7 +333,7 @@ def test_an_engine_that_fails_is_an_error_of_the_api_and_goes_on(server, client,
         raise RuntimeError("broken")
 
     server.engine.drain(20)
-    monkeypatch.setattr("kvjax.serving.engine_thread.turn", fails)
+    monkeypatch.setattr("kvjax.serving.driver.turn", fails)
     with pytest.raises(openai.APIError, match="the engine failed: RuntimeError: broken") as caught:
         list(client.completions.create(prompt="alice", stream=streams, **GREEDY))
     assert streams or caught.value.status_code == 503

@@ -15,7 +15,7 @@ import pytest
 import kvjax
 from kvjax.events import Listeners
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, runner
+from kvjax.serving import GenerationInterrupted, driver
 from tests.serving_kit import (
     HOST,
     MODEL,
@@ -155,13 +155,13 @@ def last_call(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_events_of_a_loop_are_published_while_the_next_one_runs(way, monkeypatch):
     """A `Progress`, however, comes when all events before it are published."""
-    order, serve = [], runner._serve
+    order, turn = [], driver.turn
 
     def noted(*args, **options):
         order.append("loop")
-        return serve(*args, **options)
+        return turn(*args, **options)
 
-    monkeypatch.setattr(runner, "_serve", functools.update_wrapper(noted, serve))
+    monkeypatch.setattr(driver, "turn", functools.update_wrapper(noted, turn))
     way(start(), prompts_of(0), listener=lambda _: order.append("events"))
     loops = order.count("loop")
     wanted = ["loop", "events"] * loops if way is spread else ["loop", *["loop", "events"] * (loops - 1), "events"]
@@ -234,7 +234,7 @@ def test_ctrl_c_waits_for_the_listener(way):
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_leaves(at, monkeypatch):
     """It comes during the wait for the loop."""
-    read, count = runner.GenerationRunner._read, itertools.count(1)
+    read, count = driver.Driver.read, itertools.count(1)
 
     def interrupted(self):
         if next(count) == at:
@@ -242,7 +242,7 @@ def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_le
             press()
         return read(self)
 
-    monkeypatch.setattr(runner.GenerationRunner, "_read", interrupted)
+    monkeypatch.setattr(driver.Driver, "read", interrupted)
     listener = Listener()
     with pytest.raises(GenerationInterrupted) as caught:
         together(start(), prompts_of(0), listener=listener)

@@ -16,7 +16,7 @@ import pytest
 import kvjax
 from kvjax import Cache
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, runner
+from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, driver
 from kvjax.serving.preempt import swaps
 from kvjax.serving.requests import Stage, init_serving
 from tests.oracle.bytes_machine import SIZE, VOCAB
@@ -217,13 +217,13 @@ def test_a_row_whose_move_to_the_host_fails_stays_where_it_is(monkeypatch):
 
 def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
     """No code leaves a row in use today. The test drops a row's release."""
-    monkeypatch.setattr(runner.GenerationRunner, "_update_outputs", occupy_a_row)
+    monkeypatch.setattr(driver.Driver, "_move", occupy_a_row)
     with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use, and no request has them") as caught:
         kvjax.run_batch(MODEL, make_cache(9, HOST), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
     assert not np.asarray(state_of(caught.value.cache).seqs.length).any()
 
 
-def occupy_a_row(self, requests):
+def occupy_a_row(self, result):
     """Admits a prompt into the last row, for no request."""
     serving = self.state.serving
     if not int(serving.cache.state.seqs.length[2]):

@@ -451,9 +451,9 @@ def test_bad_input_is_refused_before_anything_is_donated(tmp_path):
 
 def test_without_a_store_nothing_else_is_compiled_than_before():
     """The loop's program does not depend on it either: `store` is no argument of a jitted function."""
-    from kvjax.serving import runner
+    from kvjax.serving import driver
 
-    assert not any("store" in str(function) for function in (runner._serve, runner._serve_step, runner._submit))
+    assert not any("store" in str(function) for function in (driver.turn, driver.apply))
 
 
 @pytest.mark.slow
