@@ -41,7 +41,7 @@ from benchmarks.batch_job import QUICK as QUICK_BATCH
 from benchmarks.batch_job import Size as Batch
 from benchmarks.batch_job import make_cache, questions, require_same
 from benchmarks.common import Bar
-from kvjax.serving import Engine, Handle, engine_thread
+from kvjax.serving import Engine, Handle, driver
 from models import loading, serve
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -172,7 +172,7 @@ class Turns:
     def __init__(self) -> None:
         self.dispatched, self.done = list[float](), list[float]()
         self._outputs, self._more = collections.deque[Any](), threading.Semaphore(0)
-        self._whole, self._thread = engine_thread.turn, threading.Thread(target=self._watch, daemon=True)
+        self._whole, self._thread = driver.turn, threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while self._more.acquire() and self._outputs:
@@ -187,12 +187,12 @@ class Turns:
             self._more.release()
             return found
 
-        engine_thread.turn = cast(Any, turn)
+        driver.turn = cast(Any, turn)
         self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        engine_thread.turn = self._whole
+        driver.turn = self._whole
         self._more.release()
         self._thread.join()
 

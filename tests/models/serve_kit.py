@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import kvjax
-from kvjax.serving import engine_thread
+from kvjax.serving import driver
 from models import load, recall, serve, tenants
 from models.recall import CHECKPOINT
 from models.serve_http import Clients
@@ -108,7 +108,7 @@ class Watch:
     def __init__(self, engine, monkeypatch):
         self.handles, self.cancels, self.rows = [], [], []
         self._stage, self._held, self._go = None, threading.Event(), threading.Event()
-        submit, cancel, turn = engine.submit, engine._cancel, engine_thread.turn
+        submit, cancel, turn = engine.submit, engine._cancel, driver.turn
 
         def submitting(*args, **options):
             handle = submit(*args, **options)
@@ -130,7 +130,7 @@ class Watch:
 
         monkeypatch.setattr(engine, "submit", submitting)
         monkeypatch.setattr(engine, "_cancel", cancelling)
-        monkeypatch.setattr(engine_thread, "turn", turning)
+        monkeypatch.setattr(driver, "turn", turning)
 
     def hold(self, stage):
         """Holds the first turn before which something is true."""

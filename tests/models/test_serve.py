@@ -367,7 +367,7 @@ def test_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
                 handle.cancel()
         finished = [handle.result(60).finish for handle in handles]
         assert finished == ["length"] * 20 + ["cancelled"] * 30 + ["length"] * 13
-        running.wait_for(lambda: not running.engine._thread._stored.prefixes)
+        running.wait_for(lambda: not running.engine._thread.driver.stored.prefixes)
     finally:
         running.close()
 

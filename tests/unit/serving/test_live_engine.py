@@ -16,7 +16,7 @@ import kvjax
 from kvjax import Sampling
 from kvjax.events import Listeners, Mirror, fold, index_of, listeners
 from kvjax.pools import host as host_pool
-from kvjax.serving import Engine, EngineError, QueueFull, Scheduler, engine_thread
+from kvjax.serving import Engine, EngineError, QueueFull, Scheduler, driver, engine_thread
 from kvjax.stores import DiskStore
 from models import load
 from tests.compiles import COMPILED
@@ -311,8 +311,8 @@ def test_rows_are_free_two_turns_after_a_cancel(engine):
 
 def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
     with Engine(MODEL, empty(), max_waiting=3, **SHARED) as engine:
-        gate, whole = threading.Event(), engine_thread.apply
-        monkeypatch.setattr(engine_thread, "apply", lambda *args, **options: (gate.wait(), whole(*args, **options))[1])
+        gate, whole = threading.Event(), driver.apply
+        monkeypatch.setattr(driver, "apply", lambda *args, **options: (gate.wait(), whole(*args, **options))[1])
         handles = [engine.submit([1])]
         while engine._inbox.queue:
             time.sleep(0.001)
@@ -333,7 +333,7 @@ def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
 
 @pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens):
-    found, whole, left = [], engine_thread.turn, [3]
+    found, whole, left = [], driver.turn, [3]
 
     def failing(model, serving, **options):
         left[0] -= 1
@@ -345,7 +345,7 @@ def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
     with Engine(MODEL, empty(spec), **SHARED | {"listener": found.append}) as engine:
         assert engine.submit(PROMPTS[3], max_new_tokens=NEW).result(60).tokens == tokens[3]
-        monkeypatch.setattr(engine_thread, "turn", failing)
+        monkeypatch.setattr(driver, "turn", failing)
         handles = [engine.submit(prompt, max_new_tokens=90) for prompt in PROMPTS[:2]]
         for handle in handles:
             with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of memory") as error:
@@ -405,7 +405,7 @@ def test_a_listener_that_fails_for_ever_costs_nothing_but_its_events(tokens):
             handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
             assert [handle.result(60).tokens for handle in handles] == tokens
         idle(engine)
-        assert not failed._state.unpublished and not failed._turns and not away.mirror.nodes
+        assert not failed.driver.state.unpublished and not failed.driver.in_flight and not away.mirror.nodes
     counts = Listeners(away.listen).counts
     assert counts["failures"] == away.calls < counts["missed"] and counts["snapshots"] == 0
 
@@ -415,7 +415,7 @@ def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
         raise RuntimeError("no device")
 
     engine = Engine(MODEL, empty(), **SHARED)
-    monkeypatch.setattr(engine_thread, "turn", failing)
+    monkeypatch.setattr(driver, "turn", failing)
     monkeypatch.setattr(threading, "excepthook", lambda error: None)  # pytest's own would report the thread's end
     handles = [engine.submit([n], max_new_tokens=90) for n in range(3)]
     for handle in handles:
