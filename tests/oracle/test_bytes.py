@@ -12,7 +12,7 @@ import kvjax
 import kvjax.stores
 from kvjax import Cache
 from kvjax.pools import recurrent, stage
-from tests.oracle import bytes_machine
+from tests.oracle import bytes_machine, draws
 from tests.oracle.bytes_machine import CONFIGS, SIZE, carry_out, live
 
 NIGHTLY = 20_000  # steps, of all configurations together
@@ -33,6 +33,17 @@ def quick_compiler():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+def test_every_argument_of_every_face_is_drawn():
+    assert draws.undrawn(draws.listed()) == []
+
+
+@pytest.mark.slow
+def test_the_list_of_drawn_arguments_is_true():
+    life = live(CONFIGS["every argument"], seed=1, steps=1_500)
+    assert life.drawn == draws.listed()
+    assert_happened(life.tally, *ON_HOSTS, *ADOPTED, "dropped by the host", "refused in a step", "refused numbers")
 
 
 def assert_happened(tally, *things):
@@ -257,9 +268,11 @@ def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch
         return
     mistake(monkeypatch)
     for name, function in {
-        "compute": bytes_machine.compute, "decode": bytes_machine.block_of_steps, "Cache.truncate": Cache.truncate,
+        "Cache.step": Cache.step, "decode": bytes_machine.block_of_steps, "Cache.truncate": Cache.truncate,
     }.items():  # fmt: skip
-        monkeypatch.setitem(programs, name, jax.jit(lambda *args, function=function: function(*args)))
+        monkeypatch.setitem(
+            programs, name, jax.jit(lambda *args, function=function, **kwargs: function(*args, **kwargs))
+        )
     with pytest.raises(AssertionError, match=f"^step {step}, .*{noticed}"):
         carry_out(config, lambda _: history)
 
