@@ -332,7 +332,7 @@ def _rollout(*args: Any, **options: Any) -> Any:
 
 @functools.cache
 def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
-    """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit"; verbs donate the cache."""
+    """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit". Verbs donate it."""
 
     def jit(function, name=None):
         static = draws.static(function) if name else ()
@@ -839,7 +839,7 @@ class Life:
             options["extra_ids"] = np.stack([padded(extras(p)) for p in prompts])
         seqs, lost, most = np.array(request["seqs"], np.int32), [], None
         if self.config.every:
-            options |= {"alignment_tokens": 2 * SIZE, "retention": retention_of(request["stated"])}
+            options |= {"alignment_tokens": SIZE, "retention": retention_of(request["stated"])}
             most = self.look_up(tokens[0], lengths[0], options, request["wide"])
         if request["wide"]:
             events, lost = self.moving("admit", seqs, tokens, lengths, **options)
@@ -1284,6 +1284,7 @@ class Requests:
 
     def __init__(self, seed: int, config: Config):
         self.rng, self.config = np.random.default_rng(seed), config
+        self.apart = np.random.default_rng((seed, 1))  # for faces and flaws, so that a seed's requests stay as they are
         self.documents = self.rng.integers(0, VOCAB, (3, WIDTH)).tolist()
         self.loop = False  # whether requests come from a jitted loop, which moves nothing
 
@@ -1403,9 +1404,9 @@ class Requests:
                 if self.config.every:
                     request["how"] = ("step", "view", "ragged", "mixed")[self.number(4)]
                     request["seqs"] = [-1 if self.chance(0.1) else seq for seq in self.rng.permutation(ROWS).tolist()]
-                if self.chance(0.1):
-                    flaws = ("beyond", "fewer", "token", "twice")
-                    request["flaw"] = flaws[self.number(3 + self.config.every)], self.number(ROWS)
+                if self.apart.random() < 0.1:
+                    flaws = ("beyond", "fewer", "token", "twice")[: 3 + self.config.every]
+                    request["flaw"] = str(self.apart.choice(flaws)), int(self.apart.integers(ROWS))
             case "misuse":
                 request["number"] = (2**40 + 5, -(2**33), 2**31)[self.number(3)]
             case "extend":
@@ -1460,7 +1461,7 @@ class Requests:
                 request["priorities"] = self.rng.integers(-3, 6, count).tolist()
                 request["space_of"] = self.spaces(life)
                 request["k"] = SIZE if allowed else self.number_of_steps()
-        request |= {"poison": self.chance(0.7), "face": self.config.faces[self.number(len(self.config.faces))]}
+        request |= {"poison": self.chance(0.7), "face": str(self.apart.choice(self.config.faces))}
         if self.config.every:
             length = AT_ONCE if request["verb"] == "admit" else WIDTH // SIZE
             width = 3 if request["verb"] == "admit" else 2
@@ -1541,7 +1542,7 @@ EVERY = (
     "land", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "shift", "watermark", "swap", "misuse",
 )  # fmt: skip
 CONFIGS = {
-    "fast host": Config(host=5, generate=False, verbs=FAST),
+    "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
     "every argument": Config(
         (FULL, (6, 1)),
