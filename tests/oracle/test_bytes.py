@@ -56,7 +56,7 @@ FAST, ADOPTING = CONFIGS["fast host"], ("adopt", "reserve", "deliver", "land")
 WITHOUT = dataclasses.replace(FAST, verbs=tuple(verb for verb in FAST.verbs if verb not in ADOPTING))
 
 
-@pytest.mark.parametrize(("config", "seed"), [(WITHOUT, 7), pytest.param(FAST, 9, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("config", "seed"), [(WITHOUT, 7), pytest.param(FAST, 19, marks=pytest.mark.long)])
 def test_bytes_over_two_tiers(config, seed):
     life = live(config, seed=seed, steps=500)
     assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS, *MISUSED)
@@ -165,7 +165,8 @@ def hopeful(monkeypatch):
     adopt, land = Cache.adopt, kvjax.stores.land
     monkeypatch.setattr(Cache, "adopt", lambda cache, tokens, length, kv, have, **options: adopt(
         cache, tokens, length, kv, have | True, **options))  # fmt: skip
-    monkeypatch.setattr(kvjax.stores, "land", lambda state, adopted, arrived: land(state, adopted, arrived | True))
+    monkeypatch.setattr(kvjax.stores, "land", lambda state, adopted, arrived, **options: land(
+        state, adopted, arrived | True, **options))  # fmt: skip
 
 
 def unheld(monkeypatch):
