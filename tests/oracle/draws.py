@@ -23,8 +23,8 @@ FACES = ("state", *OWNERS)
 TELLING = ("kvjax.debug", "kvjax.events")  # these rooms describe a state
 # Patterns of arguments that the machine does not draw, each with its reason.
 UNDRAWN = {
-    "*.create.*": "A cache is made once for a history: the configurations of the machine differ in these arguments.",
-    "*.step.logits": "The logits are no part of the cache; tests/unit/serving/test_steps.py compares both kinds.",
+    "*.create.*": "A history makes one cache; configurations draw the policy and the mesh, test_policies.py the rest.",
+    "*.step.logits": "The logits are no part of the cache; tests/unit/interop/test_decoders.py reads all of them.",
 }
 
 
