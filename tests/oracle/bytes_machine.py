@@ -455,7 +455,7 @@ class Life:
       mirror: the index by the events alone.
       version: the newest of the weights.
       tally: a count of each kind of happening.
-      drawn: the arguments that were given, with another value than their defaults.
+      arguments: those that verbs were given, with another value than their defaults.
       time: ms; the library's 32 bits of it wrap soon.
     """
 
@@ -474,7 +474,7 @@ class Life:
         self.version = 0
         self.mirror = kvjax.events.Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
-        self.drawn: set[draws.Argument] = set()
+        self.arguments: set[draws.Argument] = set()
         self.time = 2**31 - 20
         self.programs = programs(config.kernels)
         self.leave = {"max_removed": LEAVE} if config.every else {}
@@ -669,7 +669,7 @@ class Life:
         """Calls a verb on a face; returns its events, and the answer of one that changes nothing."""
         if "now" in draws.parameters(draws.verbs(face)[verb]):
             options["now"] = np.int32((self.time + 2**31) % 2**32 - 2**31)
-        self.drawn |= draws.given(face, verb, args, options)
+        self.arguments |= draws.given(face, verb, args, options)
         if face == "TieredCache":
             found = getattr(TieredCache(self.cache, self.host), verb)(*args, **options)
         elif face == "Cache":
@@ -840,7 +840,7 @@ class Life:
         seqs, lost, most = np.array(request["seqs"], np.int32), [], None
         if self.config.every:
             options |= {"alignment_tokens": SIZE, "retention": retention_of(request["stated"])}
-            most = self.look_up(tokens[0], lengths[0], options, request["wide"])
+            most = self.expected_hit(tokens[0], lengths[0], options, request["wide"])
         if request["wide"]:
             events, lost = self.moving("admit", seqs, tokens, lengths, **options)
             copies = np.asarray(events.transfer.records)
@@ -859,7 +859,7 @@ class Life:
                 self.tally["cached by other weights"] += self.is_cached_elsewhere(space, items)
         self.lose(lost)
 
-    def look_up(self, tokens: np.ndarray, length: np.ndarray, options: dict[str, Any], wide: bool) -> int:
+    def expected_hit(self, tokens: np.ndarray, length: np.ndarray, options: dict[str, Any], wide: bool) -> int:
         """The number of cached tokens that `lookup` finds of a first prompt; and compares the free rows."""
         free = [seq for seq in range(ROWS) if seq not in self.rows]
         rows, status = self.call(self.face, "free_rows", num_rows=AT_ONCE)
@@ -925,16 +925,16 @@ class Life:
             alone = np.isin(np.arange(ROWS), rows[part == 1])
             if how == "view":
                 view = self.call(self.face, "view", part, max_tokens=WIDTH, written=done, **some)
-                place = [(number, 0) for number in range(ROWS)]
+                index = [(number, 0) for number in range(ROWS)]
             elif how == "ragged":
                 view = self.call(self.face, "ragged", part, size=ROWS * WIDTH, written=done, **some)
-                place = [(0, start) for start in np.asarray(view.starts).tolist()]
+                index = [(0, start) for start in np.asarray(view.starts).tolist()]
             else:
                 view = self.call(self.face, "mixed", alone, rows, part, size=ROWS * WIDTH)
                 starts = np.asarray(view.starts)[ROWS:]
-                place = [(0, row if row >= 0 and alone[row] else at) for row, at in zip(rows, starts, strict=True)]
+                index = [(0, row if row >= 0 and alone[row] else at) for row, at in zip(rows, starts, strict=True)]
             flat = np.zeros((*view.positions.shape, *values.shape[2:]), np.float32)
-            for (line, at), number, offset, source in zip(place, part, done, values, strict=True):
+            for (line, at), number, offset, source in zip(index, part, done, values, strict=True):
                 flat[line, at : at + number] = source[offset : offset + number]
             self.cache = self.cache.replace(pools=self.programs["write"](self.cache.pools, view, flat))
             done = done + part
@@ -1141,7 +1141,7 @@ class Life:
             call = inspect.signature(draws.verbs("Cache")[verb]).bind(None, *calls[verb][0], tiers=BOTH)
             error = draws.refusal("Cache", verb, cache, call)
             assert error.startswith("tiers: got ('device', 'host'), wanted ('device',)"), error
-            self.drawn.add(("Cache", verb, "tiers"))
+            self.arguments.add(("Cache", verb, "tiers"))
 
     def _generate(self, request: Request) -> None:
         """Generates for prompts of tenants. These differ in their first token, all that a model sees of a tenant."""

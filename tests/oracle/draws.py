@@ -23,20 +23,20 @@ FACES = ("state", *OWNERS)
 TELLING = ("kvjax.debug", "kvjax.events")  # these rooms describe a state
 # Patterns of arguments that the machine does not draw, each with its reason.
 UNDRAWN = {
-    "*.create.*": "A cache is made once for a history: the configurations of the machine differ in these arguments.",
-    "*.step.logits": "The logits are no part of the cache; tests/unit/serving/test_steps.py compares both kinds.",
+    "*.create.*": "A history makes one cache; configurations draw the policy and the mesh, test_policies.py the rest.",
+    "*.step.logits": "The logits are no part of the cache; tests/unit/interop/test_decoders.py reads all of them.",
 }
 
 
 def listed() -> set[Argument]:
-    """The arguments that the machine draws, by tests/data/drawn.txt: a line for each face and verb."""
-    lines = [line.split() for line in (drive.DATA / "drawn.txt").read_text().splitlines()]
+    """The arguments that the machine draws, by tests/data/arguments.txt: a line for each face and verb."""
+    lines = [line.split() for line in (drive.DATA / "arguments.txt").read_text().splitlines()]
     return {(*verb.split("."), name) for verb, *names in lines for name in names}
 
 
-def undrawn(drawn: set[Argument]) -> list[str]:
+def undrawn(tried: set[Argument]) -> list[str]:
     """The arguments of all faces that are neither drawn nor in `UNDRAWN`, and patterns that have become needless."""
-    missing = {".".join(argument) for argument in set(arguments()) - drawn}
+    missing = {".".join(argument) for argument in set(arguments()) - tried}
     excused = {pattern: fnmatch.filter(missing, pattern) for pattern in UNDRAWN}
     needless = [pattern for pattern, found in excused.items() if not found]
     return sorted(missing.difference(*excused.values())) + needless

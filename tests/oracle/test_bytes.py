@@ -36,14 +36,14 @@ def quick_compiler():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def test_every_argument_of_every_face_is_drawn():
+def test_the_machine_gives_every_argument_of_every_face():
     assert draws.undrawn(draws.listed()) == []
 
 
 @pytest.mark.slow
-def test_the_list_of_drawn_arguments_is_true():
+def test_the_list_of_given_arguments_is_true():
     life = live(CONFIGS["every argument"], seed=1, steps=1_500)
-    assert life.drawn == draws.listed()
+    assert life.arguments == draws.listed()
     assert_happened(life.tally, "hit", *ADOPTED, *MISUSED)
 
 
