@@ -248,6 +248,7 @@ class TieredCache(MadeByCreate):
         tokens = integers("tokens", tokens, ("T",))
         check_staged(kv, self.state.spec, -(-tokens.size // self.state.spec.block_size))
         options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
+        check_32_bits(adopt, self.state, tokens, length, have, **options)
         arguments = self.cache, tokens, length, kv, have, options
         shapes = jax.tree.structure(arguments), *map(np.shape, jax.tree.leaves(arguments))
         if shapes not in _lands:
