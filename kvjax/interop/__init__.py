@@ -3,7 +3,7 @@
 
 Nothing else in kvjax imports this room. `vllm`, and what reads `trtllm`'s lines, need the extra `wires`, as in
 `pip install "kvjax[wires]"`; `agent` and `metrics` need those of their names. What writes `trtllm`'s lines, `trace` and
-`log` need nothing more than kvjax does; the picture of `log` needs `plot`.
+`log` need nothing more than kvjax does.
 """
 
 from kvjax.interop.hub import together
