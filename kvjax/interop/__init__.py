@@ -7,6 +7,5 @@ Nothing else in kvjax imports this room. `vllm`, and what reads `trtllm`'s lines
 """
 
 from kvjax.interop.hub import together
-from kvjax.interop.index import NodeMap
 
-__all__ = ["NodeMap", "together"]
+__all__ = ["together"]

@@ -14,10 +14,10 @@ from typing import Any, TextIO
 import numpy as np
 
 from kvjax._files import LineFile
+from kvjax.events.host_events import arrays
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import snapshot_log, to_list
 from kvjax.events.records import Events
-from kvjax.interop.events import arrays
 from kvjax.state import CacheState
 
 __all__ = ["Log", "entry"]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.events import Listeners
-from kvjax.interop import NodeMap, together, trtllm
-from kvjax.interop.events import arrays
+from kvjax.events import Listeners, NodeMap
+from kvjax.events.host_events import arrays
+from kvjax.interop import together, trtllm
 from kvjax.interop.log import Log
 from kvjax.research import log_report
 from tests.drive import EXTRA, PLAIN, TIERS, Driver
