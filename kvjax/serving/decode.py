@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, pick
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog, Log, append, init_log, num_free
 from kvjax.events.records import Events
 from kvjax.gpu.choice import MAX_RECORDS, fused
@@ -89,7 +89,7 @@ def step[C: (Cache, TieredCache)](
 
 def check_cache(cache: Any) -> None:
     """Raises a ValueError if this is no cache with its pools."""
-    if not isinstance(cache, Cache | TieredCache):
+    if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache(state, pools) or a TieredCache")
 
 

@@ -137,8 +137,7 @@ class Engine[C: (Cache, TieredCache)]:
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         self._stop_tokens = static_int("num_stop_tokens", num_stop_tokens, 1)
         slots = static_int("max_requests", 4 * self.spec.max_seqs if max_requests is None else max_requests, 1)
-        device = cache.cache if isinstance(cache, TieredCache) else cache
-        self.vocabulary = vocabulary_size(model, device, options.scheduler, top_logprobs)
+        self.vocabulary = vocabulary_size(model, cache.cache, options.scheduler, top_logprobs)
         self._most_tokens = most_tokens(cache.state, options.scheduler)
         self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
         self._numbers, self._inbox = itertools.count(), Inbox(names)

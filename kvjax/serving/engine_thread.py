@@ -36,7 +36,7 @@ from kvjax.serving.runner import HostTier
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Done, Entries, Turn, apply, for_each, turn
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.tiered import TieredCache
+from kvjax.tiered import joined
 from kvjax.verbs.control import reset
 
 ENTRIES, MANY = 16, 32  # requests of one call; the most steps of a turn
@@ -148,17 +148,16 @@ class EngineThread(threading.Thread):
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""
-        is_tiered = isinstance(cache, TieredCache)
         serving = init_serving(
-            cache.cache if is_tiered else cache, [self.spec.max_length + 1] * self._slots, width=self.spec.max_length,
+            cache.cache, [self.spec.max_length + 1] * self._slots, width=self.spec.max_length,
             num_stop_tokens=self._stop_tokens, top_logprobs=self._options.top_logprobs,
             logits_state=jax.device_put(for_each(self._logits_state, self._slots)),
         )  # fmt: skip
-        host, rows = cache.host if is_tiered else None, np.ones((self.spec.max_seqs,), np.bool_)
-        self._state: GenerationState[Any] = GenerationState(serving, host, rows, self._options)
+        rows = np.ones((self.spec.max_seqs,), np.bool_)
+        self._state: GenerationState[Any] = GenerationState(serving, cache.host, rows, self._options)
         self._tier = HostTier(self._state, self._scheduler, MANY)
         self._stored = self._options.store and StoredPrefixes(self._options.store, self._state, self._scheduler)
-        self._ahead = 0 if is_tiered or self._stored else 1  # turns that are under way while an earlier one is read
+        self._ahead = 0 if cache.host or self._stored else 1  # turns that are under way while an earlier one is read
         self._free, self._generations = deque(range(self._slots)), [0] * self._slots
         self.active: dict[int, Request] = {}
         self.reading = list[Request]()
@@ -418,13 +417,10 @@ class EngineThread(threading.Thread):
     def _empty_cache(self) -> Any:
         """A cache like the first one, without contents."""
         shapes: Any = self._shapes
-        device = shapes.cache if isinstance(shapes, TieredCache) else shapes
-        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, device.state)
-        pools = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), device.pools)
-        if not isinstance(shapes, TieredCache):
-            return Cache(state, pools)
-        pools, host = init_host_pools(pools)
-        return TieredCache(Cache(state, pools), host)
+        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, shapes.state)
+        pools = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes.pools)
+        pools, host = init_host_pools(pools) if shapes.host else (pools, None)
+        return joined(Cache(state, pools), host)
 
     @own_transfers()
     def _end(self) -> None:

@@ -86,8 +86,8 @@ class Inputs[C: (Cache, TieredCache)]:
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, lists), instead)
         self.model, self.options, self.spec = model, options, cache.state.spec
-        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache  # on the device
-        self.host: HostPools | None = cache.host if isinstance(cache, TieredCache) else None
+        self.cache: Cache = cache.cache  # on the device
+        self.host: HostPools | None = cache.host
         check_alive(self.cache, self.host)
         options.scheduler.check(self.spec)
         self.own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; rows that the generation may use

@@ -22,7 +22,7 @@ from kvjax.pools.host import HostPools
 from kvjax.processes import agreed_time
 from kvjax.serving.inputs import RunOptions, read_clock
 from kvjax.serving.requests import Output, Serving
-from kvjax.tiered import TieredCache
+from kvjax.tiered import TieredCache, joined
 from kvjax.verbs.release import release
 
 _release = OutermostJit(release)
@@ -103,13 +103,11 @@ class GenerationState[C: (Cache, TieredCache)]:
     @property
     def result(self) -> C:
         """The cache as it is now, of the kind that was given."""
-        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
+        return cast(C, joined(self.cache, self.host))
 
     def replace(self, cache: Any) -> None:
         """Goes on with another cache, of the kind that was given."""
-        is_tiered = isinstance(cache, TieredCache)
-        self.serving = self.serving.replace(cache=cache.cache if is_tiered else cache)
-        self.host = cache.host if is_tiered else None
+        self.serving, self.host = self.serving.replace(cache=cache.cache), cache.host
 
     @property
     def alive(self) -> bool:

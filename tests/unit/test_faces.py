@@ -37,7 +37,7 @@ def test_a_method_shows_the_parameters_of_its_verb(owner, name):
         wanted = [p.replace(default=("device", "host")) if p.name == "tiers" else p for p in wanted]
     assert self.name == "self" and found == wanted
     assert all(p.annotation != "Any" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in found)
-    assert method.return_annotation == verb.return_annotation.replace("CacheState", owner.__name__)
+    assert method.return_annotation == verb.return_annotation.replace("CacheState", "Self")
     assert getattr(owner, name).__doc__ == drive.verb(name).__doc__
 
 
