@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax._compile import OutermostJit
+from kvjax.tiered import joined
 from tests import cases, drive
 
 OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4, "dtype": "float32"}
@@ -45,6 +46,13 @@ def test_a_tiered_cache_has_every_name_of_a_cache():
     names = {name for name in dir(kvjax.Cache.create(SPEC)) if not name.startswith("_")}
     assert names >= {"state", "pools", "create", *METHODS}
     assert not names - set(dir(kvjax.tiers.TieredCache.create(TIERED)))
+
+
+def test_both_kinds_of_caches_have_the_same_parts():
+    for cache in (kvjax.Cache.create(SPEC), kvjax.tiers.TieredCache.create(TIERED)):
+        assert cache.state is cache.cache.state and cache.pools is cache.cache.pools
+        assert (cache.host is None) == (cache.cache is cache) == isinstance(cache, kvjax.Cache)
+        assert joined(cache.cache, cache.host) == cache
 
 
 TOKENS = np.arange(8, dtype=np.int32)
