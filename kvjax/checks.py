@@ -94,6 +94,10 @@ _signature = functools.cache(inspect.signature)
 
 def _check_width(name: str, value: Any) -> None:
     """Raises a ValueError if integers on the host, or wide ones on a device, do not fit into 32 bits."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            _check_width(name, part)
+        return
     if isinstance(value, int) and not isinstance(value, bool):
         low = high = value
     elif _may_be_wide(value) and np.size(value):
@@ -139,6 +143,13 @@ def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
     return numbers.astype(dtype)
 
 
+def static_int32(name: str, value: Any, minimum: int) -> int:
+    """`value` as a Python int of at least `minimum` that fits into 32 bits, as all numbers of a state do."""
+    value = static_int(name, value, minimum)
+    _check_width(name, value)
+    return value
+
+
 def one_or_more(name: str, value: Any) -> jax.Array:
     """`value` as i32[] or i32[R]."""
     array = integers(name, value)
@@ -154,11 +165,11 @@ def each_row(name: str, value: Any, rows: tuple[int, ...]) -> jax.Array:
 def most_tokens(num_tokens: Any, max_tokens: Any) -> int:
     """`max_tokens` as an int of at least 1; None: `num_tokens`, where that is a static number for all rows."""
     if max_tokens is not None:
-        return static_int("max_tokens", max_tokens, 1)
+        return static_int32("max_tokens", max_tokens, 1)
     if isinstance(num_tokens, jax.Array | np.ndarray | Sequence) and not isinstance(num_tokens, str):
         got = f"None with num_tokens i32{list(integers('num_tokens', num_tokens).shape)}"
         raise ValueError(f"max_tokens: got {got}, wanted an int: the most tokens of a row")
-    return static_int("num_tokens", num_tokens, 1)
+    return static_int32("num_tokens", num_tokens, 1)
 
 
 def check_functions(**functions: Any) -> None:

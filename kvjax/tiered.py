@@ -192,6 +192,7 @@ class TieredCache(AnyCache):
         """Adopts K/V from outside; blocks that have to leave the device for it go to the host."""
         tokens = integers("tokens", tokens, ("T",))
         check_staged(kv, self.state.spec, -(-tokens.size // self.state.spec.block_size))
+        check_32_bits(adopt, self.state, tokens, length, have, **options)
         now = options["now"]
         arguments = self.cache, tokens, length, kv, have, options
         shapes = jax.tree.structure(arguments), *map(np.shape, jax.tree.leaves(arguments))

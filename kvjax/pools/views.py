@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick, sum_before
-from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask, static_int
+from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask, static_int32
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -124,7 +124,7 @@ def ragged(
       >>> view.positions.tolist(), view.starts.tolist(), view.lengths.tolist()
       ([[0, 0, 1, 2]], [0, 1], [1, 3])
     """
-    size = static_int("size", size, 1)
+    size = static_int32("size", size, 1)
     tables, start, count = _rows(state, num_tokens, seqs, written)
     starts, count, owner, offset = _packed(count, size)
     return _view(state, tables, start, count, owner, offset, starts)
@@ -151,7 +151,7 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
     """
-    size, most = static_int("size", size, 1), state.spec.max_seqs
+    size, most = static_int32("size", size, 1), state.spec.max_seqs
     decode, seqs = row_mask("decode", decode, most), integers("seqs", seqs, ("R",))
     chunks = jnp.where(pick(decode, seqs), 0, each_row("num_tokens", num_tokens, seqs.shape))
     row = np.arange(most, dtype=np.int32)
@@ -172,10 +172,7 @@ def _rows(state: CacheState, num_tokens, seqs, written):
     """Block tables [R, M] per group, tokens i32[R] before the view's, and those i32[R] that each row has reserved."""
     max_seqs = state.spec.max_seqs
     seqs = jnp.arange(max_seqs, dtype=jnp.int32) if seqs is None else integers("seqs", seqs, ("R",))
-    num_tokens = jnp.asarray(num_tokens)
-    if num_tokens.shape not in ((), seqs.shape) or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
-        got = f"{num_tokens.dtype}{list(num_tokens.shape)}"
-        raise ValueError(f"num_tokens: got {got}, wanted i32{list(seqs.shape)} or an int")
+    num_tokens = each_row("num_tokens", num_tokens, seqs.shape)
     real = (seqs >= 0) & (seqs < max_seqs)
     tables = []
     for group, spec in zip(state.groups, state.spec.groups, strict=True):
@@ -186,7 +183,7 @@ def _rows(state: CacheState, num_tokens, seqs, written):
     written = jnp.maximum(each_row("written", written, seqs.shape), 0)  # committed tokens are never written again
     start = jnp.where(real, pick(state.seqs.committed, seqs) + written, 0)
     num_pending = jnp.where(real, pick(state.seqs.length, seqs), 0) - start
-    return tuple(tables), start, jnp.clip(num_tokens.astype(jnp.int32), 0, jnp.maximum(num_pending, 0))
+    return tuple(tables), start, jnp.clip(num_tokens, 0, jnp.maximum(num_pending, 0))
 
 
 def _packed(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

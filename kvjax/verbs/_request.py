@@ -14,7 +14,7 @@ from kvjax._arrays import either, pick
 from kvjax.blocks.publish import forget_all
 from kvjax.blocks.rows import Prompt
 from kvjax.blocks.victims import Taken
-from kvjax.checks import integers, static_int
+from kvjax.checks import integers, static_int32
 from kvjax.events.records import Events, Records, Status, joined, no_records
 from kvjax.events.transfer import Transfer
 from kvjax.policies.ring import lru
@@ -54,7 +54,7 @@ def checked_alignment(alignment_tokens: Any, block_size: int) -> int | None:
     """`alignment_tokens` as an int, a multiple of the block size; or None."""
     if alignment_tokens is None:
         return None
-    tokens = static_int("alignment_tokens", alignment_tokens, 1)
+    tokens = static_int32("alignment_tokens", alignment_tokens, 1)
     if tokens % block_size:
         raise ValueError(f"alignment_tokens: got {tokens}, wanted a multiple of the block size, {block_size}")
     return tokens

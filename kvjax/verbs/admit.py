@@ -23,7 +23,7 @@ from kvjax.blocks.rows import Prompt, fit, read_row, write_prompt, write_row
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import order_copy, priorities
 from kvjax.blocks.victims import Taken
-from kvjax.checks import each_row, integers, on_state, static_int
+from kvjax.checks import each_row, integers, on_state, static_int32
 from kvjax.events.records import COLUMNS, EventKind, Events, Records, Status, joined, record
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_column
@@ -102,7 +102,7 @@ def admit(
     text, now = checked_text(state.spec, tokens, extra_ids), integers("now", now, ())
     tiers = checked_tiers(tiers)
     if reserve_tokens is not None:
-        reserve_tokens = static_int("reserve_tokens", reserve_tokens, 1)
+        reserve_tokens = static_int32("reserve_tokens", reserve_tokens, 1)
     alignment_tokens = checked_alignment(alignment_tokens, state.spec.block_size)
 
     def one(state, request):
@@ -115,6 +115,7 @@ def admit(
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
     length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
     check_retention(state.spec, retention=retention)
+    retention = jax.tree.map(functools.partial(integers, "retention"), retention)
     integers("tokens", tokens, (*rows, "T"))
     requests = (seq, text, length, namespace, retention)
     state, (events, sources) = scan(one, state, requests) if rows else one(state, requests)

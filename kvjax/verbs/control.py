@@ -12,7 +12,7 @@ from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.tiers import find_unevictable, keep_host_policy
-from kvjax.checks import integers, on_state, static_int
+from kvjax.checks import integers, on_state, static_int32
 from kvjax.events.records import EventKind, Events, Records, Status, record
 from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
@@ -152,7 +152,7 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     """
     group, ids = state.groups[0], integers("blocks", blocks, ("K",))
     metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
-    most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
+    most = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
     named = ids != NO_BLOCK
     unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
     doomed = is_among(num_ids, ids, named & ~unknown) & (metadata.fill > 0)
@@ -209,7 +209,7 @@ def forget_namespaces(
     """
     group, keep = state.groups[0], integers("keep", keep, ("K",))
     metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
-    most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
+    most = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
     above, namespace = metadata.parent[:, 0], metadata.parent[:, 1]
     is_current = jnp.any(namespace[:, None] == keep[None], axis=1)
     forgotten = descendants(metadata, (metadata.fill > 0) & (above < 0) & ~is_current)

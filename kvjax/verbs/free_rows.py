@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax._arrays import compact
 from kvjax.blocks.rows import fit
-from kvjax.checks import on_state, static_int
+from kvjax.checks import on_state, static_int32
 from kvjax.events.records import Status
 from kvjax.state import CacheState
 
@@ -36,7 +36,7 @@ def free_rows(state: CacheState, num_rows: int) -> tuple[jax.Array, jax.Array]:
       >>> rows.tolist(), kvjax.Status(int(status))
       ([0, 2, -1], Status.HELD)
     """
-    num_rows = static_int("num_rows", num_rows, 1)
+    num_rows = static_int32("num_rows", num_rows, 1)
     all_rows = np.arange(state.spec.max_seqs, dtype=np.int32)
     rows, num_free = compact(jnp.where(state.seqs.length == 0, all_rows, -1))
     return fit(rows, num_rows, -1), jnp.where(num_free >= num_rows, jnp.int32(Status.OK), jnp.int32(Status.HELD))

@@ -31,7 +31,7 @@ from kvjax.blocks.take import take
 from kvjax.blocks.tiers import find_unevictable, host_of, host_space, next_move, priorities, with_ancestors
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
-from kvjax.checks import integers, on_state, static_int
+from kvjax.checks import integers, on_state, static_int32
 from kvjax.events.records import Events, Status
 from kvjax.events.transfer import Transfer
 from kvjax.state import LOST, NO_BLOCK, CacheState, Group
@@ -155,7 +155,7 @@ def watermark(
       few blocks.
     """
     chosen_group, empty, now = _tiered_group(state, group), integers("empty", empty, ()), integers("now", now, ())
-    most = static_int("most", most, 1)
+    most = static_int32("most", most, 1)
     extra = jnp.minimum(jnp.clip(empty - chosen_group.num_empty, 0, most), chosen_group.num_cached)
     extra = jnp.minimum(extra, host_space(chosen_group))
     taken = take_unheld(state, group, chosen_group, most, now, extra=extra, stays=True)
@@ -207,7 +207,7 @@ def complete(
         )
         lost = is_among(group.ids.size, ids, current & ~ok) | overwritten
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
-        most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
+        most = lost.shape[0] if max_removed is None else min(static_int32("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(state, number)
         # The findable ones of the lost blocks leave the index with all their descendants.
         doomed = descendants(group.blocks, lost & (group.blocks.fill > 0))

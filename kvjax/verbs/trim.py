@@ -14,7 +14,7 @@ from kvjax._arrays import fence, put, runs
 from kvjax.blocks import windows
 from kvjax.blocks.rows import table_entry
 from kvjax.blocks.tiers import push_empty
-from kvjax.checks import on_state, row_mask, static_int
+from kvjax.checks import on_state, row_mask, static_int32
 from kvjax.events.records import Events, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group
@@ -50,7 +50,7 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
     """
     spec, seqs = state.spec, state.seqs
     active = row_mask("active", active, spec.max_seqs)
-    most = spec.max_length if max_tokens is None else static_int("max_tokens", max_tokens, 1)
+    most = spec.max_length if max_tokens is None else static_int32("max_tokens", max_tokens, 1)
     bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > most))
     status = first_failure((bad, Status.BAD_REQUEST), (active & seqs.swapped_out, Status.HELD))
     length = jnp.where(active & (status == Status.OK), seqs.committed, seqs.length)

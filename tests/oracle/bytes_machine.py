@@ -21,6 +21,7 @@ import argparse
 import collections
 import dataclasses
 import functools
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +35,7 @@ import kvjax
 from kvjax import Cache, CacheSpec, Status
 from kvjax._arrays import Pytree
 from kvjax.gpu import choice
-from kvjax.policies import lfu
+from kvjax.policies import lfu, priority
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler, rollout_log
@@ -43,14 +44,17 @@ from kvjax.stores import Adopted, Staged, scatter
 from kvjax.testing.trial import verify_order
 from kvjax.tiers import FailedTransfer, TieredCache
 from pallas_kernels.loops import scan, varying
-from tests import drive
+from tests import cases, drive
 from tests.drive import BOTH
+from tests.oracle import draws
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
 VERSIONS = 50  # of the weights, at most
 TWO = ((None, 0), (None, 0))  # layers of full attention
 RECURRENT, LATENT, WIDEST = "recurrent", "latent", 3  # layers of a configuration; tokens of tiles, fewer than a block's
 AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of admit, tokens of extend, blocks of offload, watermark
+LEAVE = 6  # blocks of evict and forget_namespaces, where that is stated
+READERS = (*cases.VIEWS, "lookup")  # they change nothing
 
 Path = tuple[Any, ...]
 Request = dict[str, Any]
@@ -284,14 +288,6 @@ class Faults:
         return function(*args)
 
 
-def compute(cache: Cache, model: Any, tokens: Any, counts: Any, extra_ids: Any) -> tuple[Cache, kvjax.Events]:
-    if extra_ids is None:
-        cache, _, events = kvjax.step(model, cache, tokens, counts)
-        return cache, events
-    _, pools = model(tokens, cache.pools, cache.view(counts, tokens.shape[1]), last=counts)
-    return Cache(cache.state, pools).commit(tokens, counts, extra_ids=extra_ids)
-
-
 def block_of_steps(
     cache: Cache, values: Any, tokens: Any, counts: Any, begun: Any, extra_ids: Any
 ) -> tuple[Cache, kvjax.Events, kvjax.Events]:
@@ -309,13 +305,6 @@ def block_of_steps(
     cache, committed = Cache(cache.state, pools).commit(tokens, counts, extra_ids=extra_ids)
     cache, trimmed = cache.trim(begun, max_tokens=SIZE)
     return cache, committed, trimmed
-
-
-_ON_CACHES = (
-    "admit", "extend", "fork", "truncate", "trim", "release", "beam_step", "evict", "forget_namespaces", "pin", "unpin",
-    "reset",
-)  # fmt: skip
-_ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", "swap_in", "adopt", "land")
 
 
 def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,18 +332,19 @@ def _rollout(*args: Any, **options: Any) -> Any:
 
 @functools.cache
 def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
-    """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit"; all donate the cache."""
+    """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit". Verbs donate it."""
 
     def jit(function, name=None):
+        static = draws.static(function) if name else ()
         function = with_kernels(function) if kernels else function
-        return jax.jit(function, donate_argnums=0, static_argnames=drive.static(name) if name else ())
+        return jax.jit(function, donate_argnums=() if name in READERS else 0, static_argnames=static)
 
-    found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
-    found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
+    found = {name: jit(verb, name) for name, verb in draws.verbs("state").items()}
+    methods = {name: method for name, method in draws.verbs("Cache").items() if name != "create"}
+    found |= {f"Cache.{name}": jit(method, name) for name, method in methods.items()}
     return found | {
-        "Cache.adopt": jit(Cache.adopt), "scatter": jit(scatter), "apply": jit(kvjax.apply),
-        "compute": jit(compute), "decode": jit(block_of_steps),
-        "view": jax.jit(kvjax.view, static_argnums=1), "rollout": jax.jit(_rollout, donate_argnums=1),
+        "scatter": jit(scatter), "write": jit(write), "apply": jit(kvjax.apply), "decode": jit(block_of_steps),
+        "rollout": jax.jit(_rollout, donate_argnums=1),
         "score": jax.jit(functools.partial(kvjax.score, chunk=8), donate_argnums=1),
     }  # fmt: skip
 
@@ -373,7 +363,9 @@ class Config:
       blocks: N of each group; a bare first group has enough.
       host: H of each group.
       dtype: of the pools.
-      methods: whether moves are made by `TieredCache`, or by verb, `move`, `apply` and `complete`.
+      faces: the faces whose verbs are called. "TieredCache" makes its moves; else they are made by verb, `move`,
+        `apply` and `complete`.
+      every: whether each verb is given all its optional arguments.
       reserve_tokens: for admit, of prompts that are computed in chunks.
       heads: kv heads; if more than one, a mesh of as many devices divides them.
       context: devices that divide blocks.
@@ -391,7 +383,8 @@ class Config:
     blocks: int = 7
     host: int = 0
     dtype: str = "float32"
-    methods: bool = False
+    faces: tuple[str, ...] = ("Cache",)
+    every: bool = False
     reserve_tokens: int | None = None
     heads: int = 1
     context: int = 1
@@ -462,6 +455,8 @@ class Life:
       mirror: the index by the events alone.
       version: the newest of the weights.
       tally: a count of each kind of happening.
+      drawn: the arguments that were given, with another value than their defaults.
+      time: ms; the library's 32 bits of it wrap soon.
     """
 
     def __init__(self, config: Config, faults: Faults):
@@ -479,7 +474,10 @@ class Life:
         self.version = 0
         self.mirror = kvjax.events.Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
+        self.drawn: set[draws.Argument] = set()
+        self.time = 2**31 - 20
         self.programs = programs(config.kernels)
+        self.leave = {"max_removed": LEAVE} if config.every else {}
         self.inspect()
         self.poison()
 
@@ -492,7 +490,8 @@ class Life:
           AssertionError: if a byte or anything else is wrong.
         """
         self.faults.left = request.get("fault") if self.has_host else None
-        self.defer = request.get("defer", False)
+        self.defer, self.face = request.get("defer", False), request.get("face", "Cache")
+        self.time += request.get("ms", 1)
         getattr(self, f"_{request['verb']}")(request)
         self.faults.left = None
         self.inspect()
@@ -504,7 +503,7 @@ class Life:
         """Reads copies of the state and the bytes: numpy's views would keep arrays from being donated."""
         take = functools.partial(jax.tree.map, lambda x: np.array(x))
         self.state: Any = take(jax.device_get(self.cache.state))
-        self.tables = take(jax.device_get(self.programs["view"](self.cache.state, 1).tables))
+        self.tables = take(jax.device_get(self.programs["view"](self.cache.state, np.int32(1), max_tokens=1).tables))
         self.bytes = self.by_token(take(jax.device_get((self.cache.pools, self.host))))
 
     def by_token(self, tiers: Any, back: bool = False) -> Any:
@@ -656,24 +655,49 @@ class Life:
 
     def follow(self, events: Any) -> list[dict[str, Any]]:
         records = kvjax.to_list(events) if not isinstance(events, list) else events
-        self.mirror = kvjax.fold(records, self.mirror)
+        before, self.mirror = self.mirror.nodes, kvjax.fold(records, self.mirror)
         for event in records:
             self.tally[event["kind"]] += 1
+            if event["kind"] == "removed" and self.has_host:
+                node = before.get((event["group"], event["block"], event["generation"]))
+                self.tally["dropped by the host"] += bool(node and node[2])
             if event["kind"] == "updated":
                 self.tally["offloaded" if event["level"] else "onboarded"] += 1
         return records
 
-    def on_cache(self, verb: str, *args: Any, **kwargs: Any) -> kvjax.Events:
-        self.cache, events = self.programs[f"Cache.{verb}"](self.cache, *args, **kwargs)
-        return self.note(verb, events)
+    def call(self, face: str, verb: str, *args: Any, **options: Any) -> Any:
+        """Calls a verb on a face; returns its events, and the answer of one that changes nothing."""
+        if "now" in draws.parameters(draws.verbs(face)[verb]):
+            options["now"] = np.int32((self.time + 2**31) % 2**32 - 2**31)
+        self.drawn |= draws.given(face, verb, args, options)
+        if face == "TieredCache":
+            found = getattr(TieredCache(self.cache, self.host), verb)(*args, **options)
+        elif face == "Cache":
+            found = self.programs[f"Cache.{verb}"](self.cache, *args, **options)
+        else:
+            found = self.programs[verb](self.cache.state, *args, **options)
+        if verb in READERS:
+            return found
+        after, *_, events = found
+        if face == "TieredCache":
+            after, self.host = after.cache, after.host
+        self.cache = Cache(after, self.cache.pools) if face == "state" else after
+        return events
 
-    def moving(self, verb: str, *args: Any, **kwargs: Any) -> tuple[kvjax.Events, list[int]]:
+    def on_face(self, verb: str, *args: Any, **options: Any) -> kvjax.Events:
+        """Runs a verb that moves nothing between the tiers."""
+        face = self.face
+        if verb in ("admit", "extend"):
+            face = "Cache" if face == "state" else face  # a state's copies are left to its caller
+            options |= {"tiers": BOTH[:1]} if face == "TieredCache" else {}
+        return self.note(verb, self.call(face, verb, *args, **options))
+
+    def moving(self, verb: str, *args: Any, **options: Any) -> tuple[kvjax.Events, list[int]]:
         """Runs a verb that may move blocks; also returns the rows that a failed move has cost."""
-        if self.config.methods:
-            return self.by_method("_adopt" if verb == "adopt" else verb, *args, **kwargs)
+        if self.face == "TieredCache" and verb != "adopt":
+            return self.by_method(verb, *args, **options)
         tiers = {"tiers": BOTH} if verb in ("admit", "extend", "adopt") else {}
-        state, events = self.programs[verb](self.cache.state, *args, **tiers, **kwargs)
-        self.note(verb, events)
+        events = self.note(verb, self.call("state", verb, *args, **tiers, **options))
         pools, host, ok = self.cache.pools, self.host, True
         transfer = padded_transfer(events.transfer)
         try:
@@ -682,21 +706,20 @@ class Life:
             pools, host, ok = error.pools, error.host, False
         if verb in ("admit", "extend"):
             pools = self.programs["apply"](pools, events)
-        self.cache, self.host = Cache(state, pools), host
+        self.cache, self.host = self.cache.replace(pools=pools), host
         if ok and self.defer:
             self.flying.append(transfer)
             return events, []
         self.tally["failed"] += not ok
         return events, self.completed(transfer, ok)
 
-    def by_method(self, verb: str, *args: Any, **kwargs: Any) -> tuple[kvjax.Events, list[int]]:
+    def by_method(self, verb: str, *args: Any, **options: Any) -> tuple[kvjax.Events, list[int]]:
         """Calls a method of `TieredCache`; see `moving`."""
         try:
-            tiered, events = getattr(TieredCache(self.cache, self.host), verb)(*args, **kwargs)
-            lost, gone = [], None
+            events, lost, gone = self.call("TieredCache", verb, *args, **options), [], None
         except FailedTransfer as failure:
-            tiered, events, lost, gone = failure.tiered, failure.events, failure.lost, failure.removed
-        self.cache, self.host = tiered.cache, tiered.host
+            self.cache, self.host = failure.tiered.cache, failure.tiered.host
+            events, lost, gone = failure.events, failure.lost, failure.removed
         self.note(verb, events)
         if gone is not None:
             self.tally["failed"] += 1
@@ -704,12 +727,12 @@ class Life:
         return events, lost
 
     def completed(self, transfer: kvjax.tiers.Transfer, ok: bool) -> list[int]:
-        state, done = self.programs["complete"](self.cache.state, transfer, np.bool_(ok))
-        self.cache = Cache(state, self.cache.pools)
+        most = {"max_removed": 1} if self.config.every and ok else {}
+        done = self.call("state", "complete", transfer, np.bool_(ok), **most)
         self.follow(done)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
-            self.on_cache("release", np.asarray([row, -1], np.int32))
+            self.on_face("release", np.asarray([row, -1], np.int32))
         return lost
 
     def note(self, verb: str, events: kvjax.Events) -> kvjax.Events:
@@ -737,6 +760,8 @@ class Life:
         options = {"namespace": np.int32(request["namespace"])}
         if self.extra:
             options["extra_ids"] = padded(extras(tokens))
+        if self.config.every:
+            options |= {"stated": np.array(request["stated"], np.int32), "hits": np.array(request["hits"], np.int32)}
         have = np.array(request["have"])[: len(self.spec.groups)]
         return self.items(tokens), (padded(tokens), np.int32(len(tokens))), have, options
 
@@ -748,7 +773,7 @@ class Life:
             events, lost = self.by_method("adopt", *text, kv, have, **options)
             self.lose(lost)
         else:
-            events = self.on_cache("adopt", *text, kv, have, **options)
+            events = self.note("adopt", self.call("Cache", "adopt", *text, kv, have, **options))
         self.tally["adopted"] += sum(e["kind"] == "stored" for e in kvjax.to_list(events))
         self.tally["adoption refused"] += not bool(events.ok)
         self.tally["failed in adopt"] += self.tally["failed"] - failures
@@ -762,9 +787,7 @@ class Life:
             self.lose(lost)
             self.tally["failed in reserve"] += self.tally["failed"] - failures
         else:
-            state, events = self.programs["adopt"](self.cache.state, *text, have, **options)
-            self.cache = Cache(state, self.cache.pools)
-            self.note("adopt", events)
+            events = self.note("adopt", self.call("state", "adopt", *text, have, **options))
         self.tally["adoption refused"] += not bool(events.ok)
         blocks = np.array(events.adopted.blocks)
         if (blocks >= 0).any():
@@ -791,9 +814,7 @@ class Life:
         adoption, before = self.adoptions.pop(request["which"] % len(self.adoptions)), self.mirror.index
         arrived = adoption.written & np.array(request["arrived"])[: len(adoption.blocks)]
         for number in range(1 + request["again"]):
-            state, events = self.programs["land"](self.cache.state, adoption.adopted, arrived)
-            self.cache = Cache(state, self.cache.pools)
-            self.note("land", events)
+            events = self.note("land", self.call("state", "land", adoption.adopted, arrived))
             assert bool(events.ok) == (number == 0), f"land: {np.asarray(events.status)} in call {number} of {adoption}"
         found = {node[:2] for node in self.mirror.nodes}
         for number, column in np.argwhere(adoption.blocks >= 0).tolist():
@@ -816,15 +837,19 @@ class Life:
         options = {"namespace": np.array(spaces, np.int32), "reserve_tokens": self.config.reserve_tokens}
         if self.extra:
             options["extra_ids"] = np.stack([padded(extras(p)) for p in prompts])
-        seqs, lost = np.array(request["seqs"], np.int32), []
+        seqs, lost, most = np.array(request["seqs"], np.int32), [], None
+        if self.config.every:
+            options |= {"alignment_tokens": SIZE, "retention": retention_of(request["stated"])}
+            most = self.look_up(tokens[0], lengths[0], options, request["wide"])
         if request["wide"]:
             events, lost = self.moving("admit", seqs, tokens, lengths, **options)
             copies = np.asarray(events.transfer.records)
             is_moved = np.isin(copies[:, 1], [e["block"] for e in kvjax.to_list(events) if e["kind"] == "updated"])
             self.tally["copied from the host"] += int(np.sum((copies[:, 1] >= 0) & ~is_moved))
         else:
-            events = self.on_cache("admit", seqs, tokens, lengths, **options)
+            events = self.on_face("admit", seqs, tokens, lengths, **options)
         cached, status = np.asarray(events.cached).tolist(), np.asarray(events.status).tolist()
+        assert most is None or status[0] or cached[0] == most, f"lookup found {most} tokens, admit {cached[0]}"
         for seq, prompt, space, found, done in zip(seqs.tolist(), prompts, spaces, cached, status, strict=True):
             if done == Status.OK:
                 items = self.items(prompt)
@@ -833,6 +858,16 @@ class Life:
                 self.tally["partial hit"] += found % SIZE > 0
                 self.tally["cached by other weights"] += self.is_cached_elsewhere(space, items)
         self.lose(lost)
+
+    def look_up(self, tokens: np.ndarray, length: np.ndarray, options: dict[str, Any], wide: bool) -> int:
+        """The number of cached tokens that `lookup` finds of a first prompt; and compares the free rows."""
+        free = [seq for seq in range(ROWS) if seq not in self.rows]
+        rows, status = self.call(self.face, "free_rows", num_rows=AT_ONCE)
+        assert np.asarray(rows).tolist() == [*free, *[-1] * AT_ONCE][:AT_ONCE]
+        assert int(status) == (Status.OK if len(free) >= AT_ONCE else Status.HELD)
+        options = {name: options[name] for name in ("alignment_tokens", "extra_ids", "namespace")}
+        options |= {name: options[name][0] for name in ("extra_ids", "namespace")} | {"tiers": BOTH[: 1 + wide]}
+        return int(self.call(self.face, "lookup", tokens, length, **options).cached_tokens)
 
     def is_cached_elsewhere(self, namespace: int, items: Path) -> bool:
         """Whether the tenant's index has the beginning of a prompt under other weights alone."""
@@ -843,23 +878,66 @@ class Life:
         return tuple(zip(tokens, extras(tokens), strict=True)) if self.extra else tuple(tokens)
 
     def _compute(self, request: Request) -> None:
-        """Writes and commits the rest of the rows' prompts, then tokens of the request's."""
+        """Writes and commits the rest of the rows' prompts, then tokens of the request's; refused is a row's flaw."""
+        how, by_name = request.get("how", "view" if self.extra else "step"), request.get("seqs")
+        rows, (flaw, at) = list(by_name or range(ROWS)), request.get("flaw", ("", 0))
+        flawed = rows[at] if flaw else NO_BLOCK
+        if flaw == "twice":
+            rows[at - 1] = flawed
         new: list[Path] = [()] * ROWS
         for seq, row in self.rows.items():
             reserved = int(self.state.seqs.length[seq]) - len(row.items)
             rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
             new[seq] = () if row.swapped else rest[: min(request["counts"][seq], reserved)]
-        if not any(new):
+        new = [line if seq in rows and seq != flawed else () for seq, line in enumerate(new)]
+        if self.extra and how == "step":  # which commits no extra ids
+            new = [tuple((token, 0) for token, _ in line) for line in new]
+        if not any(new) and not flaw:
             return
-        values, tokens, counts, extra = self.appended(new)
-        before = self.state.groups
-        self.cache, events = self.programs["compute"](self.cache, Constant(values), tokens, counts, extra)
-        assert bool(events.ok), f"commit: {np.asarray(events.status)}"
+        some = {} if by_name is None else {"seqs": np.array(rows, np.int32)}
+        of_rows = self.appended(new)
+        values, tokens, counts, extra = (None if x is None else x[rows] for x in of_rows)
+        counts, before = np.where(np.array(rows) < 0, 0, counts).astype(np.int32), self.state.groups
+        if flaw:
+            reserved = int(self.state.seqs.length[flawed] - self.state.seqs.committed[flawed])
+            counts[at] = {"beyond": reserved + 1, "fewer": -1}.get(flaw, max(reserved, 1))
+            tokens[at, 0] = -1 if flaw == "token" else tokens[at, 0]
+        if how == "step":
+            face = "Cache" if self.face == "state" else self.face
+            events = self.call(face, "step", Constant(values), tokens, counts, **some)
+        else:
+            self.write_rows(how, values, np.where(np.array(rows) == flawed, 0, counts), some)
+            events = self.call(self.face, "commit", tokens, counts, extra_ids=extra, **some)
+        wanted = [Status.BAD_REQUEST if flaw and number == at else Status.OK for number in range(len(rows))]
+        assert np.asarray(events.status).tolist() == wanted, f"commit: {np.asarray(events.status)}, wanted {wanted}"
+        self.tally["refused in a step"] += bool(flaw)
         self.tally["took over"] += sum(e["kind"] == "updated" for e in kvjax.to_list(events))
         self.note("commit", events)
         tables = [(b.table, np.asarray(a.table)) for b, a in zip(before, self.cache.state.groups, strict=True)]
         self.tally["merged"] += int(np.sum((tables[0][0] >= 0) & (tables[0][0] != tables[0][1])))
         self.tally["slid"] += int(sum(np.sum((old >= 0) & (new < 0)) for old, new in tables[1:]))
+
+    def write_rows(self, how: str, values: np.ndarray, counts: np.ndarray, some: dict[str, np.ndarray]) -> None:
+        """Writes K/V f32[R, T, L, 2, 2] by a view in one of its forms, the padded and the ragged form in two parts."""
+        rows, done = some.get("seqs", np.arange(ROWS, dtype=np.int32)), np.zeros_like(counts)
+        first = counts if how == "mixed" else counts // 2
+        for part in (first, counts - first):
+            alone = np.isin(np.arange(ROWS), rows[part == 1])
+            if how == "view":
+                view = self.call(self.face, "view", part, max_tokens=WIDTH, written=done, **some)
+                place = [(number, 0) for number in range(ROWS)]
+            elif how == "ragged":
+                view = self.call(self.face, "ragged", part, size=ROWS * WIDTH, written=done, **some)
+                place = [(0, start) for start in np.asarray(view.starts).tolist()]
+            else:
+                view = self.call(self.face, "mixed", alone, rows, part, size=ROWS * WIDTH)
+                starts = np.asarray(view.starts)[ROWS:]
+                place = [(0, row if row >= 0 and alone[row] else at) for row, at in zip(rows, starts, strict=True)]
+            flat = np.zeros((*view.positions.shape, *values.shape[2:]), np.float32)
+            for (line, at), number, offset, source in zip(place, part, done, values, strict=True):
+                flat[line, at : at + number] = source[offset : offset + number]
+            self.cache = self.cache.replace(pools=self.programs["write"](self.cache.pools, view, flat))
+            done = done + part
 
     def appended(self, new: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Adds items to the rows; returns K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
@@ -891,7 +969,7 @@ class Life:
             self.lose(lost)
             want[lost] = 0
         else:
-            events = self.on_cache("extend", want > 0, want, max_tokens=MOST)
+            events = self.on_face("extend", want > 0, want, max_tokens=MOST)
         if not bool(events.ok):
             return
         self.tally["copied on write"] += sum(e["kind"] == "copied" for e in kvjax.to_list(events))
@@ -926,12 +1004,12 @@ class Life:
             events, lost = self.moving("extend", counts > 0, counts, max_tokens=MOST, **some)
             self.lose(lost)
         else:
-            events = self.on_cache("extend", counts > 0, counts, max_tokens=MOST, **some)
+            events = self.on_face("extend", counts > 0, counts, max_tokens=MOST, **some)
         self.tally["rows by name"] += bool(some)
         self.tally["copied on write"] += sum(e["kind"] == "copied" for e in kvjax.to_list(events))
 
     def _fork(self, request: Request) -> None:
-        events = self.on_cache("fork", np.int32(request["src"]), np.int32(request["dst"]))
+        events = self.on_face("fork", np.int32(request["src"]), np.int32(request["dst"]))
         if bool(events.ok):
             self.rows[request["dst"]] = dataclasses.replace(self.rows[request["src"]])
 
@@ -940,7 +1018,7 @@ class Life:
         if len(seqs) < 2:
             return
         parents = request["parents"]
-        events = self.on_cache("beam_step", np.array(seqs, np.int32), np.array(parents, np.int32))
+        events = self.on_face("beam_step", np.array(seqs, np.int32), np.array(parents, np.int32))
         if bool(events.ok):
             old = [self.rows[seq] for seq in seqs]
             for seq, parent in zip(seqs, parents, strict=True):
@@ -949,45 +1027,46 @@ class Life:
     def _truncate(self, request: Request) -> None:
         seq = request["seq"]
         length = max(int(self.state.seqs.length[seq]) - request["drop"], 1)
-        events = self.on_cache("truncate", np.int32(seq), np.int32(length))
+        events = self.on_face("truncate", np.int32(seq), np.int32(length))
         if bool(events.ok):
             row = self.rows[seq]
             row.prompt, row.items = row.prompt[:length], row.items[:length]
 
     def _trim(self, request: Request) -> None:
-        self.on_cache("trim", np.array(request["active"]))
+        self.on_face("trim", np.array(request["active"]), **({"max_tokens": SIZE} if self.config.every else {}))
 
     def _release(self, request: Request) -> None:
         seqs = request["seqs"]
-        events = self.on_cache("release", np.array(seqs, np.int32))
+        events = self.on_face("release", np.array(seqs, np.int32))
         for seq, status in zip(seqs, np.asarray(events.status).tolist(), strict=True):
             if status == Status.OK:
                 del self.rows[seq]
 
     def _pin(self, request: Request) -> None:
-        """Pins those of a row's first blocks, in the first group, that are findable."""
-        group = self.state.groups[0]
-        table = group.table[request["seq"]]
-        findable = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["number"])
-        ids = np.where(findable, table, NO_BLOCK).astype(np.int32)
-        if findable.any() and bool(self.on_cache("pin", ids).ok):
-            self.pins.append((ids, 0))
+        """Pins those of a row's first blocks that are findable, in the first group and perhaps in another one."""
+        for number in sorted({0, request.get("group", 0) % len(self.spec.groups)}):
+            group = self.state.groups[number]
+            table = group.table[request["seq"]]
+            findable = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["number"])
+            ids = np.where(findable, table, NO_BLOCK).astype(np.int32)
+            if findable.any() and bool(self.on_face("pin", ids, group=number).ok):
+                self.pins.append((ids, number))
 
     def _unpin(self, request: Request) -> None:
         if self.pins:
             ids, group = self.pins.pop(request["which"] % len(self.pins))
             named = ids[:: -1 if request["which"] % 2 else 1]  # the order of the list does not count
-            if not bool(self.on_cache("unpin", named, group=group).ok):
+            if not bool(self.on_face("unpin", named, group=group).ok):
                 self.pins.append((ids, group))
 
     def _evict(self, request: Request) -> None:
         cached = self.cached(0)
         if cached:
-            self.on_cache("evict", np.array([cached[request["which"] % len(cached)]], np.int32))
+            self.on_face("evict", np.array([cached[request["which"] % len(cached)]], np.int32), **self.leave)
 
     def _forget_namespaces(self, request: Request) -> None:
         keep = request["keep"]
-        if bool(self.on_cache("forget_namespaces", np.array(keep, np.int32)).ok) and not self.spec.bare:
+        if bool(self.on_face("forget_namespaces", np.array(keep, np.int32), **self.leave).ok) and not self.spec.bare:
             self.inspect()
             refcount = self.state.groups[0].blocks.refcount
             nodes = self.mirror.nodes.items()
@@ -997,7 +1076,7 @@ class Life:
 
     def _reset(self, request: Request) -> None:
         del request
-        self.on_cache("reset")
+        self.on_face("reset")
 
     def cached(self, number: int, host: bool | None = None) -> list[int]:
         """Findable blocks of a group that nobody holds, of one tier or of both; the deepest first."""
@@ -1043,6 +1122,26 @@ class Life:
         del request
         while self.flying:
             self.lose(self.completed(self.flying.pop(0), True))
+
+    def _misuse(self, request: Request) -> None:
+        """Numbers beyond 32 bits, and a tier that a `Cache` does not have, are refused by the names of arguments."""
+        cache = {"state": self.cache.state, "Cache": self.cache}.get(self.face) or TieredCache(self.cache, self.host)
+        shape, tokens, counts = (ROWS, WIDTH), np.zeros((ROWS, WIDTH), np.int64), np.ones(ROWS, np.int64)
+        model = Constant(np.zeros((*shape, len(self.config.layers), 2, 2), np.float32))
+        calls = cases.CALLS | (cases.HOST_CALLS if self.has_host else {}) | draws.READS
+        calls |= {"step": ((model, tokens, counts), {}), "commit": ((tokens, counts), {})}
+        if self.face != "state":
+            kv = staged_blocks(self.config, 0, (), np.zeros((len(self.spec.groups), WIDTH // SIZE), bool))
+            calls["adopt"] = (tokens[0], 1, kv, np.zeros(WIDTH // SIZE, bool)), {}
+        for verb, name, call in draws.wide_calls(self.face, calls, self.spec, request["number"]):
+            error = draws.refusal(self.face, verb, cache, call)
+            assert error.startswith(f"{name}: got "), f"{self.face} {verb} {name}: {error}"
+            self.tally["refused numbers"] += 1
+        for verb in ("admit", "extend") if self.face == "Cache" else ():
+            call = inspect.signature(draws.verbs("Cache")[verb]).bind(None, *calls[verb][0], tiers=BOTH)
+            error = draws.refusal("Cache", verb, cache, call)
+            assert error.startswith("tiers: got ('device', 'host'), wanted ('device',)"), error
+            self.drawn.add(("Cache", verb, "tiers"))
 
     def _generate(self, request: Request) -> None:
         """Generates for prompts of tenants. These differ in their first token, all that a model sees of a tenant."""
@@ -1143,6 +1242,15 @@ def extras(tokens: Any) -> list[int]:
     return [int(i % 3 == 2 and t > 0) for i, t in enumerate(tokens)]
 
 
+def retention_of(stated: list[list[int]]) -> kvjax.Retention:
+    """The retention of several rows: of each the priorities of two halves of its prompt, and of what follows."""
+    half = WIDTH // 2
+    each = [
+        kvjax.Retention.of([(0, half, one[0]), (half, None, one[1], 5)], decode_priority=one[2]) for one in stated
+    ]  # fmt: skip
+    return jax.tree.map(lambda *x: np.stack(x), *each)
+
+
 def padded_floats(values: list[float]) -> np.ndarray:
     """f32[P]: the values, then 0."""
     return np.array([*values, *[0] * (SIZE - len(values))], np.float32)
@@ -1164,8 +1272,11 @@ _WEIGHTS = {
     "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
     "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
-    "rollout": 4, "score": 4, "adopt": 5, "reserve": 5, "deliver": 8, "land": 6,
+    "rollout": 4, "score": 4, "adopt": 5, "reserve": 5, "deliver": 8, "land": 6, "misuse": 2,
 }  # fmt: skip
+
+
+RARE = ("pin", "unpin", "evict", "swap", "beam_step", "fork", "trim", "shift", "watermark")
 
 
 class Requests:
@@ -1173,6 +1284,7 @@ class Requests:
 
     def __init__(self, seed: int, config: Config):
         self.rng, self.config = np.random.default_rng(seed), config
+        self.apart = np.random.default_rng((seed, 1))  # for faces and flaws, so that a seed's requests stay as they are
         self.documents = self.rng.integers(0, VOCAB, (3, WIDTH)).tolist()
         self.loop = False  # whether requests come from a jitted loop, which moves nothing
 
@@ -1257,6 +1369,7 @@ class Requests:
         )
         candidates |= {
             "adopt": True,
+            "misuse": True,
             "reserve": len(life.adoptions) < 2,
             "deliver": life.adoptions,
             "land": life.adoptions and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
@@ -1270,6 +1383,7 @@ class Requests:
             return self.draw(life)
         weights = np.array([_WEIGHTS[v] / (3 if v == "admit" and len(free) < AT_ONCE else 1) for v in verbs])
         weights *= [12 if allowed and v == "generate" else 1 for v in verbs]
+        weights *= [4 if self.config.every and v in RARE else 1 for v in verbs]
         request: Request = {"verb": verbs[int(self.rng.choice(len(verbs), p=weights / weights.sum()))]}
         match request["verb"]:
             case "admit":
@@ -1287,10 +1401,18 @@ class Requests:
             case "compute":
                 request["counts"] = [WIDTH if self.chance(0.75) else self.number(7) for _ in range(ROWS)]
                 request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
+                if self.config.every:
+                    request["how"] = ("step", "view", "ragged", "mixed")[self.number(4)]
+                    request["seqs"] = [-1 if self.chance(0.1) else seq for seq in self.rng.permutation(ROWS).tolist()]
+                if self.apart.random() < 0.1:
+                    flaws = ("beyond", "fewer", "token", "twice")[: 3 + self.config.every]
+                    request["flaw"] = str(self.apart.choice(flaws)), int(self.apart.integers(ROWS))
+            case "misuse":
+                request["number"] = (2**40 + 5, -(2**33), 2**31)[self.number(3)]
             case "extend":
                 request["counts"] = [self.number(MOST + 1) * self.number(2) for _ in range(ROWS)]
                 request["wide"] = between and (allowed is None or "wide extend" in allowed)
-                if allowed is None and self.chance(0.5):
+                if self.config.every or (allowed is None and self.chance(0.5)):
                     request["seqs"] = self.rng.permutation(ROWS)[:2].tolist()
             case "decode":
                 request |= {"k": self.number_of_steps(), "active": [self.chance(0.8) for _ in range(ROWS)]}
@@ -1309,6 +1431,7 @@ class Requests:
                 request["parents"] = self.rng.integers(0, 2, 2).tolist()
             case "pin":
                 request |= {"seq": self.few(used, 1)[0], "number": self.number(1, 3)}
+                request["group"] = self.number(2) if self.config.every else 0
             case "forget_namespaces":
                 tenants, version = range(TENANTS), life.version
                 if self.chance(0.3):  # one tenant, or old weights
@@ -1338,7 +1461,12 @@ class Requests:
                 request["priorities"] = self.rng.integers(-3, 6, count).tolist()
                 request["space_of"] = self.spaces(life)
                 request["k"] = SIZE if allowed else self.number_of_steps()
-        request["poison"] = self.chance(0.7)
+        request |= {"poison": self.chance(0.7), "face": str(self.apart.choice(self.config.faces))}
+        if self.config.every:
+            length = AT_ONCE if request["verb"] == "admit" else WIDTH // SIZE
+            width = 3 if request["verb"] == "admit" else 2
+            request["stated"] = self.rng.integers(0, 101, (length, width)).tolist()
+            request["hits"] = self.rng.integers(0, 4, WIDTH // SIZE).tolist()
         if life.has_host:
             later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves blocks many times
             often = 0.3 if request["verb"] in ("adopt", "reserve") else often
@@ -1409,9 +1537,24 @@ FAST = (
     "admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "decode", "trim", "complete", "update",
     "adopt", "reserve", "deliver", "land",
 )  # fmt: skip
+EVERY = (
+    *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
+    "land", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "shift", "watermark", "swap", "misuse",
+)  # fmt: skip
 CONFIGS = {
-    "fast host": Config(host=5, generate=False, verbs=FAST),
+    "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
+    "every argument": Config(
+        (FULL, (6, 1)),
+        host=3,
+        faces=draws.FACES,
+        every=True,
+        reserve_tokens=5,
+        generate=False,
+        policy=priority(),
+        verbs=EVERY,
+        options={"extra_ids": True, "retention": True},
+    ),
     "extra ids": Config(options={"extra_ids": True}),
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
     "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
@@ -1420,7 +1563,7 @@ CONFIGS = {
     ),
     "batches": Config(host=8, verbs=("admit", "compute", "release", "swap", "pin", "unpin", "update", "generate")),
     "host": Config(host=5),
-    "host, int8, methods": Config(host=5, dtype="int8", methods=True),
+    "host, int8, methods": Config(host=5, dtype="int8", faces=("TieredCache",)),
     "by class, host": Config(host=5, policy=lfu()),
     "whole blocks, host": Config(host=4, options={"partial_reuse": False}),
     "windows, int8": Config((FULL, (6, 1)), reserve_tokens=5, dtype="int8"),
@@ -1429,14 +1572,14 @@ CONFIGS = {
     "fast recurrent": Config((FULL, RECURRENT, LATENT), host=5, generate=False, verbs=FAST),
     "latents": Config((FULL, LATENT, LATENT), host=5),
     "recurrent": Config((FULL, RECURRENT, (6, 1), RECURRENT), reserve_tokens=5),
-    "recurrent, host": Config((FULL, RECURRENT, LATENT, RECURRENT), host=5, methods=True),
+    "recurrent, host": Config((FULL, RECURRENT, LATENT, RECURRENT), host=5, faces=("TieredCache",)),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
-    "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", methods=True, heads=2),
+    "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", faces=("TieredCache",), heads=2),
     "fast context": Config(host=5, heads=2, context=2, generate=False, verbs=FAST),
-    "context, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8", methods=True, heads=2, context=2),
+    "context, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8", faces=("TieredCache",), heads=2, context=2),
     "context, latents": Config((FULL, LATENT, RECURRENT), host=5, context=4),
-    "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, reserve_tokens=5, methods=True),
+    "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, reserve_tokens=5, faces=("TieredCache",)),
 }
 
 

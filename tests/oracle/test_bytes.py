@@ -12,7 +12,7 @@ import kvjax
 import kvjax.stores
 from kvjax import Cache
 from kvjax.pools import recurrent, stage
-from tests.oracle import bytes_machine
+from tests.oracle import bytes_machine, draws
 from tests.oracle.bytes_machine import CONFIGS, SIZE, carry_out, live
 
 NIGHTLY = 20_000  # steps, of all configurations together
@@ -23,7 +23,8 @@ HAPPENS = (
 )  # fmt: skip
 OF_VERSIONS = "rows of old weights", "cached by other weights"
 ADOPTED = "adopted", "landed", "dropped", "published meanwhile", "adoption refused"
-ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "failed", "lost")
+MISUSED = "refused in a step", "refused numbers"
+ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "failed", "lost", "dropped by the host")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,6 +36,17 @@ def quick_compiler():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+def test_every_argument_of_every_face_is_drawn():
+    assert draws.undrawn(draws.listed()) == []
+
+
+@pytest.mark.slow
+def test_the_list_of_drawn_arguments_is_true():
+    life = live(CONFIGS["every argument"], seed=1, steps=1_500)
+    assert life.drawn == draws.listed()
+    assert_happened(life.tally, "hit", *ADOPTED, *MISUSED)
+
+
 def assert_happened(tally, *things):
     rare = [thing for thing in things if not tally[thing]]
     assert not rare, f"never happened: {rare} in {dict(tally)}"
@@ -44,10 +56,10 @@ FAST, ADOPTING = CONFIGS["fast host"], ("adopt", "reserve", "deliver", "land")
 WITHOUT = dataclasses.replace(FAST, verbs=tuple(verb for verb in FAST.verbs if verb not in ADOPTING))
 
 
-@pytest.mark.parametrize(("config", "seed"), [(WITHOUT, 4), pytest.param(FAST, 9, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("config", "seed"), [(WITHOUT, 7), pytest.param(FAST, 19, marks=pytest.mark.long)])
 def test_bytes_over_two_tiers(config, seed):
     life = live(config, seed=seed, steps=500)
-    assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS)
+    assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS, *MISUSED)
     if config is FAST:
         assert_happened(life.tally, *ADOPTED, "failed in adopt", "failed in reserve")
     demand, _ = life.demands()[0]
@@ -153,7 +165,8 @@ def hopeful(monkeypatch):
     adopt, land = Cache.adopt, kvjax.stores.land
     monkeypatch.setattr(Cache, "adopt", lambda cache, tokens, length, kv, have, **options: adopt(
         cache, tokens, length, kv, have | True, **options))  # fmt: skip
-    monkeypatch.setattr(kvjax.stores, "land", lambda state, adopted, arrived: land(state, adopted, arrived | True))
+    monkeypatch.setattr(kvjax.stores, "land", lambda state, adopted, arrived, **options: land(
+        state, adopted, arrived | True, **options))  # fmt: skip
 
 
 def unheld(monkeypatch):
@@ -257,9 +270,11 @@ def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch
         return
     mistake(monkeypatch)
     for name, function in {
-        "compute": bytes_machine.compute, "decode": bytes_machine.block_of_steps, "Cache.truncate": Cache.truncate,
+        "Cache.step": Cache.step, "decode": bytes_machine.block_of_steps, "Cache.truncate": Cache.truncate,
     }.items():  # fmt: skip
-        monkeypatch.setitem(programs, name, jax.jit(lambda *args, function=function: function(*args)))
+        monkeypatch.setitem(
+            programs, name, jax.jit(lambda *args, function=function, **kwargs: function(*args, **kwargs))
+        )
     with pytest.raises(AssertionError, match=f"^step {step}, .*{noticed}"):
         carry_out(config, lambda _: history)
 
