@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,13 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving, Stage
 from kvjax.serving.sampling import Choice, Sampling, sample
 from kvjax.spec import CacheSpec
-from kvjax.tiered import TieredCache
 from pallas_kernels.loops import fori_loop, while_loop
 
 # (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits; or (..., state) -> (logits, state), of each row
 LogitsFn = Callable[..., Any]
 
 
-def step[C: (Cache, TieredCache)](
+def step[C: AnyCache](
     model: Model,
     cache: C,
     tokens: jax.Array,
@@ -84,7 +83,7 @@ def step[C: (Cache, TieredCache)](
       (10, [10, 0])
     """
     check_cache(cache)
-    return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`
+    return cache.step(model, tokens, count, seqs, now=now, logits=logits)
 
 
 def check_cache(cache: Any) -> None:

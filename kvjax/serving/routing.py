@@ -75,7 +75,8 @@ class CachedPrefixes:
     """
 
     def __init__(self, spec: CacheSpec):
-        self._spec, self._nodes = spec, NodeMap(spec, _HASHING)
+        self._spec = spec
+        self._nodes = NodeMap(spec, _HASHING)
         self._counts = [collections.Counter[bytes]() for _ in spec.groups]  # of equal whole blocks; none is 0
 
     def attach(self, state: CacheState) -> None:
