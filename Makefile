@@ -82,7 +82,7 @@ test-oldest-gpu: ## what the oldest jax compiles for GPUs; a part of test-all
 
 test-tunix: ## rollouts of Tunix' trainers, with Tunix in an environment of its own; a part of test-all
 	@scripts/setup.sh $(TUNIX) test,tunix
-	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/unit/interop/test_tunix.py \
+	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/models/test_tunix.py \
 	  tests/project/test_pages.py $(ARGS)
 
 test-fleet: ## replicas in actors of Ray's, with Ray in an environment of its own; a part of test-all

@@ -183,7 +183,7 @@ def compare_routing(size: Size) -> Measured:
         array, began = np.asarray(prompt), time.perf_counter()
         (one,) = replicas.route([prompt])
         routed = time.perf_counter()
-        hashes_of(array, 0, block)
+        hashes_of(array, 0, replicas.spec)
         hashing.append(time.perf_counter() - routed)
         route.append(routed - began)
         found.append(one.tokens)

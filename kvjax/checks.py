@@ -210,12 +210,12 @@ def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
 
 
-def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **options: Any) -> Any:
+def face(method: Callable[..., Any], verb: Callable[..., Any], **options: Any) -> Any:
     """Gives a method the name, the docstring and the parameters of the verb that it calls with these options."""
     signature = inspect.signature(functools.partial(verb, **options))
     (name, state), *rest = signature.parameters.items()
     assert name == "state"
-    returns = signature.return_annotation.replace("CacheState", owner)
+    returns = signature.return_annotation.replace("CacheState", "Self")
     method = functools.update_wrapper(own_transfers()(method), verb)
     vars(method)["__signature__"] = signature.replace(
         parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],

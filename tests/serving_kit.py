@@ -58,7 +58,7 @@ RELEASE = jax.jit(kvjax.Cache.release, donate_argnums=0)
 
 
 def state_of(cache):
-    return cache.cache.state if isinstance(cache, kvjax.tiers.TieredCache) else cache.state
+    return cache.state
 
 
 def prompts_of(number):

@@ -42,7 +42,7 @@ class Batch[C: (Cache, TieredCache)]:
         self.outputs = [Output(len(prompt)) for prompt in inputs.prompts]
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        self._jobs = self._admissible(Limits.of(inputs.model, inputs.device, options))
+        self._jobs = self._admissible(Limits.of(inputs.model, inputs.cache.cache, options))
         self.driver: Driver[C] = Driver(inputs.model, inputs.cache, options, self._slots(), inputs.own_rows)
         self.state, self._is_submitted = self.driver.state, False
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, pick
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog, Log, append, init_log, num_free
 from kvjax.events.records import Events
 from kvjax.gpu.choice import MAX_RECORDS, fused
@@ -37,14 +37,13 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving, Stage
 from kvjax.serving.sampling import Choice, Sampling, sample
 from kvjax.spec import CacheSpec
-from kvjax.tiered import TieredCache
 from pallas_kernels.loops import fori_loop, while_loop
 
 # (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits; or (..., state) -> (logits, state), of each row
 LogitsFn = Callable[..., Any]
 
 
-def step[C: (Cache, TieredCache)](
+def step[C: AnyCache](
     model: Model,
     cache: C,
     tokens: jax.Array,
@@ -84,12 +83,12 @@ def step[C: (Cache, TieredCache)](
       (10, [10, 0])
     """
     check_cache(cache)
-    return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`
+    return cache.step(model, tokens, count, seqs, now=now, logits=logits)
 
 
 def check_cache(cache: Any) -> None:
     """Raises a ValueError if this is no cache with its pools."""
-    if not isinstance(cache, Cache | TieredCache):
+    if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache(state, pools) or a TieredCache")
 
 

@@ -125,8 +125,7 @@ class Driver[C: (Cache, TieredCache)]:
         self._model, self._options, self._slots, self._own_rows = model, options, slots, own_rows
         self.spec = cache.state.spec
         self.state: GenerationState[C] = GenerationState(
-            _empty_serving(cache, options, slots), cache.host if isinstance(cache, TieredCache) else None,
-            own_rows, options,
+            _empty_serving(cache.cache, options, slots), cache.host, own_rows, options
         )  # fmt: skip
         self.host_tier = HostTier(self.state, options.scheduler, slots.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, options.scheduler)
@@ -280,10 +279,10 @@ class Driver[C: (Cache, TieredCache)]:
             self.read()
 
 
-def _empty_serving(cache: Any, options: RunOptions, slots: Slots) -> Any:
-    """The slots on the device, over the cache there."""
+def _empty_serving(cache: Cache, options: RunOptions, slots: Slots) -> Any:
+    """The slots, over the cache on the device."""
     return init_serving(
-        cache.cache if isinstance(cache, TieredCache) else cache, slots.max_tokens, capacity=slots.capacity,
+        cache, slots.max_tokens, capacity=slots.capacity,
         width=slots.width, num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
         top_logprobs=options.top_logprobs, logprobs=options.logprobs,
         logits_state=jax.device_put(logits_states([], slots.logits_state, len(slots.max_tokens))),

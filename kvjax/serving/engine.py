@@ -137,8 +137,7 @@ class Engine[C: (Cache, TieredCache)]:
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         self._stop_tokens = static_int("num_stop_tokens", num_stop_tokens, 1)
         slots = static_int("max_requests", 4 * self.spec.max_seqs if max_requests is None else max_requests, 1)
-        device = cache.cache if isinstance(cache, TieredCache) else cache
-        self._limits = Limits.of(model, device, options)
+        self._limits = Limits.of(model, cache.cache, options)
         self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
         self._numbers, self._inbox = itertools.count(), Inbox(names)
         self._thread = EngineThread(model, cache, options, self._inbox, self._slots(slots))

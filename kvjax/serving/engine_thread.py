@@ -32,7 +32,7 @@ from kvjax.serving.inputs import RunOptions
 from kvjax.serving.requests import Output, Stage
 from kvjax.serving.turns import Job, Slots
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.tiered import TieredCache
+from kvjax.tiered import joined
 from kvjax.verbs.control import reset
 
 ENTRIES, MANY = 16, 32  # requests of one call; the most steps of a turn
@@ -141,7 +141,7 @@ class EngineThread(threading.Thread):
             self._model, cache, self._options, self._slots, np.ones((self.spec.max_seqs,), np.bool_)
         )
         # Loops that are under way while an earlier one is read.
-        self._ahead = 0 if isinstance(cache, TieredCache) or self.driver.stored else 1
+        self._ahead = 0 if cache.host or self.driver.stored else 1
         self.active = self.driver.active
         self._read_at, self._step_seconds = 0.0, PACE
         self.driver.compile()
@@ -278,13 +278,10 @@ class EngineThread(threading.Thread):
     def _empty_cache(self) -> Any:
         """A cache like the first one, without contents."""
         shapes: Any = self._shapes
-        device = shapes.cache if isinstance(shapes, TieredCache) else shapes
-        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, device.state)
-        pools = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), device.pools)
-        if not isinstance(shapes, TieredCache):
-            return Cache(state, pools)
-        pools, host = init_host_pools(pools)
-        return TieredCache(Cache(state, pools), host)
+        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, shapes.state)
+        pools = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes.pools)
+        pools, host = init_host_pools(pools) if shapes.host else (pools, None)
+        return joined(Cache(state, pools), host)
 
     @own_transfers()
     def _end(self) -> None:

@@ -85,7 +85,6 @@ class Inputs[C: (Cache, TieredCache)]:
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, lists), instead)
         self.model, self.cache, self.options, self.spec = model, cache, options, cache.state.spec
-        self.device: Cache = cache.cache if isinstance(cache, TieredCache) else cache
         check_alive(cache)
         options.scheduler.check(self.spec)
         self.own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; rows that the generation may use

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax._arrays import alive
 from kvjax._compile import OutermostJit, own_transfers
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
@@ -22,7 +22,7 @@ from kvjax.pools.host import HostPools
 from kvjax.processes import agreed_time
 from kvjax.serving.inputs import RunOptions, read_clock
 from kvjax.serving.requests import Output, Serving
-from kvjax.tiered import TieredCache
+from kvjax.tiered import joined
 from kvjax.verbs.release import release
 
 _release = OutermostJit(release)
@@ -80,7 +80,7 @@ class CtrlC:
             self._noted, self._pending = True, functools.partial(handler, number, frame)
 
 
-class GenerationState[C: (Cache, TieredCache)]:
+class GenerationState[C: AnyCache]:
     """All that an interruption has to save: the cache, which jitted calls take by donation, and the events.
 
     Between two jitted calls `serving` and `host` are what the last one returned. A Ctrl-C at any other time waits
@@ -103,13 +103,12 @@ class GenerationState[C: (Cache, TieredCache)]:
     @property
     def result(self) -> C:
         """The cache as it is now, of the kind that was given."""
-        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
+        return cast(C, joined(self.cache, self.host))
 
     def replace(self, cache: Any) -> None:
         """Goes on with another cache, of the kind that was given."""
-        is_tiered = isinstance(cache, TieredCache)
-        self.serving = self.serving.replace(cache=cache.cache if is_tiered else cache)
-        self.host = cache.host if is_tiered else None
+        self.serving = self.serving.replace(cache=cache.cache)
+        self.host = cache.host
 
     @property
     def alive(self) -> bool:

@@ -98,7 +98,7 @@ class Replicas:
         size, load, found = self.spec.block_size, [0] * len(among), list[Route]()
         planned = [set[bytes]() for _ in among]  # what earlier prompts of these will have brought
         for prompt, namespace in zip(prompts, namespaces, strict=True):
-            hashes = hashes_of(prompt, namespace, size)
+            hashes = hashes_of(prompt, namespace, self.spec)
             has = [self._prefixes[number].whole_blocks(hashes, len(prompt)) for number in among]
             will = [max(now, num_leading(hashes, plan)) for now, plan in zip(has, planned, strict=True)]
             at = choose_replica([blocks * size for blocks in will], load, len(prompt), load_price=self._load_price)

@@ -6,14 +6,15 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Container, Sequence
-from typing import Any
 
 import numpy as np
 
-from kvjax.blocks.hashes import HASH_BYTES, block_hash
+from kvjax.blocks.hashes import Hashing, block_hash, root_hash
+from kvjax.events import columns as col
+from kvjax.events.host_events import parts_of
+from kvjax.events.index import NodeMap, Space
 from kvjax.events.log import EventLog
-from kvjax.events.mirror import snapshot, to_list
-from kvjax.events.records import Events
+from kvjax.events.records import EventKind, Events
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -41,13 +42,24 @@ def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, l
     return max(candidates, key=lambda n: (cached[n] - load_price * load[n], -load[n], -n))
 
 
-def hashes_of(prompt: np.ndarray, namespace: int, size: int) -> list[bytes]:
+class _NumberedSpaces(Hashing):
+    """Hashes of one process, in which a namespace is its number."""
+
+    def space(self, namespace: int) -> Space:
+        return Space(root_hash(salt=str(namespace)), 0)
+
+
+_HASHING = _NumberedSpaces(None, None, None, b"")
+
+
+def hashes_of(prompt: np.ndarray, namespace: int, spec: CacheSpec) -> list[bytes]:
     """The hash of each whole block of a prompt; it stands for all of the prompt up to its end."""
-    parent, found = _root(namespace), list[bytes]()
+    parent, size, hashes = _HASHING.space(namespace).root, spec.block_size, list[bytes]()
+    extra_ids = np.zeros((len(parts_of(spec)) - 1, size), np.int32)  # of a prompt without images
     for start in range(0, len(prompt) - size + 1, size):
-        parent = block_hash(parent, prompt[start : start + size])
-        found.append(parent)
-    return found
+        parent = block_hash(parent, prompt[start : start + size], *extra_ids)
+        hashes.append(parent)
+    return hashes
 
 
 def num_leading(hashes: Sequence[bytes], found: Container[bytes]) -> int:
@@ -64,47 +76,31 @@ class CachedPrefixes:
 
     def __init__(self, spec: CacheSpec):
         self._spec = spec
-        self._clear()
-
-    def _clear(self) -> None:
-        self._of_block = [dict[int, bytes]() for _ in self._spec.groups]
-        self._counts = [collections.Counter[bytes]() for _ in self._spec.groups]  # none is 0
+        self._nodes = NodeMap(spec, _HASHING)
+        self._counts = [collections.Counter[bytes]() for _ in spec.groups]  # of equal whole blocks; none is 0
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty."""
-        self._clear()
-        self._fold(snapshot(state))
+        self._nodes.attach(state)
+        for counts, group in zip(self._counts, self._nodes.groups, strict=True):
+            counts.clear()
+            counts.update(self._whole(group.table[group.live]))
 
     def observe(self, events: Events | EventLog) -> None:
         """Adds events, each once and in their order."""
-        self._fold(to_list(events))
+        for change in self._nodes.fold(events):
+            counts, hashes = self._counts[change.group], self._whole(change.rows)
+            if change.kind == EventKind.STORED:
+                counts.update(hashes)
+            elif change.kind != EventKind.UPDATED:
+                counts.subtract(hashes)
+                for digest in hashes:
+                    if not counts[digest]:
+                        del counts[digest]
 
-    def _fold(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            number, kind = event["group"], event["kind"]
-            if kind == "stored":
-                self._forget(number, event["block"])
-                if len(event["tokens"]) == self._spec.block_size:
-                    self._store(number, event)
-            elif kind == "removed":
-                self._forget(number, event["block"])
-            elif kind == "cleared":
-                self._of_block[number].clear()
-                self._counts[number].clear()
-
-    def _store(self, number: int, event: dict[str, Any]) -> None:
-        parent = event["parent"]
-        above = _root(event["namespace"]) if parent is None else self._of_block[0].get(parent[0])
-        if above is not None:  # else no prefix leads there
-            found = self._of_block[number][event["block"]] = block_hash(above, event["tokens"])
-            self._counts[number][found] += 1
-
-    def _forget(self, number: int, block: int) -> None:
-        found, counts = self._of_block[number].pop(block, None), self._counts[number]
-        if found is not None and counts[found] > 1:
-            counts[found] -= 1
-        elif found is not None:
-            del counts[found]
+    def _whole(self, rows: np.ndarray) -> list[bytes]:
+        """The hashes of the rows of whole blocks."""
+        return col.digests_of(rows[rows[:, col.FILL] == self._spec.block_size])
 
     def whole_blocks(self, hashes: Sequence[bytes], length: int) -> int:
         """The number of whole blocks that an admission finds of a prompt with these hashes and so many tokens.
@@ -118,7 +114,3 @@ class CachedPrefixes:
         ):
             end -= 1
         return end
-
-
-def _root(namespace: int) -> bytes:
-    return int(namespace).to_bytes(HASH_BYTES, "little")

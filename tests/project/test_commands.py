@@ -22,8 +22,8 @@ from flax import nnx
 
 import kvjax
 from kvjax.events.log import init_log
-from kvjax.interop.log import report
 from kvjax.interop.vllm import Subscriber
+from kvjax.research import log_report
 from models import (
     Decoder,
     ModelConfig,
@@ -512,7 +512,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     assert "compiling the loop ...\ncompile " in err
     assert "; prefill 10 tokens " in err
     assert {event["kind"] for event in events} == {"stored"}
-    totals = report((tmp_path / "events").read_text().splitlines())
+    totals = log_report((tmp_path / "events").read_text().splitlines())
     assert sum(totals.queried) == 10 and totals.kinds["stored"] == len(events) and not totals.refused
     trace = json.loads((tmp_path / "trace").read_text())
     tracks = {one["args"]["name"] for one in trace if one["name"] == "thread_name"}

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.events import Listeners
-from kvjax.interop import NodeMap
+from kvjax.events import Listeners, NodeMap
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted
 from tests.serving_kit import (

@@ -53,7 +53,12 @@ def lookups(cache, prompt, namespace):
 
 LOOKUP = jax.jit(kvjax.lookup)
 PLAIN, WINDOW = kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, window=20)
-KINDS = {"plain": [PLAIN], "windows": [PLAIN, WINDOW], "recurrent": [PLAIN, kvjax.LayerSpec.recurrent({"s": (2,)})]}
+KINDS = {
+    "plain": [PLAIN],
+    "extra_ids": [PLAIN],
+    "windows": [PLAIN, WINDOW],
+    "recurrent": [PLAIN, kvjax.LayerSpec.recurrent({"s": (2,)})],
+}
 
 
 @pytest.mark.long
@@ -62,7 +67,10 @@ KINDS = {"plain": [PLAIN], "windows": [PLAIN, WINDOW], "recurrent": [PLAIN, kvja
 )
 def test_prefixes_by_events_are_those_that_lookups_find(kind):
     """Over random histories with evictions."""
-    spec = kvjax.make_spec(KINDS[kind], num_blocks=14, max_seqs=3, max_length=96, block_size=SIZE, dtype="float32")
+    spec = kvjax.make_spec(
+        KINDS[kind], num_blocks=14, max_seqs=3, max_length=96, block_size=SIZE, dtype="float32",
+        extra_ids=kind == "extra_ids",
+    )  # fmt: skip
     cache, prefixes, rng = kvjax.Cache.create(spec), CachedPrefixes(spec), np.random.default_rng(1)
     admit, commit = jax.jit(kvjax.Cache.admit), jax.jit(kvjax.Cache.commit)
     release, evict = jax.jit(kvjax.Cache.release), jax.jit(kvjax.Cache.evict, static_argnames="max_removed")
@@ -87,14 +95,14 @@ def test_prefixes_by_events_are_those_that_lookups_find(kind):
         histories.append((text[0, :length], namespace))
         for prompt, number in [histories[rng.integers(len(histories))] for _ in range(4)]:
             for cut in (len(prompt), max(len(prompt) // 2, 1)):
-                blocks = prefixes.whole_blocks(hashes_of(prompt[:cut], number, SIZE), cut)
+                blocks = prefixes.whole_blocks(hashes_of(prompt[:cut], number, spec), cut)
                 assert blocks == lookups(cache, prompt[:cut], number)
                 found += blocks
     assert found > 100
     again = CachedPrefixes(spec)
     again.attach(cache.state)
     for prompt, number in histories:
-        hashes = hashes_of(prompt, number, SIZE)
+        hashes = hashes_of(prompt, number, spec)
         assert again.whole_blocks(hashes, len(prompt)) == prefixes.whole_blocks(hashes, len(prompt))
 
 
