@@ -282,7 +282,7 @@ class Pytree:
     """Makes each subclass a frozen dataclass and a pytree; `static` fields are part of its structure."""
 
     def __init_subclass__(cls, static: tuple[str, ...] = ()) -> None:
-        dataclasses.dataclass(frozen=True)(cls)
+        dataclasses.dataclass(frozen=True, eq=False)(cls)  # arrays have no equality that is a bool
         fields = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
         jax.tree_util.register_dataclass(cls, [name for name in fields if name not in static], list(static))
 

@@ -10,7 +10,6 @@ from typing import Any
 import chex
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
