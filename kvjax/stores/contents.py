@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from kvjax.policies.retention import UNSTATED
@@ -140,18 +141,17 @@ def contents_of(state: Any) -> tuple[Contents, np.ndarray]:
     ids = [np.asarray(each.in_this_group(listed)).astype(np.int32) for each in state.groups]
     ids = [np.where(np.asarray(each.arrived(own)), own, NO_BLOCK) for each, own in zip(state.groups, ids, strict=True)]
     is_token = np.arange(blocks.tokens.shape[1]) < fill[:, None]
-    tokens, retention = np.where(is_token, blocks.tokens[listed], 0), np.full((len(listed), 2), UNSTATED, np.int32)
-    extra_ids = np.zeros((len(listed), 0), np.int32)
-    if blocks.extra_ids is not None:
-        extra_ids = np.where(is_token, blocks.extra_ids[listed], 0)
-    if blocks.retention is not None:
-        retention = blocks.retention[listed]
+    text = {name: np.where(is_token, words[listed], 0) for name, words in blocks.text.parts().items()}
+    extra_ids = text.get("extra_ids", text["tokens"][:, :0])
+    retention = np.full((len(listed), 2), UNSTATED, np.int32)
+    for stated in jax.tree.leaves(blocks.retention):  # None has no leaves
+        retention = stated[listed]
     order = [_released(each.blocks, own) for each, own in zip(state.groups, ids, strict=True)]
     depth = blocks.depth[listed]
     order[0] = latest_below(parent, order[0])
     ranks = np.stack([_ranks(released, depth, own >= 0) for released, own in zip(order, ids, strict=True)])
     hits = blocks.hits[listed]
-    return Contents(parent, namespace, tokens, extra_ids, fill, hits, retention, ranks), np.stack(ids)
+    return Contents(parent, namespace, text["tokens"], extra_ids, fill, hits, retention, ranks), np.stack(ids)
 
 
 def _depth_first(parent: np.ndarray, is_wanted: np.ndarray) -> np.ndarray:

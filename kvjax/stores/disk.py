@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import threading
 import warnings
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -37,7 +37,6 @@ from kvjax.stores.transport import gather_blocks
 from kvjax.stores.values import Block, Values, size_of
 
 READERS = 8  # threads
-_AT_ONCE = 32 << 20  # bytes of values that are written at the same time
 _RECENCY, _RECENCY_BYTES = "recency", 1 << 30  # its name, and the most that is read of it
 _MOST_ROOTS = 4096  # that need not be hashed anew
 
@@ -94,9 +93,8 @@ class DiskStore:
         if not isinstance(spec, CacheSpec):
             raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
         self.spec, self.names, self.readonly = spec, names, bool(readonly)
-        self._model, self._loras, self._key = model, checked_names(names, model, loras), key
         self.values = Values(spec, key)
-        of_names = self.names, self._loras, self._model, key
+        of_names = names, checked_names(names, model, loras), model, key
         self._root_of = functools.lru_cache(_MOST_ROOTS)(lambda namespace: namespace_root(namespace, *of_names))
         if max_bytes is not None or not readonly:
             max_bytes = static_int("max_bytes", max_bytes, max(self.values.sizes))
@@ -230,7 +228,7 @@ class DiskStore:
 
     def _write(self, number: int, blocks: list[Block], leaves: list[Any]) -> None:
         """Writes blocks, whose bytes are the leaves' rows. Runs on the store's thread."""
-        size, pending, arrays = self.values.sizes[number], deque[tuple[str, Any]](), None
+        size, futures, arrays = self.values.sizes[number], dict[str, Any](), None
         with self._failures_noted():  # of the computation that makes them, too
             arrays = jax.device_get(leaves)
         for at, block in enumerate(blocks):
@@ -239,11 +237,9 @@ class DiskStore:
                 self._written(name, size, "dropped")
                 continue
             value = b"".join(self.values.encode(block, number, [array[at] for array in arrays]))
-            pending.append((name, self._location.kv.write(name, value)))
-            while len(pending) * size > _AT_ONCE:
-                self._finish(*pending.popleft(), size)
-        while pending:
-            self._finish(*pending.popleft(), size)
+            futures[name] = self._location.kv.write(name, value)
+        for name, future in futures.items():
+            self._finish(name, future, size)
 
     def _finish(self, name: str, future: Any, size: int) -> None:
         outcome = ""

@@ -127,9 +127,9 @@ def _adopt_chain(
         ends.append(min(set(columns) - found.keys(), default=len(path)))  # behind the first group's nothing is read
         return found
 
-    options = {"hits": contents.hits[path]}
-    if spec.retention:
-        options["stated"] = contents.retention[path]
+    options, stated = {"hits": contents.hits[path]}, contents.retention[path, : 2 * spec.retention]
+    if stated.size:
+        options["stated"] = stated
     parts: list[Any] = [part[path] if part.size else None for part in (contents.tokens, contents.extra_ids)]
     cache, events = adopt_prefix(
         cache, Text(*parts), have, read,

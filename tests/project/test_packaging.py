@@ -69,8 +69,7 @@ MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
     "kvjax": {
         "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
-        "google", "optax", "prometheus_client", "flax", "tunix", "safetensors",
-        "tensorstore",
+        "google", "optax", "prometheus_client", "flax", "tunix", "tensorstore",
     },
 }  # fmt: skip
 # Without one, an error names the extra.
