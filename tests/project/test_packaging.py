@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
     "kvjax": {
         "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
-        "google", "optax", "prometheus_client", "safetensors", "tensorstore",
+        "google", "optax", "prometheus_client", "tensorstore",
     },
 }  # fmt: skip
 # Without one, an error names the extra.
