@@ -1,91 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One generation: its prompts fill a driver, which is turned until nothing is left."""
+"""One run: its requests fill a driver, which is turned until nothing is left."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from kvjax._arrays import unreadable
 from kvjax._compile import own_transfers
-from kvjax.cache import Cache
-from kvjax.policies.retention import Retention
+from kvjax.cache import AnyCache
+from kvjax.checks import check_alive, check_on_host
+from kvjax.model import Model, check_model, check_placement
+from kvjax.serving.decode import check_cache
 from kvjax.serving.driver import Driver, Limits
-from kvjax.serving.inputs import MIN_TOKENS, Inputs, bucket
+from kvjax.serving.request import Request, RunOptions
 from kvjax.serving.requests import Output
-from kvjax.serving.sampling import Sampling
 from kvjax.serving.turns import Job, Slots
-from kvjax.tiered import TieredCache
 
-MIN_SLOTS = 32
-MIN_COLUMNS = 128  # tokens of a request in a loop, if its steps are as many: fewer compile no other program
+# Batches that need no more have arrays of these sizes, so that they share the programs of the first one.
+MIN_SLOTS, MIN_TOKENS, MIN_COLUMNS, MIN_STOP_TOKENS = 32, 4096, 128, 4
 MOST_SPARE = 2**18  # tokens: each has a few numbers of 4 bytes
 
 
-class Batch[C: (Cache, TieredCache)]:
-    """One generation, from its prompts to their outputs, turn by turn.
+def bucket(size: int, smallest: int) -> int:
+    """`size` rounded up to `smallest` times a power of two, so that few shapes are compiled."""
+    return smallest << max(-(-size // smallest) - 1, 0).bit_length()
+
+
+class Batch[C: AnyCache]:
+    """One run, from its requests to their outputs, turn by turn.
 
     Attributes:
-      outputs: of all prompts.
+      outputs: of all requests, a sample after the other.
       new: {output number: its tokens of the last turn}.
       closing: decoded events of `close`.
       driver: has the requests.
     """
 
     @own_transfers()
-    def __init__(self, inputs: Inputs[C]):
-        options, self._inputs = inputs.options, inputs
-        k = min(options.scheduler.most_steps(inputs.spec), options.steps)
-        options.scheduler = dataclasses.replace(options.scheduler, k=k)
-        self.outputs = [Output(len(prompt)) for prompt in inputs.prompts]
+    def __init__(self, model: Model, cache: C, requests: Sequence[Request], options: RunOptions, steps: int):
+        """Checks the arguments, before anything is donated; `steps` are those of options that say none."""
+        check_model(model)
+        check_cache(cache)
+        check_placement(model, cache)
+        requests = checked_requests(requests)
+        instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
+        check_on_host("generation", (model, cache.state, cache.pools), instead)
+        check_alive(cache)
+        self._spec = spec = cache.state.spec
+        options.check(spec)
+        if options.store is not None and (why := unreadable(cache)):
+            raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
+        for request in requests:
+            options.check_request(request, spec)
+        self._steps = steps if options.steps is None else options.steps
+        scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.most_steps(spec), self._steps))
+        limits = Limits.of(model, cache.cache, scheduler, options.top_logprobs)
+        self.outputs, self._jobs = list[Output](), list[Job]()
+        for request in requests:
+            self._add(request, limits)
+        own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; others have the rows that are in use
+        if self._jobs and not own_rows.any():
+            raise ValueError("cache: got one without a free row")
+        self._num_rows = int(own_rows.sum())
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        self._jobs = self._admissible(Limits.of(inputs.model, inputs.cache.cache, options))
-        self.driver: Driver[C] = Driver(inputs.model, inputs.cache, options, self._slots(), inputs.own_rows)
+        self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(), own_rows)
         self.state, self._is_submitted = self.driver.state, False
 
-    def _admissible(self, limits: Limits) -> list[Job]:
-        """The outputs of prompts that can be computed at all; the others end here."""
-        inputs, jobs = self._inputs, dict[int, Job]()
-        for number, prompt in enumerate(inputs.prompts):
-            self.outputs[number].finish = limits.refusal(prompt)
-            if self.outputs[number].finish is None:
-                new, first = int(inputs.max_new_tokens[number]), int(inputs.first_sample[number])
-                sampling, retention = inputs.sampling, inputs.retention
-                jobs[number] = Job(
-                    number, prompt.astype(np.int32), self.outputs[number], unlimited=len(prompt) + new,
-                    max_tokens=limits.max_tokens(len(prompt), new), seed=inputs.seeds[number],
-                    sampling=Sampling() if sampling is None else jax.tree.map(lambda x, n=number: x[n], sampling),
-                    stop_tokens=inputs.stop_tokens, priority=inputs.priorities[number],
-                    namespace=int(inputs.namespaces[number]),
-                    retention=retention and Retention(retention.ranges[number], retention.decode[number]),
-                )  # fmt: skip
-                jobs[number].leader = jobs[first]
-        if jobs and not inputs.own_rows.any():
-            raise ValueError("cache: got one without a free row")
-        return list(jobs.values())
+    def _add(self, request: Request, limits: Limits) -> None:
+        """Adds the outputs of a request; those of a prompt that cannot be computed at all end here."""
+        jobs = limits.jobs(request, len(self.outputs), seed=len(self.outputs))
+        self.outputs += [job.output for job in jobs]
+        refusal = limits.refusal(request.prompt)
+        if refusal is None:
+            self._jobs += jobs
+        for job in jobs:
+            job.output.finish = refusal
 
     def _slots(self) -> Slots:
-        """A slot for each prompt, in arrays of few sizes: most batches find the programs of the first one."""
-        inputs, spec = self._inputs, self._inputs.spec
-        max_tokens = [job.max_tokens for job in self._jobs]
-        number = bucket(max(len(max_tokens), 1), MIN_SLOTS)
-        size, longest = spec.block_size, max(max_tokens, default=1) - 1
-        least = min(spec.max_seqs * (spec.max_length + size), MOST_SPARE)
-        longest_answer = max((job.max_tokens - len(job.tokens) for job in self._jobs), default=1)
+        """A slot for each output, in arrays of few sizes: most batches find the programs of the first one."""
+        jobs, spec, size = self._jobs, self._spec, self._spec.block_size
+        requests = [job.request for job in jobs]
+        max_tokens = [job.max_tokens for job in jobs]
+        number = bucket(max(len(jobs), 1), MIN_SLOTS)
+        longest_answer = max((job.left for job in jobs), default=1)
+        ranges = [len(request.retention.ranges) for request in requests if request.retention is not None]
+        samples = any(not request.is_greedy for request in requests)
         return Slots(
-            [*max_tokens, *[0] * (number - len(max_tokens))],
-            steps=inputs.options.steps,
-            num_columns=min(inputs.options.steps, bucket(longest_answer, MIN_COLUMNS)),
+            [*max_tokens, *[0] * (number - len(jobs))],
+            steps=self._steps,
+            num_columns=min(self._steps, bucket(longest_answer, MIN_COLUMNS)),
             entries=number,
-            entry_tokens=bucket(sum(len(job.tokens) for job in self._jobs), MIN_TOKENS),
-            num_stop_tokens=len(inputs.stop_tokens),
-            width=min(bucket(max(longest, 1024), size), spec.max_length),
-            num_ranges=None if inputs.retention is None else inputs.retention.ranges.shape[1],
-            greedy=inputs.sampling is None,
-            capacity=bucket(max(sum(max_tokens) + size * len(max_tokens), least), size),
+            entry_tokens=bucket(sum(len(job.tokens) for job in jobs), MIN_TOKENS),
+            num_stop_tokens=bucket(max((len(request.stop_tokens) for request in requests), default=0), MIN_STOP_TOKENS),
+            width=min(bucket(max(max(max_tokens, default=1) - 1, 1024), size), spec.max_length),
+            num_ranges=bucket(max(ranges), 1) if ranges else None,
+            # On a CPU the program that samples is as fast for greedy rows, and no other one is compiled.
+            greedy=not samples and jax.default_backend() != "cpu",
+            capacity=bucket(
+                max(sum(max_tokens) + size * len(jobs), min(spec.max_seqs * (spec.max_length + size), MOST_SPARE)), size
+            ),
         )
 
     @own_transfers()
@@ -104,11 +123,11 @@ class Batch[C: (Cache, TieredCache)]:
         if not self._jobs:
             return False
         state.catch_up()
-        first_rows = 0 if self._is_submitted else int(self._inputs.own_rows.sum())
+        wait_for = 0 if self._is_submitted else self._num_rows
         if not self._is_submitted:
             self._submit()
-        driver.adopt(wait_for=first_rows)
-        driver.dispatch(self._inputs.options.steps)
+        driver.adopt(wait_for)
+        driver.dispatch(self._steps)
         state.publish(keep=driver.in_flight)  # the events of earlier turns, while the device works
         self.new = driver.read().new
         if not driver.active and (rows := state.rows_in_use()).size:
@@ -117,14 +136,14 @@ class Batch[C: (Cache, TieredCache)]:
 
     def _submit(self) -> None:
         """Submits all requests; begins to read what the store has of their prompts."""
-        driver, inputs = self.driver, self._inputs
+        driver = self.driver
         driver.submit(self._jobs)
         self._is_submitted = True
         driver.read_statuses()
         if driver.stored:
             leaders = {job.leader.number: job.leader for job in self._jobs if not job.is_done}
-            by_priority = sorted(leaders, key=lambda number: -inputs.priorities[number])
-            driver.stored.begin({n: (leaders[n].tokens, leaders[n].namespace) for n in by_priority})
+            by_priority = sorted(leaders.values(), key=lambda job: -job.request.priority)
+            driver.stored.begin({job.number: (job.tokens, job.namespace) for job in by_priority})
 
     @own_transfers()
     def close(self) -> None:
@@ -138,3 +157,13 @@ class Batch[C: (Cache, TieredCache)]:
                 state.release_rows()
                 state.publish()
                 state.catch_up(is_last=True)
+
+
+def checked_requests(requests: Any) -> list[Request]:
+    """The requests as a list; ValueError for anything else."""
+    wanted = "wanted kvjax.serving.Request objects; generate takes prompts"
+    listed = list(requests) if isinstance(requests, Sequence) else [requests]
+    for number, request in enumerate(listed):
+        if not isinstance(request, Request):
+            raise ValueError(f"requests: got a {type(request).__name__} as number {number}, {wanted}")
+    return listed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,22 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._compile import OutermostJit
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog
 from kvjax.events.records import Status
 from kvjax.model import Model, forward
 from kvjax.pools import mixed
 from kvjax.serving.capacity import admission_events, most_blocks, worst_step
 from kvjax.serving.host_tier import HostTier
-from kvjax.serving.inputs import RunOptions
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
+from kvjax.serving.request import Request, RunOptions
 from kvjax.serving.requests import Finish, Output, Stage, init_serving
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, entries_of, logits_states, turn
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
-from kvjax.tiered import TieredCache
 
 
 def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
@@ -64,12 +63,23 @@ class Limits(NamedTuple):
     most_tokens: int
 
     @classmethod
-    def of(cls, model: Model, cache: Cache, options: RunOptions) -> Limits:
+    def of(cls, model: Model, cache: Cache, scheduler: Scheduler, top_logprobs: int) -> Limits:
         """The limits; a ValueError if the model has fewer logits than `top_logprobs` are to be noted."""
-        vocabulary = _mixed_logits.eval_shape(model, cache, scheduler=options.scheduler).shape[-1]
-        if options.top_logprobs > vocabulary:
-            raise ValueError(f"top_logprobs: got {options.top_logprobs}, wanted at most the vocabulary, {vocabulary}")
-        return cls(cache.state.spec, vocabulary, _most_tokens(cache.state, options.scheduler))
+        vocabulary = _mixed_logits.eval_shape(model, cache, scheduler=scheduler).shape[-1]
+        if top_logprobs > vocabulary:
+            raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
+        return cls(cache.state.spec, vocabulary, _most_tokens(cache.state, scheduler))
+
+    def jobs(self, request: Request, number: int, seed: int, make: Callable[..., Job] = Job) -> list[Job]:
+        """The samples of a request, the first of which has this number, and this seed if none was given."""
+        jobs = list[Job]()
+        max_tokens = self._max_tokens(len(request.prompt), request.max_new_tokens)
+        for sample, stream in enumerate(request.streams(default=seed)):
+            output = Output(len(request.prompt))
+            job = make(number + sample, request, output, max_tokens, stream, namespace=request.namespace)
+            job.leader = jobs[0] if jobs else job
+            jobs.append(job)
+        return jobs
 
     def refusal(self, prompt: np.ndarray) -> str | None:
         """Why a prompt can never run: "bad_request" or "row_full"; None if it can."""
@@ -77,7 +87,7 @@ class Limits(NamedTuple):
             return "bad_request"
         return "row_full" if prompt.size > self.spec.max_length else None
 
-    def max_tokens(self, prompt_tokens: int, max_new_tokens: int) -> int:
+    def _max_tokens(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """The tokens at which a request ends, at the latest: beyond what fits it would only wait."""
         return max(min(prompt_tokens + max_new_tokens, self.most_tokens + 1), prompt_tokens + 1)
 
@@ -110,7 +120,7 @@ class StepOutput(NamedTuple):
     ended: list[Job]
 
 
-class Driver[C: (Cache, TieredCache)]:
+class Driver[C: AnyCache]:
     """Requests that run over a cache, from `submit` to their outputs.
 
     Attributes:
@@ -120,15 +130,18 @@ class Driver[C: (Cache, TieredCache)]:
       stored: reads of prefixes from a store, and writes to it; None without a store.
     """
 
-    def __init__(self, model: Model, cache: C, options: RunOptions, slots: Slots, own_rows: np.ndarray):
+    def __init__(
+        self, model: Model, cache: C, options: RunOptions, scheduler: Scheduler, slots: Slots, own_rows: np.ndarray
+    ):
         """Makes empty slots; `cache` is donated to the first loop. `own_rows` bool[S] are those that requests get."""
-        self._model, self._options, self._slots, self._own_rows = model, options, slots, own_rows
+        self._model, self._options, self._scheduler = model, options, scheduler
+        self._slots, self._own_rows = slots, own_rows
         self.spec = cache.state.spec
         self.state: GenerationState[C] = GenerationState(
             _empty_serving(cache.cache, options, slots), cache.host, own_rows, options
         )  # fmt: skip
-        self.host_tier = HostTier(self.state, options.scheduler, slots.steps)
-        self.stored = options.store and StoredPrefixes(options.store, self.state, options.scheduler)
+        self.host_tier = HostTier(self.state, scheduler, slots.steps)
+        self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
         self.active: dict[int, Job] = {}
         self._free = deque(range(len(slots.max_tokens)))
         self._generations = [0] * len(slots.max_tokens)
@@ -136,7 +149,7 @@ class Driver[C: (Cache, TieredCache)]:
         self._turns: deque[tuple[int, float, EventLog | None, Turn]] = deque()
         self._statuses: deque[tuple[int, Sequence[Job], jax.Array]] = deque()  # of calls that are not read yet
         self._turn_number = 0
-        worst = worst_step(self.spec, options.scheduler) + admission_events(self.spec, self.state.serving.width)
+        worst = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
         listens = options.log_events or options.listener is not None or self.stored is not None
         self._log_size = 3 * worst + slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2 if listens else 0
 
@@ -163,7 +176,7 @@ class Driver[C: (Cache, TieredCache)]:
             job.since = self._turn_number
             self.active[job.slot] = job
         entries = entries_of(jobs, cancelled, self._slots, int(self._own_rows.sum()))
-        self.state.serving, statuses = apply(self.state.serving, entries, scheduler=self._options.scheduler)
+        self.state.serving, statuses = apply(self.state.serving, entries, scheduler=self._scheduler)
         if jobs:
             self._statuses.append((self._turn_number, jobs, statuses))
 
@@ -179,7 +192,7 @@ class Driver[C: (Cache, TieredCache)]:
         self.host_tier.empty_blocks()
         state, options = self.state, self._options
         state.serving, log, result = turn(
-            self._model, state.serving, scheduler=options.scheduler, steps=np.int32(steps),
+            self._model, state.serving, scheduler=self._scheduler, steps=np.int32(steps),
             num_columns=self._slots.num_columns, log_size=self._log_size, loop=options.loop,
             logits_fn=options.logits_fn, fixed_steps=options.fixed_steps, now=state.now(),
         )  # fmt: skip
@@ -233,7 +246,7 @@ class Driver[C: (Cache, TieredCache)]:
         job.stage = result.stage[slot]
         new, finish = result.num_tokens[slot] - result.before[slot], Finish(result.finish[slot])
         reason = None if finish == Finish.NONE else finish.name.lower()
-        if finish == Finish.LENGTH and result.num_tokens[slot] < job.unlimited:
+        if finish == Finish.LENGTH and job.is_cut and result.num_tokens[slot] >= job.max_tokens:
             reason = "row_full" if result.num_tokens[slot] > self.spec.max_length else "no_blocks"
         tokens = result.tokens[slot, :new].tolist()
         logprobs = result.logprobs[slot, :new].tolist()

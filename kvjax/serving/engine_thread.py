@@ -28,7 +28,7 @@ from kvjax.model import Model
 from kvjax.pools.host import init_host_pools
 from kvjax.serving.driver import Driver, StepOutput
 from kvjax.serving.handle import EngineError, Handle
-from kvjax.serving.inputs import RunOptions
+from kvjax.serving.request import RunOptions
 from kvjax.serving.requests import Output, Stage
 from kvjax.serving.turns import Job, Slots
 from kvjax.state import NO_BLOCK, CacheState
@@ -55,8 +55,8 @@ class EngineJob(Job):
       is_cancelled: whether it has been.
     """
 
-    handle: Handle
     deadline: float
+    handle: Handle = dataclasses.field(init=False)
     is_cancelled: bool = False
 
     @property
@@ -138,8 +138,9 @@ class EngineThread(threading.Thread):
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""
         self.driver: Driver[Any] = Driver(
-            self._model, cache, self._options, self._slots, np.ones((self.spec.max_seqs,), np.bool_)
-        )
+            self._model, cache, self._options, self._options.scheduler, self._slots,
+            np.ones((self.spec.max_seqs,), np.bool_),
+        )  # fmt: skip
         # Loops that are under way while an earlier one is read.
         self._ahead = 0 if cache.host or self.driver.stored else 1
         self.active = self.driver.active

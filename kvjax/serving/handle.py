@@ -44,8 +44,8 @@ class Handle:
       samples: the handles of all samples of the prompt, this one included.
     """
 
-    def __init__(self, prompt_tokens: int, cancel: Callable[[Handle], None]):
-        self.output, self.times = Output(prompt_tokens), Times(time.monotonic())
+    def __init__(self, output: Output, cancel: Callable[[Handle], None]):
+        self.output, self.times = output, Times(time.monotonic())
         self.samples: list[Handle] = [self]
         self.error: BaseException | None = None  # of the engine, that has ended it
         self.listens = False  # whether somebody waits for its next tokens

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._compile import OutermostJit
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache
 from kvjax.events.records import Events
 from kvjax.pools.host import HostPools, compile_moves
 from kvjax.serving.admit import has_row
@@ -26,7 +26,7 @@ _leave = OutermostJit(leave, donate_argnums=0)
 _swaps = OutermostJit(swaps, static_argnames="scheduler")
 
 
-class HostTier[C: (Cache, TieredCache)]:
+class HostTier[C: AnyCache]:
     """Moves blocks between the tiers; `steps` are the most in a loop. Where a move cannot be made, a step preempts."""
 
     def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):

@@ -20,7 +20,7 @@ from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
 from kvjax.pools.host import HostPools
 from kvjax.processes import agreed_time
-from kvjax.serving.inputs import RunOptions, read_clock
+from kvjax.serving.request import RunOptions, read_clock
 from kvjax.serving.requests import Output, Serving
 from kvjax.tiered import joined
 from kvjax.verbs.release import release

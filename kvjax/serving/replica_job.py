@@ -1,39 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that run in several replicas at a time, a thread for each: none waits for another, nor fails with it."""
+"""Requests that run in several replicas at a time, a thread for each: none waits for another, nor fails with it."""
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from kvjax.events.listeners import Listeners
+from kvjax.serving.generation import run_batch
 from kvjax.serving.interrupt import CtrlC, GenerationInterrupted
 from kvjax.serving.replica_devices import on
+from kvjax.serving.request import Request, RunOptions
 from kvjax.serving.requests import Output
 from kvjax.serving.routing import CachedPrefixes
 from kvjax.state import CacheState
 
 _POLL = 0.1  # seconds of waiting for a report until Ctrl-C acts
-
-# Options that are of each prompt where they are lists.
-_OF_PROMPTS = "max_new_tokens", "sampling", "namespaces", "retention", "priorities", "samples"
-
-
-def check_lengths(options: dict[str, Any], number: int) -> None:
-    """Raises a ValueError that names an option whose list has not one entry for each of so many prompts."""
-    for name in _OF_PROMPTS:
-        value: Any = options.get(name)
-        if _is_list(value) and len(value) != number:
-            raise ValueError(f"{name}: got {len(value)}, wanted one for each of {number} prompts")
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
 
 
 class _Stop(BaseException):
@@ -41,14 +28,13 @@ class _Stop(BaseException):
 
 
 class ReplicaJob:
-    """Prompts for several replicas.
+    """Requests for several replicas.
 
     Args:
-      run: `run_batch` or `generate`.
-      prompts: all of them.
+      requests: all of them, each with a seed.
       spans: the outputs of each.
       outputs: of all, which are replaced as they come.
-      options: of `run`, with a seed for each output.
+      options: of `run_batch`.
       prefixes: of each replica, to which its events are told.
 
     Attributes:
@@ -56,13 +42,13 @@ class ReplicaJob:
     """
 
     def __init__(
-        self, run: Callable[..., Any], prompts: Sequence[np.ndarray], spans: Sequence[range], outputs: list[Output],
-        options: dict[str, Any], prefixes: Sequence[CachedPrefixes],
+        self, requests: Sequence[Request], spans: Sequence[range], outputs: list[Output], options: RunOptions,
+        prefixes: Sequence[CachedPrefixes],
     ):  # fmt: skip
-        self._run, self._prompts, self._spans = run, prompts, spans
-        self._outputs, self._options, self._prefixes = outputs, options, prefixes
+        self._requests, self._spans, self._outputs = requests, spans, outputs
+        self._options, self._prefixes = options, prefixes
         self._reports: queue.Queue[tuple[int, Any]] = queue.Queue()  # of a replica: events, an error, or None: done
-        listeners, numbers = [options["listener"]] if options.get("listener") else [], range(len(prefixes))
+        listeners, numbers = [options.listener] if options.listener else [], range(len(prefixes))
         # On this thread the caller's listener, and on a replica's own the function that sends its events here.
         self._listeners = [Listeners(*listeners, leading=(number,)) for number in numbers]
         self._senders = [Listeners(self._send, leading=(number,)) for number in numbers]
@@ -128,17 +114,15 @@ class ReplicaJob:
         if self.cause is not None:
             raise _Stop
 
-    def _work(self, number: int, caches: list[Any], device: Any, model: Any, prompts: list[int]) -> None:
+    def _work(self, number: int, caches: list[Any], device: Any, model: Any, numbers: list[int]) -> None:
         """The thread of a replica."""
-        options, outputs, report = {**self._options, "listener": self._senders[number]}, list[Output](), None
-        at = [output for n in prompts for output in self._spans[n]]
+        outputs, report = list[Output](), None
+        at = [output for n in numbers for output in self._spans[n]]
         try:  # all of it: `run` waits for a report
-            lists = [name for name in _OF_PROMPTS if _is_list(options.get(name))]
-            options |= {name: [options[name][n] for n in prompts] for name in lists}
-            options["seeds"] = [options["seeds"][output] for output in at]
+            options = dataclasses.replace(self._options, listener=self._senders[number], log_events=False)
             with on(device):
-                outputs, caches[number], _ = self._run(
-                    model, caches[number], [self._prompts[n] for n in prompts], **options
+                outputs, caches[number], _ = run_batch(
+                    model, caches[number], [self._requests[n] for n in numbers], options
                 )
         except GenerationInterrupted as error:
             report, outputs, caches[number] = error, error.outputs, error.cache

@@ -10,21 +10,20 @@ Source: the routers of vLLM, Dynamo and llm-d, which know caches by their events
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from kvjax._compile import own_transfers
 from kvjax.cache import Cache
-from kvjax.checks import check_functions, check_on_host
+from kvjax.checks import check_on_host
 from kvjax.model import Model
-from kvjax.serving.generation import generate, run_batch
-from kvjax.serving.inputs import check_prompts, of_each, positive, seeds_of
+from kvjax.serving.batch import checked_requests
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.replica_devices import check_devices, on, where, with_weights
-from kvjax.serving.replica_job import ReplicaJob, check_lengths
+from kvjax.serving.replica_job import ReplicaJob
+from kvjax.serving.request import Request, RunOptions
 from kvjax.serving.requests import Output
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of, num_leading
 from kvjax.spec import CacheSpec
@@ -89,64 +88,53 @@ class Replicas:
         """The caches of the replicas."""
         return tuple(self._caches)
 
-    def route(self, prompts: Sequence[Sequence[int]], namespaces: Sequence[int] | None = None) -> list[Route]:
-        """The replica that each prompt would go to, if all were given to `run_batch` now."""
-        checked = check_prompts(prompts)
-        return self._route(checked, _namespaces(namespaces, len(checked)), range(len(self._devices)))
+    def route(self, requests: Sequence[Request]) -> list[Route]:
+        """The replica that each request would go to, if all were given to `run_batch` now."""
+        return self._route(requests, range(len(self._devices)))
 
-    def _route(self, prompts: Sequence[np.ndarray], namespaces: Sequence[int], among: Sequence[int]) -> list[Route]:
-        size, load, found = self.spec.block_size, [0] * len(among), list[Route]()
-        planned = [set[bytes]() for _ in among]  # what earlier prompts of these will have brought
-        for prompt, namespace in zip(prompts, namespaces, strict=True):
-            hashes = hashes_of(prompt, namespace, self.spec)
-            has = [self._prefixes[number].whole_blocks(hashes, len(prompt)) for number in among]
-            will = [max(now, num_leading(hashes, plan)) for now, plan in zip(has, planned, strict=True)]
+    def _route(self, requests: Sequence[Request], among: Sequence[int]) -> list[Route]:
+        size, load, routes = self.spec.block_size, [0] * len(among), list[Route]()
+        planned = [set[bytes]() for _ in among]  # the blocks that earlier requests of these will have brought
+        for request in requests:
+            prompt = request.prompt
+            hashes = hashes_of(prompt, request.namespace, self.spec)
+            cached = [self._prefixes[number].whole_blocks(hashes, len(prompt)) for number in among]
+            will = [max(now, num_leading(hashes, plan)) for now, plan in zip(cached, planned, strict=True)]
             at = choose_replica([blocks * size for blocks in will], load, len(prompt), load_price=self._load_price)
             load[at] += len(prompt) - will[at] * size
             planned[at].update(hashes)
-            found.append(Route(among[at], has[at] * size))
-        return found
+            routes.append(Route(among[at], cached[at] * size))
+        return routes
 
-    def run_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Output]:
-        """`kvjax.run_batch` of each replica's prompts; the outputs in the prompts' order, each with its `replica`.
+    @own_transfers()
+    def run_batch(self, requests: Sequence[Request], options: RunOptions | None = None) -> list[Output]:
+        """`kvjax.run_batch` of each replica's requests; the outputs in the requests' order, each with its `replica`.
 
-        A replica that fails leaves the others alone: its prompts go to them, once, with a RuntimeWarning.
+        A replica that fails leaves the others alone: its requests go to them, once, with a RuntimeWarning.
 
         Args:
-          prompts: token ids.
-          options: of `kvjax.run_batch`, but for `progress`; `listener` is called as (replica, events), on this thread;
-            what it raises costs nothing, see `kvjax.events.Listeners`. Events are not decoded. All replicas use one
-            `store`.
+          requests: each a `Request`.
+          options: as of `kvjax.run_batch`, but the listener is called as (replica, events), on this thread; an
+            `Exception` that it raises costs nothing, see `kvjax.events.Listeners`. Events are not decoded. All replicas
+            use one store.
 
         Raises:
           ValueError: as `kvjax.run_batch`, before anything is donated.
           GenerationInterrupted: from an error or Ctrl-C; its `cache` has the caches of all replicas.
         """
-        return self._run(run_batch, prompts, options)
-
-    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Output]:
-        """The same with `kvjax.generate`."""
-        return self._run(generate, prompts, options)
-
-    @own_transfers()
-    def _run(self, run: Callable[..., Any], prompts: Sequence[Any], options: dict[str, Any]) -> list[Output]:
-        check_on_host("Replicas", (prompts, options), "inside one use kvjax.serving.serve under shard_map")
-        checked = check_prompts(prompts)
-        check_functions(listener=options.get("listener"))
-        if options.get("progress") is not None:
-            raise ValueError("progress: got one, wanted None: replicas do not go on together")
-        copies = positive("samples", options.get("samples", 1), len(checked)).tolist()
-        namespaces = _namespaces(options.get("namespaces"), len(checked))
-        check_lengths(options, len(checked))
-        spans = [range(end - number, end) for end, number in zip(np.cumsum(copies).tolist(), copies, strict=True)]
-        seeds = seeds_of(options.get("seed"), options.get("seeds"), sum(copies), "outputs").tolist()
-        options = options | {"seeds": seeds, "seed": None, "log_events": False}
-        outputs = [Output(len(prompt)) for prompt, span in zip(checked, spans, strict=True) for _ in span]
-        left, healthy = list(range(len(checked))), list(range(len(self._devices)))
+        options = RunOptions() if options is None else options
+        check_on_host("Replicas", (), "inside one use kvjax.serving.serve under shard_map")
+        requests, spans, outputs = checked_requests(requests), list[range](), list[Output]()
+        for number, request in enumerate(requests):
+            spans.append(range(len(outputs), len(outputs) + request.samples))
+            if request.seed is None:
+                requests[number] = dataclasses.replace(request, seed=len(outputs))
+            outputs += [Output(len(request.prompt)) for _ in range(request.samples)]
+        left, healthy = list(range(len(requests))), list(range(len(self._devices)))
         while left:
-            routes = self._route([checked[n] for n in left], [namespaces[n] for n in left], healthy)
+            routes = self._route([requests[n] for n in left], healthy)
             chosen = {r: [n for n, route in zip(left, routes, strict=True) if route.replica == r] for r in healthy}
-            job = ReplicaJob(run, checked, spans, outputs, options, self._prefixes)
+            job = ReplicaJob(requests, spans, outputs, options, self._prefixes)
             of_replicas = {r: (self._devices[r], self._models[r], numbers) for r, numbers in chosen.items() if numbers}
             failed = job.run(of_replicas, self._caches)
             lost = [number for number in failed if self._recover(number)]
@@ -155,8 +143,8 @@ class Replicas:
                 cause = job.cause or next(iter(failed.values()))
                 raise GenerationInterrupted(f"replicas ended: {cause}", self.caches, outputs, []) from cause
             if failed:
-                message = f"prompts of replicas that failed go to others: {next(iter(failed.values()))}"
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+                message = f"requests of replicas that failed go to others: {next(iter(failed.values()))}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
             healthy = [r for r in healthy if r not in failed]
             left = [n for r in failed for n in chosen[r] if any(outputs[at].finish is None for at in spans[n])]
         return outputs
@@ -168,8 +156,3 @@ class Replicas:
             self._caches[number] = self._empty(number)
         self._prefixes[number].attach(self._caches[number].state)
         return is_lost
-
-
-def _namespaces(namespaces: Sequence[int] | None, number: int) -> list[int]:
-    """The namespace of each prompt."""
-    return of_each("namespaces", namespaces, number, default=[0] * number).tolist()

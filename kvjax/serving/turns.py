@@ -20,6 +20,7 @@ from kvjax.model import Model
 from kvjax.policies.retention import UNSTATED, Retention
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
+from kvjax.serving.request import Request
 from kvjax.serving.requests import Output, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.serve import serve, serve_step
@@ -28,38 +29,42 @@ from kvjax.serving.submit import cancel, drain, submit
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A sample of a request in a driver: what it asks for, and where it is.
+    """A sample of a request in a driver: what is wanted, and where it is.
 
     Attributes:
       number: of the sample; no other one of the driver has it.
-      tokens: i32[n]; the prompt.
+      request: the request.
       output: so far.
-      unlimited: the tokens, with the prompt's, at which it would end if the cache were larger.
-      max_tokens: the tokens at which it ends.
+      max_tokens: the tokens, with the prompt's, at which it ends: no more than fit into the cache.
       seed: of its random stream.
-      leader: the first sample of the same prompt, which may be this one.
+      leader: the first sample of the request, which may be this one.
+      namespace: of the request, or the one that was lent for its salt.
       slot, generation: of the scheduler's; -1 before it has them.
       since: the number of the first loop that has it.
       stage: as the last loop has left it.
     """
 
     number: int
-    tokens: np.ndarray
+    request: Request
     output: Output
-    unlimited: int
     max_tokens: int
     seed: int
-    sampling: Sampling
-    stop_tokens: np.ndarray
-    priority: int = 0
-    namespace: int = 0
-    retention: Retention | None = None
-    logits_state: Any = None
     leader: Any = None
+    namespace: int = 0
     slot: int = -1
     generation: int = -1
     since: int = 0
     stage: int = Stage.WAITING
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[n]; the prompt."""
+        return self.request.prompt
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ends before it has as many tokens as were wanted, since no more fit."""
+        return self.max_tokens < len(self.tokens) + self.request.max_new_tokens
 
     @property
     def left(self) -> int:
@@ -137,7 +142,7 @@ def entries_of(jobs: Sequence[Job], cancelled: Sequence[Job], slots: Slots, rows
     stop = np.full((slots.entries, slots.num_stop_tokens), -1, np.int32)
     ends = np.full((slots.entries, 2), -1, np.int32)
     for entry, job in enumerate(jobs):
-        stop[entry, : len(job.stop_tokens)] = job.stop_tokens
+        stop[entry, : len(job.request.stop_tokens)] = job.request.stop_tokens
     for entry, job in enumerate(cancelled):
         ends[entry] = job.slot, job.generation
     requests = {
@@ -145,14 +150,14 @@ def entries_of(jobs: Sequence[Job], cancelled: Sequence[Job], slots: Slots, rows
         "lengths": column([len(job.tokens) for job in jobs]),
         "max_new_tokens": column([job.max_tokens - len(job.tokens) for job in jobs]),
         "slots": column([job.slot for job in jobs], -1),
-        "priority": column([job.priority for job in jobs]),
+        "priority": column([job.request.priority for job in jobs]),
         "namespace": column([job.namespace for job in jobs]),
         "seed": column([job.seed for job in jobs], dtype=np.uint32),
         "sampling": None if slots.greedy else _samplings(jobs, column),
         "stop_tokens": stop,
         "retention": None if slots.num_ranges is None else _retentions(jobs, slots.entries, slots.num_ranges),
         "sample_of": column(_first_samples(jobs, rows), -1),
-        "logits_state": logits_states([job.logits_state for job in jobs], slots.logits_state, slots.entries),
+        "logits_state": logits_states([job.request.logits_state for job in jobs], slots.logits_state, slots.entries),
     }
     return Entries(requests, ends)
 
@@ -162,7 +167,8 @@ def _samplings(jobs: Sequence[Job], column: Callable[..., np.ndarray]) -> Sampli
     arrays = {}
     for field in dataclasses.fields(Sampling):
         default = getattr(Sampling(), field.name)
-        arrays[field.name] = column([getattr(job.sampling, field.name) for job in jobs], default, default.dtype)
+        values = [getattr(job.request.sampling or Sampling(), field.name) for job in jobs]
+        arrays[field.name] = column(values, default, default.dtype)
     return Sampling(**arrays)
 
 
@@ -183,9 +189,9 @@ def _retentions(jobs: Sequence[Job], number: int, num_ranges: int) -> Retention:
     ranges = np.tile(np.array([0, 0, UNSTATED, UNSTATED], np.int32), (number, num_ranges, 1))
     decode = np.tile(np.asarray(default.decode, np.int32), (number, 1))
     for entry, job in enumerate(jobs):
-        if job.retention is not None:
-            ranges[entry, : len(job.retention.ranges)] = job.retention.ranges
-            decode[entry] = job.retention.decode
+        retention = job.request.retention or default
+        ranges[entry, : len(retention.ranges)] = retention.ranges
+        decode[entry] = retention.decode
     return Retention(ranges, decode)
 
 
@@ -193,6 +199,7 @@ def logits_states(states: Sequence[Any], default: Any, number: int) -> Any:
     """The states of so many requests as one tree of numpy arrays, with the default behind the last one."""
     arrays = jax.tree.map(lambda leaf: np.tile(leaf, (number, *[1] * np.ndim(leaf))), default)
     for entry, state in enumerate(states):
+        state = default if state is None else state
         for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(state), strict=True):
             array[entry] = leaf
     return arrays
