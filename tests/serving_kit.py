@@ -17,6 +17,7 @@ import kvjax
 from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler, driver, host_tier
 from kvjax.testing.trial import verify_order
+from tests import drive
 from tests.drive import VERBS, padded
 from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, name_of
 
@@ -101,7 +102,7 @@ def spread(cache, prompts, **options):
     """`generate`, by `stream`."""
     events, progress = [], None
     try:
-        for progress in kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options):
+        for progress in drive.stream(MODEL, cache, prompts, **OPTIONS, **options):
             events += progress.events
     except kvjax.serving.GenerationInterrupted as error:
         error.events[:0] = events
@@ -111,7 +112,7 @@ def spread(cache, prompts, **options):
 
 def batched(cache, prompts, **options):
     options = {"max_new_tokens": OPTIONS["max_new_tokens"], "steps": OPTIONS["steps"], **options}
-    return kvjax.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
+    return drive.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
 
 
 WAYS = (together, spread, batched)

@@ -120,12 +120,10 @@ def generate[C: AnyCache](
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
         is done; a second one does not, and may cost the cache.
     """
-    number = len(prompts)
     requests = make_requests(
-        prompts, max_new_tokens=[max_new_tokens] * number, stop_tokens=[stop_tokens] * number, namespace=namespaces,
-        sampling=[sampling] * number if isinstance(sampling, Sampling | None) else sampling,
-        seed=None if seed is None else jax.device_get(output_seeds(seed, number)).tolist(),
-        retention=[retention] * number if isinstance(retention, Retention | None) else retention,
+        prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, retention=retention,
+        namespace=0 if namespaces is None else namespaces,
+        seed=None if seed is None else jax.device_get(output_seeds(seed, len(prompts))).tolist(),
     )  # fmt: skip
     scheduler = Scheduler(chunk=chunk, k=k, canonical=canonical)
     return _run(Batch(model, cache, requests, RunOptions(scheduler=scheduler, **options), steps=32))

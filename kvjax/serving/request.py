@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import operator
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -115,15 +115,21 @@ def _checked_prompt(prompt: Any) -> np.ndarray:
     return host_integers("prompt", prompt, np.int32, wanted.removeprefix("wanted "))
 
 
-def make_requests(prompts: Any, **of_each: Any) -> list[Request]:
+def make_requests(prompts: Any, **values: Any) -> list[Request]:
     """A request for each prompt.
 
     Args:
       prompts: token ids of each; of an array, rows without their padding.
-      of_each: the other attributes of the requests, each a list with a value for each prompt, or None for the default.
+      values: of the other attributes, each for all requests, or a list with one for each; but a list of stop tokens is
+        for all.
 
     Raises:
-      ValueError: naming the attribute, and the prompt's number.
+      ValueError: naming the attribute, and the number of the prompt.
+
+    Example:
+      >>> first, second = kvjax.serving.make_requests([[1, 2], [3]], max_new_tokens=8, priority=[0, 1], stop_tokens=[5])
+      >>> second.max_new_tokens, second.priority, second.stop_tokens.tolist()
+      (8, 1, [5])
     """
     if getattr(prompts, "ndim", 1) > 1:  # its padding would be read as tokens
         raise ValueError(
@@ -131,17 +137,22 @@ def make_requests(prompts: Any, **of_each: Any) -> list[Request]:
             "[row[:length] for row, length in zip(array, lengths)]"
         )
     listed = list(prompts)
-    columns = {name: list(values) for name, values in of_each.items() if values is not None}
-    for name, values in columns.items():
-        if len(values) != len(listed):
-            raise ValueError(f"{name}: got {len(values)}, wanted one for each of {len(listed)} prompts")
+    columns = {name: value for name, value in values.items() if name != "stop_tokens" and _is_list(value)}
+    for name, column in columns.items():
+        if len(column) != len(listed):
+            raise ValueError(f"{name}: got {len(column)}, wanted one for each of {len(listed)} prompts")
     requests = []
     for number, prompt in enumerate(listed):
+        own = {name: column[number] for name, column in columns.items()}
         try:
-            requests.append(Request(prompt, **{name: values[number] for name, values in columns.items()}))
+            requests.append(Request(prompt, **values | own))
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from error
     return requests
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kvjax.serving import driver
 from models import load, recall, serve, tenants
 from models.recall import CHECKPOINT
 from models.serve_http import Clients
+from tests import drive
 from tests.drive import ROOT, TIMEOUT
 
 TEMPLATE = """{%- for message in messages %}
@@ -191,7 +192,7 @@ def expected(prompts, new, **options):
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=512, max_seqs=ROWS, max_length=1024, block_size=16, dtype="float32"
     )
-    outputs, *_ = kvjax.run_batch(
+    outputs, *_ = drive.run_batch(
         model, kvjax.Cache.create(spec), prompts, max_new_tokens=new, top_logprobs=2, log_events=False, **options
     )
     return [Expected(output) for output in outputs]

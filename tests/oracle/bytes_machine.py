@@ -1156,7 +1156,7 @@ class Life:
             warnings.simplefilter("always")
             how, run = {"chunk": 8, "k": request["k"]}, kvjax.generate
             if self.has_host:  # rows are swapped out where blocks run out
-                run, options = kvjax.run_batch, Scheduler(reserve="num_tokens", preempt="swap", **how)
+                run, options = drive.run_batch, Scheduler(reserve="num_tokens", preempt="swap", **how)
                 how = {"scheduler": options, "priorities": request["priorities"]}
             run = with_kernels(run) if self.config.kernels else run
             outputs, cache, events = run(

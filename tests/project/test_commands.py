@@ -43,6 +43,7 @@ from models import (
 )
 from models.speech import Speech
 from models.stopwatch import Stopwatch
+from tests import drive
 from tests.drive import output_of
 from tests.wire_kit import Reader
 
@@ -548,7 +549,7 @@ def test_a_second_run_finds_what_the_first_one_stored(capsys, tmp_path, monkeypa
 @pytest.mark.parametrize("where", ["shown", "computed"])
 def test_ctrl_c_prints_what_is_generated(capsys, tmp_path, monkeypatch, where):
     """While a Progress is shown the command handles it. While one is computed the stream turns it into an error."""
-    show, stream, shown = generate._Lines.show, kvjax.stream, []
+    show, stream, shown = generate._Lines.show, drive.stream, []
 
     def press_while_shown(self, outputs, **options):
         shown.append(outputs)

@@ -15,6 +15,7 @@ import kvjax
 from kvjax.events import Listeners, NodeMap
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted
+from tests import drive
 from tests.serving_kit import (
     HOST,
     MODEL,
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.long
 
 def closed(cache, prompts, **options):
     """A stream that is read once."""
-    stream = kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options)
+    stream = drive.stream(MODEL, cache, prompts, **OPTIONS, **options)
     progress = next(stream)
     stream.close()
     return progress.outputs, progress.cache, progress.events + progress.closing

@@ -18,6 +18,7 @@ from kvjax.serving import Rows, decode, decode_log
 from kvjax.serving.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from tests import drive
 from tests.poison import poisoned
 
 pytestmark = pytest.mark.long
@@ -95,7 +96,7 @@ def test_greedy_tokens_and_logprobs_are_those_without_a_cache():
 def test_stream_hands_out_tokens_as_they_come():
     seen = [[] for _ in PROMPTS]
     finished, states = [], []
-    for progress in kvjax.stream(model(), empty_cache(), PROMPTS, max_new_tokens=8, chunk=8, steps=STEPS):
+    for progress in drive.stream(model(), empty_cache(), PROMPTS, max_new_tokens=8, chunk=8, steps=STEPS):
         states.append(progress.state)
         for number, tokens in progress.new.items():
             seen[number] += tokens
@@ -111,7 +112,7 @@ def test_stream_hands_out_tokens_as_they_come():
 def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
     lengths = [
         len(progress.new.get(0, ()))
-        for progress in kvjax.stream(model(), empty_cache(), [[1, 2, 3]], max_new_tokens=20, chunk=8, steps=STEPS)
+        for progress in drive.stream(model(), empty_cache(), [[1, 2, 3]], max_new_tokens=20, chunk=8, steps=STEPS)
     ]
     assert sum(lengths) == 20
     assert max(lengths) == STEPS
@@ -121,7 +122,7 @@ def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
 def test_two_prompts_are_computed_in_one_step():
     """Each is half a chunk long, and the second one does not wait for the first."""
     prompts = [list(range(first, first + 8)) for first in (0, 20, 40)]
-    new = [set(one.new) for one in kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=8, chunk=16, steps=1)]
+    new = [set(one.new) for one in drive.stream(model(), empty_cache(), prompts, max_new_tokens=8, chunk=16, steps=1)]
     assert new[0] == {0, 1}
     assert new[1] == {0, 1, 2}
 
@@ -129,7 +130,7 @@ def test_two_prompts_are_computed_in_one_step():
 def test_what_is_new_is_handed_out_once_for_rows_that_end_in_the_loop():
     """Seven prompts run in three rows. Rows that end are given to others before the loop ends."""
     prompts = [[number] * 3 for number in range(7)]
-    stream = kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=2, chunk=8, steps=STEPS)
+    stream = drive.stream(model(), empty_cache(), prompts, max_new_tokens=2, chunk=8, steps=STEPS)
     new = [progress.new for progress in stream]
     assert max(map(len, new)) > 3
     for number, prompt in enumerate(prompts):
@@ -286,7 +287,7 @@ def test_bad_options_are_named():
 
 
 def test_generate_and_stream_take_the_same_keywords():
-    takes, streams = (dict(inspect.signature(use).parameters) for use in (kvjax.generate, kvjax.stream))
+    takes, streams = (dict(inspect.signature(use).parameters) for use in (kvjax.generate, drive.stream))
     assert takes.pop("steps").default == 4 * streams.pop("steps").default  # a stream hands out few tokens at a time
     assert takes == streams
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
@@ -300,7 +301,7 @@ def test_generate_and_stream_take_the_same_keywords():
 
 def raises(message, model, cache, *args, **options):
     """Asserts that both ways to generate refuse it, and that the cache does not change."""
-    for use in (kvjax.generate, lambda *args, **options: list(kvjax.stream(*args, **options))):
+    for use in (kvjax.generate, lambda *args, **options: list(drive.stream(*args, **options))):
         with pytest.raises(ValueError, match=message):
             use(model, cache, *args, **options)
 

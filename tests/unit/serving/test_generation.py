@@ -7,6 +7,7 @@ import pytest
 import kvjax
 from kvjax.events import Listeners
 from kvjax.serving import GenerationInterrupted
+from tests import drive
 from tests.serving_kit import (
     MODEL,
     OPTIONS,
@@ -48,7 +49,7 @@ def test_generation_runs_where_implicit_transfers_are_forbidden(way):
 
 def test_a_stream_hands_out_tokens_as_they_come():
     seen = [[], []]
-    for progress in kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS):
+    for progress in drive.stream(MODEL, start(), prompts_of(0), **OPTIONS):
         for number, tokens in progress.new.items():
             assert len(tokens) <= OPTIONS["steps"]
             seen[number] += tokens

@@ -16,6 +16,7 @@ import kvjax
 from kvjax.events import Listeners
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted, driver
+from tests import drive
 from tests.serving_kit import (
     HOST,
     MODEL,
@@ -188,7 +189,7 @@ def test_an_interrupt_that_it_raises_ends_the_run_and_loses_nothing(way):
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_stream_that_is_closed_tells_of_its_releases(raises):
     listener = Listener(fail, [2] if raises else ())
-    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
+    stream = drive.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
     progress = next(stream)
     assert listener.events == progress.events
     stream.close()
@@ -200,7 +201,7 @@ def test_a_stream_that_is_closed_tells_of_its_releases(raises):
 
 def test_a_stream_whose_cache_has_gone_elsewhere_tells_nothing_more():
     listener = Listener()
-    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
+    stream = drive.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
     RELEASE(next(stream).cache, np.asarray([0], np.int32), now=np.int32(0))
     stream.close()
     assert listener.calls == 1
@@ -212,7 +213,7 @@ def test_a_listener_may_compute_while_its_stream_is_collected_in_a_trace():
     def listen(events):
         found.append(int(kvjax.events.counts(events)["stored"]))
 
-    streams = [kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listen)]
+    streams = [drive.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listen)]
     progress = next(streams[0])
     collect_in_a_trace(streams)
     stored = sum(event["kind"] == "stored" for event in progress.events + progress.closing)

@@ -4,13 +4,14 @@
 import pytest
 
 import kvjax
+from tests import drive
 from tests.serving_kit import HOST, MODEL, make_cache, prompts_of, spread, together
 
 PROMPT = prompts_of(0)[0]
 
 
 def streamed(*args, **options):
-    return list(kvjax.stream(*args, **options))
+    return list(drive.stream(*args, **options))
 
 
 @pytest.mark.parametrize("use", [kvjax.generate, streamed])

@@ -8,7 +8,8 @@ import pytest
 
 import kvjax
 from kvjax.serving import Scheduler
-from kvjax.serving.inputs import read_clock
+from kvjax.serving.request import read_clock
+from tests import drive
 
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 4)], num_blocks=8, max_seqs=2, max_length=16, block_size=4, dtype="float32")
 VOCAB = 8
@@ -20,7 +21,7 @@ def even(tokens, pools, view, *, last):
 
 
 def streamed(*args, **options):
-    return list(kvjax.stream(*args, **options))
+    return list(drive.stream(*args, **options))
 
 
 def refused(use, message, **options):
@@ -30,7 +31,7 @@ def refused(use, message, **options):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize("use", [kvjax.generate, streamed, kvjax.run_batch])
+@pytest.mark.parametrize("use", [kvjax.generate, streamed, drive.run_batch])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -68,7 +69,7 @@ def test_an_option_that_does_not_fit_is_named_before_anything_is_donated(use, op
     ],
 )
 def test_so_is_one_that_only_run_batch_takes(options, message):
-    refused(kvjax.run_batch, message, **options)
+    refused(drive.run_batch, message, **options)
 
 
 INTS = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce", "watermark")

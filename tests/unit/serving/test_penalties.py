@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import Engine, Penalties, Scheduler, penalize
+from kvjax.serving import Penalties, Scheduler, penalize
 from models import load
+from tests import drive
 
 VOCABULARY, MOST = 7, 5
 
@@ -89,16 +90,16 @@ def test_an_engine_penalizes_those_who_ask_and_nobody_else():
             tokens.append(int(np.argmax(logits)))
         return tokens
 
-    with Engine(model, kvjax.Cache.create(spec), scheduler=Scheduler(reserve="num_tokens"), **options) as engine:
+    with drive.engine(model, kvjax.Cache.create(spec), scheduler=Scheduler(reserve="num_tokens"), **options) as engine:
         asks = list(zip(prompts * 2, wanted * 2, strict=True))
         handles = [
-            engine.submit(prompt, max_new_tokens=new, logits_state=Penalties.of(64, **one) if one else None)
+            drive.ask(engine, prompt, max_new_tokens=new, logits_state=Penalties.of(64, **one) if one else None)
             for prompt, one in asks
         ]
         found = [handle.result(60).tokens for handle in handles]
         with pytest.raises(ValueError, match=r"logits_state: got .*, wanted arrays like those of the engine"):
-            engine.submit([1], logits_state=Penalties.of(65))
+            drive.ask(engine, [1], logits_state=Penalties.of(65))
     assert found == [chosen(prompt, **one) for prompt, one in asks[:4]] * 2
     assert found[2] == [3] * new and 1 < found[1].count(3) < new
     with pytest.raises(ValueError, match="logits_state: got one, wanted None without a logits_fn"):
-        Engine(model, kvjax.Cache.create(spec), logits_state=Penalties.of(64))
+        drive.engine(model, kvjax.Cache.create(spec), logits_state=Penalties.of(64))

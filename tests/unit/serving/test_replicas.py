@@ -16,6 +16,7 @@ from kvjax.serving import GenerationInterrupted, Replicas, replicas
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
 from kvjax.stores import DiskStore
 from models import load
+from tests import drive
 from tests.drive import ROOT, output_of
 from tests.mesh import mesh_of
 
@@ -113,7 +114,7 @@ def made():
 
 @pytest.fixture(scope="module")
 def wanted():
-    outputs, _, _ = kvjax.run_batch(MODEL, kvjax.Cache.create(SPEC), PROMPTS, max_new_tokens=NEW)
+    outputs, _, _ = drive.run_batch(MODEL, kvjax.Cache.create(SPEC), PROMPTS, max_new_tokens=NEW)
     return [output.tokens for output in outputs]
 
 
@@ -184,10 +185,10 @@ def test_an_error_of_the_listener_ends_all_and_the_caches_go_on(made, wanted):
     for options, message in (
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
         ({"samples": [1]}, "samples: got 1, wanted one for each of 12 prompts"),
-        ({"namespaces": [0, 1]}, "namespaces: got 2, wanted one for each of 12 prompts"),
+        ({"namespace": [0, 1]}, "namespaces: got 2, wanted one for each of 12 prompts"),
         ({"max_new_tokens": [1]}, "max_new_tokens: got 1, wanted one for each of 12 prompts"),
-        ({"priorities": [1] * 13}, "priorities: got 13, wanted one for each of 12 prompts"),
-        ({"samples": 2, "seeds": range(12)}, "seeds: got 12, wanted one for each of 24 outputs"),
+        ({"priority": [1] * 13}, "priorities: got 13, wanted one for each of 12 prompts"),
+        ({"samples": 2, "seed": range(12)}, "seeds: got 12, wanted one for each of 24 outputs"),
         ({"progress": print}, "progress: got one, wanted None"),
     ):
         with pytest.raises(ValueError, match=message):

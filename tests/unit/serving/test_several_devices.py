@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.serving import Replicas
+from tests import drive
 from tests.drive import output_of
 from tests.serving_kit import MODEL, assert_chained, make_cache, make_spec, prompts_of, together
 from tests.unit.serving import served_replicas
@@ -31,8 +32,8 @@ def assert_alike(found):
 
 
 USES = {
-    "generate": kvjax.generate, "run_batch": kvjax.run_batch, "Engine": lambda *args: kvjax.serving.Engine(*args[:2]),
-    "stream": lambda *args: next(kvjax.stream(*args)),
+    "generate": kvjax.generate, "run_batch": drive.run_batch, "Engine": lambda *args: drive.engine(*args[:2]),
+    "stream": lambda *args: next(drive.stream(*args)),
     "step": lambda model, cache, _: kvjax.step(model, cache, np.zeros((3, 1), np.int32), np.zeros(3, np.int32)),
 }  # fmt: skip
 
@@ -52,7 +53,7 @@ def test_a_model_on_another_device_than_the_cache_is_refused(use, host):
 def test_an_engine_refuses_a_model_on_another_device_than_a_cache_that_nobody_has_put():
     cache = make_cache()
     with pytest.raises(ValueError, match=r"^model.*: got an array on .*1.*, wanted it on .*0"):
-        kvjax.serving.Engine(jax.device_put(MODEL, jax.devices()[1]), cache)
+        drive.engine(jax.device_put(MODEL, jax.devices()[1]), cache)
     kvjax.check(cache.state)
 
 
