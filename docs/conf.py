@@ -86,7 +86,7 @@ def shorten(app, what, name, obj, options, lines):
     """Leaves out what another page says: a verb's arguments at a method, and the docstring of a constant's class."""
     del app, name, options
     if is_a_verb_as_method(what, obj):
-        homes = (kvjax, kvjax.tiers, kvjax.pools)
+        homes = (kvjax, kvjax.tiers, kvjax.pools, kvjax.serving)
         home = next(home.__name__ for home in homes if obj.__name__ in home.__all__)
         lines[1:] = ["", f"The arguments are those of `{home}.{obj.__name__}`.", ""]
     elif what in ("data", "attribute") and "\n".join(lines).strip() == inspect.getdoc(type(obj)):
