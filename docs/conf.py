@@ -79,7 +79,8 @@ html_theme_options = {
 def is_a_verb_as_method(what, obj):
     """Whether it is a method of a cache that has signature and docstring from a verb (`kvjax.checks.face`)."""
     verb = getattr(obj, "__wrapped__", None)
-    return what == "method" and verb is not None and obj.__doc__ is verb.__doc__
+    is_function = verb is not None and "." not in verb.__qualname__  # a decorator of the method wraps another method
+    return what == "method" and is_function and obj.__doc__ is verb.__doc__
 
 
 def shorten(app, what, name, obj, options, lines):
