@@ -79,14 +79,15 @@ html_theme_options = {
 def is_a_verb_as_method(what, obj):
     """Whether it is a method of a cache that has signature and docstring from a verb (`kvjax.checks.face`)."""
     verb = getattr(obj, "__wrapped__", None)
-    return what == "method" and verb is not None and obj.__doc__ is verb.__doc__
+    is_function = verb is not None and "." not in verb.__qualname__  # a decorator of the method wraps another method
+    return what == "method" and is_function and obj.__doc__ is verb.__doc__
 
 
 def shorten(app, what, name, obj, options, lines):
     """Leaves out what another page says: a verb's arguments at a method, and the docstring of a constant's class."""
     del app, name, options
     if is_a_verb_as_method(what, obj):
-        homes = (kvjax, kvjax.tiers, kvjax.pools)
+        homes = (kvjax, kvjax.tiers, kvjax.pools, kvjax.serving)
         home = next(home.__name__ for home in homes if obj.__name__ in home.__all__)
         lines[1:] = ["", f"The arguments are those of `{home}.{obj.__name__}`.", ""]
     elif what in ("data", "attribute") and "\n".join(lines).strip() == inspect.getdoc(type(obj)):

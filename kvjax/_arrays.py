@@ -277,6 +277,16 @@ def unreadable(tree: Any) -> str:
     return ""
 
 
+def described(tree: Any) -> Any:
+    """The tree with dtype and shape of each array as text."""
+
+    def of_leaf(leaf: Any) -> str:
+        is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+        return f"{leaf.dtype}{list(leaf.shape)}" if is_array else repr(leaf)
+
+    return jax.tree.map(of_leaf, tree)
+
+
 @typing.dataclass_transform(frozen_default=True)
 class Pytree:
     """Makes each subclass a frozen dataclass and a pytree; `static` fields are part of its structure."""

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree, either, pick, unreadable
+from kvjax._arrays import Pytree, described, either, pick, unreadable
 from kvjax.spec import CacheSpec
 
 __all__ = [
@@ -160,12 +160,6 @@ class Blocks(Pytree):
 
 
 Eligible = Callable[[jax.Array], jax.Array]
-
-
-def described(tree: Any) -> Any:
-    """The tree with dtype and shape of each array as text."""
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)  # noqa: E731
-    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if is_array(x) else repr(x), tree)
 
 
 class EvictionPolicy(NamedTuple):

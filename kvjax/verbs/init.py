@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from kvjax._arrays import described
 from kvjax._compile import own_transfers
 from kvjax.blocks import index, windows
 from kvjax.checks import integers
 from kvjax.spec import CacheSpec, GroupSpec, check_keys, of_group
-from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences, Text, described
+from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences, Text
 from kvjax.verbs._request import checked_policy
 
 
