@@ -187,7 +187,7 @@ def test_what_cannot_be_served_ends_with_its_reason(engine):
 
 def test_keys_give_the_streams_of_generate(engine):
     options = {"max_new_tokens": NEW, "samples": 2, "sampling": Sampling(temperature=1.0)}
-    outputs, _, _ = drive.run_batch(MODEL, empty(), PROMPTS[:1], seed=3, **options)
+    outputs, _, _ = drive.run_batch(MODEL, empty(), PROMPTS[:1], seed=jax.random.key(3), **options)
     for key in (jax.random.key(3), jax.random.PRNGKey(3)):
         handle = drive.ask(engine, PROMPTS[0], seed=key, **options)
         assert [one.result(60).tokens for one in handle.samples] == [output.tokens for output in outputs]
