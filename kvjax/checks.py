@@ -72,9 +72,7 @@ def array_of(name: str, value: Any, wanted: str) -> jax.Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        if name == "namespace":
-            wanted += "; kvjax.Namespaces numbers salts and LoRAs"
-        raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}") from error
+        raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}{_HINTS.get(name, '')}") from error
 
 
 def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -90,6 +88,7 @@ def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 _signature = functools.cache(inspect.signature)
+_HINTS = {"namespace": "; kvjax.Namespaces numbers salts and LoRAs"}
 
 
 def _check_width(name: str, value: Any) -> None:
@@ -145,7 +144,10 @@ def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
 
 def static_int32(name: str, value: Any, minimum: int) -> int:
     """`value` as a Python int of at least `minimum` that fits into 32 bits, as all numbers of a state do."""
-    value = static_int(name, value, minimum)
+    try:
+        value = static_int(name, value, minimum)
+    except ValueError as error:
+        raise ValueError(f"{error}{_HINTS.get(name, '')}") from error
     _check_width(name, value)
     return value
 

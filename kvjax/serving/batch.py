@@ -17,7 +17,7 @@ from kvjax.checks import check_alive, check_on_host
 from kvjax.model import Model, check_model, check_placement
 from kvjax.serving.decode import check_cache
 from kvjax.serving.driver import Driver, Limits
-from kvjax.serving.request import Request, RunOptions
+from kvjax.serving.request import INSIDE, Request, RunOptions, errors_of
 from kvjax.serving.requests import Output
 from kvjax.serving.turns import Job, Slots
 
@@ -48,15 +48,15 @@ class Batch[C: AnyCache]:
         check_cache(cache)
         check_placement(model, cache)
         requests = checked_requests(requests)
-        instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
-        check_on_host("generation", (model, cache.state, cache.pools), instead)
+        check_on_host("generation", (model, cache.state, cache.pools), INSIDE)
         check_alive(cache)
         self._spec = spec = cache.state.spec
         options.check(spec)
         if options.store is not None and (why := unreadable(cache)):
             raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
-        for request in requests:
-            options.check_request(request, spec)
+        for number, request in enumerate(requests):
+            with errors_of(number):
+                options.check_request(request, spec)
         self._steps = steps if options.steps is None else options.steps
         scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.most_steps(spec), self._steps))
         limits = Limits.of(model, cache.cache, scheduler, options.top_logprobs)
@@ -89,7 +89,7 @@ class Batch[C: AnyCache]:
         max_tokens = [job.max_tokens for job in jobs]
         number = bucket(max(len(jobs), 1), MIN_SLOTS)
         longest_answer = max((job.left for job in jobs), default=1)
-        ranges = [len(request.retention.ranges) for request in requests if request.retention is not None]
+        ranges = [request.num_ranges for request in requests if request.num_ranges is not None]
         samples = any(not request.is_greedy for request in requests)
         return Slots(
             [*max_tokens, *[0] * (number - len(jobs))],

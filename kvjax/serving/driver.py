@@ -155,12 +155,12 @@ class Driver[C: AnyCache]:
 
     @property
     def num_free_slots(self) -> int:
-        """How many slots have no request."""
+        """The number of slots without a request."""
         return len(self._free)
 
     @property
     def in_flight(self) -> int:
-        """How many loops are not read yet."""
+        """The number of loops that are not read yet."""
         return len(self._turns)
 
     def wait(self) -> None:

@@ -33,6 +33,7 @@ from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.request import Request, RunOptions
 from kvjax.serving.turns import Job, Slots
 from kvjax.state import CacheState
+from kvjax.verbs._request import check_retention
 
 
 class QueueFull(RuntimeError):
@@ -102,8 +103,7 @@ class Engine[C: AnyCache]:
             raise ValueError("cache: got one with rows in use, wanted one without")
         if logits_state is not None and options.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
-        if num_ranges is not None and not spec.retention:
-            raise ValueError(f"num_ranges: got {num_ranges}, wanted None (the spec was made with retention=False)")
+        check_retention(spec, num_ranges=num_ranges)
         self._logits_state = jax.tree.map(np.asarray, logits_state)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
@@ -187,7 +187,9 @@ class Engine[C: AnyCache]:
             raise ValueError(f"stop_tokens: got {got}, wanted at most num_stop_tokens, {slots.num_stop_tokens}")
         if request.samples > (most := min(self._most_samples, self._max_waiting)):
             raise ValueError(f"samples: got {request.samples}, wanted at most {most}")
-        if request.retention is not None and (slots.num_ranges or 0) < (got := len(request.retention.ranges)):
+        most_ranges = -1 if slots.num_ranges is None else slots.num_ranges
+        if request.num_ranges is not None and request.num_ranges > most_ranges:
+            got = request.num_ranges
             raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
         if request.logits_state is not None:
             (got, tree), (wanted, own) = map(jax.tree.flatten, (request.logits_state, self._logits_state))

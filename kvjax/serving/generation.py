@@ -67,7 +67,7 @@ def generate[C: AnyCache](
     sampling: Sampling | Sequence[Sampling | None] | None = None,
     seed: int | jax.Array | None = None,
     stop_tokens: Sequence[int] = (),
-    namespaces: Sequence[int] | None = None,
+    namespace: int | Sequence[int] = 0,
     retention: Retention | Sequence[Retention | None] | None = None,
     chunk: int = 128,
     k: int | None = None,
@@ -101,7 +101,7 @@ def generate[C: AnyCache](
       seed: an int or a jax key, from which each output gets a random stream. 3, `jax.random.key(3)` and
         `jax.random.PRNGKey(3)` give the same ones. None: the same ones at every call.
       stop_tokens: end a row when chosen.
-      namespaces: of each prompt; see `Request`.
+      namespace: of all prompts, or one for each; see `Request`.
       retention: of each prompt's blocks, or one for all prompts; see `Request`.
       chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. What is chosen does not
@@ -122,11 +122,19 @@ def generate[C: AnyCache](
     """
     requests = make_requests(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, retention=retention,
-        namespace=0 if namespaces is None else namespaces,
-        seed=None if seed is None else jax.device_get(output_seeds(seed, len(prompts))).tolist(),
+        namespace=namespace,
     )  # fmt: skip
+    if seed is not None:
+        requests = _with_seeds(requests, seed)
     scheduler = Scheduler(chunk=chunk, k=k, canonical=canonical)
     return _run(Batch(model, cache, requests, RunOptions(scheduler=scheduler, **options), steps=32))
+
+
+@own_transfers()
+def _with_seeds(requests: list[Request], seed: Any) -> list[Request]:
+    """The requests, each with a random stream by its number."""
+    seeds = jax.device_get(output_seeds(seed, len(requests))).tolist()
+    return [dataclasses.replace(request, seed=own) for request, own in zip(requests, seeds, strict=True)]
 
 
 def run_batch[C: AnyCache](

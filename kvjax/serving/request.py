@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
+from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
-from kvjax.checks import check_functions, host_integers, static_int, static_int32
+from kvjax.checks import check_functions, check_on_host, host_integers, static_int, static_int32
 from kvjax.events.listeners import Listener, Listeners
 from kvjax.policies.retention import Retention
 from kvjax.serving.decode import LogitsFn
@@ -22,6 +25,9 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds, seed_key
 from kvjax.spec import CacheSpec
 from kvjax.stores.disk import DiskStore
+from kvjax.verbs._request import check_retention
+
+INSIDE = "inside one use kvjax.serving.serve or kvjax.serving.decode"  # a program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,11 +89,17 @@ class Request:
         if not isinstance(retention, Retention | None):
             raise ValueError(f"retention: got {reprlib.repr(retention)}, wanted a kvjax.Retention or None")
         if self.seed is not None and not _is_index(self.seed):
-            seed_key(self.seed)
+            with own_transfers():
+                seed_key(self.seed)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def num_ranges(self) -> int | None:
+        """The number of its retention's ranges; None without a retention."""
+        return None if self.retention is None else len(self.retention.ranges)
 
     @property
     def is_greedy(self) -> bool:
@@ -109,10 +121,16 @@ def _is_index(seed: Any) -> bool:
 
 def _checked_prompt(prompt: Any) -> np.ndarray:
     """i32[n]; the token ids of a prompt."""
-    wanted = "wanted a list of token ids"
+    _check_untraced(prompt)
+    wanted = "a list of token ids"
     if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, str):
-        raise ValueError(f"prompt: got {reprlib.repr(prompt)}, {wanted}")
-    return host_integers("prompt", prompt, np.int32, wanted.removeprefix("wanted "))
+        raise ValueError(f"prompt: got {reprlib.repr(prompt)}, wanted {wanted}")
+    return host_integers("prompt", prompt, np.int32, wanted)
+
+
+def _check_untraced(prompts: Any) -> None:
+    if isinstance(prompts, Tracer):
+        check_on_host("generation", prompts, INSIDE)
 
 
 def make_requests(prompts: Any, **values: Any) -> list[Request]:
@@ -131,6 +149,7 @@ def make_requests(prompts: Any, **values: Any) -> list[Request]:
       >>> second.max_new_tokens, second.priority, second.stop_tokens.tolist()
       (8, 1, [5])
     """
+    _check_untraced(prompts)
     if getattr(prompts, "ndim", 1) > 1:  # its padding would be read as tokens
         raise ValueError(
             f"prompts: got an array {list(np.shape(prompts))}, wanted a list for each prompt, without padding: "
@@ -144,11 +163,18 @@ def make_requests(prompts: Any, **values: Any) -> list[Request]:
     requests = []
     for number, prompt in enumerate(listed):
         own = {name: column[number] for name, column in columns.items()}
-        try:
+        with errors_of(number):
             requests.append(Request(prompt, **values | own))
-        except ValueError as error:
-            raise ValueError(f"prompt {number}: {error}") from error
     return requests
+
+
+@contextlib.contextmanager
+def errors_of(number: int) -> Iterator[None]:
+    """Puts the number of a prompt before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"prompt {number}: {error}") from error
 
 
 def _is_list(value: Any) -> bool:
@@ -235,8 +261,7 @@ class RunOptions:
                 f"namespace: got {request.namespace}, wanted one of {len(self.names):,} that names gave out; a saved "
                 "cache needs the names saved with it (Namespaces.from_dict)"
             )
-        if request.retention is not None and not spec.retention:
-            raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
+        check_retention(spec, retention=request.retention)
         if self.store is not None:
             self.store.root(request.namespace)
 

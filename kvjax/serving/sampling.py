@@ -224,8 +224,8 @@ def output_seeds(seed: Any, number: int) -> jax.Array:
 
 def seed_key(seed: Any) -> jax.Array:
     """The jax key of a seed: of a key, of the words of one (`jax.random.PRNGKey`), or of an integer modulo 2**32."""
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        seed = np.uint32(seed % 2**32)
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
+        seed = np.uint32(int(seed) % 2**32)
     try:
         words = jnp.asarray(seed)
     except (TypeError, ValueError, OverflowError):

@@ -26,7 +26,7 @@ from kvjax._compile import own_transfers
 from kvjax._files import open_regular
 from kvjax.blocks.hashes import namespace_root
 from kvjax.blocks.keys import Namespaces
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.checks import integers
 from kvjax.pools.host import HostPools
 from kvjax.spec import CacheSpec
@@ -96,17 +96,15 @@ def save(
 
 def pools_of(cache: Any) -> HostPools | None:
     """The host pools of a cache that can be saved or loaded, if it has any; ValueError for any other."""
-    if not isinstance(cache, Cache | TieredCache):
+    if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache or a TieredCache")
     if why := unreadable(cache):
         raise ValueError(f"cache: got one that is {why}, wanted one of this process, whose arrays can be read")
     if np.ndim(cache.state.groups[0].num_empty):
         raise ValueError("cache: got a batch of caches, wanted one")
-    if isinstance(cache, TieredCache):
-        return cache.host
-    if cache.state.spec.host_groups:
+    if isinstance(cache, Cache) and cache.state.spec.host_groups:
         raise ValueError("cache: got a Cache whose spec has a host tier, wanted the TieredCache, which has its bytes")
-    return None
+    return cache.host
 
 
 def checked_names(names: Any, model: Any, loras: Any) -> dict[int, str]:

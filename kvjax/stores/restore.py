@@ -14,10 +14,12 @@ import numpy as np
 from kvjax._compile import OutermostJit
 from kvjax.blocks.holders import give_back, hold
 from kvjax.blocks.windows import policy_of
+from kvjax.cache import AnyCache, Cache
 from kvjax.state import NO_BLOCK, CacheState, Text
-from kvjax.stores.adoption import AnyCache, adopt_prefix, with_state
+from kvjax.stores.adoption import adopt_prefix
 from kvjax.stores.contents import Contents, blocks_with
 from kvjax.stores.values import Values
+from kvjax.tiered import joined
 
 
 class Loaded(NamedTuple):
@@ -83,7 +85,8 @@ def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: n
             path = path[: len(path) - missing]
     ids = blocks_with(contents, namespaces, jax.device_get(cache.state))
     order = [_by_release(*each) for each in zip(state.groups, ids, contents.order, strict=True)]
-    return with_state(cache, _release_again(cache.state, order, now), cache.pools), _counted(saved, ids)
+    state = _release_again(cache.state, order, now)
+    return joined(Cache(state, cache.pools), cache.host), _counted(saved, ids)
 
 
 def _chosen(contents: Contents, namespaces: Mapping[int, int], state: CacheState) -> np.ndarray:

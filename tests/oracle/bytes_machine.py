@@ -1157,11 +1157,11 @@ class Life:
             how, run = {"chunk": 8, "k": request["k"]}, kvjax.generate
             if self.has_host:  # rows are swapped out where blocks run out
                 run, options = drive.run_batch, Scheduler(reserve="num_tokens", preempt="swap", **how)
-                how = {"scheduler": options, "priorities": request["priorities"]}
+                how = {"scheduler": options, "priority": request["priorities"]}
             run = with_kernels(run) if self.config.kernels else run
             outputs, cache, events = run(
                 Chain(roots, self.config.layers), cache, prompts, max_new_tokens=request["most"],
-                namespaces=spaces, steps=4, **how,
+                namespace=spaces, steps=4, **how,
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
         self.tally["beside other rows"] += len(self.rows) > 0

@@ -43,7 +43,6 @@ from models import (
 )
 from models.speech import Speech
 from models.stopwatch import Stopwatch
-from tests import drive
 from tests.drive import output_of
 from tests.wire_kit import Reader
 
@@ -174,7 +173,7 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--store-bytes 5XB", "--store-bytes: got '5XB', wanted a size such as 500MB or 10GiB"),
         (
             "--checkpoint ids --prompt 1 --store new --store-bytes 1k",
-            "--store-bytes: got 1000, wanted an int of at least 1148",
+            "--store-bytes: got 1000, wanted an int of at least 1152",
         ),
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
@@ -240,18 +239,19 @@ class Scripted:
         self.prompts, self.caches, self.stores = [], [], []
         self.tokens = bytes_tokenizer().encode(" fine").ids
 
-    def __call__(self, model, cache, prompts, *, listener, **options):
+    def __call__(self, model, cache, requests, options):
+        prompts = [request.prompt.tolist() for request in requests]
         self.prompts += prompts
         self.caches.append(cache)
-        self.stores.append(options["store"])
+        self.stores.append(options.store)
         outputs = [kvjax.serving.Output(len(prompt), cached_tokens=len(prompt) - 1) for prompt in prompts]
         for count in (2, len(self.tokens)):
             for output in outputs:
                 output.tokens = self.tokens[:count]
                 output.logprobs = [0.0] * count
                 output.finish = "stop" if count == len(self.tokens) else None
-            if listener is not None:
-                listener(init_log(8, 16, False))
+            if options.listener is not None:
+                options.listener(init_log(8, 16, False))
             new = {number: output.tokens for number, output in enumerate(outputs)}
             yield types.SimpleNamespace(outputs=outputs, cache=cache, new=new)
 
@@ -293,8 +293,8 @@ def test_ctrl_c_closes_the_store(capsys, scripted, tmp_path, monkeypatch, where)
         if where == "show" and not options.get("last"):
             raise KeyboardInterrupt
 
-    def interrupted(*_, store, **__):
-        scripted.stores.append(store)
+    def interrupted(model, cache, requests, options):
+        scripted.stores.append(options.store)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate._Screen, "show", press)
@@ -549,7 +549,7 @@ def test_a_second_run_finds_what_the_first_one_stored(capsys, tmp_path, monkeypa
 @pytest.mark.parametrize("where", ["shown", "computed"])
 def test_ctrl_c_prints_what_is_generated(capsys, tmp_path, monkeypatch, where):
     """While a Progress is shown the command handles it. While one is computed the stream turns it into an error."""
-    show, stream, shown = generate._Lines.show, drive.stream, []
+    show, stream, shown = generate._Lines.show, kvjax.stream, []
 
     def press_while_shown(self, outputs, **options):
         shown.append(outputs)

@@ -63,6 +63,10 @@ def generate(cache, prompts=PROMPTS, windows=(None, None), **options):
     return kvjax.generate(model(windows), cache, prompts, **options)
 
 
+def batch(prompts, **options):
+    return drive.run_batch(model(), empty_cache(), prompts, **{"chunk": 8, "steps": STEPS, **options})
+
+
 forward = jax.jit(lambda m, t, n: m.dense(t)[0, n - 1])
 
 
@@ -234,8 +238,8 @@ def test_logs_can_hold_the_worst_step(layers, host):
 @pytest.mark.slow
 def test_a_row_chooses_by_its_seed_alone():
     options = {"sampling": kvjax.Sampling(temperature=1.5, top_k=20, top_p=0.95), "max_new_tokens": 8}
-    together, _, _ = generate(empty_cache(), [PROMPTS[1]] * 3, seeds=[5, 6, 5], **options)
-    alone, _, _ = generate(empty_cache(), THREE, seeds=[9, 6, 9], **options)
+    together, _, _ = batch([PROMPTS[1]] * 3, seed=[5, 6, 5], **options)
+    alone, _, _ = batch(THREE, seed=[9, 6, 9], **options)
     assert together[0].tokens == together[2].tokens != together[1].tokens == alone[1].tokens
 
 
@@ -243,13 +247,13 @@ def test_each_prompt_is_sampled_in_its_own_way():
     """They run in one program. A prompt's output is the same as if all prompts were sampled in its way."""
     stop = plain(tuple(PROMPTS[2]))[0][1]  # the third prompt ends with this token if it may
     ways = [kvjax.Sampling(0.9, top_k=30), kvjax.Sampling(1.5, top_p=0.8), kvjax.Sampling(min_tokens=6)]
-    options = {"max_new_tokens": 8, "stop_tokens": [stop], "seeds": [3, 4, 5]}
-    together, _, _ = generate(empty_cache(), THREE, sampling=ways, **options)
+    options = {"max_new_tokens": 8, "stop_tokens": [stop], "seed": [3, 4, 5]}
+    together, _, _ = batch(THREE, sampling=ways, **options)
     for number, way in enumerate(ways):
-        same, _, _ = generate(empty_cache(), THREE, sampling=way, **options)
+        same, _, _ = batch(THREE, sampling=way, **options)
         assert together[number].tokens == same[number].tokens
         assert together[number].logprobs == same[number].logprobs
-    greedy, _, _ = generate(empty_cache(), THREE, sampling=[*ways[:2], None], **options)
+    greedy, _, _ = batch(THREE, sampling=[*ways[:2], None], **options)
     assert [output.tokens for output in greedy[:2]] == [output.tokens for output in together[:2]]
     assert greedy[2].finish == "stop" and greedy[2].tokens[-1] == stop and len(greedy[2].tokens) <= 2
     assert stop not in together[2].tokens[:6] and len(together[2].tokens) >= 6
@@ -267,9 +271,9 @@ def test_a_user_function_sees_the_logits():
 
 
 def test_namespaces_do_not_share():
-    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]] * 3, namespaces=[1] * 3)
+    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]] * 3, namespace=1)
     assert [o.cached_tokens for o in outputs] == [0, 16, 16]  # whole blocks that all share are computed once
-    outputs, cache, _ = generate(cache, [PROMPTS[1]] * 3, namespaces=[2, 1, 3])
+    outputs, cache, _ = generate(cache, [PROMPTS[1]] * 3, namespace=[2, 1, 3])
     assert [o.cached_tokens for o in outputs] == [0, 19, 0]
 
 
@@ -277,8 +281,8 @@ def test_bad_options_are_named():
     for name in ("max_new_tokens", "chunk", "steps"):
         with pytest.raises(ValueError, match=name):
             generate(empty_cache(), **{name: 0})
-    with pytest.raises(ValueError, match="seeds"):
-        generate(empty_cache(), seeds=[1])
+    with pytest.raises(ValueError, match="seed: got 1, wanted one for each of 3 prompts"):
+        batch(THREE, seed=[1])
     with pytest.raises(ValueError, match="sampling: got 1, wanted one for each of 5 prompts"):
         generate(empty_cache(), sampling=[kvjax.Sampling(0.5)])
     for options in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}):
@@ -286,11 +290,7 @@ def test_bad_options_are_named():
             kvjax.Sampling(**options)
 
 
-def test_generate_and_stream_take_the_same_keywords():
-    takes, streams = (dict(inspect.signature(use).parameters) for use in (kvjax.generate, drive.stream))
-    assert takes.pop("steps").default == 4 * streams.pop("steps").default  # a stream hands out few tokens at a time
-    assert takes == streams
-    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+def test_each_step_takes_the_same_arguments():
     steps = [
         inspect.signature(step).parameters for step in (kvjax.step, kvjax.Cache.step, kvjax.tiers.TieredCache.step)
     ]
@@ -316,16 +316,15 @@ def test_wrong_arguments_are_named_before_anything_is_donated():
         cache,
         PROMPTS,
     )
-    raises(r"^prompts: got 1 for prompt 0, wanted a list of token ids for each prompt", model(), cache, [1, 2, 3])
-    raises(r"^prompts: got the text 'hi' for prompt 1, wanted a list of token ids", model(), cache, [[1], "hi"])
+    raises(r"^prompt 0: prompt: got 1, wanted a list of token ids", model(), cache, [1, 2, 3])
+    raises(r"^prompt 1: prompt: got 'hi', wanted a list of token ids", model(), cache, [[1], "hi"])
     for prompt in (["a"], [1.0, 2.0], [[1, 2], [3]], [True]):
-        raises(r"^prompts: got \[.*\] for prompt 0, wanted a list of token ids", model(), cache, [prompt])
-    for namespaces in ("tenant", ["tenant"], [2**31], [0.5]):
-        raises(
-            r"^namespaces: got .*kvjax\.Namespaces gives, for each of 1", model(), cache, [[1]], namespaces=namespaces
-        )
-    raises(r"^seeds: got \[-1\], wanted a number for each of 1 prompts", model(), cache, [[1]], seeds=[-1])
-    raises(r"^stop_tokens: got 5, wanted a list of token ids", model(), cache, [[1]], stop_tokens=5)
+        raises(r"^prompt 0: prompt: got \[.*\], wanted a list of token ids", model(), cache, [prompt])
+    wanted = "wanted an int of at least 0; kvjax.Namespaces numbers salts and LoRAs"
+    for namespace in ("tenant", 0.5):
+        raises(rf"^prompt 0: namespace: got {namespace!r}, {wanted}", model(), cache, [[1]], namespace=[namespace])
+    raises(r"^prompt 0: namespace: got numbers from 2147483648 to", model(), cache, [[1]], namespace=2**31)
+    raises(r"^prompt 0: stop_tokens: got 5, wanted a list of token ids", model(), cache, [[1]], stop_tokens=5)
     kvjax.check(cache.state)
 
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import inspect
 import types
 
 import flax.linen as nn
@@ -186,17 +185,6 @@ def test_a_progress_gives_a_state_that_is_never_donated():
     kvjax.check(state)
     with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call"):
         progress.state  # noqa: B018
-
-
-def test_a_stream_comes_in_few_tokens_at_a_time_by_default():
-    for use, steps in ((drive.stream, 8), (kvjax.generate, 32)):
-        assert inspect.signature(use).parameters["steps"].default == steps
-
-
-def test_seeds_are_counted_by_samples():
-    wanted = r"^seeds: got 2, wanted one for each of 8 outputs, or None \(2 prompts with samples=4\)"
-    refused(wanted, prompts=[[1], [2]], use=drive.run_batch, seeds=[1, 2], samples=4)
-    refused(r"^seeds: got 1, wanted one for each of 2 prompts", prompts=[[1], [2]], use=drive.run_batch, seeds=[1])
 
 
 @pytest.mark.parametrize("use", USES)

@@ -130,9 +130,10 @@ def make_prompts():
 
 def run(cache, scheduler, prompts, first_seed=0):
     """Runs the prompts with their samples and compares all outputs with recomputation."""
+    starts = [first_seed + sum(SAMPLES[:number]) for number in range(len(SAMPLES))]
     seeds = [first_seed + number for number in range(sum(SAMPLES))]
     outputs, cache, events = drive.run_batch(
-        MODEL, cache, prompts, samples=SAMPLES, sampling=SAMPLING, seed=seeds, max_new_tokens=NEW,
+        MODEL, cache, prompts, samples=SAMPLES, sampling=SAMPLING, seed=starts, max_new_tokens=NEW,
         scheduler=scheduler, steps=40,
     )  # fmt: skip
     each = [prompt for prompt, number in zip(prompts, SAMPLES, strict=True) for _ in range(number)]

@@ -19,13 +19,12 @@ def streamed(*args, **options):
 def test_numbers_that_names_never_gave_out_are_refused_before_anything_is_donated(use, host):
     cache, names = make_cache(host=host), kvjax.Namespaces()
     names("tenant a")
-    for namespaces, got in (([2], 2), ([-1], -1)):
-        with pytest.raises(
-            ValueError, match=rf"^namespaces: got {got} for prompt 0, wanted one of 2 that names gave out"
-        ):
-            use(MODEL, cache, [PROMPT], namespaces=namespaces, names=names)
-    with pytest.raises(ValueError, match=r"^namespaces: got 2 for prompt 1, .*; a saved cache needs the names"):
-        use(MODEL, cache, [PROMPT, PROMPT], namespaces=[1, 2], names=names)
+    with pytest.raises(ValueError, match=r"^prompt 0: namespace: got 2, wanted one of 2 that names gave out"):
+        use(MODEL, cache, [PROMPT], namespace=2, names=names)
+    with pytest.raises(ValueError, match=r"^prompt 0: namespace: got -1, wanted an int of at least 0"):
+        use(MODEL, cache, [PROMPT], namespace=[-1], names=names)
+    with pytest.raises(ValueError, match=r"^prompt 1: namespace: got 2, .*; a saved cache needs the names"):
+        use(MODEL, cache, [PROMPT, PROMPT], namespace=[1, 2], names=names)
     for wrong in ({"version": 1}, 3, names.to_dict()):
         with pytest.raises(ValueError, match=r"^names: got .*, wanted a kvjax\.Namespaces or None"):
             use(MODEL, cache, [PROMPT], names=wrong)
@@ -38,7 +37,7 @@ def test_tenants_find_their_own_prompts():
     spaces = [names("tenant a"), names("tenant b"), names("tenant a")]
     cached = []
     for space in spaces:
-        (output,), cache, _ = together(cache, [PROMPT], namespaces=[space], names=names)
+        (output,), cache, _ = together(cache, [PROMPT], namespace=space, names=names)
         cached.append(output.cached_tokens)
     (output,), *_ = spread(cache, [PROMPT], names=names)
     assert [*cached, output.cached_tokens] == [0, 0, 12, 0]

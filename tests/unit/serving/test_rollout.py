@@ -209,7 +209,7 @@ def test_samples_are_those_of_run_batch(logprobs):
         ({"mask": np.ones((4, 13), bool)}, "lengths: got both it and mask"),
         ({"lengths": None, "mask": np.ones((4, 12), bool)}, r"mask: got bool\[4, 12\], wanted bool\[4, 13\]"),
         ({"lengths": LENGTHS[:3]}, "lengths: got"),
-        ({"seed": np.zeros((4, 3), np.uint32)}, r"seeds: got uint32\[4, 3\], wanted u32\[4, 2\]"),
+        ({"seeds": np.zeros((4, 3), np.uint32)}, r"seeds: got uint32\[4, 3\], wanted u32\[4, 2\]"),
         ({"seed": 0.5}, "seed: got 0.5, wanted an integer or a jax key"),
         ({"logprobs": "all"}, "logprobs: got 'all'"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),

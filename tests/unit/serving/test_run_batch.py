@@ -91,9 +91,9 @@ def test_an_error_between_loops_leaves_the_cache_whole():
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0, wanted at least 1"),
+        ({"max_new_tokens": 0}, "prompt 0: max_new_tokens: got 0, wanted an int of at least 1"),
         ({"max_new_tokens": [1, 2]}, "max_new_tokens: got 2, wanted one for each of 1 prompts"),
-        ({"priority": [1, 2]}, "priorities: got 2, wanted one for each of 1 prompts"),
+        ({"priority": [1, 2]}, "priority: got 2, wanted one for each of 1 prompts"),
         ({"steps": 0}, "steps: got 0, wanted an int of at least 1"),
         ({"scheduler": Scheduler(k=9)}, "k: got 9, wanted at most the block size, 4"),
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import Replicas
+from kvjax.serving import Replicas, Request
 from tests import drive
 from tests.drive import output_of
 from tests.serving_kit import MODEL, assert_chained, make_cache, make_spec, prompts_of, together
@@ -115,9 +115,7 @@ INSIDE = r"got a call inside a program \(jit, vmap, shard_map\), wanted host cod
 def test_what_makes_and_runs_caches_from_the_host_is_refused_inside_a_program(program):
     """`test_hints.py` has `generate`, `stream`, `run_batch` and the verbs of a `TieredCache`."""
     replicas, prompt = Replicas(MODEL, make_spec(), jax.devices()[:1]), jnp.arange(3)
-    for use in (replicas.run_batch, replicas.generate):
-        for call in (lambda prompt, use=use: use([prompt]), lambda _, use=use: use([[1, 2]])):
-            with pytest.raises(ValueError, match=rf"^Replicas: {INSIDE}use kvjax\.serving\.serve under shard_map"):
-                program(call)(prompt)
+    with pytest.raises(ValueError, match=rf"^Replicas: {INSIDE}use kvjax\.serving\.serve under shard_map"):
+        program(lambda _: replicas.run_batch([Request([1, 2])]))(prompt)
     with pytest.raises(ValueError, match=rf"^TieredCache\.create: {INSIDE}make a Cache"):
         program(lambda _: kvjax.tiers.TieredCache.create(make_spec(host=12)))(prompt)
