@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import random
 import re
 from typing import Any
 
@@ -18,10 +19,24 @@ import pytest
 
 import kvjax
 from kvjax import Namespaces, Retention, Sampling
-from kvjax.events import Listeners
+from kvjax.events import Listeners, listeners
 from kvjax.serving import Engine, EngineError, GenerationInterrupted, Output, Request, RunOptions, Scheduler, driver
-from tests.serving_kit import ctrl_c_acts, fail, press
-from tests.unit.serving.ways import BLOCKS, LAYERS, LENGTH, MODEL, NEW, ROWS, SHAPE, SIZE, SPEC, VOCAB, WAYS, wanted
+from tests.serving_kit import ctrl_c_acts, press
+from tests.unit.serving.ways import (
+    BLOCKS,
+    LAYERS,
+    LENGTH,
+    MODEL,
+    NEW,
+    ROWS,
+    SHAPE,
+    SIZE,
+    SPEC,
+    VOCAB,
+    WAYS,
+    Session,
+    wanted,
+)
 
 __all__ = ["ctrl_c_acts"]
 RETAINED = Retention.of([(0, 8, 60)])
@@ -33,9 +48,11 @@ def ask(prompt: Any, **fields: Any) -> Request:
     return Request(prompt, **{"max_new_tokens": NEW, "retention": RETAINED} | fields)
 
 
-def ways(but: str = "") -> Any:
-    """A test of each way of serving, but for some."""
-    return pytest.mark.parametrize("way", [name for name in WAYS if name not in but.split()])
+def ways(but: str = "", **faults: str) -> Any:
+    """A test of each way of serving, but for some; those with a fault fail still."""
+    marks = {name: pytest.mark.xfail(strict=True, reason=reason) for name, reason in faults.items()}
+    each = [pytest.param(name, marks=marks.get(name, ())) for name in WAYS if name not in but.split()]
+    return pytest.mark.parametrize("way", each)
 
 
 def assert_alike(outputs: list[Output], others: list[Output], *, has_top: bool = True) -> None:
@@ -100,11 +117,18 @@ CASES = {
     "a full row": Case([ask(DOCUMENT), ask([7])], ["row_full", "length"], but="rollout"),
     "few blocks": Case([ask(DOCUMENT[:13], max_new_tokens=12), ask([7])], ["no_blocks", "length"], "rollout", 5),
     "rows that wait for blocks": Case([ask([n] * 9, max_new_tokens=9) for n in range(4)], "length", "rollout", 7),
+    "more samples than rows": Case(
+        [ask(PROMPTS[1], sampling=SAMPLINGS[0], samples=5), ask([7])], but="generate Engine rollout"
+    ),
+    "preempted rows": Case(
+        changed(SAMPLED, seed=SEEDS, max_new_tokens=[12] * 4), "length", "generate rollout", 8,
+        {"scheduler": Scheduler(chunk=8, reserve="num_tokens")},
+    ),
     "log-probabilities of the sampling": Case(
         changed(SAMPLED, seed=SEEDS), but="generate", options={"logprobs": "sampling"}
     ),
 }  # fmt: skip
-LONG = ("log-probabilities of the sampling",)  # programs of their own
+LONG = ("preempted rows", "log-probabilities of the sampling")  # programs of their own
 
 
 @pytest.mark.parametrize(
@@ -124,6 +148,8 @@ def test_answers_are_those_without_a_cache(name, way):
     for turn in range(2):
         outputs = session.run(case.requests, **case.options)
         assert_alike(outputs, expected, has_top=way != "rollout")
+        if name == "preempted rows" and way != "Replicas":
+            assert any(output.preemptions for output in outputs)
         if turn and case.num_blocks == BLOCKS:
             assert all(output.cached_tokens >= output.prompt_tokens - 1 for output in outputs)
 
@@ -151,6 +177,12 @@ def test_namespaces_share_nothing(way):
         outputs = session.run([ask(prompt, namespace=namespace) for namespace in namespaces])
         assert_alike(outputs, wanted([ask(prompt)] * 3), has_top=way != "rollout")
         assert [output.cached_tokens for output in outputs] == cached
+
+
+@ways(but="rollout")
+def test_a_prompt_that_the_whole_cache_cannot_hold_gets_no_token(way):
+    first, second = WAYS[way](5).run([ask([1] * 24), ask([7])])
+    assert (first.finish, first.tokens, second.finish) == ("no_blocks", [], "length")
 
 
 @ways(but="Engine")
@@ -234,21 +266,22 @@ def test_a_value_that_does_not_fit_is_named_and_the_cache_goes_on(way):
     session.run(GREEDY)
 
 
-@ways(but="rollout")
-def test_what_the_cache_or_the_names_do_not_know_is_refused(way):
+@ways(but="rollout", Replicas="the number is that among the requests of a replica, and other replicas run theirs")
+def test_a_request_that_a_run_does_not_know_is_named_before_anything_runs(way):
     names = Namespaces()
     own, session = names("own"), WAYS[way]()
-    with pytest.raises(
-        ValueError, match=r"^namespace: got 2, wanted one of 2 that names gave out; a saved cache needs"
-    ):
-        session.run([ask([1, 2], namespace=2)], names=names)
-    session.run(changed(GREEDY, namespace=[own] * 4), names=names)
-    plain = WAYS[way](spec=kvjax.make_spec(LAYERS, **SHAPE))
-    with pytest.raises(
-        ValueError, match=r"^retention: got one, wanted None \(the spec was made with retention=False\)|num_ranges"
-    ):
-        plain.run([ask([1, 2])])
-    plain.verify()
+    prompt = "" if way == "Engine" else "prompt 4: "
+    with pytest.raises(ValueError, match=f"^{prompt}namespace: got 2, wanted one of 2 that names gave out; a saved"):
+        session.run([*GREEDY, ask([1, 2], namespace=2)], names=names)
+    assert way == "Engine" or not any(session.events)
+    assert_alike(session.run(changed(GREEDY, namespace=[own] * 4), names=names), wanted(GREEDY))
+
+
+@ways(but="rollout")
+def test_retention_is_refused_where_the_spec_has_none(way):
+    session = WAYS[way](spec=kvjax.make_spec(LAYERS, **SHAPE))
+    with pytest.raises(ValueError, match=r"(retention|num_ranges): got .*, wanted None .*retention=False"):
+        session.run([ask([1, 2])])
 
 
 OPEN = {
@@ -268,6 +301,7 @@ def test_wrong_models_and_caches_are_named(way):
     jax.tree.map(lambda leaf: leaf.delete(), gone)
     for model, given, message in (
         (MODEL, cache.state, r"cache: got a CacheState, wanted a Cache\(state, pools\) or a TieredCache"),
+        *([(cache, MODEL, "model: got a Cache, wanted a kvjax.serving.Model")] if way != "Engine" else []),
         (MODEL, gone, "cache: was donated to an earlier call: go on with what that call returned"),
         (wrong, cache, r"model: got wrong, which is no pytree: wrap a function as jax\.tree_util\.Partial\(fn\)"),
         (jax.tree_util.Partial(wrong), cache, r"model: got NoneType for last=.*, wanted a pair of logits f32\[3, V\]"),
@@ -281,32 +315,54 @@ def test_wrong_models_and_caches_are_named(way):
 
 
 @ways()
-def test_events_come_once_and_in_order(way):
-    session, reused = WAYS[way](), 0
-    for log_events in (True, False):
+@pytest.mark.parametrize("host", [0, pytest.param(12, marks=pytest.mark.long)])
+def test_events_come_once_and_in_order(way, host):
+    """With a host tier some blocks go there, and come back."""
+    if host and way == "rollout":
+        pytest.skip("a program moves nothing")
+    spec = kvjax.make_spec(LAYERS, retention=True, num_host_blocks=host, **SHAPE)
+    session, reused, queried = WAYS[way](8 if host else BLOCKS, spec=spec), 0, 0
+    others = [ask([token, *DOCUMENT[9:20]]) for token in range(4)]
+    for number, requests in enumerate([GREEDY, others, GREEDY]):
         before = len(session.events[0])
-        outputs = session.run(GREEDY, log_events=log_events)
+        outputs = session.run(requests, log_events=number < 2)
+        assert_alike(outputs, wanted(requests), has_top=way != "rollout")
         reused += sum(output.cached_tokens for output in outputs)
+        queried += sum(output.prompt_tokens for output in outputs)
         if way in ("generate", "stream", "run_batch"):
-            assert session.decoded == (session.events[0][before:] if log_events else [])
-    assert session.totals.queried_tokens == 2 * sum(map(len, PROMPTS)) and session.totals.reused_tokens == reused > 0
+            assert session.decoded == (session.events[0][before:] if number < 2 else [])
+    totals = session.totals
+    assert (totals.queried_tokens, totals.reused_tokens) == (queried, reused) and reused
+    assert not host or (totals.offloaded_blocks and totals.onboarded_blocks)
+
+
+def listener_counts(session: Session) -> dict[str, int]:
+    """The counts of a session's listener, for all caches."""
+    numbers = [(0,), (1,)] if len(session.caches) > 1 else [()]
+    counts = [Listeners(session.listener, leading=number).counts for number in numbers]
+    return {name: sum(one[name] for one in counts) for name in counts[0]}
 
 
 @ways(but="rollout")
-def test_what_a_listener_raises_costs_nothing_and_it_gets_a_snapshot(way):
-    session = WAYS[way]()
-    for _ in range(2):
-        session.then = fail
+@pytest.mark.parametrize("chance", [0.4, 1.0])
+def test_a_listener_that_fails_costs_nothing_and_has_the_index_when_it_is_back(way, chance, monkeypatch):
+    monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.001)
+    session, rng = WAYS[way](), random.Random(3)
+    session.away, session.is_told = lambda: rng.random() < chance, False
+    for _ in range(3):
         assert_alike(session.run(GREEDY), wanted(GREEDY))
-    numbers = [(0,), (1,)] if way == "Replicas" else [()]
-    counts = [Listeners(session.listener, leading=number).counts for number in numbers]
-    assert sum(one["failures"] for one in counts) == sum(one["snapshots"] for one in counts) == 2
+    failures = listener_counts(session)["failures"]
+    assert failures and (chance < 1 or not any(session.events))
+    session.away, session.is_told = lambda: False, True
+    assert_alike(session.run(GREEDY), wanted(GREEDY))
+    counts = listener_counts(session)
+    assert counts["failures"] == failures and counts["missed"] and counts["snapshots"]
 
 
 # Ends in the middle.
 
 
-def assert_goes_on(session: Any, error: GenerationInterrupted) -> None:
+def assert_goes_on(session: Session, error: GenerationInterrupted) -> None:
     """Asserts that an interrupted run has a part of the outputs, and that its cache serves."""
     for output, other in zip(error.outputs, wanted(GREEDY), strict=True):
         assert output.tokens == other.tokens[: len(output.tokens)]
@@ -315,13 +371,19 @@ def assert_goes_on(session: Any, error: GenerationInterrupted) -> None:
 
 
 @ways(but="rollout")
-def test_an_error_in_the_middle_costs_no_more_than_its_run(way, monkeypatch):
-    """An engine goes on with an empty cache, others with all that was computed; requests of a replica go elsewhere."""
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_error_in_the_middle_costs_no_more_than_its_run(way, is_lost, monkeypatch):
+    """An engine goes on with an empty cache, others with all that was computed; requests of a replica go elsewhere.
+
+    A loop that fails on the device takes the cache with it.
+    """
     turn, turns = driver.turn, itertools.count()
 
     def fails_once(model, serving, **options):
         has_requests = jax.device_get(serving.requests.stage).any()  # it has none where an engine compiles
         if has_requests and next(turns) == (way != "Engine"):
+            if is_lost:
+                jax.tree.map(lambda leaf: leaf.delete(), serving)
             raise MemoryError("no memory")
         return turn(model, serving, **options)
 
@@ -330,6 +392,7 @@ def test_an_error_in_the_middle_costs_no_more_than_its_run(way, monkeypatch):
     if way == "Replicas":
         with pytest.warns(RuntimeWarning, match="requests of replicas that failed go to others: .*no memory"):
             assert_alike(session.run(GREEDY), wanted(GREEDY))
+        assert_alike(session.run(GREEDY), wanted(GREEDY))
         return
     with pytest.raises((EngineError, GenerationInterrupted), match="MemoryError: no memory") as caught:
         session.run(GREEDY)
@@ -337,18 +400,38 @@ def test_an_error_in_the_middle_costs_no_more_than_its_run(way, monkeypatch):
     if way == "Engine":
         assert [event["kind"] for event in session.events[0]].count("cleared") == 1
         assert_alike(session.run(GREEDY), wanted(GREEDY))
+    elif is_lost:
+        assert session.caches == [None]
     else:
         assert_goes_on(session, caught.value)
 
 
+def leave() -> None:
+    raise SystemExit("enough")
+
+
 @ways(but="rollout Engine")
-def test_ctrl_c_leaves_a_cache_that_goes_on(way):
+@pytest.mark.parametrize(("act", "cause"), [(press, KeyboardInterrupt), (leave, SystemExit)])
+def test_ctrl_c_and_an_interrupt_of_the_listener_leave_a_cache_that_goes_on(way, act, cause):
     session = WAYS[way]()
-    session.then = press
-    with pytest.raises(GenerationInterrupted, match=r"KeyboardInterrupt|replicas ended") as caught:
+    session.then, session.is_told = act, way != "Replicas"
+    with pytest.raises(GenerationInterrupted) as caught:
         session.run(GREEDY)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert isinstance(caught.value.__cause__, cause)
     assert_goes_on(session, caught.value)
+
+
+# Faults of today.
+
+
+@pytest.mark.xfail(strict=True, reason="the listener never gets the events behind the interrupt, nor a snapshot")
+def test_the_listener_of_replicas_has_the_index_of_each_in_the_run_after_ctrl_c():
+    session = WAYS["Replicas"]()
+    session.then, session.is_told = press, False
+    with pytest.raises(GenerationInterrupted):
+        session.run(GREEDY)
+    session.is_told = True
+    session.run(GREEDY)
 
 
 @pytest.mark.long
