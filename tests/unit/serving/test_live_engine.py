@@ -198,7 +198,9 @@ def test_salts_come_and_go_and_nobody_finds_the_tokens_of_another(host, monkeypa
         assert fold(events).index == index_of(engine.state)
 
 
-def test_a_request_that_is_refused_makes_no_namespace():
+def test_a_request_that_is_refused_makes_no_namespace(engine):
+    with pytest.raises(ValueError, match=r"^salt: got one of an engine without names, wanted None"):
+        drive.ask(engine, [1], salt="a")
     names = kvjax.Namespaces()
     with drive.engine(MODEL, empty(), names=names, max_waiting=3, **SHARED) as engine:
         own = names("own")

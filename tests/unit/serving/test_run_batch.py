@@ -39,30 +39,6 @@ def prompts_of(number, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [0, HOST])
-def test_all_prompts_are_generated_for(host):
-    prompts, seen = prompts_of(16), []
-    outputs, cache, events = drive.run_batch(
-        MODEL, make_cache(9, host), prompts, max_new_tokens=[1 + i % 9 for i in range(16)], scheduler=OPTIONS, steps=25,
-        progress=lambda outputs: seen.append(sum(len(output.tokens) for output in outputs)),
-    )  # fmt: skip
-    assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 1 + i % 9) for i in range(16)]
-    assert_chained(prompts, outputs)
-    assert seen == sorted(seen)
-    assert len(seen) > 1
-    assert seen[-1] == sum(1 + i % 9 for i in range(16))
-    assert any(output.cached_tokens for output in outputs)
-    state = state_of(cache)
-    kvjax.check(state)
-    assert not np.asarray(state.seqs.length).any()
-    assert kvjax.fold(events).index == kvjax.events.index_of(state)
-    again, cache, events = drive.run_batch(MODEL, cache, prompts[:9], max_new_tokens=1, scheduler=OPTIONS, steps=25)
-    assert [output.tokens for output in again] == [output.tokens[:1] for output in outputs[:9]]
-    if host:
-        assert any(event["kind"] == "updated" for event in events)  # from the host
-
-
-@pytest.mark.slow
 def test_an_error_between_loops_leaves_the_cache_whole():
     def fails(outputs):
         raise RuntimeError("enough")
@@ -73,28 +49,6 @@ def test_an_error_between_loops_leaves_the_cache_whole():
     assert not np.asarray(caught.value.cache.state.seqs.length).any()
     assert kvjax.fold(caught.value.events).index == kvjax.events.index_of(caught.value.cache.state)
     assert caught.value.outputs[0].tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [0, HOST])
-def test_python_can_call_each_step(host):
-    """The tokens are the same, with a return to the host after each step."""
-    prompts, turns = prompts_of(9, seed=4), []
-    options = SWAP if host else OPTIONS
-    for loop in (True, False):
-        turns.append(0)
-
-        def count(_):
-            turns[-1] += 1
-
-        outputs, cache, events = drive.run_batch(
-            MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=options, loop=loop, progress=count
-        )
-        assert [output.finish for output in outputs] == ["length"] * 9
-        assert_chained(prompts, outputs)
-        kvjax.check(state_of(cache))
-        assert kvjax.fold(events).index == kvjax.events.index_of(state_of(cache))
-    assert turns[1] > 2 * turns[0] > 0
 
 
 def test_no_prompt_no_program():

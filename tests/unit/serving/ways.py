@@ -83,6 +83,15 @@ def _choose(tokens, number, sampling, stream, stop, generated, logprobs):
     )  # fmt: skip
 
 
+def streams_of(request: Request, number: int) -> list[int]:
+    """The random stream of each sample, the first of which is output `number`, as the docs have it."""
+    seed, samples = request.seed, range(request.samples)
+    if isinstance(seed, jax.Array):
+        key = jax.random.wrap_key_data(seed) if seed.dtype == jnp.uint32 else seed
+        return [int(jax.random.bits(jax.random.fold_in(key, sample))) for sample in samples]
+    return [(int(number if seed is None else seed) + sample) % 2**32 for sample in samples]
+
+
 def wanted(requests: list[Request], *, most_tokens: int = LENGTH, logprobs: str = "raw", **_: Any) -> list[Output]:
     """The outputs, a sample after the other, by a computation of the whole text for every token.
 
@@ -94,7 +103,7 @@ def wanted(requests: list[Request], *, most_tokens: int = LENGTH, logprobs: str 
     outputs = list[Output]()
     for request in requests:
         stop = np.resize([*request.stop_tokens, -1], NUM_STOP_TOKENS).astype(np.int32)
-        for stream in request.streams(default=len(outputs)):
+        for stream in streams_of(request, len(outputs)):
             outputs.append(output := Output(len(request.prompt)))
             while output.finish is None:
                 text = [*request.prompt, *output.tokens]
@@ -269,7 +278,7 @@ class Rollouts(Session):
             assert request.samples == samples and request.max_new_tokens == NEW
             lengths[at] = len(request.prompt)
             prompts[at, : lengths[at]] = request.prompt
-            streams[at] = request.streams(default=at * samples)
+            streams[at] = streams_of(request, at * samples)
         own = [*requests, *[requests[0]] * (number - len(requests))]
         stop = np.resize([*requests[0].stop_tokens, -1], NUM_STOP_TOKENS).astype(np.int32)
         log = kvjax.serving.rollout_log(self.spec, (number, most), NEW, samples)
