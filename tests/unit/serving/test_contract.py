@@ -349,12 +349,12 @@ def listener_counts(session: Session) -> dict[str, int]:
 def test_a_listener_that_fails_costs_nothing_and_has_the_index_when_it_is_back(way, chance, monkeypatch):
     monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.001)
     session, rng = WAYS[way](), random.Random(3)
-    session.away, session.is_told = lambda: rng.random() < chance, False
+    session.away, session.has_index = lambda: rng.random() < chance, False
     for _ in range(3):
         assert_alike(session.run(GREEDY), wanted(GREEDY))
     failures = listener_counts(session)["failures"]
     assert failures and (chance < 1 or not any(session.events))
-    session.away, session.is_told = lambda: False, True
+    session.away, session.has_index = lambda: False, True
     assert_alike(session.run(GREEDY), wanted(GREEDY))
     counts = listener_counts(session)
     assert counts["failures"] == failures and counts["missed"] and counts["snapshots"]
@@ -416,7 +416,7 @@ def leave() -> None:
 @pytest.mark.parametrize(("act", "cause"), [(press, KeyboardInterrupt), (leave, SystemExit)])
 def test_ctrl_c_and_an_interrupt_of_the_listener_leave_a_cache_that_goes_on(way, act, cause):
     session = WAYS[way]()
-    session.then, session.is_told = act, way != "Replicas"
+    session.then, session.has_index = act, way != "Replicas"
     with pytest.raises(GenerationInterrupted) as caught:
         session.run(GREEDY)
     assert isinstance(caught.value.__cause__, cause)
@@ -429,10 +429,10 @@ def test_ctrl_c_and_an_interrupt_of_the_listener_leave_a_cache_that_goes_on(way,
 @pytest.mark.xfail(strict=True, reason="the listener never gets the events behind the interrupt, nor a snapshot")
 def test_the_listener_of_replicas_has_the_index_of_each_in_the_run_after_ctrl_c():
     session = WAYS["Replicas"]()
-    session.then, session.is_told = press, False
+    session.then, session.has_index = press, False
     with pytest.raises(GenerationInterrupted):
         session.run(GREEDY)
-    session.is_told = True
+    session.has_index = True
     session.run(GREEDY)
 
 

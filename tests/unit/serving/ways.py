@@ -131,12 +131,12 @@ class Session:
       decoded: events that the last run returned.
       then: called once, by the listener when it has got events next.
       away: the listener raises where this is true.
-      is_told: whether the listener has the index behind each run.
+      has_index: whether the listener has the index behind each run.
       listener: of all runs.
     """
 
     def __init__(self, num_blocks: int = BLOCKS, spec: Any = SPEC):
-        self.spec, self.then, self.away, self.is_told = spec, None, lambda: False, True
+        self.spec, self.then, self.away, self.has_index = spec, None, lambda: False, True
         self.caches = self.create(np.int32(num_blocks))
         self.events: list[list[dict[str, Any]]] = [[] for _ in self.caches]
         self.totals, self.decoded = kvjax.events.Totals(), list[dict[str, Any]]()
@@ -175,7 +175,7 @@ class Session:
             if cache is None:
                 continue
             kvjax.check(cache.state, rows=())
-            assert not self.is_told or kvjax.fold(events).index == kvjax.events.index_of(cache.state)
+            assert not self.has_index or kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
     def refuse(self, fields: dict[str, Any], options: dict[str, Any]) -> None:
         """Runs a request that is to be refused."""
