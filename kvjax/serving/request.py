@@ -128,8 +128,8 @@ def _checked_prompt(prompt: Any) -> np.ndarray:
     return host_integers("prompt", prompt, np.int32, wanted)
 
 
-def _check_untraced(prompts: Any) -> None:
-    if isinstance(prompts, Tracer):
+def _check_untraced(*prompts: Any) -> None:
+    if any(isinstance(prompt, Tracer) for prompt in prompts):
         check_on_host("generation", prompts, INSIDE)
 
 
@@ -156,6 +156,7 @@ def make_requests(prompts: Any, **values: Any) -> list[Request]:
             "[row[:length] for row, length in zip(array, lengths)]"
         )
     listed = list(prompts)
+    _check_untraced(*listed)
     columns = {name: value for name, value in values.items() if name != "stop_tokens" and _is_list(value)}
     for name, column in columns.items():
         if len(column) != len(listed):

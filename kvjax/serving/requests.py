@@ -358,23 +358,20 @@ class Output:
         likeliest = zip(top_tokens, top_logprobs, strict=True)
         self.top_logprobs += [dict(zip(*columns, strict=True)) for columns in likeliest]
 
-    def update(self, requests: Any, slot: int) -> None:
-        """Adds the tokens that a request in numpy arrays has got meanwhile, and its state."""
-        start = int(requests.start[slot])
-        new = slice(start + self.prompt_tokens + len(self.tokens), start + int(requests.num_tokens[slot]))
-        top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
-        self.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
-        self.cached_tokens = int(requests.cached[slot])
-        self.preemptions = int(requests.preemptions[slot])
-        finish = Finish(int(requests.finish[slot]))
-        self.finish = None if finish == Finish.NONE else finish.name.lower()
-
 
 def results(serving: Serving) -> dict[tuple[int, int], Output]:
     """The output of each request so far, by (slot, generation), on the host."""
     requests: Any = jax.device_get(serving.requests)
     found = {}
     for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
-        output = found[slot, int(requests.generation[slot])] = Output(int(requests.prompt[slot]))
-        output.update(requests, slot)
+        start, prompt = int(requests.start[slot]), int(requests.prompt[slot])
+        new = slice(start + prompt, start + int(requests.num_tokens[slot]))
+        finish = Finish(int(requests.finish[slot]))
+        output = Output(
+            prompt, cached_tokens=int(requests.cached[slot]), preemptions=int(requests.preemptions[slot]),
+            finish=None if finish == Finish.NONE else finish.name.lower(),
+        )  # fmt: skip
+        top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
+        output.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
+        found[slot, int(requests.generation[slot])] = output
     return found

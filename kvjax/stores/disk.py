@@ -42,7 +42,7 @@ _MOST_ROOTS = 4096  # that need not be hashed anew
 
 
 class DiskStore:
-    """Whole blocks of prefixes on a disk, by their contents; for `store=` of `generate`, `stream` and `run_batch`.
+    """Whole blocks of prefixes on a disk, by their contents; for `store=` of `generate` and `RunOptions`.
 
     A block is found by the hash of its prefix: model, salt, LoRA and all tokens. Then its tokens and its parent's hash
     are compared. A value that is not what it has to be is a miss, and is deleted. A location that fails costs a request

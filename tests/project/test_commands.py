@@ -623,13 +623,13 @@ def test_compiling_prefill_and_decoding_are_timed_apart():
     """A loop of fixed duration stands in for a model's. A turn that does both is divided by the pace of the others."""
 
     @jax.jit
-    def serve(x):
+    def _turn(x):
         return jnp.sin(x) + 1
 
     def turns():
         outputs, x = [kvjax.serving.Output(7, cached_tokens=3)], jnp.ones(3)
         for new, seconds in ((3, 0.3), (4, 0.2), (4, 0.2)):
-            serve(x)
+            _turn(x)
             time.sleep(seconds)
             outputs[0].tokens += [0] * new
             yield types.SimpleNamespace(outputs=outputs, new={0: [0] * new})

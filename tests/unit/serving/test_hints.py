@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 import kvjax
+from kvjax.serving import make_requests
 from tests import drive
 
 VOCAB = 11
@@ -194,6 +195,5 @@ def test_padded_prompts_are_refused(array):
 
 
 def test_prompts_of_equal_lengths_are_lists():
-    ids = kvjax.serving.inputs.check_prompts
     for prompts in ([[1, 2], [3, 4]], ((1, 2), (3, 4)), list(np.array([[1, 2], [3, 4]])), np.zeros((0,), np.int32)):
-        assert [prompt.tolist() for prompt in ids(prompts)] == [list(prompt) for prompt in prompts]
+        assert [request.prompt.tolist() for request in make_requests(prompts)] == [list(prompt) for prompt in prompts]

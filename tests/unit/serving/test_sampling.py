@@ -287,7 +287,7 @@ def test_shapes_are_named():
         (Sampling(min_tokens=2), False),
     ],
 )
-def test_a_request_is_greedy_if_no_number_is_drawn_for_it_and_it_may_stop_at_once(sampling, is_greedy):
+def test_a_request_is_greedy_if_the_likeliest_tokens_are_its_answer(sampling, is_greedy):
     assert Request([1], sampling=sampling).is_greedy == is_greedy
 
 
