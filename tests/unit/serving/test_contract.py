@@ -316,7 +316,7 @@ def test_wrong_models_and_caches_are_named(way):
 
 
 @ways()
-@pytest.mark.parametrize("host", [0, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("host", [0, pytest.param(40, marks=pytest.mark.long)])
 def test_events_come_once_and_in_order(way, host):
     """With a host tier some blocks go there, and come back."""
     if host and way == "rollout":
