@@ -2,8 +2,6 @@
 """Replicas: answers are those of one cache, prompts go where they are cached, and a failure is one replica's."""
 
 import collections
-import sys
-import threading
 import warnings
 
 import jax
@@ -11,13 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.events import Listeners, Mirror, listeners
 from kvjax.serving import GenerationInterrupted, Replicas, replicas
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
 from kvjax.stores import DiskStore
 from models import load
 from tests import drive
-from tests.drive import ROOT, output_of
 from tests.mesh import mesh_of
 
 SIZE, NEW, ROWS = 8, 6, 4
@@ -141,95 +137,6 @@ def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_prompts_of_a_replica_that_fails_go_to_the_others(made, wanted, monkeypatch, is_lost):
-    whole, fails = replicas.run_batch, threading.Event()
-    fails.set()
-
-    def failing(model, cache, prompts, **options):
-        if fails.is_set() and on_second(cache):
-            fails.clear()
-            if is_lost:
-                jax.tree.map(lambda x: x.delete(), cache)
-                raise GenerationInterrupted("lost", None, [kvjax.serving.Output(1) for _ in prompts], [])
-            readings = [0]  # the second reading is between two calls
-            options["clock"] = lambda: readings.pop()
-        return whole(model, cache, prompts, **options)
-
-    def on_second(cache):
-        return cache.state.seqs.length.device == DEVICES[1]
-
-    monkeypatch.setattr(replicas, "run_batch", failing)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outputs = made.run_batch(PROMPTS, max_new_tokens=NEW)
-    assert [output.tokens for output in outputs] == wanted
-    assert {output.replica for output in outputs} == {0}
-    assert [str(one.message)[:37] for one in caught] == ["prompts of replicas that failed go to"]
-    for cache in made.caches:
-        kvjax.check(cache.state, rows=())
-    assert {output.replica for output in made.run_batch(PROMPTS[::-1], max_new_tokens=NEW)} >= {0}
-
-
-@pytest.mark.slow
-def test_an_error_of_the_listener_ends_all_and_the_caches_go_on(made, wanted):
-    def listener(number, events):
-        raise KeyboardInterrupt
-
-    with pytest.raises(GenerationInterrupted, match="replicas ended: ") as caught:
-        made.run_batch(PROMPTS, max_new_tokens=NEW, listener=listener)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt) and len(caught.value.cache) == 2
-    for cache in made.caches:
-        kvjax.check(cache.state, rows=())
-    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
-    for options, message in (
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
-        ({"samples": [1]}, "samples: got 1, wanted one for each of 12 prompts"),
-        ({"namespace": [0, 1]}, "namespaces: got 2, wanted one for each of 12 prompts"),
-        ({"max_new_tokens": [1]}, "max_new_tokens: got 1, wanted one for each of 12 prompts"),
-        ({"priority": [1] * 13}, "priorities: got 13, wanted one for each of 12 prompts"),
-        ({"samples": 2, "seed": range(12)}, "seeds: got 12, wanted one for each of 24 outputs"),
-        ({"progress": print}, "progress: got one, wanted None"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made.run_batch(PROMPTS, **options)
-    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_listener_that_fails_has_each_index_in_the_end(wanted, monkeypatch, is_lost):
-    """It is away at some calls; a replica may lose its cache meanwhile."""
-    monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.001)
-    made, rng, mirrors, whole = Replicas(MODEL, SPEC, DEVICES), np.random.default_rng(4), [Mirror(), Mirror()], []
-
-    def listener(number, events):
-        if rng.random() < 0.4:
-            raise ConnectionError("away")
-        mirrors[number] = kvjax.fold(kvjax.to_list(events), mirrors[number])
-
-    def losing(model, cache, prompts, **options):
-        outputs, cache, events = run_batch(model, cache, prompts, **options)
-        if is_lost and not whole and model is made._models[0]:
-            whole.append(True)
-            raise GenerationInterrupted("lost", None, outputs[:0], events)
-        return outputs, cache, events
-
-    run_batch = replicas.run_batch
-    monkeypatch.setattr(replicas, "run_batch", losing)
-    for _ in range(3):
-        with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
-            outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, steps=2, listener=listener)
-        assert [output.tokens for output in outputs] == wanted
-    for number, cache in enumerate(made.caches):
-        of_replica = Listeners(listener, leading=(number,))
-        assert of_replica.counts["failures"] and of_replica.counts["snapshots"]
-        while of_replica.is_behind:
-            of_replica.catch_up(cache.state)
-        assert mirrors[number].index == kvjax.events.index_of(cache.state)
-
-
-@pytest.mark.slow
 def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
     """Three replicas. The run ends with an error if all fail at a time, or if a prompt's second replica fails too."""
     made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replicas.run_batch, set()
@@ -286,48 +193,6 @@ def test_replicas_share_a_store(wanted, tmp_path):
         assert (sum(output.stored_tokens for output in outputs) >= 4 * 24) == bool(turn)
         for cache in made.caches:
             kvjax.check(cache.state, rows=())
-
-
-# Prompts that take long, in two replicas, and Ctrl-C when both have begun.
-INTERRUPTED = """
-import json, os, signal, threading
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_disable_most_optimizations", True)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
-import kvjax
-from kvjax.events import Listeners, Mirror, listeners
-from kvjax.serving import GenerationInterrupted, Replicas
-from tests.unit.serving.test_replicas import MODEL, PROMPTS, SPEC
-
-seen = [0, 0]
-
-def listener(number, events):
-    seen[number] += 1
-    if min(seen) >= 2 and not pressed.is_set():
-        pressed.set()
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
-
-pressed, made = threading.Event(), Replicas(MODEL, SPEC, jax.devices())
-try:
-    made.run_batch(PROMPTS, max_new_tokens=40, steps=2, listener=listener)
-except GenerationInterrupted as error:
-    assert isinstance(error.__cause__, KeyboardInterrupt), error.__cause__
-    for cache, own in zip(error.cache, made.caches, strict=True):
-        kvjax.check(cache.state, rows=())
-        assert cache is own and not cache.state.seqs.length.any()
-    tokens = [output.tokens for output in error.outputs]
-    assert any(tokens) and any(output.finish is None for output in error.outputs)
-    outputs = made.run_batch(PROMPTS, max_new_tokens=40)
-    assert all(output.tokens[: len(one)] == one for one, output in zip(tokens, outputs))
-    assert {output.replica for output in outputs} == {0, 1}
-    print("interrupted and went on")
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_all_replicas_and_their_caches_go_on():
-    assert output_of(sys.executable, "-c", INTERRUPTED, PYTHONPATH=str(ROOT)).endswith("interrupted and went on\n")
 
 
 @pytest.mark.slow
