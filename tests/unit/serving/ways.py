@@ -237,8 +237,6 @@ class Engines(Session):
 
     def serve(self, requests, options):
         num_ranges = 1 if any(request.retention for request in requests) else None
-        if options["steps"] == BASE["steps"]:
-            options = options | {"steps": None}
         engine = Engine(MODEL, self.caches[0], RunOptions(**options), num_ranges=num_ranges)
         try:
             handles = [one for request in requests for one in engine.submit(request).samples]
