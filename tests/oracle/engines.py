@@ -575,7 +575,7 @@ CONFIGS = {
     "plain": Serves(salts=True, scheduler=SHORT),
     "replicas": Serves(replicas=True),
     "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}),
-    "store": Serves(salts=True, store=True),
+    "store": Serves(salts=True, store=True, limits={"steps": 8}),
     "host, store": Serves(host=6, store=True, scheduler=SHORT),
     "windows, int8": Serves(
         (FULL, (6, 1)), dtype="int8", policy=priority(), options={"retention": True}, limits={"num_ranges": 2}

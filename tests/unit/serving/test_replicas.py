@@ -2,6 +2,7 @@
 """Replicas: answers are those of one cache, prompts go where they are cached, and a failure is one replica's."""
 
 import collections
+import dataclasses
 import warnings
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import GenerationInterrupted, Replicas, replicas
+from kvjax.serving import GenerationInterrupted, Replicas, RunOptions, make_requests, replica_job
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
 from kvjax.stores import DiskStore
 from models import load
@@ -24,6 +25,7 @@ DEVICES = jax.devices()[:2]
 RNG = np.random.default_rng(0)
 DOCUMENTS = RNG.integers(0, 200, (4, 40)).tolist()
 PROMPTS = [[*DOCUMENTS[n % 4][: 24 + n % 3 * 8], *RNG.integers(0, 200, 5).tolist()] for n in range(12)]
+REQUESTS = make_requests(PROMPTS, max_new_tokens=NEW)
 
 
 def test_the_rule_takes_what_is_cached_less_the_price_of_load_and_ends_ties_by_load():
@@ -117,7 +119,7 @@ def wanted():
 @pytest.mark.slow
 def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(made, wanted):
     seen = [[], []]
-    outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, listener=lambda number, events: seen[number].append(events))
+    outputs = made.run_batch(REQUESTS, RunOptions(listener=lambda number, events: seen[number].append(events)))
     assert [output.tokens for output in outputs] == wanted
     first = {n % 4: output.replica for n, output in enumerate(outputs)}
     assert set(first.values()) == {0, 1}
@@ -127,42 +129,41 @@ def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(m
         assert {leaf.device for leaf in jax.tree.leaves(cache)} == {DEVICES[number]}
         events = [event for one in seen[number] for event in kvjax.to_list(one)]
         assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
-    routes = made.route(PROMPTS)
+    routes = made.route(REQUESTS)
     assert [route.replica for route in routes] == [output.replica for output in outputs]
-    again = made.run_batch(PROMPTS, max_new_tokens=[NEW] * len(PROMPTS), samples=2)
+    again = made.run_batch(make_requests(PROMPTS, max_new_tokens=NEW, samples=2))
     assert [output.tokens for output in again[::2]] == wanted
     for output, route in zip(again[::2], routes, strict=True):
         assert output.cached_tokens >= route.tokens >= 24 and output.replica == route.replica
-    assert [output.tokens for output in made.generate(PROMPTS[:3], max_new_tokens=NEW)] == wanted[:3]
 
 
 @pytest.mark.slow
 def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
     """Three replicas. The run ends with an error if all fail at a time, or if a prompt's second replica fails too."""
-    made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replicas.run_batch, set()
+    made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replica_job.run_batch, set()
     for run in range(10):
         rng = np.random.default_rng(run)
         # By the number of a replica: readings of the clock until it fails, once.
         left = {n: int(rng.integers(1, 4)) for n in range(3) if run == 9 or rng.random() < 0.4}
         failed, times = [], collections.Counter()
 
-        def failing(model, cache, prompts, left=left, failed=failed, times=times, **options):
+        def failing(model, cache, requests, options, left=left, failed=failed, times=times):
             number = jax.devices().index(cache.state.seqs.length.device)
             if (readings := left.pop(number, None)) is not None:
-                options["clock"] = lambda counted=[0] * readings: counted.pop()
+                options = dataclasses.replace(options, clock=lambda counted=[0] * readings: counted.pop())
             try:
-                return whole(model, cache, prompts, **options)
+                return whole(model, cache, requests, options)
             except GenerationInterrupted:
                 failed.append(number)
-                times.update(tuple(prompt.tolist()) for prompt in prompts)
+                times.update(tuple(request.prompt.tolist()) for request in requests)
                 raise
 
-        monkeypatch.setattr(replicas, "run_batch", failing)
+        monkeypatch.setattr(replica_job, "run_batch", failing)
         ended = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                outputs = made.run_batch(PROMPTS, max_new_tokens=NEW)
+                outputs = made.run_batch(REQUESTS)
             except GenerationInterrupted as error:
                 ended, outputs = error, error.outputs
         assert (ended is not None) == (len(failed) == 3 or max(times.values(), default=0) == 2)
@@ -174,9 +175,9 @@ def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
             assert ended.cache == made.caches and any(output.finish is None for output in outputs)
         for cache in made.caches:
             kvjax.check(cache.state, rows=())
-        monkeypatch.setattr(replicas, "run_batch", whole)
+        monkeypatch.setattr(replica_job, "run_batch", whole)
     assert ends >= {"all", 0, 1, 2}
-    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
+    assert [output.tokens for output in made.run_batch(REQUESTS)] == wanted
 
 
 @pytest.mark.slow
@@ -186,7 +187,7 @@ def test_replicas_share_a_store(wanted, tmp_path):
     for turn, devices in enumerate((DEVICES, jax.devices()[1:3])):
         made = Replicas(MODEL, SPEC, devices)
         with DiskStore(tmp_path, SPEC, **options) as store:
-            outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, store=store)
+            outputs = made.run_batch(REQUESTS, RunOptions(store=store))
             assert {output.replica for output in outputs} == {0, 1}
             assert not any(store.counters[name] for name in ("broken", "failed", "dropped"))
         assert [output.tokens for output in outputs] == wanted
@@ -201,7 +202,7 @@ def test_replicas_on_meshes(wanted):
     with mesh_of(1, 2) as one:
         other = jax.make_mesh((1, 2), ("data", "heads"), axis_types=one.axis_types, devices=devices[2:4])
         made = Replicas(MODEL, SPEC, [one, other], heads="heads")
-        outputs = made.run_batch(PROMPTS, max_new_tokens=NEW)
+        outputs = made.run_batch(REQUESTS)
     assert [output.tokens for output in outputs] == wanted and {output.replica for output in outputs} == {0, 1}
 
 
