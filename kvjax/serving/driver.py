@@ -165,8 +165,9 @@ class Driver[C: AnyCache]:
         self._statuses: deque[tuple[int, Sequence[Job], jax.Array]] = deque()  # of calls that are not read yet
         self._turn_number = 0
         worst = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
-        listens = options.log_events or options.listener is not None or self.stored is not None
-        self._log_size = 3 * worst + slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2 if listens else 0
+        self._log_size = (
+            3 * worst + slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2 if slots.has_log else 0
+        )
 
     @property
     def num_free_slots(self) -> int:

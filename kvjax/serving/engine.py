@@ -25,7 +25,7 @@ from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import AnyCache
 from kvjax.checks import static_int
-from kvjax.model import Model
+from kvjax.model import Model, check_placement
 from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
@@ -93,6 +93,7 @@ class Engine[C: AnyCache]:
         check_run(model, cache, options)
         # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
+        check_placement(model, cache)
         self.spec = spec = cache.state.spec
         if np.any(np.asarray(cache.state.seqs.length)):
             raise ValueError("cache: got one with rows in use, wanted one without")
@@ -108,7 +109,7 @@ class Engine[C: AnyCache]:
             entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
             num_stop_tokens=static_int("num_stop_tokens", num_stop_tokens, 1),
             num_ranges=None if num_ranges is None else static_int("num_ranges", num_ranges, 0),
-            logits_state=self._logits_state,
+            logits_state=self._logits_state, has_log=options.listener is not None or options.store is not None,
         )  # fmt: skip
         self._limits = Limits.of(model, cache.cache, options.scheduler, options.top_logprobs)
         self._most_samples = min(ENTRIES, spec.max_seqs, number)

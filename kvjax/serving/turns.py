@@ -100,6 +100,7 @@ class Slots:
       greedy: whether no request samples.
       width, capacity: as of `init_serving`.
       logits_state: what `logits_fn` keeps of a request that brings none; None: nothing.
+      has_log: whether loops note their events.
     """
 
     max_tokens: Sequence[int]
@@ -113,6 +114,7 @@ class Slots:
     greedy: bool = False
     capacity: int | None = None
     logits_state: Any = None
+    has_log: bool = True
 
 
 class Entries(Pytree):

@@ -81,7 +81,7 @@ class Runs:
         calls.count, calls.at = 0, rng.randrange(1, 12) if pressed else 0
         calls.before, calls.after = rng.choice([(press, None), (None, press), (fail, None)])
 
-        options = {"namespaces": namespaces, "names": self.names, "listener": self.listen, "log_events": False}
+        options = {"namespace": namespaces, "names": self.names, "listener": self.listen, "log_events": False}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
