@@ -33,9 +33,9 @@ from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.request import INSIDE, Request, RunOptions
-from kvjax.serving.requests import Finish, Output, Stage, init_serving
+from kvjax.serving.requests import Finish, Output, Serving, Stage, init_serving
 from kvjax.serving.stored import StoredPrefixes
-from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, entries_of, logits_states, turn
+from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, stacked, turn
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -65,17 +65,11 @@ def check_run(model: Any, cache: Any, options: RunOptions) -> None:
 
 
 class Limits(NamedTuple):
-    """The prompts that a model and a cache take.
-
-    Attributes:
-      spec: of the cache.
-      vocabulary: the number of the model's logits.
-      most_tokens: the most tokens of a request whose K/V fit, alone in the cache.
-    """
+    """The prompts that a model and a cache take."""
 
     spec: CacheSpec
-    vocabulary: int
-    most_tokens: int
+    vocabulary: int  # the number of the model's logits
+    most_tokens: int  # the most tokens of a request whose K/V fit, alone in the cache
 
     @classmethod
     def of(cls, model: Model, cache: Cache, scheduler: Scheduler, top_logprobs: int) -> Limits:
@@ -120,19 +114,11 @@ def _most_tokens(state: CacheState, scheduler: Scheduler) -> int:
 
 
 class StepOutput(NamedTuple):
-    """The result of a loop, on the host.
+    """The result of a loop, on the host."""
 
-    Attributes:
-      steps: of the model.
-      dispatched_at: when the loop started, of `time.monotonic`.
-      new: {number of a request: its new tokens}.
-      ended: requests that are over since.
-    """
-
-    steps: int
-    dispatched_at: float
-    new: dict[int, list[int]]
-    ended: list[Job]
+    steps: int  # of the model
+    dispatched_at: float  # when the loop started, of `time.monotonic`
+    new: dict[int, list[int]]  # {number of a request: its new tokens}
 
 
 class Driver[C: AnyCache]:
@@ -152,9 +138,13 @@ class Driver[C: AnyCache]:
         self._model, self._options, self._scheduler = model, options, scheduler
         self._slots, self._own_rows = slots, own_rows
         self.spec = cache.state.spec
-        self.state: GenerationState[C] = GenerationState(
-            _empty_serving(cache.cache, options, slots), cache.host, own_rows, options
+        logits_state = jax.device_put(stacked([], slots.logits_state, len(slots.max_tokens)))
+        serving: Serving = init_serving(
+            cache.cache, slots.max_tokens, capacity=slots.capacity, width=slots.width, logits_state=logits_state,
+            num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
+            top_logprobs=options.top_logprobs, logprobs=options.logprobs,
         )  # fmt: skip
+        self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
         self.host_tier = HostTier(self.state, scheduler, slots.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
         self.active: dict[int, Job] = {}
@@ -190,8 +180,8 @@ class Driver[C: AnyCache]:
             job.generation = self._generations[job.slot]
             job.since = self._turn_number
             self.active[job.slot] = job
-        entries = entries_of(jobs, cancelled, self._slots, int(self._own_rows.sum()))
-        self.state.serving, statuses = apply(self.state.serving, entries, scheduler=self._scheduler)
+        arguments, ends = self._slots.arguments(jobs, int(self._own_rows.sum())), self._slots.ends(cancelled)
+        self.state.serving, statuses = apply(self.state.serving, arguments, ends, scheduler=self._scheduler)
         if jobs:
             self._statuses.append((self._turn_number, jobs, statuses))
 
@@ -216,17 +206,14 @@ class Driver[C: AnyCache]:
         self._turns.append((self._turn_number, time.monotonic(), log, result))
         self._turn_number += 1
 
-    def read_statuses(self) -> list[Job]:
-        """Reads whether requests were accepted; ends those that were refused, and returns them."""
-        refused = []
+    def read_statuses(self) -> None:
+        """Reads whether requests were accepted; ends those that were refused."""
         while self._statuses and self._statuses[0][0] <= self._turn_number - self.in_flight:
             _, jobs, statuses = self._statuses.popleft()
             for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then entries of nobody
                 if status != Status.OK:
                     job.end(Status(status).name.lower())
                     self._release(job, job.generation)
-                    refused.append(job)
-        return refused
 
     def read(self) -> StepOutput:
         """Reads the oldest loop: new tokens, requests that are over, slots that are empty; makes the moves it asks for.
@@ -235,7 +222,7 @@ class Driver[C: AnyCache]:
         """
         number, dispatched_at, log, turn_arrays = self._turns[0]
         result = turn_arrays.read()
-        ended = self.read_statuses()
+        self.read_statuses()
         self._turns.popleft()
         new, admitted, rows = dict[int, list[int]](), dict[int, tuple[int, Output]](), set(result.row.tolist())
         for slot, job in list(self.active.items()):
@@ -244,8 +231,6 @@ class Driver[C: AnyCache]:
             if not job.is_done:
                 if tokens := self._update(job, result):
                     new[job.number] = tokens
-                if job.is_done:
-                    ended.append(job)
                 if job.stage != Stage.WAITING:
                     admitted[job.number] = job.leader.number, job.output
             if result.stage[slot] in (Stage.DONE, Stage.CANCELLED) and slot not in rows:
@@ -253,7 +238,7 @@ class Driver[C: AnyCache]:
         if self.stored and log is not None:
             self.stored.after_loop(log, admitted)
         self._move(result)
-        return StepOutput(result.steps, dispatched_at, new, ended)
+        return StepOutput(result.steps, dispatched_at, new)
 
     def _update(self, job: Job, result: TurnResult) -> list[int]:
         """Adds a loop's tokens to a request's output; returns them."""
@@ -305,13 +290,3 @@ class Driver[C: AnyCache]:
             self.dispatch(steps)
         while self.in_flight:
             self.read()
-
-
-def _empty_serving(cache: Cache, options: RunOptions, slots: Slots) -> Any:
-    """The slots, over the cache on the device."""
-    return init_serving(
-        cache, slots.max_tokens, capacity=slots.capacity,
-        width=slots.width, num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
-        top_logprobs=options.top_logprobs, logprobs=options.logprobs,
-        logits_state=jax.device_put(logits_states([], slots.logits_state, len(slots.max_tokens))),
-    )  # fmt: skip
