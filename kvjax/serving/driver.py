@@ -79,9 +79,9 @@ class Limits(NamedTuple):
             raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
         return cls(cache.state.spec, vocabulary, _most_tokens(cache.state, scheduler))
 
-    def jobs(self, request: Request, number: int, seed: int, make: Callable[..., Job] = Job) -> list[Job]:
+    def jobs[J: Job](self, request: Request, number: int, seed: int, make: Callable[..., J] = Job) -> list[J]:
         """The samples of a request, the first of which has this number, and this seed if none was given."""
-        jobs = list[Job]()
+        jobs = list[J]()
         max_tokens = self._max_tokens(len(request.prompt), request.max_new_tokens)
         for sample, stream in enumerate(request.streams(default=seed)):
             output = Output(len(request.prompt))

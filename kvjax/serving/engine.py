@@ -12,6 +12,7 @@ Source: vLLM's AsyncLLM and its engine core, which run apart from whoever submit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import reprlib
 import threading
@@ -25,12 +26,13 @@ from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import AnyCache
 from kvjax.checks import static_int
+from kvjax.events.listeners import Listeners
 from kvjax.model import Model
 from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.request import Request, RunOptions
-from kvjax.serving.turns import Job, Slots
+from kvjax.serving.turns import Slots
 from kvjax.state import CacheState
 from kvjax.verbs._request import check_retention
 
@@ -138,15 +140,9 @@ class Engine[C: AnyCache]:
         if request.logits_state is None:
             request = dataclasses.replace(request, logits_state=self._logits_state)
         deadline = np.inf if timeout is None else time.monotonic() + timeout
-
-        def make(*fields: Any, **others: Any) -> Job:
-            job = EngineJob(*fields, **others, deadline=deadline)
-            job.handle = Handle(job.output, self._cancel)
-            job.handle.job = job
-            return job
-
+        make = functools.partial(EngineJob, deadline=deadline, cancel=self._cancel)
         number = next(self._numbers)
-        jobs = cast(list[EngineJob], self._limits.jobs(request, number * self._most_samples, 0, make))
+        jobs = self._limits.jobs(request, number * self._most_samples, 0, make)
         handles = [job.handle for job in jobs]
         for handle in handles:
             handle.samples = handles
@@ -225,7 +221,7 @@ class Engine[C: AnyCache]:
     @property
     def listener_counts(self) -> dict[str, int]:
         """Failures of the listener, calls that it has missed, and snapshots that it has taken since."""
-        return self._thread.listener_counts
+        return (self._options.listeners or Listeners()).counts
 
     @property
     def running(self) -> int:
