@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ class Batch[C: AnyCache]:
 
     def _add(self, request: Request, limits: Limits) -> None:
         """Adds the outputs of a request; those of a prompt that cannot be computed at all end here."""
-        jobs = limits.jobs(request, len(self.outputs), seed=len(self.outputs))
+        number = len(self.outputs)
+        jobs = limits.jobs(request, itertools.count(number), seed=number)
         self.outputs += [job.output for job in jobs]
         refusal = limits.refusal(request.prompt)
         if refusal is None:

@@ -360,10 +360,9 @@ def decode(
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
-      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      logits_fn: static; see `RunOptions`.
       k: static; the most steps of a block, 1 to P; P if None.
-      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted: for a GPU without command
-        buffers, where each turn of a loop of unknown length waits for the host.
+      fixed_steps: static; see `RunOptions`.
       now: i32[] ms, the same for all steps.
 
     Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,13 +79,15 @@ class Limits(NamedTuple):
             raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
         return cls(cache.state.spec, vocabulary, _most_tokens(cache.state, scheduler))
 
-    def jobs[J: Job](self, request: Request, number: int, seed: int, make: Callable[..., J] = Job) -> list[J]:
-        """The samples of a request, the first of which has this number, and this seed if none was given."""
+    def jobs[J: Job](
+        self, request: Request, numbers: Iterator[int], seed: int, make: Callable[..., J] = Job
+    ) -> list[J]:
+        """The samples of a request with the next numbers; `seed` is the first one's if none was given."""
         jobs = list[J]()
         max_tokens = self._max_tokens(len(request.prompt), request.max_new_tokens)
-        for sample, stream in enumerate(request.streams(default=seed)):
+        for stream in request.streams(default=seed):
             output = Output(len(request.prompt))
-            job = make(number + sample, request, output, max_tokens, stream, namespace=request.namespace)
+            job = make(next(numbers), request, output, max_tokens, stream, namespace=request.namespace)
             job.leader = jobs[0] if jobs else job
             jobs.append(job)
         return jobs

@@ -15,8 +15,8 @@ import dataclasses
 import functools
 import itertools
 import reprlib
-import threading
 import time
+from concurrent.futures import CancelledError, Future
 from typing import Any, cast
 
 import jax
@@ -141,8 +141,7 @@ class Engine[C: AnyCache]:
             request = dataclasses.replace(request, logits_state=self._logits_state)
         deadline = np.inf if timeout is None else time.monotonic() + timeout
         make = functools.partial(EngineJob, deadline=deadline, cancel=self._cancel)
-        number = next(self._numbers)
-        jobs = self._limits.jobs(request, number * self._most_samples, 0, make)
+        jobs = self._limits.jobs(request, self._numbers, 0, make)
         handles = [job.handle for job in jobs]
         for handle in handles:
             handle.samples = handles
@@ -231,15 +230,15 @@ class Engine[C: AnyCache]:
     @property
     def state(self) -> CacheState:
         """A copy of the cache's metadata, which any thread may read."""
-        copied, copies = threading.Event(), list[CacheState]()
+        copy = Future[CacheState]()
         with self._inbox.wake:
             self._check_open()
-            self._inbox.copies.append((copied, copies))
+            self._inbox.copies.append(copy)
             self._inbox.wake.notify_all()
-        copied.wait()
-        if not copies:
-            raise EngineError("the engine was closed, or has failed")
-        return copies[0]
+        try:
+            return copy.result()
+        except CancelledError as error:
+            raise EngineError("the engine was closed, or has failed") from error
 
     def drain(self, timeout: float | None = None) -> bool:
         """Waits until every request that was submitted is over, at most `timeout` seconds; returns whether they are."""

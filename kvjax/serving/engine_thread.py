@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -77,7 +78,7 @@ class Inbox:
         self.wake = threading.Condition()
         self.queue = deque[EngineJob]()  # requests that wait
         self.cancels = deque[EngineJob]()  # requests to be ended
-        self.copies = deque[tuple[threading.Event, list[CacheState]]]()  # copies of the state go into these lists
+        self.copies = deque[Future[CacheState]]()  # copies of the state that somebody waits for
         self._names = names
         self.lent = dict[str, int]()  # the numbers that `names` has lent for salts, by these
         self.is_closing = False  # whether the engine is to end
@@ -153,11 +154,11 @@ class EngineThread(threading.Thread):
         """One turn: what has come goes in, the loop runs, and an earlier turn is read."""
         driver = self.driver
         while self._inbox.copies:
-            event, copies = self._inbox.copies.popleft()
+            copy = self._inbox.copies.popleft()
             try:
-                copies.append(_copy(driver.state.cache.state))
+                copy.set_result(_copy(driver.state.cache.state))
             finally:
-                event.set()
+                copy.cancel()  # unless it has its result
         if len(self._running) < self.spec.max_seqs:  # who comes while a loop runs is to be in the next one
             driver.wait()
         cancelled = self._take_cancels()
@@ -273,8 +274,8 @@ class EngineThread(threading.Thread):
             self._inbox.wake.notify_all()
         driver = vars(self).get("driver")  # not set if a new start has failed
         self._fail([*self.active.values(), *self.reading, *self._inbox.queue], EngineError("the engine was closed"))
-        for event, _ in self._inbox.copies:
-            event.set()
+        for copy in self._inbox.copies:
+            copy.cancel()
         if driver and driver.stored:
             driver.stored.drop()
         if driver and driver.state.alive:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import count, in_any, put
-from kvjax.checks import integers, static_int
+from kvjax.checks import integers, is_integer, static_int
 from pallas_kernels.loops import varying
 
 _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32}
@@ -224,7 +224,7 @@ def output_seeds(seed: Any, number: int) -> jax.Array:
 
 def seed_key(seed: Any) -> jax.Array:
     """The jax key of a seed: of a key, of the words of one (`jax.random.PRNGKey`), or of an integer modulo 2**32."""
-    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
+    if is_integer(seed):
         seed = np.uint32(int(seed) % 2**32)
     try:
         words = jnp.asarray(seed)
