@@ -33,7 +33,7 @@ from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.request import INSIDE, Request, RunOptions
-from kvjax.serving.requests import Finish, Output, Serving, Stage, init_serving
+from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, stacked, turn
 from kvjax.spec import CacheSpec
@@ -246,10 +246,10 @@ class Driver[C: AnyCache]:
         """Adds a loop's tokens to a request's output; returns them."""
         slot, stage = job.slot, job.stage
         job.stage = result.stage[slot]
-        new, finish = result.num_tokens[slot] - result.before[slot], Finish(result.finish[slot])
-        reason = None if finish == Finish.NONE else finish.name.lower()
-        if finish == Finish.LENGTH and job.is_cut and result.num_tokens[slot] >= job.max_tokens:
-            reason = "row_full" if result.num_tokens[slot] > self.spec.max_length else "no_blocks"
+        num_tokens, finish = result.num_tokens[slot], finish_of(result.finish[slot])
+        if finish == "length" and job.is_cut and num_tokens >= job.max_tokens:
+            finish = "row_full" if num_tokens > self.spec.max_length else "no_blocks"
+        new = num_tokens - result.before[slot]
         tokens = result.tokens[slot, :new].tolist()
         logprobs = result.logprobs[slot, :new].tolist()
         top = [] if result.top is None else [column[slot, :new].tolist() for column in result.top]
@@ -257,9 +257,9 @@ class Driver[C: AnyCache]:
         def change(output: Output) -> None:
             output.add(tokens, logprobs, *top)
             output.cached_tokens, output.preemptions = result.cached[slot], result.preemptions[slot]
-            output.finish = reason
+            output.finish = finish
 
-        if tokens or reason is not None or job.stage != stage:
+        if tokens or finish is not None or job.stage != stage:
             job.change(change)
         return tokens
 

@@ -26,7 +26,6 @@ from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import AnyCache
 from kvjax.checks import static_int
-from kvjax.events.listeners import Listeners
 from kvjax.model import Model
 from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
@@ -220,7 +219,7 @@ class Engine[C: AnyCache]:
     @property
     def listener_counts(self) -> dict[str, int]:
         """Failures of the listener, calls that it has missed, and snapshots that it has taken since."""
-        return (self._options.listeners or Listeners()).counts
+        return self._options.listeners.counts
 
     @property
     def running(self) -> int:

@@ -239,9 +239,9 @@ class RunOptions:
             raise ValueError(f"names: got {reprlib.repr(self.names)}, wanted a kvjax.Namespaces or None")
 
     @functools.cached_property
-    def listeners(self) -> Listeners | None:
-        """The listener, with what it has missed; None without one."""
-        return None if self.listener is None else Listeners.of(self.listener)
+    def listeners(self) -> Listeners:
+        """The listener, if there is one, and whether it is behind."""
+        return Listeners() if self.listener is None else Listeners.of(self.listener)
 
     def check(self, spec: CacheSpec) -> None:
         """Raises a ValueError for an option that does not fit a spec, and for a clock that does not work."""

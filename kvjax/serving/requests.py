@@ -59,6 +59,11 @@ class Finish(Named):
     BAD_REQUEST = 6
 
 
+def finish_of(number: int) -> str | None:
+    """The `finish` of an `Output`, of a number of `Finish`."""
+    return None if number == Finish.NONE else Finish(number).name.lower()
+
+
 class Requests(Pytree):
     """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next one.
 
@@ -366,10 +371,9 @@ def results(serving: Serving) -> dict[tuple[int, int], Output]:
     for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
         start, prompt = int(requests.start[slot]), int(requests.prompt[slot])
         new = slice(start + prompt, start + int(requests.num_tokens[slot]))
-        finish = Finish(int(requests.finish[slot]))
         output = Output(
             prompt, cached_tokens=int(requests.cached[slot]), preemptions=int(requests.preemptions[slot]),
-            finish=None if finish == Finish.NONE else finish.name.lower(),
+            finish=finish_of(requests.finish[slot]),
         )  # fmt: skip
         top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
         output.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
