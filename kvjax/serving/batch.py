@@ -46,7 +46,7 @@ class Batch[C: AnyCache]:
         check_run(model, cache, options)
         self._spec = spec = cache.state.spec
         requests = checked_requests(requests, options, spec)
-        self._steps = steps if options.steps is None else options.steps
+        self._steps = options.steps or steps
         scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.most_steps(spec), self._steps))
         limits = Limits.of(model, cache.cache, scheduler, options.top_logprobs)
         self.outputs, self._jobs = list[Output](), list[Job]()

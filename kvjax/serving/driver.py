@@ -84,9 +84,11 @@ class Limits(NamedTuple):
     ) -> list[J]:
         """The samples of a request with the next numbers; `seed` is the first one's if none was given."""
         jobs = list[J]()
-        max_tokens = self._max_tokens(len(request.prompt), request.max_new_tokens)
+        prompt_tokens = len(request.prompt)
+        # At which it ends, at the latest: beyond what fits it would only wait.
+        max_tokens = max(min(prompt_tokens + request.max_new_tokens, self.most_tokens + 1), prompt_tokens + 1)
         for stream in request.streams(default=seed):
-            output = Output(len(request.prompt))
+            output = Output(prompt_tokens)
             job = make(next(numbers), request, output, max_tokens, stream, namespace=request.namespace)
             job.leader = jobs[0] if jobs else job
             jobs.append(job)
@@ -97,10 +99,6 @@ class Limits(NamedTuple):
         if not prompt.size or prompt.min() < 0 or prompt.max() >= self.vocabulary:
             return "bad_request"
         return "row_full" if prompt.size > self.spec.max_length else None
-
-    def _max_tokens(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """The tokens at which a request ends, at the latest: beyond what fits it would only wait."""
-        return max(min(prompt_tokens + max_new_tokens, self.most_tokens + 1), prompt_tokens + 1)
 
 
 def _most_tokens(state: CacheState, scheduler: Scheduler) -> int:

@@ -103,7 +103,7 @@ class Engine[C: AnyCache]:
         self._logits_state = jax.tree.map(np.asarray, logits_state)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
-        steps = min(MANY if options.steps is None else options.steps, MANY)
+        steps = min(options.steps or MANY, MANY)
         self._slots = Slots(
             [spec.max_length + 1] * number, steps=steps, num_columns=steps, entries=ENTRIES,
             entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
