@@ -55,7 +55,6 @@ class Batch[C: AnyCache]:
         own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; others have the rows that are in use
         if self._jobs and not own_rows.any():
             raise ValueError("cache: got one without a free row")
-        self._num_rows = int(own_rows.sum())
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(), own_rows)
@@ -113,7 +112,7 @@ class Batch[C: AnyCache]:
         if not self._jobs:
             return False
         state.catch_up()
-        wait_for = 0 if self._is_submitted else self._num_rows
+        wait_for = 0 if self._is_submitted else self.driver.num_rows
         if not self._is_submitted:
             self._submit()
         driver.adopt(wait_for)

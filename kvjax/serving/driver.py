@@ -126,6 +126,7 @@ class Driver[C: AnyCache]:
 
     Attributes:
       state: the cache, the requests on the device, and events that nobody has got yet.
+      num_rows: the number of rows that requests get.
       active: the requests that the scheduler has, by their slots, until these are empty again.
       host_tier: moves blocks between the tiers.
       stored: reads of prefixes from a store, and writes to it; None without a store.
@@ -137,6 +138,7 @@ class Driver[C: AnyCache]:
         """Makes empty slots; `cache` is donated to the first loop. `own_rows` bool[S] are those that requests get."""
         self._model, self._options, self._scheduler = model, options, scheduler
         self._slots, self._own_rows = slots, own_rows
+        self.num_rows = int(own_rows.sum())
         self.spec = cache.state.spec
         logits_state = jax.device_put(stacked([], slots.logits_state, len(slots.max_tokens)))
         serving: Serving = init_serving(
@@ -180,7 +182,7 @@ class Driver[C: AnyCache]:
             job.generation = self._generations[job.slot]
             job.since = self._turn_number
             self.active[job.slot] = job
-        arguments, ends = self._slots.arguments(jobs, int(self._own_rows.sum())), self._slots.ends(cancelled)
+        arguments, ends = self._slots.arguments(jobs, self.num_rows), self._slots.ends(cancelled)
         self.state.serving, statuses = apply(self.state.serving, arguments, ends, scheduler=self._scheduler)
         if jobs:
             self._statuses.append((self._turn_number, jobs, statuses))

@@ -27,11 +27,11 @@ from kvjax.serving.submit import cancel, drain, submit
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A sample of a request in a driver: the wish, and its state."""
+    """A sample of a request in a driver, with its output so far."""
 
     number: int  # of the sample; no other one of the driver has it
     request: Request
-    output: Output  # so far
+    output: Output
     max_tokens: int  # the tokens, with the prompt's, at which it ends: no more than fit into the cache
     seed: int  # of its random stream
     leader: Any = None  # the first sample of the request, which may be this one
@@ -79,12 +79,12 @@ class Slots:
     num_columns: int  # N, the most tokens of a request in a loop
     entries: int  # R, requests of one call
     entry_tokens: int  # T, tokens of their prompts together
-    num_stop_tokens: int  # this and all that follow as of `init_serving`
+    num_stop_tokens: int  # for this, and for all that follow, see `init_serving`
     width: int
     num_ranges: int | None = None
     greedy: bool = False
     capacity: int | None = None
-    logits_state: Any = None  # but of one request that brings none
+    logits_state: Any = None  # of a request that brings none, without the axis W
 
     def arguments(self, jobs: Sequence[Job], rows: int) -> dict[str, Any]:
         """The arguments of `submit` by their names: numpy arrays [R, ...], with empty prompts after the last request.
@@ -130,12 +130,13 @@ def stacked(values: Sequence[Any], default: Any, number: int) -> Any:
 
     A leaf may be the beginning of one like the default's, which then follows it.
     """
-    arrays = jax.tree.map(lambda leaf: np.tile(leaf, (number, *[1] * np.ndim(leaf))), default)
+    leaves, tree = jax.tree.flatten(default)
+    arrays = [np.tile(leaf, (number, *[1] * np.ndim(leaf))) for leaf in leaves]
     for entry, value in enumerate(values):
-        leaves = jax.tree.leaves(default if value is None else value)
-        for array, leaf in zip(jax.tree.leaves(arrays), leaves, strict=True):
-            array[(entry, *map(slice, np.shape(leaf)))] = leaf
-    return arrays
+        if value is not None:
+            for array, leaf in zip(arrays, jax.tree.leaves(value), strict=True):
+                array[(entry, *map(slice, np.shape(leaf)))] = leaf
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _first_samples(jobs: Sequence[Job], rows: int) -> list[int]:
