@@ -112,27 +112,20 @@ class Batch[C: AnyCache]:
         if not self._jobs:
             return False
         state.catch_up()
-        wait_for = 0 if self._is_submitted else self.driver.num_rows
-        if not self._is_submitted:
-            self._submit()
-        driver.adopt(wait_for)
+        if self._is_submitted:
+            driver.adopt([])
+        else:
+            driver.submit(self._jobs)
+            self._is_submitted = True
+            driver.read_statuses()
+            waiting = [job for job in self._jobs if not job.is_done]
+            driver.adopt(sorted(waiting, key=lambda job: -job.request.priority), wait_for=driver.num_rows)
         driver.dispatch(self._steps)
         state.publish(keep=driver.in_flight)  # the events of earlier turns, while the device works
         self.new = driver.read().new
         if not driver.active and (rows := state.rows_in_use()).size:
             raise RuntimeError(f"rows {rows.tolist()} are in use, and no request has them")
         return bool(driver.active)
-
-    def _submit(self) -> None:
-        """Submits all requests; begins to read what the store has of their prompts."""
-        driver = self.driver
-        driver.submit(self._jobs)
-        self._is_submitted = True
-        driver.read_statuses()
-        if driver.stored:
-            leaders = {job.leader.number: job.leader for job in self._jobs if not job.is_done}
-            by_priority = sorted(leaders.values(), key=lambda job: -job.request.priority)
-            driver.stored.begin({job.number: (job.tokens, job.namespace) for job in by_priority})
 
     @own_transfers()
     def close(self) -> None:

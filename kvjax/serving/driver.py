@@ -187,9 +187,13 @@ class Driver[C: AnyCache]:
         if jobs:
             self._statuses.append((self._turn_number, jobs, statuses))
 
-    def adopt(self, wait_for: int = 0) -> None:
-        """Adopts prefixes that have come from the store; for `wait_for` prompts it waits, until their deadline."""
+    def adopt(self, jobs: Sequence[Job], wait_for: int = 0) -> None:
+        """Begins to read new prompts' prefixes from the store, in this order, and adopts those that have come.
+
+        For `wait_for` prompts it waits, until their deadline.
+        """
         if self.stored:
+            self.stored.begin({job.leader.number: (job.tokens, job.namespace) for job in jobs})
             running = [job for job in self.active.values() if job.stage == Stage.RUNNING]
             blocks_ahead = sum(-(-job.left // self.spec.block_size) + 1 for job in running)
             self.stored.adopt(self.host_tier.call, blocks_ahead, wait_for)

@@ -140,8 +140,7 @@ def sample(
       stop: i32[K] or i32[R, K]; stop tokens, for `min_tokens`; ids outside 0..V-1 are padding. None: there are none.
       generated: i32[R]; tokens that each row has generated so far; needed where there are stop tokens.
       top_logprobs: static; n, always of the logits as they came.
-      logprobs: static; "raw", of the logits as they came; or "sampling", of the distribution that the token was drawn
-        from, after temperature, top-k, top-p and `min_tokens`: 0 for a greedy row.
+      logprobs: static; see `RunOptions`.
 
     Raises:
       ValueError: if a leaf of `sampling`, `stop` or `generated` has another shape, or n is negative or above V.

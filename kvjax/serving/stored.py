@@ -102,19 +102,17 @@ class StoredPrefixes:
         return int(_cached_tokens(self.state.cache.state, tokens, *options))
 
     def begin(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
-        """Starts to read for prompts, {number: (tokens, namespace)}, in this order."""
+        """Starts to read for prompts, {number: (tokens, namespace)}, in this order, those that are not known yet."""
+        new = {number: prompt for number, prompt in prompts.items() if number not in self.prefixes}
+        if not new:
+            return
         if self.store.readonly:
             self.store.refresh()
         deadline = time.monotonic() + self.store.patience_ms / 1000
-        for n, (tokens, namespace) in prompts.items():
+        for n, (tokens, namespace) in new.items():
             blocks = self.store.blocks(tokens, namespace)
             self.prefixes[n] = self.waiting[n] = Prefix(tokens, namespace, blocks, deadline)
         self._read_ahead()
-
-    def begin_new(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
-        """Starts to read for those of the prompts that are not known yet."""
-        if new := {number: prompt for number, prompt in prompts.items() if number not in self.prefixes}:
-            self.begin(new)
 
     def _read_ahead(self) -> None:
         """Starts reads in the order of the prompts, as many as may be in flight."""
