@@ -236,8 +236,8 @@ class Engine[C: AnyCache]:
             self._inbox.wake.notify_all()
         try:
             return copy.result()
-        except CancelledError as error:
-            raise EngineError("the engine was closed, or has failed") from error
+        except CancelledError:
+            raise EngineError("the engine was closed, or has failed") from None
 
     def drain(self, timeout: float | None = None) -> bool:
         """Waits until every request that was submitted is over, at most `timeout` seconds; returns whether they are."""

@@ -284,8 +284,8 @@ def init_serving(
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
-      top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
-      logprobs: static; "raw" or "sampling", as in `run_batch`.
+      top_logprobs: T; see `RunOptions`.
+      logprobs: static; see `RunOptions`.
       logits_state: a tree of arrays [W, ...]; what a `logits_fn` keeps of each request, in any empty slot at first.
     """
     size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(max_tokens)
@@ -332,8 +332,7 @@ class Output:
 
     Attributes:
       tokens: the generated tokens, the stop token included.
-      logprobs: their log-probabilities, of the logits as they came, or with `logprobs="sampling"` of the distribution
-        that each was sampled from.
+      logprobs: their log-probabilities; see `RunOptions`.
       top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
