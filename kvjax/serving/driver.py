@@ -193,7 +193,7 @@ class Driver[C: AnyCache]:
         For `wait_for` prompts it waits, until their deadline.
         """
         if self.stored:
-            self.stored.begin({job.leader.number: (job.tokens, job.namespace) for job in jobs})
+            self.stored.begin(jobs)
             running = [job for job in self.active.values() if job.stage == Stage.RUNNING]
             blocks_ahead = sum(-(-job.left // self.spec.block_size) + 1 for job in running)
             self.stored.adopt(self.host_tier.call, blocks_ahead, wait_for)
@@ -230,7 +230,7 @@ class Driver[C: AnyCache]:
         result = turn_arrays.read()
         self.read_statuses()
         self._turns.popleft()
-        new, admitted, rows = dict[int, list[int]](), dict[int, tuple[int, Output]](), set(result.row.tolist())
+        new, admitted, rows = dict[int, list[int]](), list[Job](), set(result.row.tolist())
         for slot, job in list(self.active.items()):
             if number < job.since:
                 continue
@@ -238,7 +238,7 @@ class Driver[C: AnyCache]:
                 if tokens := self._update(job, result):
                     new[job.number] = tokens
                 if job.stage != Stage.WAITING:
-                    admitted[job.number] = job.leader.number, job.output
+                    admitted.append(job)
             if result.stage[slot] in (Stage.DONE, Stage.CANCELLED) and slot not in rows:
                 self._release(job, result.generation[slot] + 1)
         if self.stored and log is not None:
