@@ -136,8 +136,6 @@ class Engine[C: AnyCache]:
           EngineError: if the engine is closed.
         """
         self._check(request, salt)
-        if request.logits_state is None:
-            request = dataclasses.replace(request, logits_state=self._logits_state)
         deadline = np.inf if timeout is None else time.monotonic() + timeout
         make = functools.partial(EngineJob, deadline=deadline, cancel=self._cancel)
         jobs = self._limits.jobs(request, self._numbers, 0, make)
