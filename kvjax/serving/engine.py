@@ -100,7 +100,6 @@ class Engine[C: AnyCache]:
         if logits_state is not None and options.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
         check_retention(spec, num_ranges=num_ranges)
-        self._logits_state = jax.tree.map(np.asarray, logits_state)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
         steps = min(options.steps or MANY, MANY)
@@ -109,7 +108,7 @@ class Engine[C: AnyCache]:
             entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
             num_stop_tokens=static_int("num_stop_tokens", num_stop_tokens, 1),
             num_ranges=None if num_ranges is None else static_int("num_ranges", num_ranges, 0),
-            logits_state=self._logits_state,
+            logits_state=jax.tree.map(np.asarray, logits_state),
         )  # fmt: skip
         self._limits = Limits.of(model, cache.cache, options.scheduler, options.top_logprobs)
         self._most_samples = min(ENTRIES, spec.max_seqs, number)
@@ -179,7 +178,7 @@ class Engine[C: AnyCache]:
             got = request.num_ranges
             raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
         if request.logits_state is not None:
-            (got, tree), (wanted, own) = map(jax.tree.flatten, (request.logits_state, self._logits_state))
+            (got, tree), (wanted, own) = map(jax.tree.flatten, (request.logits_state, slots.logits_state))
             if tree != own or any(np.shape(one) != two.shape for one, two in zip(got, wanted, strict=True)):
                 got = reprlib.repr(request.logits_state)
                 raise ValueError(f"logits_state: got {got}, wanted arrays like those of the engine")
