@@ -160,7 +160,10 @@ class Engine[C: AnyCache]:
         if not isinstance(request, Request):
             raise ValueError(f"request: got {reprlib.repr(request)}, wanted a kvjax.serving.Request")
         self._options.check_request(request, self.spec)
-        self._check_salt(request, salt)
+        if salt is not None and (self.names is None or request.namespace):
+            other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
+            raise ValueError(f"salt: got one {other}, wanted None")
+        Namespaces.salted(salt)
         slots, prompt = self._slots, request.prompt
         refusal = self._limits.refusal(prompt)
         if refusal == "bad_request":
@@ -182,12 +185,6 @@ class Engine[C: AnyCache]:
             if tree != own or any(np.shape(one) != two.shape for one, two in zip(got, wanted, strict=True)):
                 got = reprlib.repr(request.logits_state)
                 raise ValueError(f"logits_state: got {got}, wanted arrays like those of the engine")
-
-    def _check_salt(self, request: Request, salt: str | None) -> None:
-        if salt is not None and (self.names is None or request.namespace):
-            other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
-            raise ValueError(f"salt: got one {other}, wanted None")
-        Namespaces.salted(salt)
 
     @property
     def vocabulary(self) -> int:
