@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from kvjax._arrays import alive
 from kvjax._compile import own_transfers
+from kvjax.layers import is_integer as is_integer
 from kvjax.layers import static_int as static_int
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class Batch[C: AnyCache]:
         check_run(model, cache, options)
         self._spec = spec = cache.state.spec
         requests = checked_requests(requests, options, spec)
-        self._steps = steps if options.steps is None else options.steps
+        self._steps = options.steps or steps
         scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.most_steps(spec), self._steps))
         limits = Limits.of(model, cache.cache, scheduler, options.top_logprobs)
         self.outputs, self._jobs = list[Output](), list[Job]()
@@ -54,7 +55,6 @@ class Batch[C: AnyCache]:
         own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; others have the rows that are in use
         if self._jobs and not own_rows.any():
             raise ValueError("cache: got one without a free row")
-        self._num_rows = int(own_rows.sum())
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(), own_rows)
@@ -62,7 +62,8 @@ class Batch[C: AnyCache]:
 
     def _add(self, request: Request, limits: Limits) -> None:
         """Adds the outputs of a request; those of a prompt that cannot be computed at all end here."""
-        jobs = limits.jobs(request, len(self.outputs), seed=len(self.outputs))
+        number = len(self.outputs)
+        jobs = limits.jobs(request, itertools.count(number), seed=number)
         self.outputs += [job.output for job in jobs]
         refusal = limits.refusal(request.prompt)
         if refusal is None:
@@ -111,27 +112,20 @@ class Batch[C: AnyCache]:
         if not self._jobs:
             return False
         state.catch_up()
-        wait_for = 0 if self._is_submitted else self._num_rows
-        if not self._is_submitted:
-            self._submit()
-        driver.adopt(wait_for)
+        if self._is_submitted:
+            driver.adopt([])
+        else:
+            driver.submit(self._jobs)
+            self._is_submitted = True
+            driver.read_statuses()
+            waiting = [job for job in self._jobs if not job.is_done]
+            driver.adopt(sorted(waiting, key=lambda job: -job.request.priority), wait_for=driver.num_rows)
         driver.dispatch(self._steps)
         state.publish(keep=driver.in_flight)  # the events of earlier turns, while the device works
         self.new = driver.read().new
         if not driver.active and (rows := state.rows_in_use()).size:
             raise RuntimeError(f"rows {rows.tolist()} are in use, and no request has them")
         return bool(driver.active)
-
-    def _submit(self) -> None:
-        """Submits all requests; begins to read what the store has of their prompts."""
-        driver = self.driver
-        driver.submit(self._jobs)
-        self._is_submitted = True
-        driver.read_statuses()
-        if driver.stored:
-            leaders = {job.leader.number: job.leader for job in self._jobs if not job.is_done}
-            by_priority = sorted(leaders.values(), key=lambda job: -job.request.priority)
-            driver.stored.begin({job.number: (job.tokens, job.namespace) for job in by_priority})
 
     @own_transfers()
     def close(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,9 +33,9 @@ from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.request import INSIDE, Request, RunOptions
-from kvjax.serving.requests import Finish, Output, Stage, init_serving
+from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
 from kvjax.serving.stored import StoredPrefixes
-from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, entries_of, logits_states, turn
+from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, stacked, turn
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -65,17 +65,11 @@ def check_run(model: Any, cache: Any, options: RunOptions) -> None:
 
 
 class Limits(NamedTuple):
-    """The prompts that a model and a cache take.
-
-    Attributes:
-      spec: of the cache.
-      vocabulary: the number of the model's logits.
-      most_tokens: the most tokens of a request whose K/V fit, alone in the cache.
-    """
+    """The prompts that a model and a cache take."""
 
     spec: CacheSpec
-    vocabulary: int
-    most_tokens: int
+    vocabulary: int  # the number of the model's logits
+    most_tokens: int  # the most tokens of a request whose K/V fit, alone in the cache
 
     @classmethod
     def of(cls, model: Model, cache: Cache, scheduler: Scheduler, top_logprobs: int) -> Limits:
@@ -85,13 +79,17 @@ class Limits(NamedTuple):
             raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
         return cls(cache.state.spec, vocabulary, _most_tokens(cache.state, scheduler))
 
-    def jobs(self, request: Request, number: int, seed: int, make: Callable[..., Job] = Job) -> list[Job]:
-        """The samples of a request, the first of which has this number, and this seed if none was given."""
-        jobs = list[Job]()
-        max_tokens = self._max_tokens(len(request.prompt), request.max_new_tokens)
-        for sample, stream in enumerate(request.streams(default=seed)):
-            output = Output(len(request.prompt))
-            job = make(number + sample, request, output, max_tokens, stream, namespace=request.namespace)
+    def jobs[J: Job](
+        self, request: Request, numbers: Iterator[int], seed: int, make: Callable[..., J] = Job
+    ) -> list[J]:
+        """The samples of a request with the next numbers; `seed` is the first one's if none was given."""
+        jobs = list[J]()
+        prompt_tokens = len(request.prompt)
+        # At which it ends, at the latest: beyond what fits it would only wait.
+        max_tokens = max(min(prompt_tokens + request.max_new_tokens, self.most_tokens + 1), prompt_tokens + 1)
+        for stream in request.streams(default=seed):
+            output = Output(prompt_tokens)
+            job = make(next(numbers), request, output, max_tokens, stream, namespace=request.namespace)
             job.leader = jobs[0] if jobs else job
             jobs.append(job)
         return jobs
@@ -101,10 +99,6 @@ class Limits(NamedTuple):
         if not prompt.size or prompt.min() < 0 or prompt.max() >= self.vocabulary:
             return "bad_request"
         return "row_full" if prompt.size > self.spec.max_length else None
-
-    def _max_tokens(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """The tokens at which a request ends, at the latest: beyond what fits it would only wait."""
-        return max(min(prompt_tokens + max_new_tokens, self.most_tokens + 1), prompt_tokens + 1)
 
 
 def _most_tokens(state: CacheState, scheduler: Scheduler) -> int:
@@ -120,19 +114,11 @@ def _most_tokens(state: CacheState, scheduler: Scheduler) -> int:
 
 
 class StepOutput(NamedTuple):
-    """The result of a loop, on the host.
+    """The result of a loop, on the host."""
 
-    Attributes:
-      steps: of the model.
-      dispatched_at: when the loop started, of `time.monotonic`.
-      new: {number of a request: its new tokens}.
-      ended: requests that are over since.
-    """
-
-    steps: int
-    dispatched_at: float
-    new: dict[int, list[int]]
-    ended: list[Job]
+    steps: int  # of the model
+    dispatched_at: float  # when the loop started, of `time.monotonic`
+    new: dict[int, list[int]]  # {number of a request: its new tokens}
 
 
 class Driver[C: AnyCache]:
@@ -140,6 +126,7 @@ class Driver[C: AnyCache]:
 
     Attributes:
       state: the cache, the requests on the device, and events that nobody has got yet.
+      num_rows: the number of rows that requests get.
       active: the requests that the scheduler has, by their slots, until these are empty again.
       host_tier: moves blocks between the tiers.
       stored: reads of prefixes from a store, and writes to it; None without a store.
@@ -151,10 +138,15 @@ class Driver[C: AnyCache]:
         """Makes empty slots; `cache` is donated to the first loop. `own_rows` bool[S] are those that requests get."""
         self._model, self._options, self._scheduler = model, options, scheduler
         self._slots, self._own_rows = slots, own_rows
+        self.num_rows = int(own_rows.sum())
         self.spec = cache.state.spec
-        self.state: GenerationState[C] = GenerationState(
-            _empty_serving(cache.cache, options, slots), cache.host, own_rows, options
+        logits_state = jax.device_put(stacked([], slots.logits_state, len(slots.max_tokens)))
+        serving: Serving = init_serving(
+            cache.cache, slots.max_tokens, capacity=slots.capacity, width=slots.width, logits_state=logits_state,
+            num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
+            top_logprobs=options.top_logprobs, logprobs=options.logprobs,
         )  # fmt: skip
+        self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
         self.host_tier = HostTier(self.state, scheduler, slots.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
         self.active: dict[int, Job] = {}
@@ -165,9 +157,8 @@ class Driver[C: AnyCache]:
         self._statuses: deque[tuple[int, Sequence[Job], jax.Array]] = deque()  # of calls that are not read yet
         self._turn_number = 0
         worst = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
-        self._log_size = (
-            3 * worst + slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2 if slots.has_log else 0
-        )
+        usual = slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2
+        self._log_size = 3 * worst + usual if slots.has_log else 0
 
     @property
     def num_free_slots(self) -> int:
@@ -191,14 +182,18 @@ class Driver[C: AnyCache]:
             job.generation = self._generations[job.slot]
             job.since = self._turn_number
             self.active[job.slot] = job
-        entries = entries_of(jobs, cancelled, self._slots, int(self._own_rows.sum()))
-        self.state.serving, statuses = apply(self.state.serving, entries, scheduler=self._scheduler)
+        arguments, ends = self._slots.arguments(jobs, self.num_rows), self._slots.ends(cancelled)
+        self.state.serving, statuses = apply(self.state.serving, arguments, ends, scheduler=self._scheduler)
         if jobs:
             self._statuses.append((self._turn_number, jobs, statuses))
 
-    def adopt(self, wait_for: int = 0) -> None:
-        """Adopts prefixes that have come from the store; for `wait_for` prompts it waits, until their deadline."""
+    def adopt(self, jobs: Sequence[Job], wait_for: int = 0) -> None:
+        """Begins to read new prompts' prefixes from the store, in this order, and adopts those that have come.
+
+        For `wait_for` prompts it waits, until their deadline.
+        """
         if self.stored:
+            self.stored.begin(jobs)
             running = [job for job in self.active.values() if job.stage == Stage.RUNNING]
             blocks_ahead = sum(-(-job.left // self.spec.block_size) + 1 for job in running)
             self.stored.adopt(self.host_tier.call, blocks_ahead, wait_for)
@@ -217,17 +212,14 @@ class Driver[C: AnyCache]:
         self._turns.append((self._turn_number, time.monotonic(), log, result))
         self._turn_number += 1
 
-    def read_statuses(self) -> list[Job]:
-        """Reads whether requests were accepted; ends those that were refused, and returns them."""
-        refused = []
+    def read_statuses(self) -> None:
+        """Reads whether requests were accepted; ends those that were refused."""
         while self._statuses and self._statuses[0][0] <= self._turn_number - self.in_flight:
             _, jobs, statuses = self._statuses.popleft()
             for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then entries of nobody
                 if status != Status.OK:
                     job.end(Status(status).name.lower())
                     self._release(job, job.generation)
-                    refused.append(job)
-        return refused
 
     def read(self) -> StepOutput:
         """Reads the oldest loop: new tokens, requests that are over, slots that are empty; makes the moves it asks for.
@@ -236,34 +228,32 @@ class Driver[C: AnyCache]:
         """
         number, dispatched_at, log, turn_arrays = self._turns[0]
         result = turn_arrays.read()
-        ended = self.read_statuses()
+        self.read_statuses()
         self._turns.popleft()
-        new, admitted, rows = dict[int, list[int]](), dict[int, tuple[int, Output]](), set(result.row.tolist())
+        new, admitted, rows = dict[int, list[int]](), list[Job](), set(result.row.tolist())
         for slot, job in list(self.active.items()):
             if number < job.since:
                 continue
             if not job.is_done:
                 if tokens := self._update(job, result):
                     new[job.number] = tokens
-                if job.is_done:
-                    ended.append(job)
                 if job.stage != Stage.WAITING:
-                    admitted[job.number] = job.leader.number, job.output
+                    admitted.append(job)
             if result.stage[slot] in (Stage.DONE, Stage.CANCELLED) and slot not in rows:
                 self._release(job, result.generation[slot] + 1)
         if self.stored and log is not None:
             self.stored.after_loop(log, admitted)
         self._move(result)
-        return StepOutput(result.steps, dispatched_at, new, ended)
+        return StepOutput(result.steps, dispatched_at, new)
 
     def _update(self, job: Job, result: TurnResult) -> list[int]:
         """Adds a loop's tokens to a request's output; returns them."""
         slot, stage = job.slot, job.stage
         job.stage = result.stage[slot]
-        new, finish = result.num_tokens[slot] - result.before[slot], Finish(result.finish[slot])
-        reason = None if finish == Finish.NONE else finish.name.lower()
-        if finish == Finish.LENGTH and job.is_cut and result.num_tokens[slot] >= job.max_tokens:
-            reason = "row_full" if result.num_tokens[slot] > self.spec.max_length else "no_blocks"
+        num_tokens, finish = result.num_tokens[slot], finish_of(result.finish[slot])
+        if finish == "length" and job.is_cut and num_tokens >= job.max_tokens:
+            finish = "row_full" if num_tokens > self.spec.max_length else "no_blocks"
+        new = num_tokens - result.before[slot]
         tokens = result.tokens[slot, :new].tolist()
         logprobs = result.logprobs[slot, :new].tolist()
         top = [] if result.top is None else [column[slot, :new].tolist() for column in result.top]
@@ -271,9 +261,9 @@ class Driver[C: AnyCache]:
         def change(output: Output) -> None:
             output.add(tokens, logprobs, *top)
             output.cached_tokens, output.preemptions = result.cached[slot], result.preemptions[slot]
-            output.finish = reason
+            output.finish = finish
 
-        if tokens or reason is not None or job.stage != stage:
+        if tokens or finish is not None or job.stage != stage:
             job.change(change)
         return tokens
 
@@ -306,13 +296,3 @@ class Driver[C: AnyCache]:
             self.dispatch(steps)
         while self.in_flight:
             self.read()
-
-
-def _empty_serving(cache: Cache, options: RunOptions, slots: Slots) -> Any:
-    """The slots, over the cache on the device."""
-    return init_serving(
-        cache, slots.max_tokens, capacity=slots.capacity,
-        width=slots.width, num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
-        top_logprobs=options.top_logprobs, logprobs=options.logprobs,
-        logits_state=jax.device_put(logits_states([], slots.logits_state, len(slots.max_tokens))),
-    )  # fmt: skip

@@ -12,10 +12,11 @@ Source: vLLM's AsyncLLM and its engine core, which run apart from whoever submit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import reprlib
-import threading
 import time
+from concurrent.futures import CancelledError, Future
 from typing import Any, cast
 
 import jax
@@ -30,7 +31,7 @@ from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.request import Request, RunOptions
-from kvjax.serving.turns import Job, Slots
+from kvjax.serving.turns import Slots
 from kvjax.state import CacheState
 from kvjax.verbs._request import check_retention
 
@@ -100,16 +101,16 @@ class Engine[C: AnyCache]:
         if logits_state is not None and options.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
         check_retention(spec, num_ranges=num_ranges)
-        self._logits_state = jax.tree.map(np.asarray, logits_state)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
-        steps = min(MANY if options.steps is None else options.steps, MANY)
+        steps = min(options.steps or MANY, MANY)
         self._slots = Slots(
             [spec.max_length + 1] * number, steps=steps, num_columns=steps, entries=ENTRIES,
             entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
             num_stop_tokens=static_int("num_stop_tokens", num_stop_tokens, 1),
             num_ranges=None if num_ranges is None else static_int("num_ranges", num_ranges, 0),
-            logits_state=self._logits_state, has_log=options.listener is not None or options.store is not None,
+            logits_state=jax.tree.map(np.asarray, logits_state),
+            has_log=options.listener is not None or options.store is not None,
         )  # fmt: skip
         self._limits = Limits.of(model, cache.cache, options.scheduler, options.top_logprobs)
         self._most_samples = min(ENTRIES, spec.max_seqs, number)
@@ -136,18 +137,9 @@ class Engine[C: AnyCache]:
           EngineError: if the engine is closed.
         """
         self._check(request, salt)
-        if request.logits_state is None:
-            request = dataclasses.replace(request, logits_state=self._logits_state)
         deadline = np.inf if timeout is None else time.monotonic() + timeout
-
-        def make(*fields: Any, **others: Any) -> Job:
-            job = EngineJob(*fields, **others, deadline=deadline)
-            job.handle = Handle(job.output, self._cancel)
-            job.handle.job = job
-            return job
-
-        number = next(self._numbers)
-        jobs = cast(list[EngineJob], self._limits.jobs(request, number * self._most_samples, 0, make))
+        make = functools.partial(EngineJob, deadline=deadline, cancel=self._cancel)
+        jobs = self._limits.jobs(request, self._numbers, 0, make)
         handles = [job.handle for job in jobs]
         for handle in handles:
             handle.samples = handles
@@ -170,7 +162,10 @@ class Engine[C: AnyCache]:
         if not isinstance(request, Request):
             raise ValueError(f"request: got {reprlib.repr(request)}, wanted a kvjax.serving.Request")
         self._options.check_request(request, self.spec)
-        self._check_salt(request, salt)
+        if salt is not None and (self.names is None or request.namespace):
+            other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
+            raise ValueError(f"salt: got one {other}, wanted None")
+        Namespaces.salted(salt)
         slots, prompt = self._slots, request.prompt
         refusal = self._limits.refusal(prompt)
         if refusal == "bad_request":
@@ -188,16 +183,10 @@ class Engine[C: AnyCache]:
             got = request.num_ranges
             raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
         if request.logits_state is not None:
-            (got, tree), (wanted, own) = map(jax.tree.flatten, (request.logits_state, self._logits_state))
+            (got, tree), (wanted, own) = map(jax.tree.flatten, (request.logits_state, slots.logits_state))
             if tree != own or any(np.shape(one) != two.shape for one, two in zip(got, wanted, strict=True)):
                 got = reprlib.repr(request.logits_state)
                 raise ValueError(f"logits_state: got {got}, wanted arrays like those of the engine")
-
-    def _check_salt(self, request: Request, salt: str | None) -> None:
-        if salt is not None and (self.names is None or request.namespace):
-            other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
-            raise ValueError(f"salt: got one {other}, wanted None")
-        Namespaces.salted(salt)
 
     @property
     def vocabulary(self) -> int:
@@ -226,7 +215,7 @@ class Engine[C: AnyCache]:
     @property
     def listener_counts(self) -> dict[str, int]:
         """Failures of the listener, calls that it has missed, and snapshots that it has taken since."""
-        return self._thread.listener_counts
+        return self._options.listeners.counts
 
     @property
     def running(self) -> int:
@@ -236,15 +225,15 @@ class Engine[C: AnyCache]:
     @property
     def state(self) -> CacheState:
         """A copy of the cache's metadata, which any thread may read."""
-        copied, copies = threading.Event(), list[CacheState]()
+        copy = Future[CacheState]()
         with self._inbox.wake:
             self._check_open()
-            self._inbox.copies.append((copied, copies))
+            self._inbox.copies.append(copy)
             self._inbox.wake.notify_all()
-        copied.wait()
-        if not copies:
-            raise EngineError("the engine was closed, or has failed")
-        return copies[0]
+        try:
+            return copy.result()
+        except CancelledError:
+            raise EngineError("the engine was closed, or has failed") from None
 
     def drain(self, timeout: float | None = None) -> bool:
         """Waits until every request that was submitted is over, at most `timeout` seconds; returns whether they are."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ import numpy as np
 from kvjax._compile import OutermostJit, own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
-from kvjax.events.listeners import Listeners
 from kvjax.model import Model
 from kvjax.pools.host import init_host_pools
 from kvjax.serving.driver import Driver, StepOutput
@@ -47,17 +47,15 @@ _reset = OutermostJit(reset)
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class EngineJob(Job):
-    """A job whose output somebody reads through a handle.
+    """A job whose output somebody reads through a handle."""
 
-    Attributes:
-      handle: has the output.
-      deadline: when it is cancelled, of `time.monotonic`.
-      is_cancelled: whether it has been.
-    """
+    deadline: float  # when it is cancelled, of `time.monotonic`
+    cancel: dataclasses.InitVar[Callable[[Handle], None]]
+    is_cancelled: bool = False  # whether it has been
 
-    deadline: float
-    handle: Handle = dataclasses.field(init=False)
-    is_cancelled: bool = False
+    def __post_init__(self, cancel: Callable[[Handle], None]):
+        self.handle = Handle(self.output, cancel)
+        self.handle.job = self
 
     @property
     def is_done(self) -> bool:
@@ -73,23 +71,18 @@ class EngineJob(Job):
 
 
 class Inbox:
-    """The tasks of other threads for the engine's.
-
-    Attributes:
-      wake: guards all of it, and is notified when something comes, or when nothing is to be done any more.
-      queue: requests that wait.
-      cancels: requests to be ended.
-      copies: where copies of the state are wanted: an event, and a list to append it to.
-      lent: the numbers that `names` has lent for salts, by these.
-      is_closing: whether the engine is to end.
-      is_idle: whether nothing is to be done.
-    """
+    """The tasks of other threads for the engine's."""
 
     def __init__(self, names: Namespaces | None = None) -> None:
-        self.wake, self.is_closing, self.is_idle = threading.Condition(), False, True
-        self._names, self.lent = names, dict[str, int]()
-        self.queue, self.cancels = deque[EngineJob](), deque[EngineJob]()
-        self.copies = deque[tuple[threading.Event, list[CacheState]]]()
+        # Guards all of it, and is notified when something comes, or when nothing is to be done any more.
+        self.wake = threading.Condition()
+        self.queue = deque[EngineJob]()  # requests that wait
+        self.cancels = deque[EngineJob]()  # requests to be ended
+        self.copies = deque[Future[CacheState]]()  # copies of the state that somebody waits for
+        self._names = names
+        self.lent = dict[str, int]()  # the numbers that `names` has lent for salts, by these
+        self.is_closing = False  # whether the engine is to end
+        self.is_idle = True  # whether nothing is to be done
 
     def has_task(self) -> bool:
         """Whether there is something to do for an engine that is idle."""
@@ -110,30 +103,20 @@ class Inbox:
 
 
 class EngineThread(threading.Thread):
-    """The thread that has the cache.
-
-    Attributes:
-      driver: has the cache, and the requests that the scheduler knows.
-      active: these requests, by their slots.
-      reading: requests whose prefixes are being read from the store, or for which there is no slot.
-      last: the cache, once the thread has ended.
-    """
+    """The thread that has the cache."""
 
     def __init__(self, model: Model, cache: Any, options: RunOptions, inbox: Inbox, slots: Slots):
         """Compiles everything; `cache`, committed to its devices, is donated. The thread is still to be started."""
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec, self._model, self._options = cache.state.spec, model, options
-        self._inbox, self._slots, self.last = inbox, slots, None
+        self._inbox, self._slots = inbox, slots
+        self.last = None  # the cache, once the thread has ended
+        # Requests whose prefixes are being read from the store, or for which there is no slot.
         self.reading = list[EngineJob]()
         self._most_lent = _FEW_SALTS  # salts at which those are looked for that nothing has
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_reset(cache.state)[0])
         self._begin(cache)
-
-    @property
-    def listener_counts(self) -> dict[str, int]:
-        """As of `Listeners`; zeros without a listener."""
-        return (self._options.listeners or Listeners()).counts
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""
@@ -143,7 +126,7 @@ class EngineThread(threading.Thread):
         )  # fmt: skip
         # Loops that are under way while an earlier one is read.
         self._ahead = 0 if cache.host or self.driver.stored else 1
-        self.active = self.driver.active
+        self.active: dict[int, Any] = self.driver.active  # the requests that the scheduler has, by their slots
         self._read_at, self._step_seconds = 0.0, PACE
         self.driver.compile()
         jax.block_until_ready(_copy(self.driver.state.cache.state))
@@ -171,11 +154,11 @@ class EngineThread(threading.Thread):
         """One turn: what has come goes in, the loop runs, and an earlier turn is read."""
         driver = self.driver
         while self._inbox.copies:
-            event, copies = self._inbox.copies.popleft()
+            copy = self._inbox.copies.popleft()
             try:
-                copies.append(_copy(driver.state.cache.state))
+                copy.set_result(_copy(driver.state.cache.state))
             finally:
-                event.set()
+                copy.cancel()  # unless it has its result
         if len(self._running) < self.spec.max_seqs:  # who comes while a loop runs is to be in the next one
             driver.wait()
         cancelled = self._take_cancels()
@@ -208,8 +191,7 @@ class EngineThread(threading.Thread):
 
     @property
     def _running(self) -> list[EngineJob]:
-        jobs: list[Any] = list(self.active.values())
-        return [job for job in jobs if not job.is_done]
+        return [job for job in list(self.active.values()) if not job.is_done]
 
     def _choose_steps(self) -> int:
         """Steps of the next turn: more than one if all rows run, since who comes now would wait anyway."""
@@ -229,8 +211,8 @@ class EngineThread(threading.Thread):
     def _take_cancels(self) -> list[EngineJob]:
         """Requests to cancel that the scheduler has, at most so many as one call takes; others end at once."""
         now, found = time.monotonic(), list[EngineJob]()
-        active: list[Any] = list(self.active.values())
-        late = [job for job in [*active, *self._inbox.queue, *self.reading] if job.deadline < now]
+        jobs = [*self.active.values(), *self._inbox.queue, *self.reading]
+        late = [job for job in jobs if job.deadline < now]
         while (self._inbox.cancels or late) and len(found) < ENTRIES:
             job = late.pop() if late else self._inbox.cancels.popleft()
             if job.is_cancelled or job.is_done:
@@ -249,9 +231,7 @@ class EngineThread(threading.Thread):
             self.reading.append(self._inbox.queue.popleft())
         self.reading = [job for job in self.reading if not job.is_done]
         stored = self.driver.stored
-        if stored:
-            stored.begin_new({job.leader.number: (job.tokens, job.namespace) for job in self.reading})
-            self.driver.adopt()
+        self.driver.adopt(self.reading)
         chosen, num_tokens = list[EngineJob](), 0
         for leader, members in itertools.groupby(self.reading, key=lambda job: job.leader):
             group = list(members)
@@ -292,8 +272,8 @@ class EngineThread(threading.Thread):
             self._inbox.wake.notify_all()
         driver = vars(self).get("driver")  # not set if a new start has failed
         self._fail([*self.active.values(), *self.reading, *self._inbox.queue], EngineError("the engine was closed"))
-        for event, _ in self._inbox.copies:
-            event.set()
+        for copy in self._inbox.copies:
+            copy.cancel()
         if driver and driver.stored:
             driver.stored.drop()
         if driver and driver.state.alive:

@@ -199,13 +199,7 @@ def stream[C: AnyCache](
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
     has got the events of a loop when its `Progress` comes, and gets those of these releases. Errors and Ctrl-C are as
-    in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
-
-    Args:
-      model: see `generate`.
-      cache: is donated.
-      requests: each a `Request`.
-      options: None: `RunOptions()`.
+    in `generate`; while a `Progress` is read, Ctrl-C is the caller's. The arguments are those of `run_batch`.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.

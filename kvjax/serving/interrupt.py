@@ -128,19 +128,17 @@ class GenerationState[C: AnyCache]:
         while len(self.unpublished) > keep:
             if self._options.log_events:
                 self.events += to_list(self.unpublished[0])
-            oldest = self.unpublished.pop(0)
-            if self._options.listeners is not None:
-                self._options.listeners(oldest)
+            self._options.listeners(self.unpublished.pop(0))
 
     @property
     def is_behind(self) -> bool:
         """Whether a listener has failed, and has had no snapshot since."""
-        return self._options.listeners is not None and self._options.listeners.is_behind
+        return self._options.listeners.is_behind
 
     @property
     def is_due(self) -> bool:
         """Whether `catch_up` has something to do."""
-        return self._options.listeners is not None and self._options.listeners.is_due
+        return self._options.listeners.is_due
 
     def catch_up(self, *, is_last: bool = False) -> None:
         """Passes all events on, if listeners that have failed are due, and gives these a snapshot of the cache.
@@ -148,10 +146,9 @@ class GenerationState[C: AnyCache]:
         Args:
           is_last: whether the run ends here, so that all that are behind get one.
         """
-        listeners = self._options.listeners
-        if listeners is not None and self.alive and (self.is_behind if is_last else self.is_due):
+        if self.alive and (self.is_behind if is_last else self.is_due):
             self.publish()
-            listeners.catch_up(self.cache.state, due_only=not is_last)
+            self._options.listeners.catch_up(self.cache.state, due_only=not is_last)
 
     def rows_in_use(self) -> np.ndarray:
         """Rows of this generation that have tokens, i32[K]."""

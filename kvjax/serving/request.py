@@ -17,8 +17,9 @@ from jax.core import Tracer
 
 from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
-from kvjax.checks import check_bool, check_functions, check_on_host, host_integers, static_int, static_int32
+from kvjax.checks import check_bool, check_functions, check_on_host, host_integers, is_integer, static_int, static_int32
 from kvjax.events.listeners import Listener, Listeners
+from kvjax.layers import set_ints
 from kvjax.policies.retention import Retention
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
@@ -75,26 +76,23 @@ class Request:
     logits_state: Any = None
 
     def __post_init__(self):
-        self._set(
-            prompt=_checked_prompt(self.prompt),
-            max_new_tokens=static_int("max_new_tokens", self.max_new_tokens, 1),
-            samples=static_int("samples", self.samples, 1),
-            stop_tokens=host_integers("stop_tokens", self.stop_tokens, np.int32, "a list of token ids"),
-            namespace=static_int32("namespace", self.namespace, 0),
-            priority=static_int32("priority", self.priority, -(2**31)),
-        )
+        checked = {
+            "prompt": _checked_prompt(self.prompt),
+            "stop_tokens": host_integers("stop_tokens", self.stop_tokens, np.int32, "a list of token ids"),
+            "namespace": static_int32("namespace", self.namespace, 0),
+            "priority": static_int32("priority", self.priority, -(2**31)),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        set_ints(self, 1, "max_new_tokens", "samples")
         sampling, retention = self.sampling, self.retention
         if not isinstance(sampling, Sampling | None) or any(map(np.ndim, jax.tree.leaves(sampling))):
             raise ValueError(f"sampling: got {reprlib.repr(sampling)}, wanted a kvjax.Sampling of numbers or None")
         if not isinstance(retention, Retention | None):
             raise ValueError(f"retention: got {reprlib.repr(retention)}, wanted a kvjax.Retention or None")
-        if self.seed is not None and not _is_index(self.seed):
+        if self.seed is not None and not is_integer(self.seed):
             with own_transfers():
                 seed_key(self.seed)
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     @property
     def num_ranges(self) -> int | None:
@@ -110,13 +108,9 @@ class Request:
     def streams(self, default: int = 0) -> list[int]:
         """The random stream of each sample; `default` is the first one's where no seed was given."""
         seed = default if self.seed is None else self.seed
-        if _is_index(seed):
+        if is_integer(seed):
             return [(operator.index(seed) + sample) % 2**32 for sample in range(self.samples)]
         return jax.device_get(output_seeds(seed, self.samples)).tolist()
-
-
-def _is_index(seed: Any) -> bool:
-    return isinstance(seed, int | np.integer) and not isinstance(seed, bool)
 
 
 def _checked_prompt(prompt: Any) -> np.ndarray:
@@ -191,13 +185,13 @@ class RunOptions:
       steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts. None:
         1024 in `run_batch`, 32 in `generate`, 8 in `stream`; an engine chooses.
       fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
-        buffers, see `compiler_options`.
+        buffers, where each turn of a loop of unknown length waits for the host; see `compiler_options`.
       loop: False: Python calls each step of the scheduler and reads what it did, for a GPU that does not run the loop;
         see `compiler_options`.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
       logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
-        token was drawn from, after temperature, top-k and top-p; 0 where the choice is greedy.
+        token was drawn from, after temperature, top-k, top-p and `min_tokens`; 0 where the choice is greedy.
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
         and before each jitted loop. None: the time is always 0, and no time to live ends.
       names: the `Namespaces` that gave out the requests' namespaces; other numbers are refused. None: any will do.
@@ -245,9 +239,9 @@ class RunOptions:
             raise ValueError(f"names: got {reprlib.repr(self.names)}, wanted a kvjax.Namespaces or None")
 
     @functools.cached_property
-    def listeners(self) -> Listeners | None:
-        """The listener, with what it has missed; None without one."""
-        return None if self.listener is None else Listeners.of(self.listener)
+    def listeners(self) -> Listeners:
+        """The listener, if there is one, and whether it is behind."""
+        return Listeners() if self.listener is None else Listeners.of(self.listener)
 
     def check(self, spec: CacheSpec) -> None:
         """Raises a ValueError for an option that does not fit a spec, and for a clock that does not work."""
@@ -272,6 +266,6 @@ class RunOptions:
 def read_clock(clock: Callable[[], int]) -> int:
     """A clock's reading as i32. Only differences of readings count, so they may be of any size."""
     reading = clock()
-    if not isinstance(reading, int | np.integer) or isinstance(reading, bool):
+    if not is_integer(reading):
         raise ValueError(f"clock: got {reading!r:.80}, wanted an int of milliseconds")
     return int(np.uint32(int(reading) & 0xFFFFFFFF).view(np.int32))

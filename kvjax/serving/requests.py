@@ -59,6 +59,11 @@ class Finish(Named):
     BAD_REQUEST = 6
 
 
+def finish_of(number: int) -> str | None:
+    """The `finish` of an `Output`, of a number of `Finish`."""
+    return None if number == Finish.NONE else Finish(number).name.lower()
+
+
 class Requests(Pytree):
     """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next one.
 
@@ -279,8 +284,8 @@ def init_serving(
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
-      top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
-      logprobs: static; "raw" or "sampling", as in `run_batch`.
+      top_logprobs: T; see `RunOptions`.
+      logprobs: static; see `RunOptions`.
       logits_state: a tree of arrays [W, ...]; what a `logits_fn` keeps of each request, in any empty slot at first.
     """
     size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(max_tokens)
@@ -327,8 +332,7 @@ class Output:
 
     Attributes:
       tokens: the generated tokens, the stop token included.
-      logprobs: their log-probabilities, of the logits as they came, or with `logprobs="sampling"` of the distribution
-        that each was sampled from.
+      logprobs: their log-probabilities; see `RunOptions`.
       top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
@@ -366,10 +370,9 @@ def results(serving: Serving) -> dict[tuple[int, int], Output]:
     for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
         start, prompt = int(requests.start[slot]), int(requests.prompt[slot])
         new = slice(start + prompt, start + int(requests.num_tokens[slot]))
-        finish = Finish(int(requests.finish[slot]))
         output = Output(
             prompt, cached_tokens=int(requests.cached[slot]), preemptions=int(requests.preemptions[slot]),
-            finish=None if finish == Finish.NONE else finish.name.lower(),
+            finish=finish_of(requests.finish[slot]),
         )  # fmt: skip
         top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
         output.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)

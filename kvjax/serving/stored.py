@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
-from kvjax.serving.requests import Output
+from kvjax.serving.turns import Job
 from kvjax.state import NO_BLOCK, CacheState, Text
 from kvjax.stores.adoption import adopt_prefix, compile_adoption, widths
 from kvjax.stores.disk import DiskStore
@@ -101,20 +101,18 @@ class StoredPrefixes:
         options = np.int32(len(prompt)), np.int32(namespace), self.scheduler.alignment_tokens
         return int(_cached_tokens(self.state.cache.state, tokens, *options))
 
-    def begin(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
-        """Starts to read for prompts, {number: (tokens, namespace)}, in this order."""
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Starts to read for the prompts of requests, in this order, that are not known yet."""
+        new = {job.leader.number: job for job in jobs if job.leader.number not in self.prefixes}
+        if not new:
+            return
         if self.store.readonly:
             self.store.refresh()
         deadline = time.monotonic() + self.store.patience_ms / 1000
-        for n, (tokens, namespace) in prompts.items():
-            blocks = self.store.blocks(tokens, namespace)
-            self.prefixes[n] = self.waiting[n] = Prefix(tokens, namespace, blocks, deadline)
+        for n, job in new.items():
+            blocks = self.store.blocks(job.tokens, job.namespace)
+            self.prefixes[n] = self.waiting[n] = Prefix(job.tokens, job.namespace, blocks, deadline)
         self._read_ahead()
-
-    def begin_new(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
-        """Starts to read for those of the prompts that are not known yet."""
-        if new := {number: prompt for number, prompt in prompts.items() if number not in self.prefixes}:
-            self.begin(new)
 
     def _read_ahead(self) -> None:
         """Starts reads in the order of the prompts, as many as may be in flight."""
@@ -286,27 +284,27 @@ class StoredPrefixes:
             if (prefix := self.waiting.pop(n, None)) is not None:
                 self._give_up(prefix)
 
-    def after_loop(self, log: EventLog, admitted: dict[int, tuple[int, Output]]) -> None:
+    def after_loop(self, log: EventLog, admitted: Sequence[Job]) -> None:
         """Counts stored tokens, and writes what the loop has stored.
 
         Args:
           log: of the loop.
-          admitted: by the outputs' numbers the number of the prompt, and the output, of all that do not wait any more;
-            of one that is over once.
+          admitted: all that do not wait any more; one that is over once.
         """
-        self.drop(n for n, _ in admitted.values())
-        for number, (n, output) in admitted.items():
-            if number not in self.counted:
-                self.counted.add(number)
-                for column, block in enumerate(self.prefixes[n].blocks):
+        self.drop(job.leader.number for job in admitted)
+        for job in admitted:
+            if job.number not in self.counted:
+                self.counted.add(job.number)
+                for column, block in enumerate(self.prefixes[job.leader.number].blocks):
                     if block.hash in self.adopted:
-                        output.stored_tokens += min(max(output.cached_tokens - column * self.size, 0), self.size)
+                        cached = job.output.cached_tokens - column * self.size
+                        job.output.stored_tokens += min(max(cached, 0), self.size)
         self._write(log)
-        for number, (n, output) in admitted.items():
-            if output.finish is not None:
-                self.counted.discard(number)
-                text = np.concatenate([self.prefixes[n].tokens, np.asarray(output.tokens, np.int32)])
-                self.store.touch(self.store.blocks(text, self.prefixes[n].namespace))
+        for job in admitted:
+            if job.output.finish is not None:
+                self.counted.discard(job.number)
+                text = np.concatenate([job.tokens, np.asarray(job.output.tokens, np.int32)])
+                self.store.touch(self.store.blocks(text, job.namespace))
 
     def _write(self, log: EventLog) -> None:
         """Writes the whole blocks that a loop stored and that are still there."""

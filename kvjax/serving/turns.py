@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax._arrays import Pytree, pick, runs
 from kvjax._compile import OutermostJit
 from kvjax.events.log import Log, init_log
 from kvjax.model import Model
-from kvjax.policies.retention import UNSTATED, Retention
-from kvjax.serving.decode import LogitsFn
+from kvjax.policies.retention import Retention
+from kvjax.serving.decode import LogitsFn, chosen_bits
 from kvjax.serving.options import Scheduler
 from kvjax.serving.request import Request
 from kvjax.serving.requests import Output, Requests, Serving, Stage
@@ -29,32 +27,19 @@ from kvjax.serving.submit import cancel, drain, submit
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A sample of a request in a driver: what is wanted, and where it is.
+    """A sample of a request in a driver, with its output so far."""
 
-    Attributes:
-      number: of the sample; no other one of the driver has it.
-      request: the request.
-      output: so far.
-      max_tokens: the tokens, with the prompt's, at which it ends: no more than fit into the cache.
-      seed: of its random stream.
-      leader: the first sample of the request, which may be this one.
-      namespace: of the request, or the one that was lent for its salt.
-      slot, generation: of the scheduler's; -1 before it has them.
-      since: the number of the first loop that has it.
-      stage: as the last loop has left it.
-    """
-
-    number: int
+    number: int  # of the sample; no other one of the driver has it
     request: Request
     output: Output
-    max_tokens: int
-    seed: int
-    leader: Any = None
-    namespace: int = 0
-    slot: int = -1
-    generation: int = -1
-    since: int = 0
-    stage: int = Stage.WAITING
+    max_tokens: int  # the tokens, with the prompt's, at which it ends: no more than fit into the cache
+    seed: int  # of its random stream
+    leader: Any = None  # the first sample of the request, which may be this one
+    namespace: int = 0  # of the request, or the one that was lent for its salt
+    slot: int = -1  # of the scheduler; -1 before it has one
+    generation: int = -1  # of the slot
+    since: int = 0  # the number of the first loop that has it
+    stage: int = Stage.WAITING  # as the last loop has left it
 
     @property
     def tokens(self) -> np.ndarray:
@@ -87,91 +72,72 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """The shapes of a driver's programs.
+    """The shapes of a driver's programs."""
 
-    Attributes:
-      max_tokens: the tokens that each slot has space for.
-      steps: the most steps of a loop.
-      num_columns: N, the most tokens of a request in a loop.
-      entries: R, requests of one call.
-      entry_tokens: T, tokens of their prompts together.
-      num_stop_tokens: K.
-      num_ranges: of each request's retention; None: no request has one.
-      greedy: whether no request samples.
-      width, capacity: as of `init_serving`.
-      logits_state: what `logits_fn` keeps of a request that brings none; None: nothing.
-      has_log: whether loops note their events.
-    """
-
-    max_tokens: Sequence[int]
-    steps: int
-    num_columns: int
-    entries: int
-    entry_tokens: int
-    num_stop_tokens: int
+    max_tokens: Sequence[int]  # the tokens that each slot has space for
+    steps: int  # the most steps of a loop
+    num_columns: int  # N, the most tokens of a request in a loop
+    entries: int  # R, requests of one call
+    entry_tokens: int  # T, tokens of their prompts together
+    num_stop_tokens: int  # for this, and for all that follow, see `init_serving`
     width: int
     num_ranges: int | None = None
     greedy: bool = False
     capacity: int | None = None
-    logits_state: Any = None
-    has_log: bool = True
+    logits_state: Any = None  # of a request that brings none, without the axis W
+    has_log: bool = True  # whether loops note their events
+
+    def arguments(self, jobs: Sequence[Job], rows: int) -> dict[str, Any]:
+        """The arguments of `submit` by their names: numpy arrays [R, ...], with empty prompts after the last request.
+
+        Samples of a prompt run at the same time, at most `rows` together.
+        """
+        number, requests = self.entries, [job.request for job in jobs]
+
+        def column(values: Sequence[int], empty: int = 0, dtype: Any = np.int32) -> np.ndarray:
+            """An array [R] of a value for each request."""
+            return np.array([*values, *[empty] * (number - len(values))], dtype)
+
+        tokens = np.zeros((self.entry_tokens,), np.int32)
+        prompts = np.concatenate([tokens[:0], *(job.tokens for job in jobs)])
+        tokens[: len(prompts)] = prompts
+        no_stop_token = np.full((self.num_stop_tokens,), -1, np.int32)
+        no_retention = None if self.num_ranges is None else Retention.of(max_ranges=self.num_ranges)
+        return {
+            "tokens": tokens,
+            "lengths": column([len(job.tokens) for job in jobs]),
+            "max_new_tokens": column([job.max_tokens - len(job.tokens) for job in jobs]),
+            "slots": column([job.slot for job in jobs], -1),
+            "priority": column([request.priority for request in requests]),
+            "namespace": column([job.namespace for job in jobs]),
+            "seed": column([job.seed for job in jobs], dtype=np.uint32),
+            "sampling": None if self.greedy else stacked([one.sampling for one in requests], Sampling(), number),
+            "stop_tokens": stacked([request.stop_tokens for request in requests], no_stop_token, number),
+            "retention": stacked([request.retention for request in requests], no_retention, number),
+            "sample_of": column(_first_samples(jobs, rows), -1),
+            "logits_state": stacked([request.logits_state for request in requests], self.logits_state, number),
+        }
+
+    def ends(self, cancelled: Sequence[Job]) -> np.ndarray:
+        """i32[R, 2]; slots and generations of requests to cancel, -1 after the last one."""
+        ends = np.full((self.entries, 2), -1, np.int32)
+        for entry, job in enumerate(cancelled):
+            ends[entry] = job.slot, job.generation
+        return ends
 
 
-class Entries(Pytree):
-    """Requests to submit, R of them, and others to cancel; numpy arrays.
+def stacked(values: Sequence[Any], default: Any, number: int) -> Any:
+    """Trees of so many requests as one tree of numpy arrays [number, ...]; the default for None and after the last.
 
-    Attributes:
-      requests: arguments of `submit` by their names, arrays [R, ...]; with prompts of no tokens behind the last one.
-      cancelled: i32[R, 2]; slots and generations; -1: none.
+    A leaf may be the beginning of one like the default's, which then follows it.
     """
-
-    requests: dict[str, Any]
-    cancelled: Any
-
-
-def entries_of(jobs: Sequence[Job], cancelled: Sequence[Job], slots: Slots, rows: int) -> Entries:
-    """Arrays of a driver's shapes; samples of a prompt run at the same time, at most `rows` together."""
-
-    def column(values: Sequence[Any], empty: Any = 0, dtype: Any = np.int32) -> np.ndarray:
-        """An array [R] of a value for each request, padded."""
-        array = np.full((slots.entries,), empty, dtype)
-        array[: len(values)] = values
-        return array
-
-    tokens = np.zeros((slots.entry_tokens,), np.int32)
-    prompts = np.concatenate([job.tokens for job in jobs]) if jobs else np.zeros((0,), np.int32)
-    tokens[: len(prompts)] = prompts
-    stop = np.full((slots.entries, slots.num_stop_tokens), -1, np.int32)
-    ends = np.full((slots.entries, 2), -1, np.int32)
-    for entry, job in enumerate(jobs):
-        stop[entry, : len(job.request.stop_tokens)] = job.request.stop_tokens
-    for entry, job in enumerate(cancelled):
-        ends[entry] = job.slot, job.generation
-    requests = {
-        "tokens": tokens,
-        "lengths": column([len(job.tokens) for job in jobs]),
-        "max_new_tokens": column([job.max_tokens - len(job.tokens) for job in jobs]),
-        "slots": column([job.slot for job in jobs], -1),
-        "priority": column([job.request.priority for job in jobs]),
-        "namespace": column([job.namespace for job in jobs]),
-        "seed": column([job.seed for job in jobs], dtype=np.uint32),
-        "sampling": None if slots.greedy else _samplings(jobs, column),
-        "stop_tokens": stop,
-        "retention": None if slots.num_ranges is None else _retentions(jobs, slots.entries, slots.num_ranges),
-        "sample_of": column(_first_samples(jobs, rows), -1),
-        "logits_state": logits_states([job.request.logits_state for job in jobs], slots.logits_state, slots.entries),
-    }
-    return Entries(requests, ends)
-
-
-def _samplings(jobs: Sequence[Job], column: Callable[..., np.ndarray]) -> Sampling:
-    """The sampling of each request, as arrays that `column` pads."""
-    arrays = {}
-    for field in dataclasses.fields(Sampling):
-        default = getattr(Sampling(), field.name)
-        values = [getattr(job.request.sampling or Sampling(), field.name) for job in jobs]
-        arrays[field.name] = column(values, default, default.dtype)
-    return Sampling(**arrays)
+    leaves, tree = jax.tree.flatten(default)
+    arrays = [np.tile(leaf, (number, *[1] * np.ndim(leaf))) for leaf in leaves]
+    for entry, value in enumerate(values):
+        if value is not None:
+            for array, leaf in zip(arrays, jax.tree.leaves(value), strict=True):
+                array[(entry, *map(slice, np.shape(leaf)))] = leaf
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _first_samples(jobs: Sequence[Job], rows: int) -> list[int]:
@@ -185,32 +151,12 @@ def _first_samples(jobs: Sequence[Job], rows: int) -> list[int]:
     return found
 
 
-def _retentions(jobs: Sequence[Job], number: int, num_ranges: int) -> Retention:
-    """The retention of each of so many requests, with empty ranges behind its own."""
-    default = Retention.of()
-    ranges = np.tile(np.array([0, 0, UNSTATED, UNSTATED], np.int32), (number, num_ranges, 1))
-    decode = np.tile(np.asarray(default.decode, np.int32), (number, 1))
-    for entry, job in enumerate(jobs):
-        retention = job.request.retention or default
-        ranges[entry, : len(retention.ranges)] = retention.ranges
-        decode[entry] = retention.decode
-    return Retention(ranges, decode)
-
-
-def logits_states(states: Sequence[Any], default: Any, number: int) -> Any:
-    """The states of so many requests as one tree of numpy arrays, with the default behind the last one."""
-    arrays = jax.tree.map(lambda leaf: np.tile(leaf, (number, *[1] * np.ndim(leaf))), default)
-    for entry, state in enumerate(states):
-        state = default if state is None else state
-        for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(state), strict=True):
-            array[entry] = leaf
-    return arrays
-
-
-def _apply(serving: Serving, entries: Entries, scheduler: Scheduler) -> tuple[Serving, jax.Array]:
+def _apply(
+    serving: Serving, arguments: dict[str, Any], ends: jax.Array, scheduler: Scheduler
+) -> tuple[Serving, jax.Array]:
     """Cancels and submits; also returns the status i32[R] of each submitted entry."""
-    serving, _ = cancel(serving, entries.cancelled[:, 0], entries.cancelled[:, 1])
-    serving, status, _, _ = submit(serving, scheduler=scheduler, **entries.requests)
+    serving, _ = cancel(serving, ends[:, 0], ends[:, 1])
+    serving, status, _, _ = submit(serving, scheduler=scheduler, **arguments)
     return serving, status
 
 
@@ -218,33 +164,21 @@ _OF_REQUESTS = "stage", "finish", "generation", "cached", "preemptions", "num_to
 
 
 class Turn(Pytree):
-    """The result of a turn, in three arrays of its own: the next turn may take the requests before these are read.
+    """The result of a turn, in three arrays of its own: the next turn may take the requests before these are read."""
 
-    Attributes:
-      numbers: i32[3 + S]; steps of the model; `onboard_slot`, `refused` and `row` of `Serving`.
-      requests: i32[7, W]; `_OF_REQUESTS`; and the tokens of each before the turn.
-      tokens: i32[2 + 2 T, W, N]; new ones, bits of their log-probabilities; the same of the T likeliest.
-    """
-
-    numbers: jax.Array
-    requests: jax.Array
-    tokens: jax.Array
+    numbers: jax.Array  # i32[3 + S]; steps of the model; `onboard_slot`, `refused` and `row` of `Serving`
+    requests: jax.Array  # i32[7, W]; `_OF_REQUESTS`; and the tokens of each before the turn
+    tokens: jax.Array  # i32[2 + 2 T, W, N]; new ones, as in `Chosen`
 
     @classmethod
     def of(cls, serving: Serving, steps: jax.Array, before: jax.Array, width: int) -> Turn:
         """The turn that has led here from so many steps i32[] and from requests with `before` i32[W] tokens."""
         requests: Requests = serving.requests
-        at, bits = (
-            runs(requests.start + before, width),
-            functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32),
-        )
-        columns = [pick(requests.text, at), bits(pick(requests.logprobs, at))]
-        if requests.top is not None:
-            tokens, logprobs = pick(requests.top, at)
-            columns += [*jnp.moveaxis(tokens, -1, 0), *jnp.moveaxis(bits(logprobs), -1, 0)]
+        at = runs(requests.start + before, width)
+        tokens = chosen_bits(*pick((requests.text, requests.logprobs, requests.top), at))
         numbers = jnp.stack([serving.steps - steps, serving.onboard_slot, serving.refused])
         of_requests = jnp.stack([*(getattr(requests, name) for name in _OF_REQUESTS), before])
-        return cls(jnp.concatenate([numbers, serving.row]), of_requests, jnp.stack(columns))
+        return cls(jnp.concatenate([numbers, serving.row]), of_requests, tokens)
 
     def read(self) -> TurnResult:
         """The same on the host."""
