@@ -250,7 +250,7 @@ class EngineThread(threading.Thread):
         self.reading = [job for job in self.reading if not job.is_done]
         stored = self.driver.stored
         if stored:
-            stored.begin_new({job.leader.number: (job.tokens, job.namespace) for job in self.reading})
+            stored.begin({job.leader.number: (job.tokens, job.namespace) for job in self.reading})
             self.driver.adopt()
         chosen, num_tokens = list[EngineJob](), 0
         for leader, members in itertools.groupby(self.reading, key=lambda job: job.leader):

@@ -375,7 +375,7 @@ class Served(Life):
     def _await_reads(self, thread: EngineThread) -> None:
         """Waits for what is read from the store, so that a history does not depend on threads."""
         prefixes = thread.driver.stored.waiting.values() if thread.driver.stored else ()
-        wait([future for prefix in prefixes for *_, future in prefix.reads])
+        wait([future for prefix in prefixes for future in prefix.reads.values() if future is not None])
 
     def _verify_answers(self, thread: EngineThread) -> None:
         """Looks at all answers; those that are over leave."""
