@@ -128,9 +128,8 @@ def rollout(
     number, width = prompts.shape
     groups, most = static_int("samples", samples, 1), static_int("max_new_tokens", max_new_tokens, 1)
     scheduler, spec = with_canonical(scheduler, canonical), cache.state.spec
-    _check(spec, scheduler, logprobs)
-    _check_rows(spec, number, groups, hold)
-    _check_state(logits_state, number)
+    check_logprobs(logprobs)
+    _check(spec, scheduler, (number, groups), hold, logits_state)
     if continues is not None:
         cache, events = cache.release(jnp.reshape(integers("continues", continues), -1), now=now)
         log = note(log, events)
@@ -215,20 +214,15 @@ def rollout_log(
     return init_log(capacity, spec.block_size, spec.extra_ids, spec.has_recurrent)
 
 
-def _check(spec: CacheSpec, scheduler: Scheduler, logprobs: Any) -> None:
+def _check(spec: CacheSpec, scheduler: Scheduler, outputs: tuple[int, int], hold: bool, logits_state: Any) -> None:
+    """Refuses options that do not fit the cache, or that are not those of `outputs`, (B, G)."""
+    number, groups = outputs
     scheduler.check(spec)
     if scheduler.preempt == "swap":
         raise ValueError("scheduler: got preempt='swap', wanted 'recompute' (a program moves nothing)")
-    check_logprobs(logprobs)
-
-
-def _check_rows(spec: CacheSpec, number: int, groups: int, hold: bool) -> None:
     if groups * (number if hold else 1) > spec.max_seqs:
         of = f" of each of {number} prompts with hold=True" if hold else ""
         raise ValueError(f"samples: got {groups}{of}, wanted at most the {spec.max_seqs} rows of the cache")
-
-
-def _check_state(logits_state: Any, number: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(logits_state):
         if jnp.shape(leaf)[:1] != (number,):
             name = f"logits_state{jax.tree_util.keystr(path)}"
