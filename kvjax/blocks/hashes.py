@@ -80,6 +80,11 @@ def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = N
     return chain_hash(hasher(b"kvjax-block", key), parent, content)
 
 
+def first_64_bits(block_hash: bytes) -> int:
+    """The first 8 bytes of a hash, big-endian, for wires of 64 bits; 1 for 0, which some readers take for no parent."""
+    return int.from_bytes(block_hash[:8], "big") or 1
+
+
 def chain_hash(keyed: hashlib.blake2b, parent: bytes, content: bytes) -> bytes:
     """The hash of a block by that of its parent; `keyed` is a hasher that has read the key."""
     one = keyed.copy()

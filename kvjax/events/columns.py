@@ -20,12 +20,6 @@ def hashes_of(rows: np.ndarray, column: int = HASH) -> np.ndarray:
     return np.maximum(hashes, np.uint64(1))
 
 
-def digests_of(rows: np.ndarray) -> list[bytes]:
-    """The whole hashes of rows i32[n, W]."""
-    width, data = 4 * (ABOVE - HASH), np.ascontiguousarray(rows[:, HASH:ABOVE]).tobytes()
-    return [data[start : start + width] for start in range(0, len(data), width)]
-
-
 def chains_of(rows: np.ndarray, *columns: int) -> Iterator[tuple[int, int]]:
     """The (start, stop) of rows that follow each other in one prefix and are equal in some columns."""
     follows = (hashes_of(rows, ABOVE)[1:] == hashes_of(rows)[:-1]) & (rows[1:, DEPTH] > 0)

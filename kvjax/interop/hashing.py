@@ -29,11 +29,6 @@ __all__ = ["Hashing", "block_hash", "block_hashes", "root_hash", "salt_hash", "w
 _LACKS = "wanted one that `hashes` has: the hashes after all events before these"
 
 
-def first_64_bits(block_hash: bytes) -> int:
-    """The first 8 bytes of a hash, big-endian, for wires of 64 bits; 1 for 0, which some readers take for no parent."""
-    return int.from_bytes(block_hash[:8], "big") or 1
-
-
 def salt_hash(salt: str, *, key: bytes = b"") -> str:
     """A hash of a salt's UTF-8: 32 hexadecimal digits. Without a `key` a short salt can be guessed from it.
 

@@ -15,7 +15,7 @@ from kvjax._compile import own_transfers
 from kvjax.cache import AnyCache
 from kvjax.model import Model
 from kvjax.serving.driver import Driver, Limits, check_run
-from kvjax.serving.request import Request, RunOptions, errors_of
+from kvjax.serving.request import Request, RunOptions, check_state, errors_of
 from kvjax.serving.requests import Output
 from kvjax.serving.turns import Job, Slots
 from kvjax.spec import CacheSpec
@@ -89,6 +89,7 @@ class Batch[C: AnyCache]:
             num_stop_tokens=bucket(max((len(request.stop_tokens) for request in requests), default=0), MIN_STOP_TOKENS),
             width=min(bucket(max(max(max_tokens, default=1) - 1, 1024), size), spec.max_length),
             num_ranges=bucket(max(ranges), 1) if ranges else None,
+            logits_state=jax.tree.map(np.asarray, requests[0].logits_state) if requests else None,
             # On a CPU the program that samples is as fast for greedy rows, and no other one is compiled.
             greedy=not samples and jax.default_backend() != "cpu",
             capacity=bucket(
@@ -150,4 +151,5 @@ def checked_requests(requests: Any, options: RunOptions, spec: CacheSpec) -> lis
             raise ValueError(f"requests: got a {type(request).__name__} as number {number}, {wanted}")
         with errors_of(number):
             options.check_request(request, spec)
+            check_state(request.logits_state, listed[0].logits_state, "arrays like those of the first prompt")
     return listed

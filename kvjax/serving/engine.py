@@ -30,7 +30,7 @@ from kvjax.model import Model, check_placement
 from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
-from kvjax.serving.request import Request, RunOptions
+from kvjax.serving.request import Request, RunOptions, check_state
 from kvjax.serving.turns import Slots
 from kvjax.state import CacheState
 from kvjax.verbs._request import check_retention
@@ -183,10 +183,7 @@ class Engine[C: AnyCache]:
             got = request.num_ranges
             raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
         if request.logits_state is not None:
-            (got, tree), (wanted, own) = map(jax.tree.flatten, (request.logits_state, slots.logits_state))
-            if tree != own or any(np.shape(one) != two.shape for one, two in zip(got, wanted, strict=True)):
-                got = reprlib.repr(request.logits_state)
-                raise ValueError(f"logits_state: got {got}, wanted arrays like those of the engine")
+            check_state(request.logits_state, slots.logits_state, "arrays like those of the engine")
 
     @property
     def vocabulary(self) -> int:

@@ -48,7 +48,8 @@ class Request:
       samples: answers. They run at the same time, and share what is computed of the prompt. Without blocks for all of
         them they end with "no_blocks".
       retention: of the prompt's blocks, where the spec has it; None: none.
-      logits_state: a tree of numpy arrays; what `logits_fn` gets with the first logits. None: the engine's.
+      logits_state: a tree of numpy arrays; what `logits_fn` gets with the first logits. None: the engine's. In
+        `run_batch` all requests have one, or none has.
 
     Raises:
       ValueError: naming the attribute.
@@ -252,15 +253,24 @@ class RunOptions:
             self.store.check(spec, [], self.names)
 
     def check_request(self, request: Request, spec: CacheSpec) -> None:
-        """Raises a ValueError for a request whose namespace or retention the run does not know."""
+        """Raises a ValueError for a request whose namespace, retention or state the run does not know."""
         if self.names is not None and request.namespace not in self.names:
             raise ValueError(
                 f"namespace: got {request.namespace}, wanted one of {len(self.names):,} that names gave out; a saved "
                 "cache needs the names saved with it (Namespaces.from_dict)"
             )
         check_retention(spec, retention=request.retention)
+        if request.logits_state is not None and self.logits_fn is None:
+            raise ValueError("logits_state: got one, wanted None without a logits_fn")
         if self.store is not None:
             self.store.root(request.namespace)
+
+
+def check_state(state: Any, other: Any, wanted: str) -> None:
+    """Raises a ValueError unless a state of `logits_fn` has arrays of the same shapes as another."""
+    (arrays, tree), (others, other_tree) = map(jax.tree.flatten, (state, other))
+    if tree != other_tree or list(map(np.shape, arrays)) != list(map(np.shape, others)):
+        raise ValueError(f"logits_state: got {reprlib.repr(state)}, wanted {wanted}")
 
 
 def read_clock(clock: Callable[[], int]) -> int:

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Container, Sequence
 
 import numpy as np
 
-from kvjax.blocks.hashes import Hashing, block_hash, root_hash
-from kvjax.events import columns as col
+from kvjax.blocks.hashes import Hashing, block_hash, first_64_bits, root_hash
 from kvjax.events.host_events import parts_of
 from kvjax.events.index import NodeMap, Space
-from kvjax.events.log import EventLog
-from kvjax.events.records import EventKind, Events
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState
 
 
 def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, load_price: float = 0.0) -> int:
@@ -52,65 +47,40 @@ class _NumberedSpaces(Hashing):
 _HASHING = _NumberedSpaces(None, None, None, b"")
 
 
-def hashes_of(prompt: np.ndarray, namespace: int, spec: CacheSpec) -> list[bytes]:
+def hashes_of(prompt: np.ndarray, namespace: int, spec: CacheSpec) -> list[int]:
     """The hash of each whole block of a prompt; it stands for all of the prompt up to its end."""
-    parent, size, hashes = _HASHING.space(namespace).root, spec.block_size, list[bytes]()
+    parent, size, hashes = _HASHING.space(namespace).root, spec.block_size, list[int]()
     extra_ids = np.zeros((len(parts_of(spec)) - 1, size), np.int32)  # of a prompt without images
     for start in range(0, len(prompt) - size + 1, size):
         parent = block_hash(parent, prompt[start : start + size], *extra_ids)
-        hashes.append(parent)
+        hashes.append(first_64_bits(parent))
     return hashes
 
 
-def num_leading(hashes: Sequence[bytes], found: Container[bytes]) -> int:
+def num_leading(hashes: Sequence[int], found: Container[int]) -> int:
     """The number of leading hashes that are found."""
     return len([*itertools.takewhile(found.__contains__, hashes)])
 
 
-class CachedPrefixes:
-    """The whole blocks that a cache has, by its events: no device is asked, and a cache in a loop is not read.
+class CachedPrefixes(NodeMap):
+    """The index of a cache, by its events: no device is asked, and a cache in a loop is not read.
 
     Args:
       spec: of the cache, which is empty; see `attach` for others.
     """
 
     def __init__(self, spec: CacheSpec):
-        self._spec = spec
-        self._nodes = NodeMap(spec, _HASHING)
-        self._counts = [collections.Counter[bytes]() for _ in spec.groups]  # of equal whole blocks; none is 0
+        super().__init__(spec, _HASHING)
 
-    def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty."""
-        self._nodes.attach(state)
-        for counts, group in zip(self._counts, self._nodes.groups, strict=True):
-            counts.clear()
-            counts.update(self._whole(group.table[group.live]))
-
-    def observe(self, events: Events | EventLog) -> None:
-        """Adds events, each once and in their order."""
-        for change in self._nodes.fold(events):
-            counts, hashes = self._counts[change.group], self._whole(change.rows)
-            if change.kind == EventKind.STORED:
-                counts.update(hashes)
-            elif change.kind != EventKind.UPDATED:
-                counts.subtract(hashes)
-                for digest in hashes:
-                    if not counts[digest]:
-                        del counts[digest]
-
-    def _whole(self, rows: np.ndarray) -> list[bytes]:
-        """The hashes of the rows of whole blocks."""
-        return col.digests_of(rows[rows[:, col.FILL] == self._spec.block_size])
-
-    def whole_blocks(self, hashes: Sequence[bytes], length: int) -> int:
+    def whole_blocks(self, hashes: Sequence[int], length: int) -> int:
         """The number of whole blocks that an admission finds of a prompt with these hashes and so many tokens.
 
         It is that of `lookup`, but for tokens of a block of which the prompt has a part.
         """
-        spec, size = self._spec, self._spec.block_size
-        end = min(num_leading(hashes, self._counts[0]), max(length - 1, 0) // size)
+        spec, groups, size = self.spec, self.groups, self.spec.block_size
+        end = min(num_leading(hashes, groups[0].hashes), max(length - 1, 0) // size)
         while end and any(
-            hashes[column] not in self._counts[number] for number, column in spec.seen_columns(end * size, end)
+            hashes[column] not in groups[number].hashes for number, column in spec.seen_columns(end * size, end)
         ):
             end -= 1
         return end

@@ -25,12 +25,20 @@ import kvjax
 from kvjax import Cache
 from kvjax.events import Listeners, Mirror
 from kvjax.policies import priority
-from kvjax.serving import Engine, EngineError, GenerationInterrupted, QueueFull, Replicas, RunOptions, Scheduler
+from kvjax.serving import (
+    Engine,
+    EngineError,
+    GenerationInterrupted,
+    QueueFull,
+    Replicas,
+    RunOptions,
+    Scheduler,
+    replica,
+    replicas,
+)
 from kvjax.serving.batch import Batch
 from kvjax.serving.driver import Driver
 from kvjax.serving.engine_thread import EngineThread
-from kvjax.serving.replica_devices import with_weights
-from kvjax.serving.replica_job import ReplicaJob
 from kvjax.stores import DiskStore
 from kvjax.tiered import joined
 from tests.oracle import bytes_machine
@@ -367,7 +375,7 @@ class Served(Life):
     def _await_reads(self, thread: EngineThread) -> None:
         """Waits for what is read from the store, so that a history does not depend on threads."""
         prefixes = thread.driver.stored.waiting.values() if thread.driver.stored else ()
-        wait([future for prefix in prefixes for *_, future in prefix.reads])
+        wait([future for prefix in prefixes for future in prefix.reads.values() if future is not None])
 
     def _verify_answers(self, thread: EngineThread) -> None:
         """Looks at all answers; those that are over leave."""
@@ -453,21 +461,21 @@ class Replicated:
         self.tally = first.tally
         self.replicas = Replicas(first.model, first.spec, self.devices)
         self.clients, self.is_away = [Away(Mirror()) for _ in self.lives], False
-        send, recover = ReplicaJob._send, self.replicas._recover
+        send, recover = replicas._Run._send, replica.Replica.recover
 
-        def sent(job: ReplicaJob, number: int, events: Any) -> None:
+        def sent(run: Any, number: int, events: Any) -> None:
             self.lives[number].follow(events)
-            send(job, number, events)
+            send(run, number, events)
 
-        def recovered(number: int) -> bool:
-            is_lost = recover(number)
+        def recovered(own: replica.Replica) -> bool:
+            is_lost = recover(own)
             if is_lost:
-                self.lives[number].mirror = Mirror()
+                self.lives[self.replicas._replicas.index(own)].mirror = Mirror()
             self.tally["lost replica"] += is_lost
             return is_lost
 
-        self.patch.setattr(ReplicaJob, "_send", sent)
-        self.patch.setattr(self.replicas, "_recover", recovered)
+        self.patch.setattr(replicas._Run, "_send", sent)
+        self.patch.setattr(replica.Replica, "recover", recovered)
 
     def __enter__(self) -> Replicated:
         return self
@@ -487,8 +495,8 @@ class Replicated:
         for life in self.lives:
             life.time, life.space_of = life.time + 1, request["space_of"]
         asks = [first.described(ask) for ask in request["asks"]]
-        self.replicas._models = [with_weights(first.model, device) for device in self.devices]
-        self.replicas._caches = [joined(life.cache, life.host) for life in self.lives]
+        for own, device, life in zip(self.replicas._replicas, self.devices, self.lives, strict=True):
+            own.model, own.cache = replica.with_weights(first.model, device), joined(life.cache, life.host)
         self.compare_routes(asks)
         options = dataclasses.replace(first.run_options(steps=STEPS), listener=self.hear)
         first.arm(request["breaks"])

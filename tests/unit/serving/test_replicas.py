@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import GenerationInterrupted, Replicas, RunOptions, make_requests, replica_job
+from kvjax.serving import GenerationInterrupted, Replicas, RunOptions, make_requests, replica
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
 from kvjax.stores import DiskStore
 from models import load
@@ -80,17 +80,17 @@ def test_prefixes_by_events_are_those_that_lookups_find(kind):
         text[0, :length] = np.where(rng.random(length) < 0.02, 7, base[:length])
         namespace, row = int(rng.integers(0, 2)), np.array([step % 3], np.int32)
         cache, events = admit(cache, row, text, np.array([length], np.int32), namespace=np.array([namespace], np.int32))
-        prefixes.observe(events)
+        prefixes.fold(events)
         if bool(events.ok):
             rest = np.maximum(length - np.asarray(events.cached), 0).astype(np.int32)
             tokens = np.roll(text, -int(events.cached[0]), axis=1)
             cache, events = commit(cache, tokens, rest, seqs=row)
-            prefixes.observe(events)
+            prefixes.fold(events)
             cache, events = release(cache, row)
-            prefixes.observe(events)
+            prefixes.fold(events)
         if step % 9 == 8:
             cache, events = evict(cache, rng.integers(0, 14, 3).astype(np.int32), max_removed=14)
-            prefixes.observe(events)
+            prefixes.fold(events)
         histories.append((text[0, :length], namespace))
         for prompt, number in [histories[rng.integers(len(histories))] for _ in range(4)]:
             for cut in (len(prompt), max(len(prompt) // 2, 1)):
@@ -140,7 +140,7 @@ def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(m
 @pytest.mark.slow
 def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
     """Three replicas. The run ends with an error if all fail at a time, or if a prompt's second replica fails too."""
-    made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replica_job.run_batch, set()
+    made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replica.run_batch, set()
     for run in range(10):
         rng = np.random.default_rng(run)
         # By the number of a replica: readings of the clock until it fails, once.
@@ -158,7 +158,7 @@ def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
                 times.update(tuple(request.prompt.tolist()) for request in requests)
                 raise
 
-        monkeypatch.setattr(replica_job, "run_batch", failing)
+        monkeypatch.setattr(replica, "run_batch", failing)
         ended = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -175,7 +175,7 @@ def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
             assert ended.cache == made.caches and any(output.finish is None for output in outputs)
         for cache in made.caches:
             kvjax.check(cache.state, rows=())
-        monkeypatch.setattr(replica_job, "run_batch", whole)
+        monkeypatch.setattr(replica, "run_batch", whole)
     assert ends >= {"all", 0, 1, 2}
     assert [output.tokens for output in made.run_batch(REQUESTS)] == wanted
 
