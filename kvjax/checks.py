@@ -142,6 +142,12 @@ def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
     return numbers.astype(dtype)
 
 
+def check_bool(name: str, value: Any) -> None:
+    """Raises a ValueError for what is no bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: got {value!r:.80}, wanted a bool")
+
+
 def static_int32(name: str, value: Any, minimum: int) -> int:
     """`value` as a Python int of at least `minimum` that fits into 32 bits, as all numbers of a state do."""
     try:

@@ -10,16 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax._arrays import unreadable
 from kvjax._compile import own_transfers
 from kvjax.cache import AnyCache
-from kvjax.checks import check_alive, check_on_host
-from kvjax.model import Model, check_model, check_placement
-from kvjax.serving.decode import check_cache
-from kvjax.serving.driver import Driver, Limits
-from kvjax.serving.request import INSIDE, Request, RunOptions, errors_of
+from kvjax.model import Model
+from kvjax.serving.driver import Driver, Limits, check_run
+from kvjax.serving.request import Request, RunOptions, errors_of
 from kvjax.serving.requests import Output
 from kvjax.serving.turns import Job, Slots
+from kvjax.spec import CacheSpec
 
 # Batches that need no more have arrays of these sizes, so that they share the programs of the first one.
 MIN_SLOTS, MIN_TOKENS, MIN_COLUMNS, MIN_STOP_TOKENS = 32, 4096, 128, 4
@@ -44,19 +42,9 @@ class Batch[C: AnyCache]:
     @own_transfers()
     def __init__(self, model: Model, cache: C, requests: Sequence[Request], options: RunOptions, steps: int):
         """Checks the arguments, before anything is donated; `steps` are those of options that say none."""
-        check_model(model)
-        check_cache(cache)
-        check_placement(model, cache)
-        requests = checked_requests(requests)
-        check_on_host("generation", (model, cache.state, cache.pools), INSIDE)
-        check_alive(cache)
+        check_run(model, cache, options)
         self._spec = spec = cache.state.spec
-        options.check(spec)
-        if options.store is not None and (why := unreadable(cache)):
-            raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
-        for number, request in enumerate(requests):
-            with errors_of(number):
-                options.check_request(request, spec)
+        requests = checked_requests(requests, options, spec)
         self._steps = steps if options.steps is None else options.steps
         scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.most_steps(spec), self._steps))
         limits = Limits.of(model, cache.cache, scheduler, options.top_logprobs)
@@ -159,11 +147,13 @@ class Batch[C: AnyCache]:
                 state.catch_up(is_last=True)
 
 
-def checked_requests(requests: Any) -> list[Request]:
-    """The requests as a list; ValueError for anything else."""
+def checked_requests(requests: Any, options: RunOptions, spec: CacheSpec) -> list[Request]:
+    """The requests as a list; a ValueError for anything else, and for a request that the run does not know."""
     wanted = "wanted kvjax.serving.Request objects; generate takes prompts"
     listed = list(requests) if isinstance(requests, Sequence) else [requests]
     for number, request in enumerate(listed):
         if not isinstance(request, Request):
             raise ValueError(f"requests: got a {type(request).__name__} as number {number}, {wanted}")
+        with errors_of(number):
+            options.check_request(request, spec)
     return listed

@@ -19,17 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax._arrays import unreadable
 from kvjax._compile import OutermostJit
 from kvjax.cache import AnyCache, Cache
+from kvjax.checks import check_alive, check_on_host
 from kvjax.events.log import EventLog
 from kvjax.events.records import Status
-from kvjax.model import Model, forward
+from kvjax.model import Model, check_model, check_placement, forward
 from kvjax.pools import mixed
 from kvjax.serving.capacity import admission_events, most_blocks, worst_step
+from kvjax.serving.decode import check_cache
 from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
-from kvjax.serving.request import Request, RunOptions
+from kvjax.serving.request import INSIDE, Request, RunOptions
 from kvjax.serving.requests import Finish, Output, Stage, init_serving
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, entries_of, logits_states, turn
@@ -47,6 +50,18 @@ def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array
 
 
 _mixed_logits = OutermostJit(_mixed_logits, static_argnames="scheduler")
+
+
+def check_run(model: Any, cache: Any, options: RunOptions) -> None:
+    """Raises a ValueError unless this is host code with a whole cache, and a model and options that fit it."""
+    check_model(model)
+    check_cache(cache)
+    check_placement(model, cache)
+    check_on_host("generation", (model, cache.state, cache.pools), INSIDE)
+    check_alive(cache)
+    options.check(cache.state.spec)
+    if options.store is not None and (why := unreadable(cache)):
+        raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
 
 
 class Limits(NamedTuple):

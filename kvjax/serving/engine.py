@@ -24,10 +24,9 @@ import numpy as np
 from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import AnyCache
-from kvjax.checks import check_alive, static_int
-from kvjax.model import Model, check_model, check_placement
-from kvjax.serving.decode import check_cache
-from kvjax.serving.driver import Limits
+from kvjax.checks import static_int
+from kvjax.model import Model
+from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.request import Request, RunOptions
@@ -90,15 +89,11 @@ class Engine[C: AnyCache]:
         Raises:
           ValueError: naming the argument, before anything is donated.
         """
-        check_cache(cache)
-        check_alive(cache)
+        self._options = options = dataclasses.replace(RunOptions() if options is None else options, log_events=False)
+        check_run(model, cache, options)
         # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
-        check_model(model)
-        check_placement(model, cache)
         self.spec = spec = cache.state.spec
-        self._options = options = dataclasses.replace(RunOptions() if options is None else options, log_events=False)
-        options.check(spec)
         if np.any(np.asarray(cache.state.seqs.length)):
             raise ValueError("cache: got one with rows in use, wanted one without")
         if logits_state is not None and options.logits_fn is None:

@@ -217,8 +217,8 @@ class EngineThread(threading.Thread):
         if len(running) < self.spec.max_seqs:
             return 1
         if not any(job.handle.listens for job in running):
-            return MANY
-        return int(min(max(PACE / self._step_seconds, 1), MANY))
+            return self._slots.steps
+        return int(min(max(PACE / self._step_seconds, 1), self._slots.steps))
 
     def _note_pace(self, output: StepOutput) -> None:
         """Notes how long a step takes: a mean in which turns of few steps, that are slower for each, count for less."""

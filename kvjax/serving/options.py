@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax._arrays import pick
-from kvjax.checks import static_int
+from kvjax.checks import check_bool, static_int
 from kvjax.serving.requests import Requests, Serving
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -108,8 +107,7 @@ class Scheduler:
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {values}")
         for name in ("wait_for_prefix", "canonical"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted a bool")
+            check_bool(name, getattr(self, name))
         if self.canonical and self.reserve == "num_tokens":
             raise ValueError("reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'")
         if self.canonical and self.budget is not None:

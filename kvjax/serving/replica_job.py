@@ -95,18 +95,16 @@ class ReplicaJob:
         for number, (listeners, state) in enumerate(zip(self._listeners, states, strict=True)):
             if number in anew:
                 listeners.lose()
-            if self.cause is None:
-                try:
-                    listeners.catch_up(state)
-                except BaseException as error:  # an interrupt of the listener
-                    self.cause = error
+            try:
+                listeners.catch_up(state)
+            except BaseException as error:  # an interrupt of the listener
+                self.cause = self.cause or error
 
     def _tell(self, number: int, events: Any) -> None:
         self._prefixes[number].observe(events)
-        if self.cause is None:
-            self._listeners[number](events)
-            if self._listeners[number].is_due:
-                self._senders[number].lose()  # the replica's thread sends a snapshot
+        self._listeners[number](events)
+        if self._listeners[number].is_due:
+            self._senders[number].lose()  # the replica's thread sends a snapshot
 
     def _send(self, number: int, events: Any) -> None:
         """Sends a replica's events to the caller's thread."""

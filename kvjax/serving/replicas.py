@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import check_on_host
-from kvjax.model import Model
+from kvjax.model import Model, check_model
 from kvjax.serving.batch import checked_requests
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.replica_devices import check_devices, on, where, with_weights
@@ -71,6 +71,9 @@ class Replicas:
         Raises:
           ValueError: naming the argument, before a cache is made.
         """
+        check_model(model)
+        if not isinstance(spec, CacheSpec):
+            raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
         check_devices(devices, heads)
         create = (Cache, TieredCache)[spec.has_host].create
         self.spec, self._load_price, self._devices = spec, load_price, list(devices)
@@ -124,7 +127,8 @@ class Replicas:
         """
         options = RunOptions() if options is None else options
         check_on_host("Replicas", (), "inside one use kvjax.serving.serve under shard_map")
-        requests, spans, outputs = checked_requests(requests), list[range](), list[Output]()
+        options.check(self.spec)
+        requests, spans, outputs = checked_requests(requests, options, self.spec), list[range](), list[Output]()
         for number, request in enumerate(requests):
             spans.append(range(len(outputs), len(outputs) + request.samples))
             if request.seed is None:

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
-from kvjax.checks import check_functions, check_on_host, host_integers, static_int, static_int32
+from kvjax.checks import check_bool, check_functions, check_on_host, host_integers, static_int, static_int32
 from kvjax.events.listeners import Listener, Listeners
 from kvjax.policies.retention import Retention
 from kvjax.serving.decode import LogitsFn
@@ -235,6 +235,8 @@ class RunOptions:
         if self.steps is not None:
             static_int("steps", self.steps, 1)
         static_int("top_logprobs", self.top_logprobs, 0)
+        for name in ("fixed_steps", "loop", "log_events"):
+            check_bool(name, getattr(self, name))
         check_logprobs(self.logprobs)
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
         if not isinstance(self.store, DiskStore | None):

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from kvjax._arrays import Pytree, pick, runs
 from kvjax._compile import own_transfers
 from kvjax.cache import Cache
-from kvjax.checks import each_row, integers, static_int
+from kvjax.checks import check_alive, each_row, integers, static_int
 from kvjax.events.log import EventLog, Log, init_log
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model, check_placement
@@ -220,9 +220,10 @@ def rollout_log(
 
 
 def check_on_device(cache: Any) -> None:
-    """Raises a ValueError unless this is a cache without a host tier's bytes."""
+    """Raises a ValueError unless this is a cache without a host tier's bytes, and was not donated."""
     if not isinstance(cache, Cache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a kvjax.Cache (a program moves nothing)")
+    check_alive(cache)
 
 
 def _check(spec: CacheSpec, scheduler: Scheduler, logprobs: Any) -> None:

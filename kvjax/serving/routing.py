@@ -108,7 +108,7 @@ class CachedPrefixes:
         It is that of `lookup`, but for tokens of a block of which the prompt has a part.
         """
         spec, size = self._spec, self._spec.block_size
-        end = min(num_leading(hashes, self._counts[0]), (length - 1) // size)
+        end = min(num_leading(hashes, self._counts[0]), max(length - 1, 0) // size)
         while end and any(
             hashes[column] not in self._counts[number] for number, column in spec.seen_columns(end * size, end)
         ):

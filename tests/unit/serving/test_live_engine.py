@@ -152,71 +152,6 @@ def test_nothing_is_compiled_after_the_start(engine):
     idle(engine)
 
 
-def test_samples_seeds_and_stop_tokens(engine):
-    sampling, prompt = Sampling(temperature=1.0), PROMPTS[2]
-    options = {"sampling": sampling, "max_new_tokens": NEW}
-    alone = [drive.ask(engine, prompt, seed=seed, **options).result(60).tokens for seed in (7, 8)]
-    handle = drive.ask(engine, prompt, seed=7, samples=2, **options)
-    assert [one.result(60).tokens for one in handle.samples] == alone and alone[0] != alone[1]
-    stop = alone[0][4]
-    output = drive.ask(engine, prompt, sampling=sampling, seed=7, stop_tokens=[stop], max_new_tokens=NEW).result(60)
-    assert output.finish == "stop" and output.tokens == alone[0][: alone[0].index(stop) + 1]
-
-
-def test_what_cannot_be_served_ends_with_its_reason(engine):
-    assert drive.ask(engine, BASE, max_new_tokens=5).result(60).finish == "row_full"
-    for options, message in [
-        ({"prompt": []}, "prompt: got .*wanted tokens of 0"),
-        ({"prompt": [-1]}, "prompt: got .*wanted tokens of 0"),
-        ({"prompt": [10**6]}, "prompt: got .*wanted tokens of 0"),
-        ({"prompt": "text"}, "prompt: got 'text', wanted a list of token ids"),
-        ({"prompt": [10**30]}, r"prompt: got \[10+\], wanted a list of token ids"),
-        ({"prompt": BASE * 2}, "prompt: got 192 tokens, wanted at most 96"),
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
-        ({"samples": ROWS + 1}, "samples: got 5, wanted at most 4"),
-        ({"stop_tokens": [1, 2, 3, 4, 5]}, "stop_tokens: got 5, wanted at most num_stop_tokens, 4"),
-        ({"sampling": 3}, "sampling: got 3, wanted a kvjax.Sampling"),
-        ({"salt": "a"}, "salt: got one of an engine without names, wanted None"),
-        ({"priority": 2**31}, r"priority: got numbers from 2147483648 to 2147483648, wanted 32-bit"),
-        ({"namespace": 2**40}, r"namespace: got numbers from 1099511627776 to 1099511627776, wanted 32-bit"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            drive.ask(engine, **{"prompt": [1, 2], **options})
-    idle(engine)
-
-
-def test_keys_give_the_streams_of_generate(engine):
-    options = {"max_new_tokens": NEW, "samples": 2, "sampling": Sampling(temperature=1.0)}
-    outputs, _, _ = drive.run_batch(MODEL, empty(), PROMPTS[:1], seed=jax.random.key(3), **options)
-    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
-        handle = drive.ask(engine, PROMPTS[0], seed=key, **options)
-        assert [one.result(60).tokens for one in handle.samples] == [output.tokens for output in outputs]
-    with pytest.raises(ValueError, match=r"^seed: got 0.5, wanted an integer or a jax key"):
-        drive.ask(engine, PROMPTS[0], seed=0.5)
-
-
-def test_an_engine_runs_where_implicit_transfers_are_forbidden(tokens):
-    jax.config.update("jax_transfer_guard", "disallow")  # for all threads
-    try:
-        with drive.engine(MODEL, kvjax.Cache.create(SPEC), **SHARED) as engine:
-            assert drive.ask(engine, PROMPTS[0], max_new_tokens=NEW).result(60).tokens == tokens[0]
-            kvjax.check(engine.state)
-    finally:
-        jax.config.update("jax_transfer_guard", None)
-
-
-def test_samples_end_with_the_reason_of_the_first_one(engine):
-    """As of `run_batch`: four samples do not fit into the blocks of three rows, and one longer than a row nowhere."""
-    with drive.engine(MODEL, kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE), **SHARED) as small:
-        for served, new, reason in ((small, LENGTH - 2, "no_blocks"), (engine, LENGTH, "row_full")):
-            handle = drive.ask(served, [1, 2, 3], max_new_tokens=new, samples=ROWS)
-            assert [one.result(60).finish for one in handle.samples] == [reason] * ROWS
-            idle(served)
-    cache = kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE)
-    outputs, _, _ = drive.run_batch(MODEL, cache, [[1, 2, 3]], max_new_tokens=LENGTH - 2, samples=ROWS)
-    assert [output.finish for output in outputs] == ["no_blocks"] * ROWS
-
-
 def shared_tokens(one, other):
     """The number of tokens with which both begin."""
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
@@ -263,7 +198,9 @@ def test_salts_come_and_go_and_nobody_finds_the_tokens_of_another(host, monkeypa
         assert fold(events).index == index_of(engine.state)
 
 
-def test_a_request_that_is_refused_makes_no_namespace():
+def test_a_request_that_is_refused_makes_no_namespace(engine):
+    with pytest.raises(ValueError, match=r"^salt: got one of an engine without names, wanted None"):
+        drive.ask(engine, [1], salt="a")
     names = kvjax.Namespaces()
     with drive.engine(MODEL, empty(), names=names, max_waiting=3, **SHARED) as engine:
         own = names("own")
@@ -338,34 +275,6 @@ def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
     kvjax.check(engine.close().state, rows=())
 
 
-@pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens):
-    found, whole, left = [], driver.turn, [3]
-
-    def failing(model, serving, **options):
-        left[0] -= 1
-        if left[0] == 0:
-            jax.tree.map(lambda x: x.delete(), serving)
-            raise RuntimeError("out of memory")
-        return whole(model, serving, **options)
-
-    spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
-    with drive.engine(MODEL, empty(spec), **SHARED | {"listener": found.append}) as engine:
-        assert drive.ask(engine, PROMPTS[3], max_new_tokens=NEW).result(60).tokens == tokens[3]
-        monkeypatch.setattr(driver, "turn", failing)
-        handles = [drive.ask(engine, prompt, max_new_tokens=90) for prompt in PROMPTS[:2]]
-        for handle in handles:
-            with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of memory") as error:
-                handle.result(60)
-            assert isinstance(error.value.__cause__, RuntimeError)
-        after = drive.ask(engine, PROMPTS[3], max_new_tokens=NEW)
-        assert after.result(60).tokens == tokens[3] and after.output.cached_tokens == 0
-        idle(engine)
-        events = [event for one in found for event in kvjax.to_list(one)]
-        assert any(event["kind"] == "cleared" for event in events)
-        assert fold(events).index == index_of(engine.state)
-
-
 class Away:
     """A listener that is away at some calls, or for ever."""
 
@@ -402,19 +311,6 @@ def test_a_listener_that_fails_at_random_costs_no_request_and_has_the_index_in_t
         time.sleep(0.3)
         away.fails = lambda: False
     assert away.mirror.index == index_of(state_of(engine.close()))  # closed in the middle
-
-
-def test_a_listener_that_fails_for_ever_costs_nothing_but_its_events(tokens):
-    away = Away(lambda: True)
-    with drive.engine(MODEL, empty(), listener=away.listen) as engine:
-        failed = engine._thread
-        for _ in range(3):
-            handles = [drive.ask(engine, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-            assert [handle.result(60).tokens for handle in handles] == tokens
-        idle(engine)
-        assert not failed.driver.state.unpublished and not failed.driver.in_flight and not away.mirror.nodes
-    counts = Listeners(away.listen).counts
-    assert counts["failures"] == away.calls < counts["missed"] and counts["snapshots"] == 0
 
 
 def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):

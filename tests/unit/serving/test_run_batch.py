@@ -16,7 +16,7 @@ import pytest
 import kvjax
 from kvjax import Cache
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, driver
+from kvjax.serving import GenerationInterrupted, Scheduler, driver
 from kvjax.serving.preempt import swaps
 from kvjax.serving.requests import Stage, init_serving
 from tests import drive
@@ -39,43 +39,6 @@ def prompts_of(number, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [0, HOST])
-def test_all_prompts_are_generated_for(host):
-    prompts, seen = prompts_of(16), []
-    outputs, cache, events = drive.run_batch(
-        MODEL, make_cache(9, host), prompts, max_new_tokens=[1 + i % 9 for i in range(16)], scheduler=OPTIONS, steps=25,
-        progress=lambda outputs: seen.append(sum(len(output.tokens) for output in outputs)),
-    )  # fmt: skip
-    assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 1 + i % 9) for i in range(16)]
-    assert_chained(prompts, outputs)
-    assert seen == sorted(seen)
-    assert len(seen) > 1
-    assert seen[-1] == sum(1 + i % 9 for i in range(16))
-    assert any(output.cached_tokens for output in outputs)
-    state = state_of(cache)
-    kvjax.check(state)
-    assert not np.asarray(state.seqs.length).any()
-    assert kvjax.fold(events).index == kvjax.events.index_of(state)
-    again, cache, events = drive.run_batch(MODEL, cache, prompts[:9], max_new_tokens=1, scheduler=OPTIONS, steps=25)
-    assert [output.tokens for output in again] == [output.tokens[:1] for output in outputs[:9]]
-    if host:
-        assert any(event["kind"] == "updated" for event in events)  # from the host
-
-
-def test_each_prompt_ends_for_its_own_reason():
-    prompts = [[1, 2, 0], [], [VOCAB], [-1], [1] * 33, [2] * 30, [1] * 22]
-    outputs, _, _ = drive.run_batch(MODEL, make_cache(6), prompts, max_new_tokens=5, scheduler=OPTIONS, steps=25)
-    assert [output.finish for output in outputs] == [
-        "length", "bad_request", "bad_request", "bad_request", "row_full", "no_blocks", "no_blocks",
-    ]  # fmt: skip
-    assert [len(output.tokens) for output in outputs] == [5, 0, 0, 0, 0, 0, 3]
-    prompts = [[2] * 30, [1]]
-    outputs, _, _ = drive.run_batch(MODEL, make_cache(), prompts, max_new_tokens=5, scheduler=OPTIONS, steps=25)
-    assert [(output.finish, len(output.tokens)) for output in outputs] == [("row_full", 3), ("length", 5)]
-    assert_chained(prompts, outputs)
-
-
-@pytest.mark.slow
 def test_an_error_between_loops_leaves_the_cache_whole():
     def fails(outputs):
         raise RuntimeError("enough")
@@ -86,45 +49,6 @@ def test_an_error_between_loops_leaves_the_cache_whole():
     assert not np.asarray(caught.value.cache.state.seqs.length).any()
     assert kvjax.fold(caught.value.events).index == kvjax.events.index_of(caught.value.cache.state)
     assert caught.value.outputs[0].tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({"max_new_tokens": 0}, "prompt 0: max_new_tokens: got 0, wanted an int of at least 1"),
-        ({"max_new_tokens": [1, 2]}, "max_new_tokens: got 2, wanted one for each of 1 prompts"),
-        ({"priority": [1, 2]}, "priority: got 2, wanted one for each of 1 prompts"),
-        ({"steps": 0}, "steps: got 0, wanted an int of at least 1"),
-        ({"scheduler": Scheduler(k=9)}, "k: got 9, wanted at most the block size, 4"),
-    ],
-)
-def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
-    cache = make_cache()
-    with pytest.raises(ValueError, match=wanted):
-        drive.run_batch(MODEL, cache, [[1]], **options)
-    assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [0, HOST])
-def test_python_can_call_each_step(host):
-    """The tokens are the same, with a return to the host after each step."""
-    prompts, turns = prompts_of(9, seed=4), []
-    options = SWAP if host else OPTIONS
-    for loop in (True, False):
-        turns.append(0)
-
-        def count(_):
-            turns[-1] += 1
-
-        outputs, cache, events = drive.run_batch(
-            MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=options, loop=loop, progress=count
-        )
-        assert [output.finish for output in outputs] == ["length"] * 9
-        assert_chained(prompts, outputs)
-        kvjax.check(state_of(cache))
-        assert kvjax.fold(events).index == kvjax.events.index_of(state_of(cache))
-    assert turns[1] > 2 * turns[0] > 0
 
 
 def test_no_prompt_no_program():
@@ -298,73 +222,6 @@ def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     assert int(swaps(serving.replace(requests=requests, row=slots), options).back) == back
 
 
-def test_rows_are_swapped_out_only_with_a_host_tier():
-    with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
-        drive.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
-
-
-def test_samples_share_their_prompt_and_are_chosen_as_if_alone():
-    """Five samples of one prompt and another prompt run in three rows. Each has a seed of its own."""
-    table = jnp.asarray(np.random.default_rng(5).normal(size=(7, 7)), jnp.float32)
-    prompts, sampling = [[1, 2, 3, 4, 5, 6], [6, 5, 4]], kvjax.Sampling(temperature=1.0)
-    options = {"sampling": sampling, "max_new_tokens": 6, "scheduler": OPTIONS, "top_logprobs": 2}
-    model = jax.tree_util.Partial(pairs, table)
-    outputs, _, _ = drive.run_batch(model, make_cache(), prompts, samples=[5, 1], **options)
-    assert [output.prompt_tokens for output in outputs] == [6] * 5 + [3]
-    assert [output.cached_tokens for output in outputs[1:3]] == [6, 6]  # shared, the last block too
-    alone = [prompts[0]] * 5 + [prompts[1]]
-    expected, _, _ = drive.run_batch(model, make_cache(), alone, **options)
-    assert [output.tokens for output in outputs] == [output.tokens for output in expected]
-    assert len({tuple(output.tokens) for output in outputs[:5]}) > 1
-    scores = np.asarray(jax.nn.log_softmax(table, axis=-1))
-    for output, prompt in zip(outputs, alone, strict=True):
-        for last, top in zip([prompt[-1], *output.tokens], output.top_logprobs, strict=False):
-            assert list(top) == np.argsort(-scores[last])[:2].tolist()
-        assert len(output.top_logprobs) == len(output.tokens) == 6
-
-
-def pairs(table, tokens, pools, view, *, last):
-    """A model that depends only on the last token."""
-    del view
-    return table[tokens[jnp.arange(tokens.shape[0]), last]], pools
-
-
-@pytest.mark.parametrize("samples", [0, [1, 2]])
-def test_samples_are_at_least_one_for_each_prompt(samples):
-    with pytest.raises(ValueError, match="samples: got"):
-        drive.run_batch(MODEL, make_cache(), [[1]], samples=samples)
-
-
-def one_at_a_time(prompts, sampling, seeds, new):
-    """The output of each prompt alone, in a cache of its own."""
-    for prompt, one, seed in zip(prompts, sampling, seeds, strict=True):
-        alone, _, _ = drive.run_batch(
-            MODEL, make_cache(), [prompt], sampling=[one], seed=[seed], max_new_tokens=new, scheduler=OPTIONS, steps=25
-        )
-        yield alone[0]
-
-
-@pytest.mark.slow
-def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
-    """Eight prompts share three rows and few blocks, and some are preempted. Every third one is greedy."""
-    prompts, seeds = prompts_of(8, seed=3), [11 * number for number in range(8)]
-    ways = [None, Sampling(1.5), Sampling(0.8, top_k=2), None, Sampling(1.2, top_p=0.6), Sampling(2.0, min_tokens=3)]
-    sampling = [*ways, None, Sampling(0.5)]
-    options = {"sampling": sampling, "seed": seeds, "max_new_tokens": 9, "scheduler": OPTIONS, "steps": 25}
-    outputs, cache, _ = drive.run_batch(MODEL, make_cache(9), prompts, **options)
-    for output, alone in zip(outputs, one_at_a_time(prompts, sampling, seeds, 9), strict=True):
-        assert (output.tokens, output.finish) == (alone.tokens, "length")
-        np.testing.assert_allclose(output.logprobs, alone.logprobs, atol=1e-5)
-    assert any(output.preemptions for output in outputs)
-    greedy = [number for number, one in enumerate(sampling) if one is None]
-    assert_chained([prompts[n] for n in greedy], [outputs[n] for n in greedy])
-    with pytest.raises(AssertionError):
-        assert_chained(prompts, outputs)  # the others differ from the greedy choices
-    again, _, _ = drive.run_batch(MODEL, cache, prompts, **{**options, "seed": [seed + 1 for seed in seeds]})
-    assert [again[n].tokens for n in greedy] == [outputs[n].tokens for n in greedy]
-    assert [output.tokens for output in again] != [output.tokens for output in outputs]
-
-
 @pytest.mark.slow
 def test_urgent_prompts_come_first_and_are_not_preempted():
     """Blocks suffice for two rows of three, and two prompts are the most urgent."""
@@ -386,26 +243,6 @@ def test_urgent_prompts_come_first_and_are_not_preempted():
     same, _, events = drive.run_batch(MODEL, make_cache(12), prompts, **options)
     assert [*dict.fromkeys(begun(events))] == [*range(8)]
     assert [output.tokens for output in same] == [output.tokens for output in outputs]
-
-
-def test_tenants_never_share_a_block():
-    names = kvjax.Namespaces()
-    tenants = [names("a"), names("b"), names("a"), names("b")]
-    prompts = [[1, 2, 0, 1, 2, 2, 0, 0, 1, 2]] * 4
-    outputs, cache, events = drive.run_batch(
-        MODEL, make_cache(), prompts, max_new_tokens=5, namespace=tenants, names=names, scheduler=OPTIONS, steps=25
-    )
-    assert_chained(prompts, outputs)
-    cached = [output.cached_tokens for output in outputs]
-    assert cached[:2] == [0, 0] and min(cached[2:]) >= 8
-    texts = [(tenant, path) for tenant, path, *_ in kvjax.fold(events).nodes.values()]
-    assert len(texts) == len(set(texts)) and {tenant for tenant, _ in texts} == set(tenants)
-    assert {path for tenant, path in texts if tenant == tenants[0]} == {path for _, path in texts}
-    (later, _), _, _ = drive.run_batch(
-        MODEL, cache, prompts[:2], max_new_tokens=5, namespace=[names("c")] * 2, names=names, scheduler=OPTIONS,
-        steps=25,
-    )  # fmt: skip
-    assert later.cached_tokens == 0
 
 
 def successor(tokens, pools, view, *, last):
