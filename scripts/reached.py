@@ -5,18 +5,20 @@
     python scripts/reached.py pages [BASE]     # pages of docs/ whose cells are to run
 
 BASE is the commit before the change, HEAD~10 by default. Without it, as in a clone without history, everything is
-reached. A file of a room reaches the tests of its room; a changed test or page reaches itself; tools of tests reach
-nothing but the tests that were changed with them, since the default tests use them all.
+reached. A module reaches the tests of its room, and those that import it by name; the core also reaches the oracle's
+machines. A test or a page reaches itself. Tools of tests reach nothing: the default tests use them all.
 """
 
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parents[1]
+CORE = ("state", "cache", "tiered", "blocks", "verbs", "policies", "events", "pools")
 # What is not a room of kvjax, and the tests of it.
 HOMES = {
     "models": ["tests/models", "tests/project/test_commands.py", "tests/project/test_model_recipes.py"],
@@ -45,11 +47,22 @@ def tests_of(files: Iterable[str] | None) -> list[str]:
         top, *rest = pathlib.PurePath(file).parts
         if top == "kvjax":
             room = pathlib.PurePath(rest[0]).stem
-            found |= {f"tests/unit/{room}", f"tests/unit/test_{room}.py"}
+            home = {f"tests/unit/{room}", f"tests/unit/test_{room.removeprefix('_')}.py"}
+            found |= home if any((ROOT / path).exists() for path in home) else importers(f"kvjax/{room}")
+            found |= importers(file) | ({"tests/oracle"} if room in CORE else set())
         elif top == "tests" and rest[-1].startswith("test_"):
             found.add(file)
         found.update(HOMES.get(top, []))
     return sorted(path for path in found if (ROOT / path).exists())
+
+
+def importers(file: str) -> set[str]:
+    """The files of tests that import a module by its name."""
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    home, _, name = module.rpartition(".")
+    line = re.compile(rf"^(?:from {module} |import {module}$|from {home} import .*\b{name}\b)", re.MULTILINE)
+    tests = (ROOT / "tests").rglob("test_*.py")
+    return {str(path.relative_to(ROOT)) for path in tests if line.search(path.read_text())}
 
 
 def pages_of(files: Iterable[str] | None) -> list[str]:
