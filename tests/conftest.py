@@ -62,8 +62,17 @@ def pytest_configure(config):
         config.pluginmanager.register(Compiles())
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    # CI runs the long tests of the rooms that a change reaches (`scripts/reached.py`), everybody else all.
+    if (reached := os.environ.get("KVJAX_REACHED")) is not None:
+        homes = [config.rootpath / path for path in reached.split()]
+        config.hook.pytest_deselected(items=[item for item in items if not _is_reached(item, homes)])
+        items[:] = [item for item in items if _is_reached(item, homes)]
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
+def _is_reached(item, homes):
+    return not item.get_closest_marker("long") or any(item.path.is_relative_to(home) for home in homes)
 
 
 # "default": the same examples every time, so that a red run stays red.
