@@ -300,8 +300,8 @@ MISTAKES = [
     Mistake(
         "a cancelled request goes on",
         "kvjax/serving/driver.py",
-        "entries = entries_of(jobs, cancelled, self._slots,",
-        "entries = entries_of(jobs, (), self._slots,",
+        "self._slots.ends(cancelled)",
+        "self._slots.ends(())",
         CONTRACT + " tests/unit/serving/test_live_engine.py",
     ),
     Mistake(
