@@ -127,13 +127,18 @@ CASES = {
         changed(SAMPLED, seed=SEEDS), but="generate", options={"logprobs": "sampling"}
     ),
 }  # fmt: skip
-LONG = ("preempted rows", "steps that Python calls", "log-probabilities of the sampling")  # programs of their own
+LONG = ("preempted rows", "steps that Python calls", "log-probabilities of the sampling")
+
+
+def of_own_programs(way: str) -> Any:
+    """The mark of a case with programs of its own: each device of `Replicas` compiles them."""
+    return pytest.mark.slow if way == "Replicas" else pytest.mark.long
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=pytest.mark.long if name in LONG else ())
+        pytest.param(name, way, marks=of_own_programs(way) if name in LONG else ())
         for name, case in CASES.items()
         for way in WAYS
         if way not in case.but.split()
@@ -313,12 +318,15 @@ def test_wrong_models_and_caches_are_named(way):
 # Events.
 
 
-@ways()
-@pytest.mark.parametrize("host", [0, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("way", "host"),
+    [
+        *[(way, 0) for way in WAYS],
+        *[pytest.param(way, 40, marks=of_own_programs(way)) for way in WAYS if way != "rollout"],  # it moves nothing
+    ],
+)
 def test_events_come_once_and_in_order(way, host):
     """With a host tier some blocks go there, and come back."""
-    if host and way == "rollout":
-        pytest.skip("a program moves nothing")
     spec = kvjax.make_spec(LAYERS, retention=True, num_host_blocks=host, **SHAPE)
     session, reused, queried = WAYS[way](8 if host else BLOCKS, spec=spec), 0, 0
     others = [ask([token, *DOCUMENT[9:20]]) for token in range(4)]
