@@ -103,8 +103,7 @@ class Batch[C: AnyCache]:
         try:
             return self._turn()
         except BaseException:
-            if self.driver.stored:
-                self.driver.stored.drop()
+            self.driver.drop_reads()
             raise
 
     def _turn(self) -> bool:
@@ -132,8 +131,7 @@ class Batch[C: AnyCache]:
     def close(self) -> None:
         """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""
         state = self.state
-        if self.driver.stored:
-            self.driver.stored.drop()
+        self.driver.drop_reads()
         if state.alive:
             state.events = self.closing
             with state.ctrl_c, jax.ensure_compile_time_eval():  # garbage collection may call this during a trace

@@ -198,6 +198,11 @@ class Driver[C: AnyCache]:
             blocks_ahead = sum(-(-job.left // self.spec.block_size) + 1 for job in running)
             self.stored.adopt(self.host_tier.call, blocks_ahead, wait_for)
 
+    def drop_reads(self) -> None:
+        """Drops what is read from the store, at the end of a run."""
+        if self.stored:
+            self.stored.drop()
+
     def dispatch(self, steps: int) -> None:
         """Starts a loop of at most so many steps of the model."""
         self.host_tier.empty_blocks()

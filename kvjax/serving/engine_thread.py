@@ -248,8 +248,7 @@ class EngineThread(threading.Thread):
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._fail(self.active.values(), failure)
-        if self.driver.stored:
-            self.driver.stored.drop()
+        self.driver.drop_reads()
         del self.driver  # the memory of the old cache
         self._begin(self._empty_cache())
         state = self.driver.state
@@ -274,8 +273,8 @@ class EngineThread(threading.Thread):
         self._fail([*self.active.values(), *self.reading, *self._inbox.queue], EngineError("the engine was closed"))
         for copy in self._inbox.copies:
             copy.cancel()
-        if driver and driver.stored:
-            driver.stored.drop()
+        if driver:
+            driver.drop_reads()
         if driver and driver.state.alive:
             driver.state.release_rows()
             self.last = driver.state.result
