@@ -46,10 +46,10 @@ def tests_of(files: Iterable[str] | None) -> list[str]:
     for file in files:
         top, *rest = pathlib.PurePath(file).parts
         if top == "kvjax":
-            room = pathlib.PurePath(rest[0]).stem
-            home = {f"tests/unit/{room}", f"tests/unit/test_{room.removeprefix('_')}.py"}
-            found |= home if any((ROOT / path).exists() for path in home) else importers(f"kvjax/{room}")
-            found |= importers(file) | ({"tests/oracle"} if room in CORE else set())
+            package = pathlib.PurePath(rest[0]).stem
+            home = {f"tests/unit/{package}", f"tests/unit/test_{package.removeprefix('_')}.py"}
+            found |= home if any((ROOT / path).exists() for path in home) else importers(f"kvjax/{package}")
+            found |= importers(file) | ({"tests/oracle"} if package in CORE else set())
         elif top == "tests" and rest[-1].startswith("test_"):
             found.add(file)
         found.update(HOMES.get(top, []))

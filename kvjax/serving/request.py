@@ -177,7 +177,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RunOptions:
     """The options of a run that concern all its requests.
 

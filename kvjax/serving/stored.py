@@ -39,7 +39,7 @@ def _cached_tokens(state: CacheState, tokens: Any, length: Any, namespace: Any, 
     return lookup(state, tokens, length, namespace=namespace, alignment_tokens=alignment_tokens).cached_tokens
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Prefix:
     """The stored part of one prompt, on its way into the cache.
 

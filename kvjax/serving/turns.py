@@ -70,7 +70,7 @@ class Job:
         self.change(lambda output: setattr(output, "finish", finish))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
     """The shapes of a driver's programs."""
 

@@ -7,8 +7,6 @@ import contextlib
 import os
 import pathlib
 import stat
-import urllib.parse
-import urllib.request
 from typing import IO, Any
 
 from kvjax._files import make_folder, protect
@@ -83,6 +81,9 @@ class Location:
 
 
 def _path_of(text: str) -> str:
+    import urllib.parse
+    import urllib.request  # late: to import it takes a fortieth of the time of jax
+
     return urllib.request.url2pathname(urllib.parse.urlsplit(text).path) if text.startswith("file://") else text
 
 

@@ -9,13 +9,13 @@ from tests.project.mutations import MISTAKES, ROOT, source
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
-def test_a_mistake_can_be_planted_and_its_tests_are_there(mistake):
+def test_a_mistake_can_be_planted_and_has_tests(mistake):
     ast.parse(source(mistake))
     assert all((ROOT / test).exists() for test in mistake.tests.split())
 
 
-def test_mistakes_are_in_every_room():
+def test_mistakes_are_in_every_package():
     assert len(MISTAKES) >= 40
-    rooms = {tuple(mistake.file.split("/"))[:2] for mistake in MISTAKES}
-    kvjax = {room for top, room in rooms if top == "kvjax"}
-    assert kvjax >= {"verbs", "blocks", "pools", "events", "stores", "serving", "interop"} and len(rooms) > len(kvjax)
+    homes = {tuple(mistake.file.split("/"))[:2] for mistake in MISTAKES}
+    kvjax = {package for top, package in homes if top == "kvjax"}
+    assert kvjax >= {"verbs", "blocks", "pools", "events", "stores", "serving", "interop"} and len(homes) > len(kvjax)

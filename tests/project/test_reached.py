@@ -20,7 +20,7 @@ from tests.drive import ROOT
         (None, ["tests"]),
     ],
 )
-def test_a_room_reaches_its_tests_and_a_test_itself(files, wanted):
+def test_a_package_reaches_its_tests_and_a_test_itself(files, wanted):
     assert reached.tests_of(files) == wanted
 
 
@@ -33,7 +33,7 @@ def test_a_commit_that_git_does_not_know_reaches_everything():
     assert reached.changed("no-such-commit") is None
 
 
-def test_every_room_has_tests():
-    rooms = {path for path in (ROOT / "kvjax").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
-    for room in rooms:
-        assert reached.tests_of([f"kvjax/{room.name}/file.py"]), room
+def test_every_package_has_tests():
+    packages = {path for path in (ROOT / "kvjax").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    for package in packages:
+        assert reached.tests_of([f"kvjax/{package.name}/file.py"]), package
