@@ -31,7 +31,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet fingerprint \
+.PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-mutations fingerprint \
 	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint format wheel docs docs-links
 
 help: ## this list
@@ -82,12 +82,17 @@ test-oldest-gpu: ## what the oldest jax compiles for GPUs; a part of test-all
 
 test-tunix: ## rollouts of Tunix' trainers, with Tunix in an environment of its own; a part of test-all
 	@scripts/setup.sh $(TUNIX) test,tunix
-	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/unit/interop/test_tunix.py \
+	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/models/test_tunix.py \
 	  tests/project/test_pages.py $(ARGS)
 
 test-fleet: ## replicas in actors of Ray's, with Ray in an environment of its own; a part of test-all
 	@scripts/setup.sh $(FLEET) test,fleet
 	@$(FLEET)/bin/python $(PYTEST) -m "long and not slow and not gpu" tests/models/test_fleet.py $(ARGS)
+
+test-mutations: ## small mistakes, planted one at a time: their tests have to notice each (ARGS="extend store")
+	@$(SETUP)
+	@JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/.pytest_cache/mutations} \
+	  $(PYTHON) -m tests.project.mutations $(ARGS)
 
 fingerprint: ## which programs of the verbs differ from those of another commit, and how (BASE=HEAD~1)
 	@$(SETUP)

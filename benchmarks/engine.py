@@ -41,7 +41,7 @@ from benchmarks.batch_job import QUICK as QUICK_BATCH
 from benchmarks.batch_job import Size as Batch
 from benchmarks.batch_job import make_cache, questions, require_same
 from benchmarks.common import Bar
-from kvjax.serving import Engine, Handle, engine_thread
+from kvjax.serving import Engine, Handle, Request, RunOptions, driver, make_requests
 from models import loading, serve
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -129,13 +129,12 @@ def measure_batch(size: Size, rounds: int, clients: Clients) -> tuple[dict[str, 
     prompts, opened = questions(batch), contextlib.ExitStack()
 
     def run_batch(cache: kvjax.Cache) -> list[list[int]]:
-        outputs, _, _ = kvjax.run_batch(
-            model, cache, prompts, max_new_tokens=batch.new_tokens, scheduler=batch.scheduler, log_events=False
-        )
+        requests = make_requests(prompts, max_new_tokens=batch.new_tokens)
+        outputs, _, _ = kvjax.run_batch(model, cache, requests, RunOptions(scheduler=batch.scheduler, log_events=False))
         return [output.tokens for output in outputs]
 
     def run_engine(engine: Engine[Any]) -> list[list[int]]:
-        handles = [engine.submit(prompt, max_new_tokens=batch.new_tokens) for prompt in prompts]
+        handles = [engine.submit(Request(prompt, max_new_tokens=batch.new_tokens)) for prompt in prompts]
         found = [handle.result().tokens for handle in handles]
         engine.close()
         return found
@@ -149,7 +148,7 @@ def measure_batch(size: Size, rounds: int, clients: Clients) -> tuple[dict[str, 
 
     programs: Any = {
         "run_batch": (lambda: make_cache(model, batch), run_batch),
-        "engine": (lambda: Engine(model, make_cache(model, batch), scheduler=batch.scheduler), run_engine),
+        "engine": (lambda: Engine(model, make_cache(model, batch), RunOptions(scheduler=batch.scheduler)), run_engine),
         "http": (new_server, run_server),
     }
     with opened:
@@ -172,7 +171,7 @@ class Turns:
     def __init__(self) -> None:
         self.dispatched, self.done = list[float](), list[float]()
         self._outputs, self._more = collections.deque[Any](), threading.Semaphore(0)
-        self._whole, self._thread = engine_thread.turn, threading.Thread(target=self._watch, daemon=True)
+        self._whole, self._thread = driver.turn, threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while self._more.acquire() and self._outputs:
@@ -187,12 +186,12 @@ class Turns:
             self._more.release()
             return found
 
-        engine_thread.turn = cast(Any, turn)
+        driver.turn = cast(Any, turn)
         self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        engine_thread.turn = self._whole
+        driver.turn = self._whole
         self._more.release()
         self._thread.join()
 
@@ -202,7 +201,7 @@ async def listened_to(engine: Engine[Any], prompts: Sequence[Any], new: int, gap
     rng = random.Random(0)
 
     async def one(prompt: Any) -> Handle:
-        handle = engine.submit(prompt, max_new_tokens=new)
+        handle = engine.submit(Request(prompt, max_new_tokens=new))
         common.require([token async for token in handle] == handle.output.tokens, "a stream differs from its output")
         return handle
 
@@ -223,7 +222,7 @@ def measure_first_tokens(size: Size) -> tuple[dict[str, float], dict[str, float]
     """`ttft_steps_p99`."""
     (model, _), batch = loading.load(CHECKPOINT), size.batch
     prompts = random.Random(1).sample(questions(batch), size.arrivals)
-    with Engine(model, make_cache(model, batch), scheduler=batch.scheduler) as engine:
+    with Engine(model, make_cache(model, batch), RunOptions(scheduler=batch.scheduler)) as engine:
         began = time.monotonic()
         asyncio.run(listened_to(engine, prompts, batch.new_tokens, 0))
         gap = 2 * (time.monotonic() - began) / len(prompts)
@@ -260,7 +259,7 @@ def measure_bubble(size: Size) -> tuple[dict[str, float], dict[str, float]]:
         cpu, wall = time.process_time(), time.monotonic()
         time.sleep(size.idle)
         idle = (time.process_time() - cpu) / (time.monotonic() - wall)
-    outputs, _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), prompts, max_new_tokens=size.new)
+    outputs, _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), make_requests(prompts, max_new_tokens=size.new))
     same = [one.output.tokens == other.tokens for one, other in zip(handles, outputs, strict=True)]
     common.require(all(same), "the engine's tokens are not those of run_batch")
     # Without the first turns, which have prompts, and the last ones, in which rows end.

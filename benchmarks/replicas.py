@@ -32,7 +32,7 @@ import numpy as np
 import kvjax
 from benchmarks import batch_job, common, context_job
 from benchmarks.common import Bar
-from kvjax.serving import Replicas
+from kvjax.serving import Replicas, Request, RunOptions, make_requests
 from kvjax.serving.routing import hashes_of
 from models import loading
 
@@ -91,7 +91,8 @@ QUICK = Size(batch_job.QUICK._replace(rows=4, num_blocks=48), None, 1, 2, 2, 2, 
 
 def run(replicas: Replicas, size: Size, prompts: Sequence[Sequence[int]]) -> list[Any]:
     """The outputs of a batch."""
-    return replicas.run_batch(prompts, max_new_tokens=size.batch.new_tokens, scheduler=size.batch.scheduler)
+    requests = make_requests(prompts, max_new_tokens=size.batch.new_tokens)
+    return replicas.run_batch(requests, RunOptions(scheduler=size.batch.scheduler))
 
 
 def compare_speed(size: Size) -> Measured:
@@ -175,15 +176,15 @@ def compare_routing(size: Size) -> Measured:
     start = rng.integers(0, VOCABULARY, half).tolist()
     count = number * (size.num_blocks * block // half)  # as many as all caches hold, and a few that push others out
     prompts = [[*start, *rng.integers(0, VOCABULARY, half).tolist()] for _ in range(count)]
-    replicas.run_batch(prompts, max_new_tokens=1)
+    replicas.run_batch(make_requests(prompts, max_new_tokens=1))
     cached = [int(np.sum(np.asarray(cache.state.groups[0].blocks.fill) == block)) for cache in replicas.caches]
     common.require(min(cached) > 0.9 * size.num_blocks, f"a cache has {min(cached)} blocks, wanted a full one")
     route, hashing, found = list[float](), list[float](), list[int]()
     for prompt in [*prompts[-64:], *prompts[-64:]]:
         array, began = np.asarray(prompt), time.perf_counter()
-        (one,) = replicas.route([prompt])
+        (one,) = replicas.route([Request(prompt)])
         routed = time.perf_counter()
-        hashes_of(array, 0, block)
+        hashes_of(array, 0, replicas.spec)
         hashing.append(time.perf_counter() - routed)
         route.append(routed - began)
         found.append(one.tokens)

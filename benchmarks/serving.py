@@ -93,9 +93,9 @@ quarter mixed steps. Chunks, rows and budgets of other sizes were slower.
 
 def run_batch(model: Any, size: Size, prompts: Sequence[Sequence[int]], cache: kvjax.Cache) -> list[list[int]]:
     """The tokens of each prompt, by the public function."""
-    outputs, _, _ = kvjax.serving.run_batch(
-        model, cache, prompts, max_new_tokens=size.new_tokens, scheduler=size.scheduler, log_events=False
-    )
+    requests = kvjax.serving.make_requests(prompts, max_new_tokens=size.new_tokens)
+    options = kvjax.serving.RunOptions(scheduler=size.scheduler, log_events=False)
+    outputs, _, _ = kvjax.run_batch(model, cache, requests, options)
     return [output.tokens for output in outputs]
 
 

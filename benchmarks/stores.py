@@ -53,7 +53,7 @@ BARS = {
     "rss_of_in_flight": Bar("growth of resident memory while 1 GB passes, to `max_in_flight`", at_most=2),
 }
 NOTES = """
-`load` takes a third of its time to read pages of a mapped file, and a third to copy and to check them. In several runs
+`load` takes a fifth of its time to read the file, a third to check values and a quarter to copy them. In several runs
 its rate was 0.32x to 0.46x of a file's: it misses its bar on a busy machine. `DiskStore` wrote at 0.37x to 0.61x, and
 missed its bar once.
 """

@@ -66,7 +66,7 @@ def engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: int, blo
     from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
     from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
-    from kvjax.interop.tunix import KvjaxRollout
+    from models.tunix import KvjaxRollout
 
     model, layer, length = make_model(config), config.layers[0], prompt.size + new
     rollout_config = RolloutConfig(new, top_p=None, max_prompt_length=prompt.size, kv_cache_size=length)

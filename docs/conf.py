@@ -4,6 +4,8 @@
 import ast
 import enum
 import inspect
+import os
+import pathlib
 import re
 import textwrap
 
@@ -14,6 +16,8 @@ from sphinx.domains.python import PyObject
 import kvjax
 import kvjax.pools
 import kvjax.tiers
+
+DOCS = pathlib.Path(__file__).parent
 
 project = "kvjax"
 author = copyright = "the kvjax authors"
@@ -34,6 +38,10 @@ nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+# CI runs the cells of the pages that were changed (`scripts/reached.py`), everybody else all.
+if (only := os.environ.get("KVJAX_PAGES")) is not None:
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    nb_execution_excludepatterns = sorted(pages - {page.removeprefix("docs/") for page in only.split()})
 nb_merge_streams = True
 nb_mime_priority_overrides = [("markdown", "image/png", 1), ("markdown", "text/plain", 2)]
 nb_render_text_lexer = "text"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,13 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    """The figure, which is saved at the path if there is one; its suffix chooses the format."""
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def finish(ax: Axes, x: str = "", y: str = "", *, percent: bool = False) -> None:

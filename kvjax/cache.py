@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Literal
+from typing import Any, Concatenate, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from kvjax.events.records import Events
 from kvjax.ledger import human, pool_bytes
 from kvjax.model import Model, call, check_placement
 from kvjax.pools.device import Pools, apply, init_pools
+from kvjax.pools.host import HostPools
 from kvjax.pools.stage import Staged, check_staged, scatter
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
@@ -38,21 +39,15 @@ from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
 
-def _method[**P](
+def _method[**P, C: AnyCache](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]],
-) -> Callable[Concatenate[Cache, P], tuple[Cache, Events]]:
-    """A verb on states as a method that also executes the copies it orders."""
+) -> Callable[Concatenate[C, P], tuple[C, Events]]:
+    """A verb on states as a method, which each kind of cache calls in its own way."""
 
-    def method(self: Cache, *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
-        check_alive(self)
-        if kwargs.get("tiers") == TIERS[-1]:  # the copies would run before the moves
-            others = "kvjax.tiers.TieredCache moves blocks, and the verbs on states leave moves and copies to you"
-            raise ValueError(f"tiers: got {TIERS[-1]}, wanted {TIERS[0]}: a Cache moves no blocks; {others}")
-        state, events = verb(self.state, *args, **kwargs)
-        pools = apply(self.pools, events) if verb in (admit, extend) else self.pools
-        return Cache(state, pools), events
+    def method(self: C, *args: Any, **kwargs: Any) -> tuple[C, Events]:
+        return self._call(verb, *args, **kwargs)
 
-    return face(method, verb, "Cache")
+    return face(method, verb)
 
 
 def reader[**P, R](
@@ -66,28 +61,27 @@ def reader[**P, R](
             check_32_bits(verb, self.state, *args, **kwargs)
         return (called or verb)(self.state, *args, **kwargs)
 
-    return face(method, verb, "Cache")
+    return face(method, verb)
 
 
-class Cache(MadeByCreate, Pytree):
-    """A cache's state and the pools that hold its K/V; a value like each of them, with the verbs as methods.
-
-    Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. A copy of the state from before such a step is
-    useless without its pools; to go on from there later, `fork` the rows first.
+class AnyCache(MadeByCreate):
+    """A `Cache` or a `TieredCache`: the verbs of both as methods, and the parts of both.
 
     Attributes:
       state: the metadata.
-      pools: the K/V.
-
-    Example:
-      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
-      >>> cache, events = kvjax.Cache.create(spec).admit(0, np.arange(10), 10)
-      >>> bool(events.ok), cache.state.seqs.length.tolist()
-      (True, [10, 0])
+      pools: the device's K/V.
+      cache: state and pools together, which a jitted loop takes.
+      host: the host's pools; None without a host tier.
     """
 
     state: CacheState
     pools: Pools
+    cache: Cache
+    host: HostPools | None
+    _empty: Callable[..., Any]
+    _call: Callable[..., Any]
+    _adopted: Callable[..., Any]
+    _stepped: Callable[..., Any]
 
     @classmethod
     def create(
@@ -100,16 +94,15 @@ class Cache(MadeByCreate, Pytree):
         mesh: Mesh | None = None,
         heads: str | None = None,
         context: str | None = None,
-    ) -> Cache:
+    ) -> Self:
         """An empty cache with pools of zeros; see `init` and `init_pools` for the arguments.
 
         On a mesh the state is the same on every device, and each has its part of the pools.
+
+        Raises:
+          ValueError: naming the argument; for a `TieredCache` also if the spec has no host tier.
         """
-        state = init(spec, policy, num_blocks, policy_state=policy_state)
-        pools = init_pools(spec, mesh=mesh, heads=heads, context=context)
-        if mesh is not None:
-            state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-        return cls(state, pools)
+        return cls._empty(spec, policy, num_blocks, policy_state, {"mesh": mesh, "heads": heads, "context": context})
 
     admit = _method(admit)
     extend = _method(extend)
@@ -143,27 +136,92 @@ class Cache(MadeByCreate, Pytree):
         stated: ArrayLike = -1,
         hits: ArrayLike = 0,
         now: ArrayLike = 0,
-    ) -> tuple[Cache, Events]:
+    ) -> tuple[Self, Events]:
         """Takes K/V from outside for the part of a prefix that the cache lacks; see `kvjax.stores.adopt`.
 
         Args:
-          tokens: as the following but `kv`, those of `kvjax.stores.adopt`.
-          length: likewise.
+          tokens: i32[T]; a text, padded with anything.
+          length: i32[]; its tokens.
           kv: F blocks of each group, in the prefix' order; those that are not in `have` may hold anything.
-          have: likewise.
-          namespace: likewise.
-          extra_ids: likewise.
-          stated: likewise.
-          hits: likewise.
-          now: likewise.
+          have: bool[G, F]; whether `kv` has each block.
+          namespace: i32[].
+          extra_ids: i32[T], where the spec asks for them.
+          stated: i32[F, 2]; the priority and time to live of each block; -1 for all: the default.
+          hits: i32[F]; the reuses of each block so far.
+          now: i32[] ms.
 
         Returns:
           The cache; and events: removed, stored. Status BAD_REQUEST or NO_BLOCKS.
         """
-        check_alive(self)
         options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
+        return self._adopted(tokens, length, kv, have, options)
+
+    @own_transfers()
+    def step(
+        self,
+        model: Model,
+        tokens: jax.Array,
+        count: jax.Array,
+        seqs: jax.Array | None = None,
+        *,
+        now: ArrayLike = 0,
+        logits: Literal["last", "all"] = "last",
+    ) -> tuple[Self, jax.Array, Events]:
+        """See `kvjax.step`."""
+        return self._stepped(model, tokens, count, seqs, now, logits)
+
+    def _repr_html_(self) -> str:
+        return page(self)
+
+
+class Cache(AnyCache, Pytree):
+    """A cache's state and the pools that hold its K/V; a value like each of them, with the verbs as methods.
+
+    Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. A copy of the state from before such a step is
+    useless without its pools; to go on from there later, `fork` the rows first.
+
+    Attributes:
+      state: the metadata.
+      pools: the K/V.
+
+    Example:
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> cache, events = kvjax.Cache.create(spec).admit(0, np.arange(10), 10)
+      >>> bool(events.ok), cache.state.seqs.length.tolist()
+      (True, [10, 0])
+    """
+
+    state: CacheState
+    pools: Pools
+
+    host = None
+
+    @property
+    def cache(self) -> Cache:
+        """The cache itself; a `TieredCache` has it apart from its host tier."""
+        return self
+
+    @classmethod
+    def _empty(cls, spec: CacheSpec, policy: Any, num_blocks: Any, policy_state: Any, where: dict[str, Any]) -> Cache:
+        state, pools = init(spec, policy, num_blocks, policy_state=policy_state), init_pools(spec, **where)
+        if where["mesh"] is not None:
+            state = jax.device_put(state, NamedSharding(where["mesh"], PartitionSpec()))
+        return cls(state, pools)
+
+    def _call(self, verb: Callable[..., tuple[CacheState, Events]], *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
+        """Calls a verb, and executes the copies that it orders."""
+        check_alive(self)
+        if kwargs.get("tiers") == TIERS[-1]:  # the copies would run before the moves
+            others = "kvjax.tiers.TieredCache moves blocks, and the verbs on states leave moves and copies to you"
+            raise ValueError(f"tiers: got {TIERS[-1]}, wanted {TIERS[0]}: a Cache moves no blocks; {others}")
+        state, events = verb(self.state, *args, **kwargs)
+        pools = apply(self.pools, events) if verb in (admit, extend) else self.pools
+        return Cache(state, pools), events
+
+    def _adopted(self, tokens: Any, length: Any, kv: Staged, have: Any, options: Any) -> tuple[Cache, Events]:
+        check_alive(self)
         state, events = adopt(self.state, tokens, length, have, **options)
-        return self.replace(state=state)._land(events, kv, have, now=now)
+        return self.replace(state=state)._land(events, kv, have, now=options["now"])
 
     def _land(self, events: Events, kv: Staged, arrived: ArrayLike, *, now: ArrayLike = 0) -> tuple[Cache, Events]:
         """Writes the bytes of blocks that `kvjax.stores.adopt` has reserved, and makes them findable.
@@ -187,24 +245,9 @@ class Cache(MadeByCreate, Pytree):
         state, landed = land(self.state, adopted, arrived, now=now)
         return Cache(state, pools), events.followed_by(landed)
 
-    def __repr__(self) -> str:
-        return one_line(self, self.state, f"{human(pool_bytes(self.state.spec)[0])} of K/V")
-
-    def _repr_html_(self) -> str:
-        return page(self)
-
-    @own_transfers()
-    def step(
-        self,
-        model: Model,
-        tokens: jax.Array,
-        count: jax.Array,
-        seqs: jax.Array | None = None,
-        *,
-        now: ArrayLike = 0,
-        logits: Literal["last", "all"] = "last",
+    def _stepped(
+        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any
     ) -> tuple[Cache, jax.Array, Events]:
-        """See `kvjax.step`."""
         check_alive(self)
         check_placement(model, self)
         if logits not in ("last", "all"):
@@ -218,3 +261,6 @@ class Cache(MadeByCreate, Pytree):
         computed, pools = call(model, tokens, self.pools, self.view(computable, tokens.shape[1], seqs), last)
         after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
         return after, computed, events
+
+    def __repr__(self) -> str:
+        return one_line(self, self.state, f"{human(pool_bytes(self.state.spec)[0])} of K/V")

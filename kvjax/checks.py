@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from kvjax._arrays import alive
 from kvjax._compile import own_transfers
+from kvjax.layers import is_integer as is_integer
 from kvjax.layers import static_int as static_int
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -72,9 +73,7 @@ def array_of(name: str, value: Any, wanted: str) -> jax.Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        if name == "namespace":
-            wanted += "; kvjax.Namespaces numbers salts and LoRAs"
-        raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}") from error
+        raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}{_HINTS.get(name, '')}") from error
 
 
 def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -90,6 +89,7 @@ def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 _signature = functools.cache(inspect.signature)
+_HINTS = {"namespace": "; kvjax.Namespaces numbers salts and LoRAs"}
 
 
 def _check_width(name: str, value: Any) -> None:
@@ -143,9 +143,18 @@ def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
     return numbers.astype(dtype)
 
 
+def check_bool(name: str, value: Any) -> None:
+    """Raises a ValueError for what is no bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: got {value!r:.80}, wanted a bool")
+
+
 def static_int32(name: str, value: Any, minimum: int) -> int:
     """`value` as a Python int of at least `minimum` that fits into 32 bits, as all numbers of a state do."""
-    value = static_int(name, value, minimum)
+    try:
+        value = static_int(name, value, minimum)
+    except ValueError as error:
+        raise ValueError(f"{error}{_HINTS.get(name, '')}") from error
     _check_width(name, value)
     return value
 
@@ -210,12 +219,12 @@ def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
 
 
-def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **options: Any) -> Any:
+def face(method: Callable[..., Any], verb: Callable[..., Any], **options: Any) -> Any:
     """Gives a method the name, the docstring and the parameters of the verb that it calls with these options."""
     signature = inspect.signature(functools.partial(verb, **options))
     (name, state), *rest = signature.parameters.items()
     assert name == "state"
-    returns = signature.return_annotation.replace("CacheState", owner)
+    returns = signature.return_annotation.replace("CacheState", "Self")
     method = functools.update_wrapper(own_transfers()(method), verb)
     vars(method)["__signature__"] = signature.replace(
         parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],

@@ -216,9 +216,14 @@ def kv_dtype(dtype: jax.typing.DTypeLike) -> str:
     return name
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is a number of Python or of numpy without a fraction; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def static_int(name: str, value: Any, minimum: int) -> int:
     """`value` as a Python int of at least `minimum`."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < minimum:
+    if not is_integer(value) or value < minimum:
         raise ValueError(f"{name}: got {value!r:.80}, wanted an int of at least {minimum}")
     return int(value)
 

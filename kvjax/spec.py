@@ -222,8 +222,8 @@ class CacheSpec:
             for pool_number, pool in enumerate(group.pools):
                 if layer in pool.layers:
                     return number, pool_number, pool.layers.index(layer)
-        number = sum(len(pool.layers) for group in self.groups for pool in group.pools)
-        wanted = f"one of the spec's {number} layers, 0..{number - 1}" if number else "a spec that was made with layers"
+        most = sum(len(pool.layers) for group in self.groups for pool in group.pools)
+        wanted = f"one of the spec's {most} layers, 0..{most - 1}" if most else "a spec that was made with layers"
         raise ValueError(f"layer: got {layer!r}, wanted {wanted}")
 
 

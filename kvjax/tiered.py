@@ -7,41 +7,32 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Literal
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from kvjax._compile import OutermostJit, own_transfers
-from kvjax.cache import Cache, reader
-from kvjax.checks import MadeByCreate, check_32_bits, check_alive, check_on_host, face, integers, static_options
+from kvjax._compile import OutermostJit
+from kvjax.cache import AnyCache, Cache, reader
+from kvjax.checks import check_32_bits, check_alive, check_on_host, face, integers, static_options
 from kvjax.debug.counts import one_line
-from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
 from kvjax.ledger import human, pool_bytes
 from kvjax.model import Model, check_model, check_placement
 from kvjax.pools.device import Pools, apply
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.stage import Staged, check_staged
-from kvjax.pools.views import mixed, ragged, view
 from kvjax.processes import failed_anywhere
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState, EvictionPolicy
+from kvjax.state import CacheState
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.adopt import adopt
-from kvjax.verbs.commit import commit
-from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
-from kvjax.verbs.fork import beam_step, fork
-from kvjax.verbs.free_rows import free_rows
 from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.release import release
 from kvjax.verbs.swap import swap_in, swap_out
-from kvjax.verbs.trim import trim
-from kvjax.verbs.truncate import truncate
 
 _release = OutermostJit(release, donate_argnums=0)
 _land = OutermostJit(Cache._land, donate_argnums=0)
@@ -129,27 +120,18 @@ def _moving_method[**P](
         state, events = program(self.state, *args, **kwargs)
         return self._settle(state, events, undoes), events
 
-    return face(method, verb, "TieredCache", **options)
+    return face(method, verb, **options)
 
 
-def _method[**P](
-    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]],
-) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
-    """A verb on states as a method, jitted, that orders neither moves nor copies."""
-    jitted = OutermostJit(verb, donate_argnums=0, static_argnames=static_options(verb))
-
-    def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        check_alive(self.cache, self.host)
-        check_32_bits(verb, self.state, *args, **kwargs)
-        state, events = jitted(self.state, *args, **kwargs)
-        return self.replace(Cache(state, self.pools)), events
-
-    return face(method, verb, "TieredCache")
+@functools.cache
+def _jitted(verb: Callable[..., Any]) -> OutermostJit:
+    """A verb on states that orders neither moves nor copies."""
+    return OutermostJit(verb, donate_argnums=0, static_argnames=static_options(verb))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TieredCache(MadeByCreate):
+class TieredCache(AnyCache):
     """A cache and its host tier, with the verbs of both as methods; for host code, between loops. It is a pytree.
 
     Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
@@ -164,27 +146,13 @@ class TieredCache(MadeByCreate):
     host: HostPools
 
     @classmethod
-    def create(
-        cls,
-        spec: CacheSpec,
-        policy: EvictionPolicy | None = None,
-        num_blocks: ArrayLike | Mapping[int | str | None, ArrayLike] | None = None,
-        *,
-        policy_state: Any = None,
-        mesh: Mesh | None = None,
-        heads: str | None = None,
-        context: str | None = None,
+    def _empty(
+        cls, spec: CacheSpec, policy: Any, num_blocks: Any, policy_state: Any, where: dict[str, Any]
     ) -> TieredCache:
-        """An empty cache with pools of zeros and host pools; see `init` and `init_pools` for the arguments.
-
-        Raises:
-          ValueError: if the spec has no host tier.
-        """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
         sizes = list(num_blocks.values()) if isinstance(num_blocks, Mapping) else num_blocks
         check_on_host("TieredCache.create", (sizes, policy_state), "inside one make a Cache: it has no host pools")
-        where = {"mesh": mesh, "heads": heads, "context": context}
         empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, **where)
         pools, host = init_host_pools(empty.pools)
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # committed like moved pools
@@ -206,49 +174,26 @@ class TieredCache(MadeByCreate):
 
     admit = _moving_method(admit, tiers=("device", "host"))
     extend = _moving_method(extend, tiers=("device", "host"))
-    commit = _method(commit)
-    fork = _method(fork)
-    truncate = _method(truncate)
-    trim = _method(trim)
-    release = _method(release)
-    beam_step = _method(beam_step)
-    evict = _method(evict)
-    forget_namespaces = _method(forget_namespaces)
-    pin = _method(pin)
-    unpin = _method(unpin)
-    reset = _method(reset)
     offload = _moving_method(offload, undoes=True)
     onboard = _moving_method(onboard, undoes=True)
     watermark = _moving_method(watermark, undoes=True)
     swap_out = _moving_method(swap_out, undoes=True)
     swap_in = _moving_method(swap_in, undoes=True)
     lookup = reader(lookup, OutermostJit(lookup, static_argnames=static_options(lookup)))
-    free_rows = reader(free_rows)
-    view = reader(view)
-    ragged = reader(ragged)
-    mixed = reader(mixed)
-
     _adopt = _moving_method(adopt, tiers=("device", "host"))
 
-    @own_transfers()
-    def adopt(
-        self,
-        tokens: ArrayLike,
-        length: ArrayLike,
-        kv: Staged,
-        have: ArrayLike,
-        *,
-        namespace: ArrayLike = 0,
-        extra_ids: ArrayLike | None = None,
-        stated: ArrayLike = -1,
-        hits: ArrayLike = 0,
-        now: ArrayLike = 0,
-    ) -> tuple[TieredCache, Events]:
-        """See `Cache.adopt`; what has to leave the device for it goes to the host."""
+    def _call(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
+        check_alive(self.cache, self.host)
+        check_32_bits(verb, self.state, *args, **kwargs)
+        state, events = _jitted(verb)(self.state, *args, **kwargs)
+        return self.replace(Cache(state, self.pools)), events
+
+    def _adopted(self, tokens: Any, length: Any, kv: Staged, have: Any, options: Any) -> tuple[TieredCache, Events]:
+        """Adopts K/V from outside; blocks that have to leave the device for it go to the host."""
         tokens = integers("tokens", tokens, ("T",))
         check_staged(kv, self.state.spec, -(-tokens.size // self.state.spec.block_size))
-        options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
         check_32_bits(adopt, self.state, tokens, length, have, **options)
+        now = options["now"]
         arguments = self.cache, tokens, length, kv, have, options
         shapes = jax.tree.structure(arguments), *map(np.shape, jax.tree.leaves(arguments))
         if shapes not in _lands:
@@ -271,21 +216,9 @@ class TieredCache(MadeByCreate):
         on_device, on_host = map(human, pool_bytes(self.state.spec))
         return one_line(self, self.state, f"{on_device} of K/V", f"{on_host} on the host")
 
-    def _repr_html_(self) -> str:
-        return page(self)
-
-    @own_transfers()
-    def step(
-        self,
-        model: Model,
-        tokens: jax.Array,
-        count: jax.Array,
-        seqs: jax.Array | None = None,
-        *,
-        now: Any = 0,
-        logits: Literal["last", "all"] = "last",
+    def _stepped(
+        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any
     ) -> tuple[TieredCache, jax.Array, Events]:
-        """See `kvjax.step`; jitted already."""
         check_alive(self.cache, self.host)
         check_model(model)
         check_placement(model, self.cache)
@@ -316,3 +249,8 @@ class TieredCache(MadeByCreate):
             state, _ = _release(cache.state, np.int32(row))  # stores nothing: its blocks are not in the index
             cache = Cache(state, cache.pools)
         raise FailedTransfer(str(failure), TieredCache(cache, host), lost, events, done) from failure
+
+
+def joined(cache: Cache, host: HostPools | None) -> Cache | TieredCache:
+    """The cache that has these as its `cache` and `host`."""
+    return cache if host is None else TieredCache(cache, host)

@@ -73,7 +73,7 @@ def add_scan(parser: Parser) -> None:
 
 def add_outputs(parser: Parser) -> None:
     """The options that `prepare`, `save` and `draw` read."""
-    events_help = "write the cache's events there; `python -m kvjax.interop.log FILE` tells what they say"
+    events_help = "write the cache's events there; `python -m kvjax.research log FILE` tells what they say"
     parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help=events_help)
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the blocks there when done")
     add_compile_cache(parser)

@@ -97,7 +97,7 @@ class Session:
         for prompt, answer in pairs:
             began = time.perf_counter()
             outputs, self.cache, _ = kvjax.generate(
-                self.model, self.cache, [prompt], max_new_tokens=1, namespaces=None if reuse else [1 + self.answered],
+                self.model, self.cache, [prompt], max_new_tokens=1, namespace=0 if reuse else 1 + self.answered,
                 log_events=False, listener=self.hear, store=self.store,
             )  # fmt: skip
             seconds = time.perf_counter() - began

@@ -78,6 +78,6 @@ def described(args: argparse.Namespace, model: AnyModel, cache: Any) -> str:
         f"{human(own_bytes(cache.state))} of metadata",
         f"about {human(step_bytes(args, model, spec.max_length))} of steps and requests",
     ]
-    if isinstance(cache, kvjax.tiers.TieredCache):
+    if cache.host is not None:
         found.append(f"{human(own_bytes(cache.host))} of K/V on the host")
     return f"memory: {', '.join(found)}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import kvjax
 from kvjax.interop import together
-from kvjax.serving import Engine, Penalties, Scheduler, penalize
+from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
 from . import chat, commands, memory, session, stores, tenants, wires
 from .commands import number
@@ -200,10 +200,13 @@ def _engine(
     """The engine, which compiles everything."""
     _note("compiling")
     try:
+        options = RunOptions(
+            scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), top_logprobs=args.top_logprobs, store=store,
+            names=names, listener=listener, logits_fn=penalize,
+        )  # fmt: skip
         return Engine(
-            model, cache, scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), max_waiting=args.max_waiting,
-            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 1), top_logprobs=args.top_logprobs,
-            store=store, names=names, listener=listener, logits_fn=penalize,
+            model, cache, options, max_waiting=args.max_waiting,
+            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 1),
             logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
         )  # fmt: skip
     except ValueError as error:

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from kvjax import serving
 from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
 from . import openai_api
@@ -143,11 +144,11 @@ class Api:
         handles, state = list[list[Handle]](), self._penalties(wish)
         try:
             for prompt, max_new_tokens in zip(prompts, lengths, strict=True):
-                handle = self._engine.submit(
+                request = serving.Request(
                     prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
-                    stop_tokens=stop_tokens, salt=wish.salt, priority=wish.priority,
-                    samples=wish.n, logits_state=state, timeout=served.timeout,
+                    stop_tokens=stop_tokens, priority=wish.priority, samples=wish.n, logits_state=state,
                 )  # fmt: skip
+                handle = self._engine.submit(request, salt=wish.salt, timeout=served.timeout)
                 handles.append(handle.samples)
         except Exception as error:
             for handle in (one for of_prompt in handles for one in of_prompt):

@@ -166,19 +166,14 @@ class Session:
         """Generates and shows text; returns the outputs, and whether it finished (false: ended by Ctrl-C)."""
         outputs, finished = [], True
         progress: kvjax.serving.Progress | None = None
-        stream = kvjax.stream(
-            self._model,
-            self.cache,
-            prompts,
-            max_new_tokens=self._args.max_new_tokens,
-            sampling=self._sampling,
-            seeds=range(seed, seed + len(prompts)),
-            stop_tokens=stop,
-            steps=STEPS,
-            log_events=False,
-            listener=self._wires.listener,
-            store=self.store,
+        requests = kvjax.serving.make_requests(
+            prompts, max_new_tokens=self._args.max_new_tokens, sampling=self._sampling, stop_tokens=stop,
+            seed=range(seed, seed + len(prompts)),
+        )  # fmt: skip
+        options = kvjax.serving.RunOptions(
+            steps=STEPS, log_events=False, listener=self._wires.listener, store=self.store
         )
+        stream = kvjax.stream(self._model, self.cache, requests, options)
         try:
             for progress in self._watch.timed(stream):
                 outputs, self.cache = progress.outputs, progress.cache

@@ -12,7 +12,7 @@ from jax import monitoring
 import kvjax
 
 _COMPILE, _TRACE = "/jax/core/compile/", "/jax/core/compile/jaxpr_trace_duration"
-_LOOP = "serve"  # the jitted loop of a generation, as jax names it
+_LOOP = "_turn"  # the jitted loop of a generation, as jax names it
 
 
 class _Turn(NamedTuple):

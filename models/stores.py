@@ -35,8 +35,6 @@ def add_store(parser: commands.Parser) -> None:
 
 def check(parser: commands.Parser, args: Namespace) -> None:
     """Refuses the options without what they need."""
-    if getattr(args, "save", None) is not None:
-        commands.check_extra(parser, "stores", "--save")
     if args.store is not None:
         commands.check_extra(parser, "stores", "--store")
     elif args.store_bytes is not None:

@@ -10,6 +10,7 @@ import pathlib
 import kvjax
 import pallas_kernels
 from kvjax.interop import log, trace, trtllm
+from kvjax.research import log_report, plots
 
 for package in (kvjax, pallas_kernels):
     home = pathlib.Path(package.__file__).parent
@@ -38,7 +39,7 @@ with trace.Trace(spec, found) as traced:
 assert any(event["name"] == "admission" for event in json.loads(found.getvalue()))
 message = ""
 try:
-    log.plot(log.report([]))
+    plots.plot_log(log_report([]))
 except ImportError as error:
     message = str(error)
 assert "kvjax[plot]" in message, message or "the plot of a log worked without matplotlib"

@@ -42,7 +42,7 @@ FIRST = (
     "test_scenarios.py", "test_machine.py", "test_errors.py", "test_bytes.py", "test_pool.py", "test_attention.py",
     "test_live_engine.py", "test_recurrent.py", "test_rollout.py", "test_stored.py", "test_canonical.py",
     "test_file.py", "test_adopt.py", "test_score.py", "test_serve.py",
-    "test_machine_serving.py", "test_generation.py", "test_readme.py", "test_kernels.py", "test_models.py",
+    "test_machine_serving.py", "test_contract.py", "test_readme.py", "test_kernels.py", "test_models.py",
     "test_debug.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_engine.py", "test_mesh.py",
     "test_serve_load.py", "test_serve_ends.py", "test_serve_bodies.py", "test_serve_disconnects.py",
     "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_commands.py",
@@ -62,8 +62,17 @@ def pytest_configure(config):
         config.pluginmanager.register(Compiles())
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    # CI runs the long tests of the rooms that a change reaches (`scripts/reached.py`), everybody else all.
+    if (reached := os.environ.get("KVJAX_REACHED")) is not None:
+        homes = [config.rootpath / path for path in reached.split()]
+        config.hook.pytest_deselected(items=[item for item in items if not _is_reached(item, homes)])
+        items[:] = [item for item in items if _is_reached(item, homes)]
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
+def _is_reached(item, homes):
+    return not item.get_closest_marker("long") or any(item.path.is_relative_to(home) for home in homes)
 
 
 # "default": the same examples every time, so that a red run stays red.

@@ -41,6 +41,41 @@ MOST = 6  # tokens that `Driver.grow` asks for, per row
 HOMES = (kvjax, kvjax.tiers, kvjax.stores, kvjax.pools, kvjax.debug, kvjax.events, kvjax.serving)
 
 
+# Requests and options of a run, from keyword arguments.
+RUN_OPTIONS = {field.name for field in dataclasses.fields(kvjax.serving.RunOptions)}
+
+
+def _described(prompts: Any, options: dict[str, Any]) -> tuple[list[kvjax.serving.Request], kvjax.serving.RunOptions]:
+    """The requests and the options of a run; `chunk`, `k` and `canonical` are of its scheduler."""
+    of_scheduler = {name: options.pop(name) for name in ("chunk", "k", "canonical") if name in options}
+    if of_scheduler:
+        scheduler = options.get("scheduler") or kvjax.serving.Scheduler()
+        options["scheduler"] = dataclasses.replace(scheduler, **of_scheduler)
+    of_run = {name: options.pop(name) for name in RUN_OPTIONS & options.keys()}
+    return kvjax.serving.make_requests(prompts, **options), kvjax.serving.RunOptions(**of_run)
+
+
+def run_batch(model: Any, cache: Any, prompts: Any, *, progress: Any = None, **options: Any) -> Any:
+    """`kvjax.run_batch` of prompts."""
+    return kvjax.run_batch(model, cache, *_described(prompts, options), progress=progress)
+
+
+def stream(model: Any, cache: Any, prompts: Any, **options: Any) -> Any:
+    """`kvjax.stream` of prompts."""
+    return kvjax.stream(model, cache, *_described(prompts, options))
+
+
+def engine(model: Any, cache: Any, **options: Any) -> kvjax.serving.Engine:
+    """An engine with these options."""
+    of_run = {name: options.pop(name) for name in RUN_OPTIONS & options.keys()}
+    return kvjax.serving.Engine(model, cache, kvjax.serving.RunOptions(**of_run), **options)
+
+
+def ask(engine: Any, prompt: Any, *, salt: str | None = None, timeout: float | None = None, **fields: Any) -> Any:
+    """Submits a prompt to an engine."""
+    return engine.submit(kvjax.serving.Request(prompt, **fields), salt=salt, timeout=timeout)
+
+
 def verb(name: str) -> Callable[..., Any]:
     """A verb or another function of a state, by its name, from the module that exports it."""
     return next(getattr(home, name) for home in HOMES if hasattr(home, name))

@@ -15,8 +15,9 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler, runner
+from kvjax.serving import Scheduler, driver, host_tier
 from kvjax.testing.trial import verify_order
+from tests import drive
 from tests.drive import VERBS, padded
 from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, name_of
 
@@ -58,7 +59,7 @@ RELEASE = jax.jit(kvjax.Cache.release, donate_argnums=0)
 
 
 def state_of(cache):
-    return cache.cache.state if isinstance(cache, kvjax.tiers.TieredCache) else cache.state
+    return cache.state
 
 
 def prompts_of(number):
@@ -101,7 +102,7 @@ def spread(cache, prompts, **options):
     """`generate`, by `stream`."""
     events, progress = [], None
     try:
-        for progress in kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options):
+        for progress in drive.stream(MODEL, cache, prompts, **OPTIONS, **options):
             events += progress.events
     except kvjax.serving.GenerationInterrupted as error:
         error.events[:0] = events
@@ -111,7 +112,7 @@ def spread(cache, prompts, **options):
 
 def batched(cache, prompts, **options):
     options = {"max_new_tokens": OPTIONS["max_new_tokens"], "steps": OPTIONS["steps"], **options}
-    return kvjax.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
+    return drive.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
 
 
 WAYS = (together, spread, batched)
@@ -159,7 +160,7 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        targets = [(runner, "_submit"), (runner, "_serve"), (runner, "_has_row")]
+        targets = [(driver, "apply"), (driver, "turn"), (host_tier, "_has_row")]
         targets += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
             targets += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]

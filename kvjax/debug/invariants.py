@@ -85,9 +85,8 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
         found = ["num_blocks out of range"] if group.num_blocks == 0 else []
         found += _check_rows(host, number) + _check_counts(host, group)
         found += check_own(host, group)
-        if isinstance(group.policy, Ring):
-            found += _check_ring(group, group.policy, True)
-            found += _check_ring(group, group.host.policy, False) if group.tiered else []
+        for policy, is_device in ((group.policy, True), (getattr(group.host, "policy", None), False)):
+            found += _check_ring(group, policy, is_device) if isinstance(policy, Ring) else []
         broken += found if len(host.groups) == 1 else [f"{rule} (group {number})" for rule in found]
     if broken:
         raise AssertionError("broken: " + "; ".join(broken) + "\n" + show(state))

@@ -5,6 +5,8 @@ Inside `jit` events are arrays of a fixed size with padding between; on the host
 `fold(events)` gives exactly the index of the state that came with them, from any snapshot, for any interleaving.
 """
 
+from kvjax.events.host_events import HostEvents, listened
+from kvjax.events.index import NodeMap
 from kvjax.events.listeners import Listeners
 from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.mirror import Mirror, fold, index_of, snapshot, snapshot_log, to_list
@@ -13,6 +15,6 @@ from kvjax.events.totals import Totals, counts
 from kvjax.events.transfer import Transfer
 
 __all__ = [
-    "EventKind", "EventLog", "Events", "Listeners", "Mirror", "Status", "Totals", "Transfer", "append", "counts",
-    "fold", "index_of", "init_log", "snapshot", "snapshot_log", "to_list",
+    "EventKind", "EventLog", "Events", "HostEvents", "Listeners", "Mirror", "NodeMap", "Status", "Totals", "Transfer",
+    "append", "counts", "fold", "index_of", "init_log", "listened", "snapshot", "snapshot_log", "to_list",
 ]  # fmt: skip

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.events import columns as col
+from kvjax.events.index import Change, NodeMap, Space, parents_first
 from kvjax.events.records import EventKind
-from kvjax.interop import columns as col
-from kvjax.interop.hashing import Hashing, Space
-from kvjax.interop.index import Change, NodeMap, parents_first
+from kvjax.interop.hashing import Hashing
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 

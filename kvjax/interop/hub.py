@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from kvjax.events.host_events import HostEvents, host_events, listened
+from kvjax.events.index import Change, NodeMap, share
 from kvjax.events.listeners import Listeners
 from kvjax.interop.encoder import EventEncoder
-from kvjax.interop.events import HostEvents, host_events, listened
-from kvjax.interop.index import Change, NodeMap, share
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -44,7 +44,8 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
       The listener; in a loop of your own its `catch_up(state)` brings back those that have failed.
 
     Example:
-      >>> from kvjax.interop import NodeMap, together
+      >>> from kvjax.events import NodeMap
+      >>> from kvjax.interop import together
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> nodes, stored = NodeMap(spec), []
       >>> listener = together(spec, nodes.fold, lambda events: stored.append(len(events.text)))

@@ -24,10 +24,10 @@ import numpy as np
 from kvjax.checks import on_state
 from kvjax.debug.counts import tally
 from kvjax.debug.inspect import Condition, inspect_group
+from kvjax.events.host_events import arrays, listened
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.events.totals import Totals
-from kvjax.interop.events import arrays, listened
 from kvjax.interop.hub import PublisherThread
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState

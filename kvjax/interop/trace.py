@@ -20,12 +20,12 @@ from typing import Any, Self, TextIO
 import numpy as np
 
 from kvjax.debug.counts import stats
+from kvjax.events import columns as col
+from kvjax.events.host_events import arrays, listened, records_of
+from kvjax.events.index import NodeMap
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.events.totals import Totals
-from kvjax.interop import columns as col
-from kvjax.interop.events import arrays, listened, records_of
-from kvjax.interop.index import NodeMap
 from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState

@@ -25,12 +25,12 @@ import numpy as np
 from kvjax._files import LineFile
 from kvjax.blocks.keys import Namespaces
 from kvjax.checks import static_int
+from kvjax.events import columns as col
+from kvjax.events.host_events import host_events, pieces
+from kvjax.events.index import Change, Space
 from kvjax.events.records import EventKind
-from kvjax.interop import columns as col
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
-from kvjax.interop.events import host_events, pieces
-from kvjax.interop.hashing import Hashing, Space, salt_text
-from kvjax.interop.index import Change
+from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.spec import CacheSpec, Kind
 from kvjax.state import CacheState
 

@@ -4,6 +4,7 @@
 from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
 from kvjax.research.learning.compare_learned import Comparison, compare_learned
 from kvjax.research.learning.learned import Learned, learn_policy
+from kvjax.research.log_report import LogReport, log_report
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Hits, Rule
 from kvjax.research.simulators.lru_curve import lru_curve, reuse_distances
@@ -16,9 +17,9 @@ from kvjax.research.traces.trace import Trace, make_trace
 from kvjax.research.traces.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
 __all__ = [
-    "RULES", "Comparison", "Hits", "Learned", "Overlap", "Rule", "Sessions", "Summary", "Trace", "Workload", "belady",
-    "compare_learned", "draw_trace", "hits_by_age", "hits_by_depth", "in_blocks", "learn_policy", "lru_curve",
-    "make_trace", "overlapping", "read_azure", "read_bailian", "read_burst", "read_events", "read_mooncake",
-    "read_trace", "replay", "reuse_distances", "reuse_times", "simulate", "summary", "unbounded",
+    "RULES", "Comparison", "Hits", "Learned", "LogReport", "Overlap", "Rule", "Sessions", "Summary", "Trace",
+    "Workload", "belady", "compare_learned", "draw_trace", "hits_by_age", "hits_by_depth", "in_blocks", "learn_policy",
+    "log_report", "lru_curve", "make_trace", "overlapping", "read_azure", "read_bailian", "read_burst", "read_events",
+    "read_mooncake", "read_trace", "replay", "reuse_distances", "reuse_times", "simulate", "summary", "unbounded",
     "write_libcachesim_csv", "write_mooncake", "write_oracle_general",
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers from a trace: its figures, the hits of LRU and of other policies at each size, and an upper bound of them.
 
+`log` reports on a log of events.
+
 python -m kvjax.research curve conversation_trace.jsonl --sizes 3000 10000 30000 --plot curve.png
 """
 
@@ -21,7 +23,8 @@ from kvjax import policies
 from kvjax.research.figures import summary, unbounded
 from kvjax.research.learning.compare_learned import compare_learned
 from kvjax.research.learning.learned import Learned, learn_policy
-from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
+from kvjax.research.log_report import log_report
+from kvjax.research.plots import plot_gains, plot_log, plot_rates, plot_reuse
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Hits, Rule, check_longest, check_sizes
 from kvjax.research.simulators.lru_curve import lru_curve
@@ -61,9 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
             command.add_argument("--overlap", nargs=2, type=float, metavar=("TOKENS/S", "MS"), help=_OVERLAP)
+    log = commands.add_parser("log", help=_LOG, description=_LOG)
+    log.add_argument("file", metavar="FILE", type=pathlib.Path, help="what Log or models.generate --events wrote")
+    log.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
     args = parser.parse_args(arguments)
     try:
-        args.run(_trace(args.trace), args)
+        if args.command == "log":
+            _log(args)
+        else:
+            args.run(_trace(args.trace), args)
     except (OSError, ValueError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
@@ -76,6 +85,14 @@ def _trace(name: str) -> Trace:
     if not seed.isdecimal():
         raise ValueError(f"TRACE: got {name!r}, wanted drawn:SEED with a number from 0")
     return draw_trace(int(seed))
+
+
+def _log(args: argparse.Namespace) -> None:
+    with args.file.open(errors="replace") as lines:
+        report = log_report(lines)
+    print(report)
+    if args.plot is not None:
+        plot_log(report, args.plot)
 
 
 def _summary(trace: Trace, args: argparse.Namespace) -> None:
@@ -207,6 +224,7 @@ def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
+_LOG = "counts, reuse and lifetimes in a log of events, and the blocks that were stored again after their eviction"
 _TRACE = "a file that read_trace knows, or drawn:SEED for one drawn at random"
 _OVERLAP = "requests run at the same time: prompt tokens/s, and ms a token of an answer"
 _NAMES = f"{', '.join(_POLICIES)}, FILE.npz that learn has saved, or MODULE:NAME of one's own"

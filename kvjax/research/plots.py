@@ -1,18 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings: hit rates by size, and the blocks that they come from."""
+"""Drawings: hit rates by size, the blocks that they come from, and a log of events."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax._pictures import FAINT, INK, LINES, PALE, finish, legend_below, new_figure, picture, round_ticks
+from kvjax._pictures import (
+    AMBER,
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    LINES,
+    PALE,
+    PINK,
+    finish,
+    legend_below,
+    new_figure,
+    picture,
+    round_ticks,
+    saved,
+)
 from kvjax.research.figures import hits_by_age, hits_by_depth, reuse_times
 from kvjax.research.learning.compare_learned import Comparison
+from kvjax.research.log_report import NO_HITS, LogReport, duration
 from kvjax.research.simulators.hits import Hits, Rule
 from kvjax.research.simulators.lru_curve import reuse_distances
 
@@ -20,9 +36,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_gains", "plot_rates", "plot_reuse"]
+__all__ = ["plot_gains", "plot_log", "plot_rates", "plot_reuse"]
 
 _MARKED = 40  # most sizes of a curve that are marked
+_BARS = 40  # spans of a log
 
 
 @picture
@@ -75,9 +92,7 @@ def plot_rates(
         finish(axes[1], y="the same, less LRU's", percent=True)
     axes[-1].set_xlabel("blocks of the cache")
     legend_below(figure)
-    if path is not None:
-        figure.savefig(path)
-    return figure
+    return saved(figure, path)
 
 
 @picture
@@ -121,9 +136,7 @@ def plot_reuse(
     finish(age, "seconds since its last use", "blocks")
     distance.set_title(_caption(curves), color=FAINT)
     legend_below(figure)
-    if path is not None:
-        figure.savefig(path)
-    return figure
+    return saved(figure, path)
 
 
 @picture
@@ -155,9 +168,40 @@ def plot_gains(found: Comparison, path: str | os.PathLike[str] | None = None) ->
         finish(ax, "blocks of the cache", "% more blocks found than by LRU" if ax is axes[0] else "")
         ax.set_title(f"learned from {learned_from:,}, counted in {first:,} to {last - 1:,}", color=FAINT)
     figure.suptitle(f'Rule "{found.rule}"; requests follow one another', x=0.01, ha="left", color=FAINT, fontsize=10)
-    if path is not None:
-        figure.savefig(path)
-    return figure
+    return saved(figure, path)
+
+
+@picture
+def plot_log(report: LogReport, path: str | os.PathLike[str] | None = None) -> Figure:
+    """Draws a report: reuse and blocks over time, lifetimes, and times until blocks were stored again.
+
+    Args:
+      report: of `log_report`.
+      path: file to save the picture in; None: none.
+
+    Returns:
+      The figure, of four axes, and a twin of the first one for the share.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    figure = new_figure(11, 7)
+    (reuse, blocks), (lives, again) = figure.subplots(2, 2)
+    if report.times:
+        _draw_reuse(reuse, report)
+        levels = np.array(report.blocks).T
+        labels = ["on the device", "on the host"] if levels[1].any() else []
+        blocks.stackplot(report.times, levels, colors=[AMBER, GREEN], labels=labels, step="post")
+        blocks.set_ylim(bottom=0)
+    blocks.set_title("Findable blocks")
+    finish(blocks, "seconds", "blocks")
+    _draw_lengths(lives, report.lifetimes, "Lifetimes of blocks, from stored to removed", AMBER)
+    _draw_lengths(again, report.again, "Stored again after it was evicted: the time between", PINK)
+    for ax in (reuse, blocks, lives, again):
+        ax.yaxis.get_major_locator().set_params(integer=True)
+    legend_below(figure)
+    figure.suptitle(NO_HITS, x=0.01, ha="left", fontsize=9, color=FAINT)
+    return saved(figure, path)
 
 
 def _against(
@@ -187,3 +231,40 @@ def _caption(curves: Mapping[str, Hits]) -> str:
 def _draw(ax: Axes, sizes: np.ndarray, shares: np.ndarray, **style: str) -> None:
     order = np.argsort(sizes)
     ax.plot(sizes[order], shares[order], marker="o" if len(sizes) <= _MARKED else "", **style)  # pyright: ignore
+
+
+def _draw_reuse(ax: Axes, report: LogReport) -> None:
+    """Draws the tokens looked up in each span of a log, the reused ones among them, and their share so far."""
+    edges = np.linspace(0, report.times[-1] or 1.0, _BARS + 1)
+    looked_up = np.array([report.queried, report.cached], float)  # large ones would wrap as integers
+    queried, cached = (np.histogram(report.times, edges, weights=tokens)[0] for tokens in looked_up)
+    ax.bar(edges[:-1], cached, edges[1], align="edge", color=BLUE, label="reused")
+    ax.bar(edges[:-1], queried - cached, edges[1], bottom=cached, align="edge", color=PALE, label="computed")
+    ax.set_title("Prompt tokens" if report.share is None else f"Prompt tokens: {report.share:.1%} reused")
+    finish(ax, "seconds", "tokens")
+    share_ax = ax.twinx()
+    total, reused = np.cumsum(looked_up, axis=1)
+    begun = total > 0
+    share_ax.plot(
+        np.array(report.times)[begun], reused[begun] / total[begun], color=INK, linewidth=1.2, drawstyle="steps-post"
+    )
+    share_ax.set_ylim(0, 1.02)
+    share_ax.spines["left"].set_visible(False)
+    share_ax.spines["right"].set_visible(True)
+    finish(share_ax, "", "reused so far, %", percent=True)
+
+
+def _draw_lengths(ax: Axes, lengths: Sequence[float], title: str, colour: str) -> None:
+    """Draws a histogram of lengths of time, on a logarithmic axis."""
+    ax.set_title(title if lengths else f"{title}: none")
+    if not lengths:
+        return
+    values = np.array(lengths)
+    least = max(float(values[values > 0].min(initial=1.0)), float(values.max()) / 1e6, 1e-6)
+    most = max(float(values.max()), 2 * least)
+    ax.hist(np.clip(values, least, most), np.geomspace(least, most, 31).tolist(), color=colour)
+    middle = float(np.median(values))
+    ax.axvline(max(middle, least), color=INK, linewidth=1.0, linestyle="--")
+    ax.set_xscale("log")
+    round_ticks(ax)
+    finish(ax, f"seconds; median {duration(middle)} of {len(lengths):,}", "blocks")

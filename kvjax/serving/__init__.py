@@ -12,6 +12,7 @@ from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.options import Scheduler
 from kvjax.serving.penalties import Penalties, penalize
 from kvjax.serving.replicas import Replicas, Route
+from kvjax.serving.request import Request, RunOptions, make_requests
 from kvjax.serving.requests import Finish, Output, Requests, Serving, init_serving, results
 from kvjax.serving.rollout import Rollout, rollout, rollout_log
 from kvjax.serving.routing import choose_replica
@@ -24,8 +25,9 @@ from kvjax.verbs.free_rows import free_rows
 
 __all__ = [
     "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output", "Penalties",
-    "Progress", "QueueFull", "Replicas", "Requests", "Rollout", "Route", "Rows", "Sampling", "Scheduler", "Serving",
-    "Times", "cancel", "choose_replica", "compiler_options", "decode", "decode_log", "drain", "free_rows", "generate",
-    "init_serving", "penalize", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step",
-    "show_requests", "show_step", "step", "stream", "submit", "what_if", "worst_step",
+    "Progress", "QueueFull", "Replicas", "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions", "Sampling",
+    "Scheduler", "Serving", "Times", "cancel", "choose_replica", "compiler_options", "decode", "decode_log", "drain",
+    "free_rows", "generate", "init_serving", "make_requests", "penalize", "results", "rollout", "rollout_log",
+    "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step", "stream", "submit", "what_if",
+    "worst_step",
 ]  # fmt: skip

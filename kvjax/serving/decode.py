@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, pick
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog, Log, append, init_log, num_free
 from kvjax.events.records import Events
 from kvjax.gpu.choice import MAX_RECORDS, fused
@@ -37,14 +37,13 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving, Stage
 from kvjax.serving.sampling import Choice, Sampling, sample
 from kvjax.spec import CacheSpec
-from kvjax.tiered import TieredCache
 from pallas_kernels.loops import fori_loop, while_loop
 
 # (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits; or (..., state) -> (logits, state), of each row
 LogitsFn = Callable[..., Any]
 
 
-def step[C: (Cache, TieredCache)](
+def step[C: AnyCache](
     model: Model,
     cache: C,
     tokens: jax.Array,
@@ -84,12 +83,12 @@ def step[C: (Cache, TieredCache)](
       (10, [10, 0])
     """
     check_cache(cache)
-    return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`
+    return cache.step(model, tokens, count, seqs, now=now, logits=logits)
 
 
 def check_cache(cache: Any) -> None:
     """Raises a ValueError if this is no cache with its pools."""
-    if not isinstance(cache, Cache | TieredCache):
+    if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache(state, pools) or a TieredCache")
 
 
@@ -151,10 +150,8 @@ class Chosen(Pytree):
     @classmethod
     def of(cls, choice: Choice) -> Chosen:
         """The choices of one step, for each of S rows."""
-        bits = [choice.tokens, _bits(choice.logprobs)]
-        if choice.top_tokens is not None and choice.top_logprobs is not None:
-            bits += [*choice.top_tokens.T, *_bits(choice.top_logprobs).T]
-        return cls(jnp.stack(bits)[:, :, None])
+        top = None if choice.top_tokens is None else (choice.top_tokens, choice.top_logprobs)
+        return cls(chosen_bits(choice.tokens, choice.logprobs, top)[:, :, None])
 
     def only(self, where: jax.Array) -> Chosen:
         """Those where bool[S, n], none elsewhere."""
@@ -165,8 +162,16 @@ class Chosen(Pytree):
         return Chosen(lax.dynamic_update_slice_in_dim(self.bits, others.bits, start, axis=2))
 
 
-def _bits(logprobs: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
+def chosen_bits(tokens: jax.Array, logprobs: jax.Array, top: Any) -> jax.Array:
+    """i32[2 + 2 T, ...]; tokens [...] as in `Chosen`; `top` are the likeliest and their log-probabilities [..., T]."""
+
+    def bits(logprobs: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
+
+    columns = [tokens, bits(logprobs)]
+    if top is not None:
+        columns += [*jnp.moveaxis(top[0], -1, 0), *jnp.moveaxis(bits(top[1]), -1, 0)]
+    return jnp.stack(columns)
 
 
 def _nothing(number: int) -> np.ndarray:
@@ -355,10 +360,9 @@ def decode(
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
-      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      logits_fn: static; see `RunOptions`.
       k: static; the most steps of a block, 1 to P; P if None.
-      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted: for a GPU without command
-        buffers, where each turn of a loop of unknown length waits for the host.
+      fixed_steps: static; see `RunOptions`.
       now: i32[] ms, the same for all steps.
 
     Raises:

@@ -2,7 +2,7 @@
 """`Engine`: threads and asyncio submit requests while it runs; one thread of its own has the cache.
 
     with kvjax.serving.Engine(model, cache) as engine:
-        handle = engine.submit(prompt, max_new_tokens=64)
+        handle = engine.submit(Request(prompt, max_new_tokens=64))
         for token in handle: ...                             # or: async for token in handle
         output = handle.result()
 
@@ -11,12 +11,12 @@ Source: vLLM's AsyncLLM and its engine core, which run apart from whoever submit
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
-import operator
 import reprlib
-import threading
 import time
-from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any, cast
 
 import jax
@@ -24,28 +24,16 @@ import numpy as np
 
 from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
-from kvjax.cache import Cache
-from kvjax.checks import check_alive, host_integers, static_int
-from kvjax.model import Model, check_model, check_placement
-from kvjax.serving.decode import LogitsFn, check_cache
-from kvjax.serving.engine_thread import ENTRIES, MANY, EngineThread, Inbox, Request
+from kvjax.cache import AnyCache
+from kvjax.checks import static_int
+from kvjax.model import Model, check_placement
+from kvjax.serving.driver import Limits, check_run
+from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
-from kvjax.serving.inputs import Listener, RunOptions, check_prompts
-from kvjax.serving.options import Scheduler
-from kvjax.serving.runner import most_tokens, vocabulary_size
-from kvjax.serving.sampling import Sampling, output_seeds
+from kvjax.serving.request import Request, RunOptions, check_state
+from kvjax.serving.turns import Slots
 from kvjax.state import CacheState
-from kvjax.stores.disk import DiskStore
-from kvjax.tiered import TieredCache
-
-
-def _streams(seed: Any, samples: int) -> list[int]:
-    """The random stream of each sample of a request."""
-    try:
-        first = operator.index(seed)
-    except TypeError:  # a key
-        return jax.device_get(output_seeds(seed, samples)).tolist()
-    return [(first + sample) % 2**32 for sample in range(samples)]
+from kvjax.verbs._request import check_retention
 
 
 class QueueFull(RuntimeError):
@@ -60,7 +48,7 @@ class QueueFull(RuntimeError):
         self.waiting = waiting
 
 
-class Engine[C: (Cache, TieredCache)]:
+class Engine[C: AnyCache]:
     """Serves requests with a model and a cache, of which it is the only owner.
 
     Its programs are compiled when it starts; those that move blocks to a host tier or from a store at their first use.
@@ -71,8 +59,6 @@ class Engine[C: (Cache, TieredCache)]:
 
     Attributes:
       spec: of the cache.
-      vocabulary: the number of the model's tokens.
-      names: the `Namespaces` of the requests, or None.
     """
 
     @own_transfers()
@@ -80,187 +66,138 @@ class Engine[C: (Cache, TieredCache)]:
         self,
         model: Model,
         cache: C,
+        options: RunOptions | None = None,
         *,
-        scheduler: Scheduler | None = None,
         max_requests: int | None = None,
         max_waiting: int = 1024,
         num_stop_tokens: int = 4,
-        top_logprobs: int = 0,
-        store: DiskStore | None = None,
-        names: Namespaces | None = None,
-        listener: Listener | None = None,
-        clock: Callable[[], int] | None = None,
-        logits_fn: LogitsFn | None = None,
+        num_ranges: int | None = None,
         logits_state: Any = None,
-        fixed_steps: bool = False,
     ):
         """Starts an engine.
 
         Args:
           model: see `generate`.
           cache: is donated; no row of it may be in use. `close` returns the last one.
-          scheduler: its options; None: `Scheduler()`.
+          options: None: `RunOptions()`. The listener is called on the engine's thread. A store is not closed. `steps`
+            are at most 32.
           max_requests: W, requests that the scheduler knows at a time; None: four for each row.
           max_waiting: requests that wait for one of these; more are refused by `QueueFull`.
           num_stop_tokens: K, the most stop tokens of a request.
-          top_logprobs: of how many of the likeliest tokens to note the log-probabilities, at each step.
-          store: prefixes from a disk; see `generate`. It is not closed.
-          names: the `Namespaces` of the requests; None: any number will do.
-          listener: as of `generate`; called on the engine's thread.
-          clock: as of `generate`.
-          logits_fn: as of `generate`; with a `logits_state` as of `rollout`.
+          num_ranges: the most ranges of a request's retention; None: no request has one.
           logits_state: a tree of numpy arrays; what `logits_fn` keeps of a request that is submitted without one.
-          fixed_steps: as of `generate`.
 
         Raises:
           ValueError: naming the argument, before anything is donated.
         """
-        check_cache(cache)
-        check_alive(cache)
+        self._options = options = dataclasses.replace(RunOptions() if options is None else options, log_events=False)
+        check_run(model, cache, options)
         # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
-        check_model(model)
         check_placement(model, cache)
-        self.spec, self.names, self._store = cache.state.spec, names, store
-        options = RunOptions(
-            Scheduler() if scheduler is None else scheduler, steps=MANY, fixed_steps=fixed_steps, clock=clock,
-            logits_fn=logits_fn, log_events=False, listener=listener, top_logprobs=top_logprobs, store=store,
-        )  # fmt: skip
-        options.scheduler.check(self.spec)
+        self.spec = spec = cache.state.spec
         if np.any(np.asarray(cache.state.seqs.length)):
             raise ValueError("cache: got one with rows in use, wanted one without")
-        if store is not None:
-            store.check(self.spec, [0], names)
-        if logits_state is not None and logits_fn is None:
+        if logits_state is not None and options.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
-        self._logits_state = jax.tree.map(np.asarray, logits_state)
+        check_retention(spec, num_ranges=num_ranges)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
-        self._stop_tokens = static_int("num_stop_tokens", num_stop_tokens, 1)
-        slots = static_int("max_requests", 4 * self.spec.max_seqs if max_requests is None else max_requests, 1)
-        device = cache.cache if isinstance(cache, TieredCache) else cache
-        self.vocabulary = vocabulary_size(model, device, options.scheduler, top_logprobs)
-        self._most_tokens = most_tokens(cache.state, options.scheduler)
-        self._most_samples = min(ENTRIES, self.spec.max_seqs, slots)
-        self._numbers, self._inbox = itertools.count(), Inbox(names)
-        sizes = slots, self._stop_tokens, self._logits_state
-        self._thread = EngineThread(model, cache, options, self._inbox, *sizes)
+        number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
+        steps = min(options.steps or MANY, MANY)
+        self._slots = Slots(
+            [spec.max_length + 1] * number, steps=steps, num_columns=steps, entries=ENTRIES,
+            entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
+            num_stop_tokens=static_int("num_stop_tokens", num_stop_tokens, 1),
+            num_ranges=None if num_ranges is None else static_int("num_ranges", num_ranges, 0),
+            logits_state=jax.tree.map(np.asarray, logits_state),
+            has_log=options.listener is not None or options.store is not None,
+        )  # fmt: skip
+        self._limits = Limits.of(model, cache.cache, options.scheduler, options.top_logprobs)
+        self._most_samples = min(ENTRIES, spec.max_seqs, number)
+        self._numbers, self._inbox = itertools.count(), Inbox(options.names)
+        self._thread = EngineThread(model, cache, options, self._inbox, self._slots)
         self._thread.start()
 
     @own_transfers()
-    def submit(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int = 32,
-        sampling: Sampling | None = None,
-        seed: int | jax.Array = 0,
-        stop_tokens: Sequence[int] = (),
-        namespace: int = 0,
-        salt: str | None = None,
-        priority: int = 0,
-        samples: int = 1,
-        timeout: float | None = None,
-        logits_state: Any = None,
-    ) -> Handle:
+    def submit(self, request: Request, *, salt: str | None = None, timeout: float | None = None) -> Handle:
         """Submits a request, from any thread.
 
         Args:
-          prompt: token ids.
-          max_new_tokens: for each sample.
-          sampling: how tokens are chosen; None: greedy.
-          seed: of the random stream; sample n has `seed + n`. Of a jax key the samples have the streams that `generate`
-            gives its outputs.
-          stop_tokens: end it when chosen; at most `num_stop_tokens`.
-          namespace: as `Namespaces` numbers them.
+          request: a `Request`.
           salt: of a tenant, in place of a namespace: `names` lends a number for it as long as a block or a request has
             it, so that any number of salts may come. A request that is refused gets none.
-          priority: higher first.
-          samples: outputs of the prompt, which is computed once; see the handle's `samples`.
           timeout: seconds after which it is cancelled.
-          logits_state: what `logits_fn` gets with its first logits; None: as of the engine.
+
+        Returns:
+          The handle of its first sample, which has those of all.
 
         Raises:
           ValueError: naming the argument.
           QueueFull: if too many wait.
           EngineError: if the engine is closed.
         """
-        tokens = self._checked_prompt(prompt)
-        stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
-        if len(stop) > self._stop_tokens:
-            raise ValueError(f"stop_tokens: got {len(stop)}, wanted at most num_stop_tokens, {self._stop_tokens}")
-        if not isinstance(sampling, Sampling | None):
-            raise ValueError(f"sampling: got {sampling!r:.80}, wanted a kvjax.Sampling or None")
-        if static_int("samples", samples, 1) > (most := min(self._most_samples, self._max_waiting)):
-            raise ValueError(f"samples: got {samples}, wanted at most {most}")
-        self._check_namespace(namespace, salt)
-        for name, value in (("priority", priority), ("namespace", namespace)):
-            host_integers(name, [value], np.int32, "a 32-bit integer")
-        options = {
-            "sampling": sampling or Sampling(), "stop": stop, "priority": int(priority), "namespace": int(namespace),
-            "logits_state": self._checked_state(logits_state),
-        }  # fmt: skip
-        unlimited = len(tokens) + static_int("max_new_tokens", max_new_tokens, 1)
-        limits = {
-            "unlimited": unlimited, "max_tokens": max(min(unlimited, self._most_tokens + 1), len(tokens) + 1),
-            "deadline": np.inf if timeout is None else time.monotonic() + timeout,
-        }  # fmt: skip
-        requests = [
-            Request(
-                next(self._numbers), Handle(len(tokens), self._cancel), tokens,
-                options=options | {"seed": stream}, **limits,
-            )
-            for stream in _streams(seed, samples)
-        ]  # fmt: skip
-        handles = [request.handle for request in requests]
-        for request in requests:
-            request.leader, request.handle.request, request.handle.samples = requests[0], request, handles
+        self._check(request, salt)
+        deadline = np.inf if timeout is None else time.monotonic() + timeout
+        make = functools.partial(EngineJob, deadline=deadline, cancel=self._cancel)
+        jobs = self._limits.jobs(request, self._numbers, 0, make)
+        handles = [job.handle for job in jobs]
+        for handle in handles:
+            handle.samples = handles
         inbox = self._inbox
         with inbox.wake:
             self._check_open()
-            if len(inbox.queue) + samples > self._max_waiting:
+            if len(inbox.queue) + len(jobs) > self._max_waiting:
                 raise QueueFull(len(inbox.queue))
             if salt is not None:
-                number = inbox.lend(salt)
-                for request in requests:
-                    request.options["namespace"] = number
-            inbox.queue.extend(requests)
+                namespace = inbox.lend(salt)
+                for job in jobs:
+                    job.namespace = namespace
+            inbox.queue.extend(jobs)
             inbox.is_idle = False
             inbox.wake.notify_all()
         return handles[0]
 
-    def _check_namespace(self, namespace: int, salt: str | None) -> None:
-        if self.names is not None and namespace not in self.names:
-            raise ValueError(f"namespace: got {namespace}, wanted one that names gave out")
-        if salt is not None and (self.names is None or namespace):
-            got = "one of an engine without names" if self.names is None else f"one beside namespace {namespace}"
-            raise ValueError(f"salt: got {got}, wanted None")
+    def _check(self, request: Request, salt: str | None) -> None:
+        """Raises a ValueError for a request that the engine cannot serve."""
+        if not isinstance(request, Request):
+            raise ValueError(f"request: got {reprlib.repr(request)}, wanted a kvjax.serving.Request")
+        self._options.check_request(request, self.spec)
+        if salt is not None and (self.names is None or request.namespace):
+            other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
+            raise ValueError(f"salt: got one {other}, wanted None")
         Namespaces.salted(salt)
-        if self._store is not None:
-            self._store.root(namespace)
-
-    def _checked_prompt(self, prompt: Any) -> np.ndarray:
-        try:
-            (tokens,) = check_prompts([prompt])
-        except ValueError:
-            raise ValueError(f"prompt: got {reprlib.repr(prompt)}, wanted a list of token ids") from None
-        if not tokens.size or tokens.min() < 0 or tokens.max() >= self.vocabulary:
+        slots, prompt = self._slots, request.prompt
+        refusal = self._limits.refusal(prompt)
+        if refusal == "bad_request":
             wanted = f"wanted tokens of 0..{self.vocabulary - 1}, at least one"
-            raise ValueError(f"prompt: got {reprlib.repr(tokens.tolist())}, {wanted}")
-        if len(tokens) > self.spec.max_length:
-            raise ValueError(f"prompt: got {len(tokens)} tokens, wanted at most {self.spec.max_length}")
-        return tokens
+            raise ValueError(f"prompt: got {reprlib.repr(prompt.tolist())}, {wanted}")
+        if refusal == "row_full":
+            raise ValueError(f"prompt: got {len(prompt)} tokens, wanted at most {self.spec.max_length}")
+        if len(request.stop_tokens) > slots.num_stop_tokens:
+            got = len(request.stop_tokens)
+            raise ValueError(f"stop_tokens: got {got}, wanted at most num_stop_tokens, {slots.num_stop_tokens}")
+        if request.samples > (most := min(self._most_samples, self._max_waiting)):
+            raise ValueError(f"samples: got {request.samples}, wanted at most {most}")
+        most_ranges = -1 if slots.num_ranges is None else slots.num_ranges
+        if request.num_ranges is not None and request.num_ranges > most_ranges:
+            got = request.num_ranges
+            raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
+        if request.logits_state is not None:
+            check_state(request.logits_state, slots.logits_state, "arrays like those of the engine")
 
-    def _checked_state(self, state: Any) -> Any:
-        if state is None:
-            return self._logits_state
-        (got, tree), (wanted, own) = map(jax.tree.flatten, (state, self._logits_state))
-        if tree != own or any(np.shape(one) != two.shape for one, two in zip(got, wanted, strict=True)):
-            raise ValueError(f"logits_state: got {reprlib.repr(state)}, wanted arrays like those of the engine")
-        return state
+    @property
+    def vocabulary(self) -> int:
+        """The number of the model's tokens."""
+        return self._limits.vocabulary
+
+    @property
+    def names(self) -> Namespaces | None:
+        """The `Namespaces` of the requests, or None."""
+        return self._options.names
 
     def _cancel(self, handle: Handle) -> None:
         with self._inbox.wake:
-            self._inbox.cancels.append(handle.request)
+            self._inbox.cancels.append(handle.job)
             self._inbox.wake.notify_all()
 
     def _check_open(self) -> None:
@@ -275,25 +212,25 @@ class Engine[C: (Cache, TieredCache)]:
     @property
     def listener_counts(self) -> dict[str, int]:
         """Failures of the listener, calls that it has missed, and snapshots that it has taken since."""
-        return self._thread.listener_counts
+        return self._options.listeners.counts
 
     @property
     def running(self) -> int:
         """Requests that the scheduler has, and that are not over."""
-        return sum(not request.handle.done for request in list(self._thread.active.values()))
+        return sum(not job.is_done for job in list(self._thread.active.values()))
 
     @property
     def state(self) -> CacheState:
         """A copy of the cache's metadata, which any thread may read."""
-        copied, copies = threading.Event(), list[CacheState]()
+        copy = Future[CacheState]()
         with self._inbox.wake:
             self._check_open()
-            self._inbox.copies.append((copied, copies))
+            self._inbox.copies.append(copy)
             self._inbox.wake.notify_all()
-        copied.wait()
-        if not copies:
-            raise EngineError("the engine was closed, or has failed")
-        return copies[0]
+        try:
+            return copy.result()
+        except CancelledError:
+            raise EngineError("the engine was closed, or has failed") from None
 
     def drain(self, timeout: float | None = None) -> bool:
         """Waits until every request that was submitted is over, at most `timeout` seconds; returns whether they are."""

@@ -44,12 +44,12 @@ class Handle:
       samples: the handles of all samples of the prompt, this one included.
     """
 
-    def __init__(self, prompt_tokens: int, cancel: Callable[[Handle], None]):
-        self.output, self.times = Output(prompt_tokens), Times(time.monotonic())
+    def __init__(self, output: Output, cancel: Callable[[Handle], None]):
+        self.output, self.times = output, Times(time.monotonic())
         self.samples: list[Handle] = [self]
         self.error: BaseException | None = None  # of the engine, that has ended it
         self.listens = False  # whether somebody waits for its next tokens
-        self.request: Any = None  # of the engine
+        self.job: Any = None  # of the engine
         self._changed, self._callbacks = threading.Condition(), list[Callable[[], Any]]()
         self._cancel = cancel
 
@@ -147,18 +147,16 @@ class Handle:
     def end(self, finish: str | None, error: BaseException | None = None) -> None:
         """Ends the request, unless it is over."""
         if not self.done:
-            self.update(lambda output: setattr(output, "finish", finish), ended=True, error=error)
+            self.update(lambda output: setattr(output, "finish", finish), error)
 
-    def update(
-        self, change: Callable[[Output], Any], *, ended: bool = False, error: BaseException | None = None
-    ) -> None:
+    def update(self, change: Callable[[Output], Any], error: BaseException | None = None) -> None:
         """Changes the output, and wakes whoever waits; for the engine's thread."""
         with self._changed:
             change(self.output)
             now = time.monotonic()
             if self.output.tokens and self.times.first_token is None:
                 self.times.first_token = now
-            if ended:
+            if self.output.finish is not None or error is not None:
                 self.error, self.times.ended = error, now
             self._changed.notify_all()
             for notify in self._callbacks:

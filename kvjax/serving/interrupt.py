@@ -14,15 +14,15 @@ import numpy as np
 
 from kvjax._arrays import alive
 from kvjax._compile import OutermostJit, own_transfers
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
 from kvjax.pools.host import HostPools
 from kvjax.processes import agreed_time
-from kvjax.serving.inputs import RunOptions, read_clock
+from kvjax.serving.request import RunOptions, read_clock
 from kvjax.serving.requests import Output, Serving
-from kvjax.tiered import TieredCache
+from kvjax.tiered import joined
 from kvjax.verbs.release import release
 
 _release = OutermostJit(release)
@@ -80,7 +80,7 @@ class CtrlC:
             self._noted, self._pending = True, functools.partial(handler, number, frame)
 
 
-class GenerationState[C: (Cache, TieredCache)]:
+class GenerationState[C: AnyCache]:
     """All that an interruption has to save: the cache, which jitted calls take by donation, and the events.
 
     Between two jitted calls `serving` and `host` are what the last one returned. A Ctrl-C at any other time waits
@@ -103,13 +103,12 @@ class GenerationState[C: (Cache, TieredCache)]:
     @property
     def result(self) -> C:
         """The cache as it is now, of the kind that was given."""
-        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
+        return cast(C, joined(self.cache, self.host))
 
     def replace(self, cache: Any) -> None:
         """Goes on with another cache, of the kind that was given."""
-        is_tiered = isinstance(cache, TieredCache)
-        self.serving = self.serving.replace(cache=cache.cache if is_tiered else cache)
-        self.host = cache.host if is_tiered else None
+        self.serving = self.serving.replace(cache=cache.cache)
+        self.host = cache.host
 
     @property
     def alive(self) -> bool:
@@ -129,19 +128,17 @@ class GenerationState[C: (Cache, TieredCache)]:
         while len(self.unpublished) > keep:
             if self._options.log_events:
                 self.events += to_list(self.unpublished[0])
-            oldest = self.unpublished.pop(0)
-            if self._options.listeners is not None:
-                self._options.listeners(oldest)
+            self._options.listeners(self.unpublished.pop(0))
 
     @property
     def is_behind(self) -> bool:
         """Whether a listener has failed, and has had no snapshot since."""
-        return self._options.listeners is not None and self._options.listeners.is_behind
+        return self._options.listeners.is_behind
 
     @property
     def is_due(self) -> bool:
         """Whether `catch_up` has something to do."""
-        return self._options.listeners is not None and self._options.listeners.is_due
+        return self._options.listeners.is_due
 
     def catch_up(self, *, is_last: bool = False) -> None:
         """Passes all events on, if listeners that have failed are due, and gives these a snapshot of the cache.
@@ -149,10 +146,9 @@ class GenerationState[C: (Cache, TieredCache)]:
         Args:
           is_last: whether the run ends here, so that all that are behind get one.
         """
-        listeners = self._options.listeners
-        if listeners is not None and self.alive and (self.is_behind if is_last else self.is_due):
+        if self.alive and (self.is_behind if is_last else self.is_due):
             self.publish()
-            listeners.catch_up(self.cache.state, due_only=not is_last)
+            self._options.listeners.catch_up(self.cache.state, due_only=not is_last)
 
     def rows_in_use(self) -> np.ndarray:
         """Rows of this generation that have tokens, i32[K]."""

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax._arrays import pick
-from kvjax.checks import static_int
+from kvjax.checks import check_bool
+from kvjax.layers import set_ints
 from kvjax.serving.requests import Requests, Serving
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -96,9 +96,8 @@ class Scheduler:
     def __post_init__(self):
         positive = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce")
         stated = [name for name in ("budget", "k") if getattr(self, name) is not None]
-        for name in (*positive, *stated):
-            static_int(name, getattr(self, name), 1)
-        static_int("watermark", self.watermark, 0)
+        set_ints(self, 1, *positive, *stated)
+        set_ints(self, 0, "watermark")
         kinds = {
             "reserve": ("max_tokens", "num_tokens", "batch"),
             "chunks": ("fcfs", "equal"),
@@ -108,8 +107,7 @@ class Scheduler:
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {values}")
         for name in ("wait_for_prefix", "canonical"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted a bool")
+            check_bool(name, getattr(self, name))
         if self.canonical and self.reserve == "num_tokens":
             raise ValueError("reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'")
         if self.canonical and self.budget is not None:
@@ -128,7 +126,7 @@ class Scheduler:
 
     def most_steps(self, spec: CacheSpec) -> int:
         """The most decode steps of a block; a ValueError if k is out of range."""
-        k = spec.block_size if self.k is None else int(self.k)
+        k = spec.block_size if self.k is None else self.k
         if k > spec.block_size:
             raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
         return k

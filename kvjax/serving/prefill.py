@@ -81,9 +81,8 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Ch
     """Assigns `size` positions to the first rows in order that prefill; those that got none too often come first."""
     pending, prefill, spec = serving.num_pending, serving.prefilling, serving.cache.state.spec
     keys = late_first(serving.skipped_steps >= scheduler.patience, *sort_keys_by_row(serving, scheduler))
-    rows = jnp.lexsort((*reversed(keys), ~prefill)).astype(jnp.int32)[
-        : scheduler.most_chunks(spec)
-    ]  # the last key decides
+    order = jnp.lexsort((*reversed(keys), ~prefill)).astype(jnp.int32)  # the last key decides
+    rows = order[: scheduler.most_chunks(spec)]
     real = pick(prefill, rows)
     most = jnp.where(real, jnp.minimum(pick(pending, rows), scheduler.chunk), 0)
     if scheduler.chunks == "equal":
@@ -164,12 +163,7 @@ def _store_chunks(
 
 
 def commit_step(
-    state: CacheState,
-    chunks: Chunks,
-    scheduler: Scheduler,
-    count: jax.Array,
-    tokens: jax.Array,
-    now: jax.Array,
+    state: CacheState, chunks: Chunks, scheduler: Scheduler, count: jax.Array, tokens: jax.Array, now: jax.Array
 ) -> tuple[CacheState, Events]:
     """`commit`, unchecked, of stored chunks, then of count i32[S] decoded tokens i32[S, k]."""
     width = scheduler.chunk_width(state.spec)

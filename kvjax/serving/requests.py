@@ -59,6 +59,11 @@ class Finish(Named):
     BAD_REQUEST = 6
 
 
+def finish_of(number: int) -> str | None:
+    """The `finish` of an `Output`, of a number of `Finish`."""
+    return None if number == Finish.NONE else Finish(number).name.lower()
+
+
 class Requests(Pytree):
     """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next one.
 
@@ -279,8 +284,8 @@ def init_serving(
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
-      top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
-      logprobs: static; "raw" or "sampling", as in `run_batch`.
+      top_logprobs: T; see `RunOptions`.
+      logprobs: static; see `RunOptions`.
       logits_state: a tree of arrays [W, ...]; what a `logits_fn` keeps of each request, in any empty slot at first.
     """
     size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(max_tokens)
@@ -327,8 +332,7 @@ class Output:
 
     Attributes:
       tokens: the generated tokens, the stop token included.
-      logprobs: their log-probabilities, of the logits as they came, or with `logprobs="sampling"` of the distribution
-        that each was sampled from.
+      logprobs: their log-probabilities; see `RunOptions`.
       top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
@@ -349,21 +353,14 @@ class Output:
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     replica: int | None = None
 
-    def update(self, requests: Any, slot: int) -> list[int]:
-        """Adds what a request in numpy arrays has got meanwhile; returns its new tokens."""
-        start = int(requests.start[slot])
-        new = slice(start + self.prompt_tokens + len(self.tokens), start + int(requests.num_tokens[slot]))
-        tokens = requests.text[new].tolist()
+    def add(
+        self, tokens: list[int], logprobs: list[float], top_tokens: Sequence = (), top_logprobs: Sequence = ()
+    ) -> None:
+        """Adds new tokens, and of each the likeliest tokens instead, if these are noted."""
         self.tokens += tokens
-        self.logprobs += requests.logprobs[new].tolist()
-        if requests.top is not None:
-            likeliest, logprobs = (column[new].tolist() for column in requests.top)
-            self.top_logprobs += [dict(zip(*one, strict=True)) for one in zip(likeliest, logprobs, strict=True)]
-        self.cached_tokens = int(requests.cached[slot])
-        self.preemptions = int(requests.preemptions[slot])
-        finish = Finish(int(requests.finish[slot]))
-        self.finish = None if finish == Finish.NONE else finish.name.lower()
-        return tokens
+        self.logprobs += logprobs
+        likeliest = zip(top_tokens, top_logprobs, strict=True)
+        self.top_logprobs += [dict(zip(*columns, strict=True)) for columns in likeliest]
 
 
 def results(serving: Serving) -> dict[tuple[int, int], Output]:
@@ -371,6 +368,13 @@ def results(serving: Serving) -> dict[tuple[int, int], Output]:
     requests: Any = jax.device_get(serving.requests)
     found = {}
     for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
-        output = found[slot, int(requests.generation[slot])] = Output(int(requests.prompt[slot]))
-        output.update(requests, slot)
+        start, prompt = int(requests.start[slot]), int(requests.prompt[slot])
+        new = slice(start + prompt, start + int(requests.num_tokens[slot]))
+        output = Output(
+            prompt, cached_tokens=int(requests.cached[slot]), preemptions=int(requests.preemptions[slot]),
+            finish=finish_of(requests.finish[slot]),
+        )  # fmt: skip
+        top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
+        output.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
+        found[slot, int(requests.generation[slot])] = output
     return found

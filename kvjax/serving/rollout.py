@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from kvjax._arrays import Pytree, pick, runs
 from kvjax._compile import own_transfers
 from kvjax.cache import Cache
-from kvjax.checks import each_row, integers, static_int
+from kvjax.checks import check_alive, each_row, integers, static_int
 from kvjax.events.log import EventLog, Log, init_log
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model, check_placement
@@ -95,7 +95,7 @@ def rollout(
       mask: bool[B, P]; the tokens of each prompt, which stand together: at the end of a row that is padded on the left.
       sampling: leaves [] or [B]; None: temperature 1.
       seed: i32[], u32[] or a jax key, which gives each completion a random stream of its own; see `generate`.
-      seeds: u32[B, G]; the streams themselves, as in `generate`.
+      seeds: u32[B, G]; the streams themselves, as in `Request`.
       stop_tokens: i32[K]; end a completion.
       namespace: i32[] or i32[B].
       hold: static; whether completions hold their rows, so that nothing evicts them before the next turn. All B * G
@@ -124,22 +124,17 @@ def rollout(
 
     Source: TensorRT-LLM's and vLLM's parallel sampling, which share a prompt's blocks among its samples.
     """
-    check_model(model)
-    check_placement(model, cache)
-    check_on_device(cache)
-    scheduler, spec = with_canonical(scheduler, canonical), cache.state.spec
-    _check(spec, scheduler, logprobs)
-    prompts = integers("prompts", prompts, ("B", "P"))
+    prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask)
     number, width = prompts.shape
     groups, most = static_int("samples", samples, 1), static_int("max_new_tokens", max_new_tokens, 1)
-    _check_rows(spec, number, groups, hold)
+    scheduler, spec = with_canonical(scheduler, canonical), cache.state.spec
+    check_logprobs(logprobs)
+    _check(spec, scheduler, (number, groups), hold, logits_state)
     if continues is not None:
         cache, events = cache.release(jnp.reshape(integers("continues", continues), -1), now=now)
         log = note(log, events)
-    start, lengths = spans(lengths, mask, number, width)
     lengths = jnp.where(lengths <= width, lengths, 0)  # more tokens than there are: refused, as none are
     outputs = number * groups
-    _check_state(logits_state, number)
 
     def each(values: Any) -> Any:
         return jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0), values)
@@ -219,42 +214,44 @@ def rollout_log(
     return init_log(capacity, spec.block_size, spec.extra_ids, spec.has_recurrent)
 
 
-def check_on_device(cache: Any) -> None:
-    """Raises a ValueError unless this is a cache without a host tier's bytes."""
-    if not isinstance(cache, Cache):
-        raise ValueError(f"cache: got a {type(cache).__name__}, wanted a kvjax.Cache (a program moves nothing)")
-
-
-def _check(spec: CacheSpec, scheduler: Scheduler, logprobs: Any) -> None:
+def _check(spec: CacheSpec, scheduler: Scheduler, outputs: tuple[int, int], hold: bool, logits_state: Any) -> None:
+    """Refuses options that do not fit the cache, or that are not those of `outputs`, (B, G)."""
+    number, groups = outputs
     scheduler.check(spec)
     if scheduler.preempt == "swap":
         raise ValueError("scheduler: got preempt='swap', wanted 'recompute' (a program moves nothing)")
-    check_logprobs(logprobs)
-
-
-def _check_rows(spec: CacheSpec, number: int, groups: int, hold: bool) -> None:
     if groups * (number if hold else 1) > spec.max_seqs:
         of = f" of each of {number} prompts with hold=True" if hold else ""
         raise ValueError(f"samples: got {groups}{of}, wanted at most the {spec.max_seqs} rows of the cache")
-
-
-def _check_state(logits_state: Any, number: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(logits_state):
         if jnp.shape(leaf)[:1] != (number,):
             name = f"logits_state{jax.tree_util.keystr(path)}"
             raise ValueError(f"{name}: got shape {list(jnp.shape(leaf))}, wanted [{number}, ...]")
 
 
-def spans(lengths: Any, mask: Any, number: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """The start of each prompt in its row, and its number of tokens, i32[B] both."""
+def checked_prompts(
+    model: Model, cache: Any, prompts: Any, lengths: Any, mask: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Prompts i32[B, P], the start of each in its row i32[B], and its number of tokens i32[B].
+
+    Raises:
+      ValueError: naming the argument; also for a model that does not fit, a cache with a host tier, or a donated one.
+    """
+    check_model(model)
+    check_placement(model, cache)
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache: got a {type(cache).__name__}, wanted a kvjax.Cache (a program moves nothing)")
+    check_alive(cache)
+    prompts = integers("prompts", prompts, ("B", "P"))
+    number, width = prompts.shape
     if (lengths is None) == (mask is None):
         raise ValueError(f"lengths: got {'none' if lengths is None else 'both it and mask'}, wanted it or mask")
     if mask is None:
-        return jnp.zeros((number,), jnp.int32), integers("lengths", lengths, (number,))
+        return prompts, jnp.zeros((number,), jnp.int32), integers("lengths", lengths, (number,))
     mask = jnp.asarray(mask)
     if mask.shape != (number, width) or mask.dtype != jnp.bool_:
         raise ValueError(f"mask: got {mask.dtype}{list(mask.shape)}, wanted bool[{number}, {width}]")
-    return jnp.argmax(mask, axis=1).astype(jnp.int32), jnp.sum(mask, axis=1, dtype=jnp.int32)
+    return prompts, jnp.argmax(mask, axis=1).astype(jnp.int32), jnp.sum(mask, axis=1, dtype=jnp.int32)
 
 
 def _flat(prompts: jax.Array, start: jax.Array, lengths: jax.Array, groups: int) -> jax.Array:
@@ -278,11 +275,6 @@ def _seeds(seed: Any, seeds: Any, number: int, groups: int) -> jax.Array:
     return seeds.reshape(-1).astype(jnp.uint32)
 
 
-_REFUSED = {
-    Status.BAD_REQUEST: Finish.BAD_REQUEST, Status.ROW_FULL: Finish.ROW_FULL, Status.NO_BLOCKS: Finish.NO_BLOCKS,
-}  # fmt: skip
-
-
 def _completions(serving: Serving, status: jax.Array, lengths: jax.Array, most: int) -> Rollout:
     """The completions of the requests, in the slots of their entries; [B * G, ...]."""
     requests = serving.requests
@@ -291,8 +283,8 @@ def _completions(serving: Serving, status: jax.Array, lengths: jax.Array, most: 
     mask = jnp.arange(most, dtype=jnp.int32)[None] < count[:, None]
     at = runs(requests.start + lengths, most)
     finish = jnp.where(served, requests.finish, int(Finish.CANCELLED))
-    for refusal, reason in _REFUSED.items():
-        finish = jnp.where(status == refusal, int(reason), finish)
+    for refusal in (Status.BAD_REQUEST, Status.ROW_FULL, Status.NO_BLOCKS):
+        finish = jnp.where(status == refusal, int(Finish[refusal.name]), finish)
     return Rollout(
         tokens=jnp.where(mask, pick(requests.text, at), 0),
         logprobs=jnp.where(mask, pick(requests.logprobs, at), 0.0),

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Container, Sequence
-from typing import Any
 
 import numpy as np
 
-from kvjax.blocks.hashes import HASH_BYTES, block_hash
-from kvjax.events.log import EventLog
-from kvjax.events.mirror import snapshot, to_list
-from kvjax.events.records import Events
+from kvjax.blocks.hashes import Hashing, block_hash, first_64_bits, root_hash
+from kvjax.events.host_events import parts_of
+from kvjax.events.index import NodeMap, Space
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState
 
 
 def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, load_price: float = 0.0) -> int:
@@ -41,84 +37,50 @@ def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, l
     return max(candidates, key=lambda n: (cached[n] - load_price * load[n], -load[n], -n))
 
 
-def hashes_of(prompt: np.ndarray, namespace: int, size: int) -> list[bytes]:
+class _NumberedSpaces(Hashing):
+    """Hashes of one process, in which a namespace is its number."""
+
+    def space(self, namespace: int) -> Space:
+        return Space(root_hash(salt=str(namespace)), 0)
+
+
+_HASHING = _NumberedSpaces(None, None, None, b"")
+
+
+def hashes_of(prompt: np.ndarray, namespace: int, spec: CacheSpec) -> list[int]:
     """The hash of each whole block of a prompt; it stands for all of the prompt up to its end."""
-    parent, found = _root(namespace), list[bytes]()
+    parent, size, hashes = _HASHING.space(namespace).root, spec.block_size, list[int]()
+    extra_ids = np.zeros((len(parts_of(spec)) - 1, size), np.int32)  # of a prompt without images
     for start in range(0, len(prompt) - size + 1, size):
-        parent = block_hash(parent, prompt[start : start + size])
-        found.append(parent)
-    return found
+        parent = block_hash(parent, prompt[start : start + size], *extra_ids)
+        hashes.append(first_64_bits(parent))
+    return hashes
 
 
-def num_leading(hashes: Sequence[bytes], found: Container[bytes]) -> int:
+def num_leading(hashes: Sequence[int], found: Container[int]) -> int:
     """The number of leading hashes that are found."""
     return len([*itertools.takewhile(found.__contains__, hashes)])
 
 
-class CachedPrefixes:
-    """The whole blocks that a cache has, by its events: no device is asked, and a cache in a loop is not read.
+class CachedPrefixes(NodeMap):
+    """The index of a cache, by its events: no device is asked, and a cache in a loop is not read.
 
     Args:
       spec: of the cache, which is empty; see `attach` for others.
     """
 
     def __init__(self, spec: CacheSpec):
-        self._spec = spec
-        self._clear()
+        super().__init__(spec, _HASHING)
 
-    def _clear(self) -> None:
-        self._of_block = [dict[int, bytes]() for _ in self._spec.groups]
-        self._counts = [collections.Counter[bytes]() for _ in self._spec.groups]  # none is 0
-
-    def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty."""
-        self._clear()
-        self._fold(snapshot(state))
-
-    def observe(self, events: Events | EventLog) -> None:
-        """Adds events, each once and in their order."""
-        self._fold(to_list(events))
-
-    def _fold(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            number, kind = event["group"], event["kind"]
-            if kind == "stored":
-                self._forget(number, event["block"])
-                if len(event["tokens"]) == self._spec.block_size:
-                    self._store(number, event)
-            elif kind == "removed":
-                self._forget(number, event["block"])
-            elif kind == "cleared":
-                self._of_block[number].clear()
-                self._counts[number].clear()
-
-    def _store(self, number: int, event: dict[str, Any]) -> None:
-        parent = event["parent"]
-        above = _root(event["namespace"]) if parent is None else self._of_block[0].get(parent[0])
-        if above is not None:  # else no prefix leads there
-            found = self._of_block[number][event["block"]] = block_hash(above, event["tokens"])
-            self._counts[number][found] += 1
-
-    def _forget(self, number: int, block: int) -> None:
-        found, counts = self._of_block[number].pop(block, None), self._counts[number]
-        if found is not None and counts[found] > 1:
-            counts[found] -= 1
-        elif found is not None:
-            del counts[found]
-
-    def whole_blocks(self, hashes: Sequence[bytes], length: int) -> int:
+    def whole_blocks(self, hashes: Sequence[int], length: int) -> int:
         """The number of whole blocks that an admission finds of a prompt with these hashes and so many tokens.
 
         It is that of `lookup`, but for tokens of a block of which the prompt has a part.
         """
-        spec, size = self._spec, self._spec.block_size
-        end = min(num_leading(hashes, self._counts[0]), (length - 1) // size)
+        spec, groups, size = self.spec, self.groups, self.spec.block_size
+        end = min(num_leading(hashes, groups[0].hashes), max(length - 1, 0) // size)
         while end and any(
-            hashes[column] not in self._counts[number] for number, column in spec.seen_columns(end * size, end)
+            hashes[column] not in groups[number].hashes for number, column in spec.seen_columns(end * size, end)
         ):
             end -= 1
         return end
-
-
-def _root(namespace: int) -> bytes:
-    return int(namespace).to_bytes(HASH_BYTES, "little")

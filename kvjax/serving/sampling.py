@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import count, in_any, put
-from kvjax.checks import integers, static_int
+from kvjax.checks import integers, is_integer, static_int
 from pallas_kernels.loops import varying
 
 _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32}
@@ -140,8 +140,7 @@ def sample(
       stop: i32[K] or i32[R, K]; stop tokens, for `min_tokens`; ids outside 0..V-1 are padding. None: there are none.
       generated: i32[R]; tokens that each row has generated so far; needed where there are stop tokens.
       top_logprobs: static; n, always of the logits as they came.
-      logprobs: static; "raw", of the logits as they came; or "sampling", of the distribution that the token was drawn
-        from, after temperature, top-k, top-p and `min_tokens`: 0 for a greedy row.
+      logprobs: static; see `RunOptions`.
 
     Raises:
       ValueError: if a leaf of `sampling`, `stop` or `generated` has another shape, or n is negative or above V.
@@ -224,8 +223,8 @@ def output_seeds(seed: Any, number: int) -> jax.Array:
 
 def seed_key(seed: Any) -> jax.Array:
     """The jax key of a seed: of a key, of the words of one (`jax.random.PRNGKey`), or of an integer modulo 2**32."""
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        seed = np.uint32(seed % 2**32)
+    if is_integer(seed):
+        seed = np.uint32(int(seed) % 2**32)
     try:
         words = jnp.asarray(seed)
     except (TypeError, ValueError, OverflowError):

@@ -15,9 +15,9 @@ from kvjax._compile import own_transfers
 from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import Log
-from kvjax.model import Model, check_model, check_placement
+from kvjax.model import Model
 from kvjax.serving.decode import note
-from kvjax.serving.rollout import check_on_device, spans
+from kvjax.serving.rollout import checked_prompts
 from kvjax.verbs.free_rows import free_rows
 from pallas_kernels.loops import scan, while_loop
 
@@ -64,11 +64,9 @@ def score(
     Raises:
       ValueError: while tracing, naming the argument; also for a model that cannot give all logits.
     """
-    check_model(model)
-    check_placement(model, cache)
-    check_on_device(cache)
-    prompts, completions = integers("prompts", prompts, ("B", "P")), integers("completions", completions)
+    prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask)
     number, width = prompts.shape
+    completions = integers("completions", completions)
     if completions.ndim != 3 or completions.shape[0] != number or 0 in completions.shape:
         raise ValueError(f"completions: got shape {list(completions.shape)}, wanted [{number}, G, T]")
     _, groups, most = completions.shape
@@ -81,7 +79,6 @@ def score(
     temperature = jnp.asarray(temperature, jnp.float32)
     if temperature.shape not in ((), (number,)):
         raise ValueError(f"temperature: got shape {list(temperature.shape)}, wanted [] or [{number}]")
-    start, lengths = spans(lengths, mask, number, width)
     group = _Group(model, chunk := static_int("chunk", chunk, 1), integers("now", now, ()))
 
     def one(carry: tuple[Cache, Log], x: tuple[jax.Array, ...]) -> tuple[tuple[Cache, Log], jax.Array]:

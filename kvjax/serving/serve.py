@@ -68,8 +68,8 @@ def serve_step(
       log: takes the events; it has room for `worst_step` of them. None: nobody wants them.
       scheduler: static.
       steps: i32[]; the most decode steps; None: those of a block.
-      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
-      fixed_steps: static; see `kvjax.generate`.
+      logits_fn: static; see `RunOptions`.
+      fixed_steps: static; see `RunOptions`.
       now: i32[] ms.
     """
     spec, now = serving.cache.state.spec, integers("now", now, ())
@@ -186,15 +186,8 @@ def serve(
     (`serving.refused` is 1): a loop does not evict those with children on the host. Empty some (`watermark`) and set it
     to 0, or the next step preempts.
 
-    Args:
-      model: see `kvjax.step`.
-      serving: the requests and their cache.
-      log: takes the events. None: nobody wants them, and no loop ends for its log.
-      scheduler: static.
-      steps: the most steps of the model.
-      logits_fn: static.
-      fixed_steps: static.
-      now: i32[] ms, the same for all steps.
+    `steps` are the most of the model, and `now` is the same for all of them. Without a log no loop ends for it. The
+    other arguments are those of `serve_step`.
     """
     spec, end = serving.cache.state.spec, serving.steps + steps
     worst, one_admission = worst_step(spec, scheduler), admission_events(spec, serving.width)

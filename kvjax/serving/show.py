@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.debug.counts import stats
 from kvjax.ledger import plural
-from kvjax.serving.requests import Finish, Serving, Stage
+from kvjax.serving.requests import Serving, Stage, finish_of
 from kvjax.serving.serve import Served
 
 _LEGEND = "P: prompt, G: generated, in lower case where its row has not computed it; .: still to generate"
@@ -95,7 +95,7 @@ def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
                 yield _Line(f"row {row}", -1, f"{length:,} tokens, of no request here")
             continue
         if requests.stage[slot] != Stage.RUNNING:
-            state = f"over ({_finish(requests, slot)})"
+            state = f"over ({finish_of(requests.finish[slot])})"
         elif requests.parent[slot] >= 0:
             state = f"waits for the prompt of request {requests.parent[slot]}"
         else:
@@ -118,7 +118,7 @@ def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
     in_rows = np.asarray(serving.row).tolist()
     for slot, stage in enumerate(requests.stage):
         if stage in _OVER and slot not in in_rows:
-            finish, number = _finish(requests, slot), requests.num_tokens[slot] - requests.prompt[slot]
+            finish, number = finish_of(requests.finish[slot]), requests.num_tokens[slot] - requests.prompt[slot]
             yield _Line("over", slot, f"{finish}, {number:,} generated, {requests.cached[slot]:,} cached")
 
 
@@ -171,7 +171,3 @@ def show_step(served: Served, *, width: int = 100) -> str:
 
 def _num_tokens(requests: Any, slot: int) -> str:
     return f"{requests.num_tokens[slot]:,} of {requests.max_tokens[slot]:,} tokens"
-
-
-def _finish(requests: Any, slot: int) -> str:
-    return Finish(int(requests.finish[slot])).name.lower()

@@ -1,82 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of an engine: requests come and go in one call; a turn of the loop reports in arrays of its own."""
+"""The programs of a driver: requests come and go by one call; a loop reports in arrays of its own."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax._arrays import Pytree, pick, runs
 from kvjax._compile import OutermostJit
 from kvjax.events.log import Log, init_log
 from kvjax.model import Model
-from kvjax.serving.decode import LogitsFn
+from kvjax.policies.retention import Retention
+from kvjax.serving.decode import LogitsFn, chosen_bits
 from kvjax.serving.options import Scheduler
-from kvjax.serving.requests import Requests, Serving
+from kvjax.serving.request import Request
+from kvjax.serving.requests import Output, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.serve import serve
+from kvjax.serving.serve import serve, serve_step
 from kvjax.serving.submit import cancel, drain, submit
 
 
-class Entries(Pytree):
-    """Requests to submit, R of them, and others to cancel; numpy arrays of always the same shapes.
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A sample of a request in a driver, with its output so far."""
 
-    Attributes:
-      tokens: i32[T]; prompts, one after the other.
-      lengths: i32[R]; 0: no request.
-      max_new_tokens, slots, priority, namespace, sample_of: i32[R]; as of `submit`.
-      seed: u32[R].
-      sampling: of each, [R].
-      stop_tokens: i32[R, K].
-      cancelled: i32[R, 2]; slots and generations; -1: none.
-      logits_state: a tree of arrays [R, ...]; or None.
+    number: int  # of the sample; no other one of the driver has it
+    request: Request
+    output: Output
+    max_tokens: int  # the tokens, with the prompt's, at which it ends: no more than fit into the cache
+    seed: int  # of its random stream
+    leader: Any = None  # the first sample of the request, which may be this one
+    namespace: int = 0  # of the request, or the one that was lent for its salt
+    slot: int = -1  # of the scheduler; -1 before it has one
+    generation: int = -1  # of the slot
+    since: int = 0  # the number of the first loop that has it
+    stage: int = Stage.WAITING  # as the last loop has left it
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[n]; the prompt."""
+        return self.request.prompt
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ends before it has as many tokens as were wanted, since no more fit."""
+        return self.max_tokens < len(self.tokens) + self.request.max_new_tokens
+
+    @property
+    def left(self) -> int:
+        """The most tokens that are still to be generated."""
+        return self.max_tokens - len(self.tokens) - len(self.output.tokens)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        return self.output.finish is not None
+
+    def change(self, change: Callable[[Output], Any]) -> None:
+        """Changes the output."""
+        change(self.output)
+
+    def end(self, finish: str) -> None:
+        """Ends it."""
+        self.change(lambda output: setattr(output, "finish", finish))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slots:
+    """The shapes of a driver's programs."""
+
+    max_tokens: Sequence[int]  # the tokens that each slot has space for
+    steps: int  # the most steps of a loop
+    num_columns: int  # N, the most tokens of a request in a loop
+    entries: int  # R, requests of one call
+    entry_tokens: int  # T, tokens of their prompts together
+    num_stop_tokens: int  # for this, and for all that follow, see `init_serving`
+    width: int
+    num_ranges: int | None = None
+    greedy: bool = False
+    capacity: int | None = None
+    logits_state: Any = None  # of a request that brings none, without the axis W
+    has_log: bool = True  # whether loops note their events
+
+    def arguments(self, jobs: Sequence[Job], rows: int) -> dict[str, Any]:
+        """The arguments of `submit` by their names: numpy arrays [R, ...], with empty prompts after the last request.
+
+        Samples of a prompt run at the same time, at most `rows` together.
+        """
+        number, requests = self.entries, [job.request for job in jobs]
+
+        def column(values: Sequence[int], empty: int = 0, dtype: Any = np.int32) -> np.ndarray:
+            """An array [R] of a value for each request."""
+            return np.array([*values, *[empty] * (number - len(values))], dtype)
+
+        tokens = np.zeros((self.entry_tokens,), np.int32)
+        prompts = np.concatenate([tokens[:0], *(job.tokens for job in jobs)])
+        tokens[: len(prompts)] = prompts
+        no_stop_token = np.full((self.num_stop_tokens,), -1, np.int32)
+        no_retention = None if self.num_ranges is None else Retention.of(max_ranges=self.num_ranges)
+        return {
+            "tokens": tokens,
+            "lengths": column([len(job.tokens) for job in jobs]),
+            "max_new_tokens": column([job.max_tokens - len(job.tokens) for job in jobs]),
+            "slots": column([job.slot for job in jobs], -1),
+            "priority": column([request.priority for request in requests]),
+            "namespace": column([job.namespace for job in jobs]),
+            "seed": column([job.seed for job in jobs], dtype=np.uint32),
+            "sampling": None if self.greedy else stacked([one.sampling for one in requests], Sampling(), number),
+            "stop_tokens": stacked([request.stop_tokens for request in requests], no_stop_token, number),
+            "retention": stacked([request.retention for request in requests], no_retention, number),
+            "sample_of": column(_first_samples(jobs, rows), -1),
+            "logits_state": stacked([request.logits_state for request in requests], self.logits_state, number),
+        }
+
+    def ends(self, cancelled: Sequence[Job]) -> np.ndarray:
+        """i32[R, 2]; slots and generations of requests to cancel, -1 after the last one."""
+        ends = np.full((self.entries, 2), -1, np.int32)
+        for entry, job in enumerate(cancelled):
+            ends[entry] = job.slot, job.generation
+        return ends
+
+
+def stacked(values: Sequence[Any], default: Any, number: int) -> Any:
+    """Trees of so many requests as one tree of numpy arrays [number, ...]; the default for None and after the last.
+
+    A leaf may be the beginning of one like the default's, which then follows it.
     """
-
-    tokens: Any
-    lengths: Any
-    max_new_tokens: Any
-    slots: Any
-    priority: Any
-    namespace: Any
-    sample_of: Any
-    seed: Any
-    sampling: Sampling
-    stop_tokens: Any
-    cancelled: Any
-    logits_state: Any
-
-    @classmethod
-    def none(cls, entries: int, tokens: int, stop_tokens: int, logits_state: Any = None) -> Entries:
-        """No requests: arrays to be written; `logits_state` is that of one request."""
-
-        def full(value: int = 0, *shape: int) -> np.ndarray:
-            return np.full((entries, *shape), value, np.int32)
-
-        sampling, logits_state = for_each((Sampling(), logits_state), entries)
-        return cls(
-            np.zeros((tokens,), np.int32), full(), full(), full(-1), full(), full(), full(-1),
-            np.zeros((entries,), np.uint32), sampling, full(-1, stop_tokens), full(-1, 2), logits_state,
-        )  # fmt: skip
+    leaves, tree = jax.tree.flatten(default)
+    arrays = [np.tile(leaf, (number, *[1] * np.ndim(leaf))) for leaf in leaves]
+    for entry, value in enumerate(values):
+        if value is not None:
+            for array, leaf in zip(arrays, jax.tree.leaves(value), strict=True):
+                array[(entry, *map(slice, np.shape(leaf)))] = leaf
+    return jax.tree.unflatten(tree, arrays)
 
 
-def for_each(tree: Any, number: int) -> Any:
-    """The arrays of a tree, one for each of so many entries, to be written."""
-    return jax.tree.map(lambda leaf: np.tile(leaf, (number, *[1] * np.ndim(leaf))), tree)
+def _first_samples(jobs: Sequence[Job], rows: int) -> list[int]:
+    """For each request the entry of an earlier sample of its prompt that it runs together with; -1 if none."""
+    found, members = [], dict[int, list[int]]()
+    for entry, job in enumerate(jobs):
+        earlier = members.setdefault(job.leader.number, [])
+        together = len(earlier) % rows  # samples that are more than the rows are several fork groups
+        found.append(earlier[-together] if together else -1)
+        earlier.append(entry)
+    return found
 
 
-def _apply(serving: Serving, entries: Entries, scheduler: Scheduler) -> tuple[Serving, jax.Array]:
+def _apply(
+    serving: Serving, arguments: dict[str, Any], ends: jax.Array, scheduler: Scheduler
+) -> tuple[Serving, jax.Array]:
     """Cancels and submits; also returns the status i32[R] of each submitted entry."""
-    serving, _ = cancel(serving, entries.cancelled[:, 0], entries.cancelled[:, 1])
-    serving, status, _, _ = submit(
-        serving, entries.tokens, entries.lengths, entries.max_new_tokens, scheduler=scheduler, slots=entries.slots,
-        priority=entries.priority, namespace=entries.namespace, seed=entries.seed, sampling=entries.sampling,
-        stop_tokens=entries.stop_tokens, sample_of=entries.sample_of, logits_state=entries.logits_state,
-    )  # fmt: skip
+    serving, _ = cancel(serving, ends[:, 0], ends[:, 1])
+    serving, status, _, _ = submit(serving, scheduler=scheduler, **arguments)
     return serving, status
 
 
@@ -84,48 +164,36 @@ _OF_REQUESTS = "stage", "finish", "generation", "cached", "preemptions", "num_to
 
 
 class Turn(Pytree):
-    """The result of a turn, in three arrays of its own: the next turn may take the requests before these are read.
+    """The result of a turn, in three arrays of its own: the next turn may take the requests before these are read."""
 
-    Attributes:
-      numbers: i32[3 + S]; steps of the model; `onboard_slot`, `refused` and `row` of `Serving`.
-      requests: i32[7, W]; `_OF_REQUESTS`; and the tokens of each before the turn.
-      tokens: i32[2 + 2 T, W, N]; new ones, bits of their log-probabilities; the same of the T likeliest.
-    """
-
-    numbers: jax.Array
-    requests: jax.Array
-    tokens: jax.Array
+    numbers: jax.Array  # i32[3 + S]; steps of the model; `onboard_slot`, `refused` and `row` of `Serving`
+    requests: jax.Array  # i32[7, W]; `_OF_REQUESTS`; and the tokens of each before the turn
+    tokens: jax.Array  # i32[2 + 2 T, W, N]; new ones, as in `Chosen`
 
     @classmethod
     def of(cls, serving: Serving, steps: jax.Array, before: jax.Array, width: int) -> Turn:
         """The turn that has led here from so many steps i32[] and from requests with `before` i32[W] tokens."""
         requests: Requests = serving.requests
-        at, bits = (
-            runs(requests.start + before, width),
-            functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32),
-        )
-        columns = [pick(requests.text, at), bits(pick(requests.logprobs, at))]
-        if requests.top is not None:
-            tokens, logprobs = pick(requests.top, at)
-            columns += [*jnp.moveaxis(tokens, -1, 0), *jnp.moveaxis(bits(logprobs), -1, 0)]
+        at = runs(requests.start + before, width)
+        tokens = chosen_bits(*pick((requests.text, requests.logprobs, requests.top), at))
         numbers = jnp.stack([serving.steps - steps, serving.onboard_slot, serving.refused])
         of_requests = jnp.stack([*(getattr(requests, name) for name in _OF_REQUESTS), before])
-        return cls(jnp.concatenate([numbers, serving.row]), of_requests, jnp.stack(columns))
+        return cls(jnp.concatenate([numbers, serving.row]), of_requests, tokens)
 
-    def read(self) -> Done:
+    def read(self) -> TurnResult:
         """The same on the host."""
         numbers, requests, columns = jax.device_get((self.numbers, self.requests, self.tokens))
         half = (len(columns) - 2) // 2
         likeliest, logprobs = np.moveaxis(columns[2 : 2 + half], 0, -1), np.moveaxis(columns[2 + half :], 0, -1)
         top = (likeliest, np.ascontiguousarray(logprobs).view(np.float32)) if half else None
         steps, onboard_slot, refused = numbers[:3].tolist()
-        return Done(
+        return TurnResult(
             steps, onboard_slot, refused, row=numbers[3:], tokens=columns[0], logprobs=columns[1].view(np.float32),
             top=top, **dict(zip((*_OF_REQUESTS, "before"), requests.tolist(), strict=True)),
         )  # fmt: skip
 
 
-class Done(NamedTuple):
+class TurnResult(NamedTuple):
     """The result of a turn, on the host."""
 
     steps: int
@@ -150,28 +218,31 @@ def _turn(
     *,
     scheduler: Scheduler,
     steps: Any,
-    most_steps: int,
+    num_columns: int,
     log_size: int,
+    loop: bool = True,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Turn]:
-    """Runs the loop for i32[] `steps`, says what it did, and empties the slots of requests that are over.
+    """Runs the loop for i32[] `steps`, or a step of the scheduler; empties the slots of requests that are over.
 
     Those that have a row then keep it, and their slots, until the next turn.
     """
     spec = serving.cache.state.spec
     log = init_log(log_size, spec.block_size, spec.extra_ids, spec.has_recurrent) if log_size else None
     before = serving.steps, serving.requests.num_tokens
-    serving, log = serve(
-        model, serving, log, scheduler=scheduler, steps=steps, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
-    )
-    return drain(serving), log, Turn.of(serving, *before, most_steps)
+    options: dict[str, Any] = {"scheduler": scheduler, "logits_fn": logits_fn, "fixed_steps": fixed_steps, "now": now}
+    if loop:
+        serving, log = serve(model, serving, log, steps=steps, **options)
+    else:
+        serving, log, _ = serve_step(model, serving, log, **options)
+    return drain(serving), log, Turn.of(serving, *before, num_columns)
 
 
 apply = OutermostJit(_apply, static_argnames="scheduler", donate_argnums=0)
 turn = OutermostJit(
     _turn,
-    static_argnames=("scheduler", "most_steps", "log_size", "logits_fn", "fixed_steps"),
+    static_argnames=("scheduler", "num_columns", "log_size", "loop", "logits_fn", "fixed_steps"),
     donate_argnames="serving",
 )

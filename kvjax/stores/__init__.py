@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """K/V that outlive a process, or come from another one: verbs by which they enter a cache, a saved cache, a disk.
 
-`save` and `load` need safetensors, `DiskStore` needs tensorstore, both of the extra `stores`; the rest needs nothing
-more than kvjax does.
+A stored block has one format (`values.py`): a save is a pack of the values that a `DiskStore` writes one by one.
+`DiskStore` needs tensorstore, of the extra `stores`; the rest needs nothing more than kvjax does.
 """
 
 from kvjax.events.records import Adopted

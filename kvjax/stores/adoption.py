@@ -11,15 +11,13 @@ import jax
 import numpy as np
 
 from kvjax._compile import OutermostJit
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.events.records import Events
-from kvjax.pools.device import Pools
-from kvjax.state import CacheState, Text
+from kvjax.state import Text
 from kvjax.stores.transport import compile_pieces, write
-from kvjax.tiered import FailedTransfer, TieredCache
+from kvjax.tiered import FailedTransfer, TieredCache, joined
 from kvjax.verbs.adopt import adopt, land
 
-AnyCache = Cache | TieredCache
 COLUMNS, GROWTH = 8, 4  # of the smallest program, and from one program to the next larger one
 
 _adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
@@ -82,7 +80,7 @@ def adopt_prefix(
         arrived[number, list(found)] = True
         pools = write(pools, number, pool_rows[number], list(found), list(found.values()))
     state, landed = _land(cache.state, adopted, arrived, now=now)
-    return with_state(cache, state, pools), events.followed_by(landed)
+    return joined(Cache(state, pools), cache.host), events.followed_by(landed)
 
 
 def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCache, Events]:
@@ -100,7 +98,7 @@ def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCac
     for number, pool_rows in enumerate(np.asarray(adopted.pool_rows)):
         compile_pieces(cache.pools, number, pool_rows)
     state, landed = _land(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
-    return with_state(cache, state, cache.pools), events.followed_by(landed)
+    return joined(Cache(state, cache.pools), cache.host), events.followed_by(landed)
 
 
 def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Events]:
@@ -115,9 +113,3 @@ def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Eve
         state, _ = _land(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
         tiered = failure.tiered.replace(Cache(state, failure.tiered.pools))
         raise FailedTransfer(str(failure), tiered, failure.lost, failure.events, failure.removed) from failure
-
-
-def with_state(cache: AnyCache, state: CacheState, pools: Pools) -> AnyCache:
-    """A cache with another state and other pools, and the host pools it has."""
-    after = Cache(state, pools)
-    return cache.replace(after) if isinstance(cache, TieredCache) else after

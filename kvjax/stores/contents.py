@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import json
-import reprlib
-import zlib
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from kvjax.policies.retention import UNSTATED
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
+from kvjax.stores.values import Block, Values
 
 
 class Contents(NamedTuple):
@@ -25,7 +26,7 @@ class Contents(NamedTuple):
       extra_ids: i32[n, P]; likewise; P = 0 where the layout has none.
       fill: i32[n]; tokens of each.
       hits: i32[n].
-      retention: i32[n, 2]; stated priority and time to live; [n, 0] where the spec asked for none.
+      retention: i32[n, 2]; stated priority and time to live; UNSTATED where the spec has none.
       order: i32[G, n]; ranks in the order of release in each group, children first; held blocks come last. -1 where
         the group has no block.
     """
@@ -39,22 +40,41 @@ class Contents(NamedTuple):
     retention: np.ndarray
     order: np.ndarray
 
-    def head(self, at: int) -> bytes:
-        """The bytes of a block's tokens, extra ids and their number."""
-        return b"".join(
-            x[at].astype("<i4", copy=False).tobytes() for x in (self.tokens, self.extra_ids, self.fill[:, None])
-        )
+    def text(self, at: int) -> bytes:
+        """A block's tokens, then its extra ids; i32, little-endian."""
+        fill = self.fill[at]
+        return b"".join(part[at, :fill].astype("<i4", copy=False).tobytes() for part in (self.tokens, self.extra_ids))
 
-    def starts(self, roots: Mapping[int, int]) -> np.ndarray:
-        """u32[n]; the checksum of each whole prefix' tokens, from those of its namespace's root on.
-
-        The checksum of a block's bytes begins with it, so that the bytes of another prefix have another one.
-        """
-        found = np.zeros(len(self.parent), np.uint32)
+    def blocks(self, values: Values, roots: Mapping[int, bytes]) -> list[Block]:
+        """The blocks by their hashes, of which each namespace's empty prefix has its own."""
+        found: list[Block] = []
         for at, above in enumerate(self.parent.tolist()):
-            start = int(found[above]) if above >= 0 else roots[int(self.namespace[at])]
-            found[at] = zlib.crc32(self.head(at), start)
+            parent = found[above].hash if above >= 0 else roots[int(self.namespace[at])]
+            found.append(values.block(parent, self.text(at)))
         return found
+
+    def to_bytes(self) -> bytes:
+        """All arrays, one after the other; i32, little-endian."""
+        return b"".join(array.astype("<i4", copy=False).tobytes() for array in self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, spec: CacheSpec, count: int) -> Contents:
+        """The contents of so many blocks that `to_bytes` has written for this layout.
+
+        Raises:
+          ValueError: naming the array that no cache can have.
+        """
+        limits, words, start = _limits(spec, count), np.frombuffer(data, "<i4").astype(np.int32, copy=False), 0
+        arrays = {}
+        for name, (shape, least, largest) in limits.items():
+            array = arrays[name] = words[start : start + math.prod(shape)].reshape(shape)
+            if array.size and not least <= array.min() <= array.max() <= largest:
+                raise ValueError(f"{name} from {array.min()} to {array.max()}")
+            start += array.size
+        contents = cls(**arrays)
+        if rule := contents.broken_rule():
+            raise ValueError(f"arrays that break a rule: {rule}")
+        return contents
 
     def path(self, at: int) -> list[int]:
         """The indices of a block's prefix, from the root to the block."""
@@ -84,42 +104,25 @@ class Contents(NamedTuple):
         return next((rule for rule, holds in rules.items() if not np.all(holds)), "")
 
 
-def checked_contents(arrays: Mapping[str, np.ndarray], spec: CacheSpec, count: int) -> tuple[Contents, np.ndarray]:
-    """The contents and the checksums u32[G, n] that the index of a save of so many blocks has.
+def num_bytes(spec: CacheSpec, count: int) -> int:
+    """The bytes of the contents of so many blocks."""
+    return sum(4 * math.prod(shape) for shape, *_ in _limits(spec, count).values())
 
-    Raises:
-      ValueError: naming the array that no save can have.
-    """
-    groups, size = len(spec.groups), spec.block_size
-    number, word = np.iinfo(np.int32), np.iinfo(np.uint32)
-    table = {  # of each array the dtype, the shapes, the least and the largest number
-        "parent": (np.int32, [(count,)], -1, count - 1),
-        "namespace": (np.int32, [(count,)], 0, number.max),
-        "tokens": (np.int32, [(count, size)], 0, number.max),
-        "extra_ids": (np.int32, [(count, size * spec.extra_ids)], number.min, number.max),
-        "fill": (np.int32, [(count,)], 1, size),
-        "hits": (np.int32, [(count,)], number.min, number.max),  # the cache's counter wraps too
-        "retention": (np.int32, [(count, 0), (count, 2)], number.min, number.max),
-        "order": (np.int32, [(groups, count)], -1, count - 1),
-        "crc32": (np.uint32, [(groups, count)], 0, word.max),
+
+def _limits(spec: CacheSpec, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+    """The shape, the least and the largest number of each array of the contents of so many blocks."""
+    size, largest = spec.block_size, np.iinfo(np.int32).max
+    any_number = np.iinfo(np.int32).min, largest
+    return {
+        "parent": ((count,), -1, count - 1),
+        "namespace": ((count,), 0, largest),
+        "tokens": ((count, size), 0, largest),
+        "extra_ids": ((count, size * spec.extra_ids), *any_number),
+        "fill": ((count,), 1, size),
+        "hits": ((count,), *any_number),  # the cache's counter wraps too
+        "retention": ((count, 2), *any_number),
+        "order": ((len(spec.groups), count), -1, count - 1),
     }
-    if arrays.keys() != table.keys():
-        raise ValueError(f"the arrays {reprlib.repr(sorted(arrays))}")
-    for name, (dtype, shapes, least, largest) in table.items():
-        array = arrays[name]
-        if array.dtype != dtype or array.shape not in shapes:
-            raise ValueError(f"{name} {array.dtype}{list(array.shape)}")
-        if array.size and not least <= array.min() <= array.max() <= largest:
-            raise ValueError(f"{name} from {array.min()} to {array.max()}")
-    contents = Contents(**{name: arrays[name] for name in Contents._fields})
-    if rule := contents.broken_rule():
-        raise ValueError(f"arrays that break a rule: {rule}")
-    return contents, arrays["crc32"]
-
-
-def root_crc(salt: str | None, lora: str | None) -> int:
-    """The checksum before a root of a salt and the name of a LoRA."""
-    return zlib.crc32(json.dumps([salt, lora]).encode())
 
 
 def contents_of(state: Any) -> tuple[Contents, np.ndarray]:
@@ -138,17 +141,17 @@ def contents_of(state: Any) -> tuple[Contents, np.ndarray]:
     ids = [np.asarray(each.in_this_group(listed)).astype(np.int32) for each in state.groups]
     ids = [np.where(np.asarray(each.arrived(own)), own, NO_BLOCK) for each, own in zip(state.groups, ids, strict=True)]
     is_token = np.arange(blocks.tokens.shape[1]) < fill[:, None]
-    none = np.zeros((len(listed), 0), np.int32)
-    extra, retention = (none if x is None else x[listed] for x in (blocks.extra_ids, blocks.retention))
+    text = {name: np.where(is_token, words[listed], 0) for name, words in blocks.text.parts().items()}
+    extra_ids = text.get("extra_ids", text["tokens"][:, :0])
+    retention = np.full((len(listed), 2), UNSTATED, np.int32)
+    for stated in jax.tree.leaves(blocks.retention):  # None has no leaves
+        retention = stated[listed]
     order = [_released(each.blocks, own) for each, own in zip(state.groups, ids, strict=True)]
     depth = blocks.depth[listed]
     order[0] = latest_below(parent, order[0])
-    contents = Contents(
-        parent, namespace, np.where(is_token, blocks.tokens[listed], 0), np.where(is_token, extra, 0) if extra.size
-        else extra, fill, blocks.hits[listed], retention,
-        np.stack([_ranks(one, depth, own >= 0) for one, own in zip(order, ids, strict=True)]),
-    )  # fmt: skip
-    return contents, np.stack(ids)
+    ranks = np.stack([_ranks(released, depth, own >= 0) for released, own in zip(order, ids, strict=True)])
+    hits = blocks.hits[listed]
+    return Contents(parent, namespace, text["tokens"], extra_ids, fill, hits, retention, ranks), np.stack(ids)
 
 
 def _depth_first(parent: np.ndarray, is_wanted: np.ndarray) -> np.ndarray:
@@ -192,11 +195,11 @@ def blocks_with(contents: Contents, namespaces: Mapping[int, int], state: CacheS
     `namespaces` has the number of each saved namespace; blocks of others are not looked for.
     """
     own, ids = contents_of(state)
-    cached = {(int(own.parent[at]), int(own.namespace[at]), own.head(at)): at for at in range(len(own.parent))}
+    cached = {(int(own.parent[at]), int(own.namespace[at]), own.text(at)): at for at in range(len(own.parent))}
     found = np.full(len(contents.parent) + 1, -1, np.int32)  # the last one for a root
     for at in range(len(contents.parent)):
         above, namespace = int(contents.parent[at]), namespaces.get(int(contents.namespace[at]), -1)
         if above < 0 or found[above] >= 0:
-            found[at] = cached.get((int(found[above]), namespace, contents.head(at)), -1)
+            found[at] = cached.get((int(found[above]), namespace, contents.text(at)), -1)
     found = found[:-1]
     return np.where(found >= 0, ids[:, found], NO_BLOCK) if ids.size else np.full((len(ids), len(found)), NO_BLOCK)

@@ -15,9 +15,8 @@ import functools
 import importlib.util
 import threading
 import warnings
-import zlib
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -38,13 +37,12 @@ from kvjax.stores.transport import gather_blocks
 from kvjax.stores.values import Block, Values, size_of
 
 READERS = 8  # threads
-_AT_ONCE = 32 << 20  # bytes of values that are written at the same time
 _RECENCY, _RECENCY_BYTES = "recency", 1 << 30  # its name, and the most that is read of it
 _MOST_ROOTS = 4096  # that need not be hashed anew
 
 
 class DiskStore:
-    """Whole blocks of prefixes on a disk, by their contents; for `store=` of `generate`, `stream` and `run_batch`.
+    """Whole blocks of prefixes on a disk, by their contents; for `store=` of `generate` and `RunOptions`.
 
     A block is found by the hash of its prefix: model, salt, LoRA and all tokens. Then its tokens and its parent's hash
     are compared. A value that is not what it has to be is a miss, and is deleted. A location that fails costs a request
@@ -95,9 +93,8 @@ class DiskStore:
         if not isinstance(spec, CacheSpec):
             raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
         self.spec, self.names, self.readonly = spec, names, bool(readonly)
-        self._model, self._loras, self._key = model, checked_names(names, model, loras), key
         self.values = Values(spec, key)
-        of_names = self.names, self._loras, self._model, key
+        of_names = names, checked_names(names, model, loras), model, key
         self._root_of = functools.lru_cache(_MOST_ROOTS)(lambda namespace: namespace_root(namespace, *of_names))
         if max_bytes is not None or not readonly:
             max_bytes = static_int("max_bytes", max_bytes, max(self.values.sizes))
@@ -162,12 +159,12 @@ class DiskStore:
 
     def refresh(self, recency: Sequence[str] = ()) -> None:
         """Lists the store's blocks; a reader does so at the beginning of each generation."""
-        try:
+        listed = None
+        with self._failures_noted():
             names = [name.decode(errors="replace") for name in self._location.kv.list().result()]
-        except Exception as error:  # whatever tensorstore raises
-            self._failed(error)
+            listed = {name: size for name in names if (size := size_of(name)) is not None}
+        if listed is None:
             return
-        listed = {name: size for name in names if (size := size_of(name)) is not None}
         named = [name for name in recency if name in listed]
         with self._lock:
             self._names = OrderedDict.fromkeys(listed.keys() - set(named), 0)
@@ -182,13 +179,11 @@ class DiskStore:
 
     def _read(self, block: Block, number: int) -> list[np.ndarray] | None:
         name, found, outcome = self.values.name(block, number), None, "missed"
-        try:
+        with self._failures_noted():
             value = self._location.read(name, self.values.sizes[number])
             if value is not None:
                 found = self.values.decode(block, number, value)
                 outcome = "broken" if found is None else "read"
-        except Exception as error:  # whatever tensorstore raises
-            self._failed(error)
         with self._lock:
             self._counters[outcome] += 1
             if found is not None:
@@ -233,32 +228,26 @@ class DiskStore:
 
     def _write(self, number: int, blocks: list[Block], leaves: list[Any]) -> None:
         """Writes blocks, whose bytes are the leaves' rows. Runs on the store's thread."""
-        size, pending, arrays = self.values.sizes[number], deque[tuple[str, Any]](), None
-        try:
+        size, futures, arrays = self.values.sizes[number], dict[str, Any](), None
+        with self._failures_noted():  # of the computation that makes them, too
             arrays = jax.device_get(leaves)
-        except Exception as error:  # the computation that was to make them has failed
-            self._failed(error)
         for at, block in enumerate(blocks):
             name = self.values.name(block, number)
             if arrays is None or not self._evict_for(size):
                 self._written(name, size, "dropped")
                 continue
-            value = self.values.encode(block, number, [array[at] for array in arrays])
-            pending.append((name, self._location.kv.write(name, value)))
-            while len(pending) * size > _AT_ONCE:
-                self._finish(*pending.popleft(), size)
-        while pending:
-            self._finish(*pending.popleft(), size)
+            value = b"".join(self.values.encode(block, number, [array[at] for array in arrays]))
+            futures[name] = self._location.kv.write(name, value)
+        for name, future in futures.items():
+            self._finish(name, future, size)
 
     def _finish(self, name: str, future: Any, size: int) -> None:
-        try:
+        outcome = ""
+        with self._failures_noted():
             future.result()
             self._location.protect(name)
-        except Exception as error:  # whatever tensorstore raises
-            self._failed(error)
-            self._written(name, size, "")
-        else:
-            self._written(name, size, "written")
+            outcome = "written"
+        self._written(name, size, outcome)
 
     def _written(self, name: str, size: int, outcome: str) -> None:
         """Notes what became of a block that was to be written."""
@@ -287,15 +276,18 @@ class DiskStore:
             self._delete(name)
 
     def _delete(self, name: str) -> None:
-        try:
+        with self._failures_noted():
             self._location.kv.write(name, None).result()
-        except Exception as error:  # whatever tensorstore raises
-            self._failed(error)
 
-    def _failed(self, error: Exception) -> None:
-        with self._lock:
-            self._counters["failed"] += 1
-            self._failure = self._failure or f"{type(error).__name__}: {error}"
+    @contextlib.contextmanager
+    def _failures_noted(self) -> Iterator[None]:
+        """Counts an error of the location, and ends the `with` block."""
+        try:
+            yield
+        except Exception as error:  # whatever tensorstore raises
+            with self._lock:
+                self._counters["failed"] += 1
+                self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     def _warn(self) -> None:
         """Warns of the first failure, on the caller's thread."""
@@ -325,19 +317,16 @@ class DiskStore:
             return
         with self._lock:
             names = "\n".join(self._names).encode()
-        try:
-            self._location.kv.write(_RECENCY, zlib.crc32(names).to_bytes(4, "little") + names).result()
+        with self._failures_noted():
+            self._location.kv.write(_RECENCY, names).result()
             self._location.protect(_RECENCY)
-        except Exception as error:  # whatever tensorstore raises
-            self._failed(error)
 
     def _recency(self) -> list[str]:
         """The names as they were used, the least recent first; those that came later are not among them."""
         value = None
         with contextlib.suppress(Exception):  # whatever tensorstore raises
             value = self._location.read(_RECENCY, _RECENCY_BYTES)
-        crc, names = (value or b"")[:4], (value or b"")[4:]
-        return names.decode(errors="replace").split("\n") if zlib.crc32(names).to_bytes(4, "little") == crc else []
+        return (value or b"").decode(errors="replace").split("\n")
 
     def close(self) -> None:
         """Writes what waits, and closes the store."""

@@ -4,50 +4,50 @@
     kvjax.stores.save(cache, "cache", names=names, model="gemma-3-4b, revision 2")
     cache, loaded = kvjax.stores.load(cache, "cache", names=names, model="gemma-3-4b, revision 2")
 
-The K/V are in safetensors files, as words of their size; tokens, parents and the like in one more, the index. No block
-number is written, and no key: a block is a prefix. Rows are not saved.
+`manifest.py` says which files a save has, and `values.py` what stands in them. No block number is written, and no key:
+a block is a prefix. Rows are not saved.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import os
 import pathlib
 import secrets
 import zlib
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, cast
 
 import jax
 import numpy as np
 
 from kvjax._arrays import unreadable
 from kvjax._compile import own_transfers
+from kvjax._files import open_regular
+from kvjax.blocks.hashes import namespace_root
 from kvjax.blocks.keys import Namespaces
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.checks import integers
 from kvjax.pools.host import HostPools
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
-from kvjax.stores.contents import Contents, checked_contents, contents_of, root_crc
-from kvjax.stores.layout import check_layout, layout_of, leaves_of
+from kvjax.stores.contents import Contents, contents_of, num_bytes
+from kvjax.stores.layout import check_layout, layout_of
 from kvjax.stores.manifest import (
+    INDEX,
     MANIFEST,
-    PartWriter,
+    VALUES,
     broken,
     checked_folder,
     commit_manifest,
-    open_file,
-    part_name,
+    new_file,
     read_manifest,
-    write_part,
     written_by_one,
 )
-from kvjax.stores.restore import Loaded, Saved, open_part, restore, tensor_name
-from kvjax.stores.transport import checksum, read
+from kvjax.stores.restore import Loaded, Saved, restore
+from kvjax.stores.transport import read
+from kvjax.stores.values import Block, Values
 from kvjax.tiered import TieredCache
-
-PART_BYTES = 256 * 10**6  # the most of a file, unless one block has more
 
 
 @own_transfers()
@@ -72,42 +72,39 @@ def save(
 
     Raises:
       ValueError: naming the argument, before anything is written.
-      ImportError: without safetensors, which `pip install "kvjax[stores]"` brings.
     """
-    require_safetensors("save")
     pools_of(cache)
     names = Namespaces() if names is None else names
     path, loras = checked_folder(folder), checked_names(names, model, loras)
     state = jax.device_get(cache.state)
     contents, ids = contents_of(state)
-    starts = contents.starts(_roots(contents, names, loras))
+    namespaces, values = np.unique(contents.namespace).tolist(), Values(state.spec)
+    roots = {number: namespace_root(number, names, loras, model, b"") for number in namespaces}
+    blocks = contents.blocks(values, roots)
     with written_by_one(path):
-        _write(path, cache, state, contents, ids, starts, {
-            "namespaces": names.to_dict(), "loras": {str(number): name for number, name in loras.items()},
-            "model": model, "layout": layout_of(state.spec),
+        name, index = secrets.token_hex(8), contents.to_bytes()
+        _write_values(path / (name + VALUES), cache, state, values, blocks, ids)
+        with new_file(path / (name + INDEX)) as file:
+            file.write(index)
+        commit_manifest(path, {
+            "model": model, "layout": layout_of(state.spec), "namespaces": names.to_dict(),
+            "loras": {str(number): lora for number, lora in loras.items()}, "num_blocks": len(blocks), "name": name,
+            "crc32": zlib.crc32(index),
         })  # fmt: skip
-    return len(starts)
-
-
-def require_safetensors(name: str) -> None:
-    """Raises an ImportError that names the extra, unless safetensors can be imported."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise ImportError(f'kvjax.stores.{name}: needs safetensors (pip install "kvjax[stores]")')
+    return len(blocks)
 
 
 def pools_of(cache: Any) -> HostPools | None:
     """The host pools of a cache that can be saved or loaded, if it has any; ValueError for any other."""
-    if not isinstance(cache, Cache | TieredCache):
+    if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache or a TieredCache")
     if why := unreadable(cache):
         raise ValueError(f"cache: got one that is {why}, wanted one of this process, whose arrays can be read")
     if np.ndim(cache.state.groups[0].num_empty):
         raise ValueError("cache: got a batch of caches, wanted one")
-    if isinstance(cache, TieredCache):
-        return cache.host
-    if cache.state.spec.host_groups:
+    if isinstance(cache, Cache) and cache.state.spec.host_groups:
         raise ValueError("cache: got a Cache whose spec has a host tier, wanted the TieredCache, which has its bytes")
-    return None
+    return cache.host
 
 
 def checked_names(names: Any, model: Any, loras: Any) -> dict[int, str]:
@@ -127,50 +124,22 @@ def checked_names(names: Any, model: Any, loras: Any) -> dict[int, str]:
     return {int(number): name for number, name in loras.items()}
 
 
-def _roots(contents: Contents, names: Namespaces, loras: Mapping[int, str]) -> dict[int, int]:
-    """The checksum before the roots of each namespace of the contents."""
-    roots = {}
-    for number in np.unique(contents.namespace).tolist():
-        if number not in names:
-            raise ValueError(
-                f"names: got none for namespace {number}, which has blocks, wanted those of the cache's rows"
-            )
-        salt, lora = names.describe(number)
-        if lora is not None and lora not in loras:
-            raise ValueError(f"loras: got {loras!r:.200}, wanted a name for LoRA {lora}, which has blocks")
-        roots[number] = root_crc(salt, None if lora is None else loras[lora])
-    return roots
-
-
-def _write(
-    folder: pathlib.Path, cache: Cache | TieredCache, state: CacheState, contents: Contents, ids: np.ndarray,
-    starts: np.ndarray, described: dict[str, Any],
+def _write_values(
+    path: pathlib.Path, cache: Cache | TieredCache, state: CacheState, values: Values, blocks: Sequence[Block],
+    ids: np.ndarray,
 ) -> None:  # fmt: skip
-    """Writes the files of a save, and at the end its manifest."""
-    token, parts, host, spec = secrets.token_hex(8), [], pools_of(cache), state.spec
-    crc = np.broadcast_to(starts, ids.shape).copy()
-    for number, (group, own) in enumerate(zip(state.groups, ids, strict=True)):
-        (saved,), leaves = np.nonzero(own >= 0), leaves_of(spec, number)
-        pool_rows = np.asarray(group.pool_row(own[saved]))
-        most = max(1, PART_BYTES // max(1, spec.groups[number].block_bytes(spec.block_size)))
-        for first in range(0, len(saved) if leaves else 0, most):
-            some = saved[first : first + most]
-            path = folder / part_name(token, 1 + len(parts))
-            shapes = {tensor_name(at): (leaf.shape, leaf.word) for at, leaf in enumerate(leaves)}
-            with PartWriter(path, len(some), shapes) as part:
-                for start, arrays in read(cache.pools, host, number, pool_rows[first : first + most]):
-                    piece = some[start : start + len(arrays[0])]
-                    words = [leaf.cut(x, contents.fill[piece]) for leaf, x in zip(leaves, arrays, strict=True)]
-                    for at, blocks in enumerate(words):
-                        part.write(tensor_name(at), start, blocks)
-                    crc[number, piece] = [
-                        checksum(int(starts[at]), [blocks[row] for blocks in words])
-                        for row, at in enumerate(piece.tolist())
-                    ]
-            parts.append({**part.written, "group": number, "first": first, "count": len(some)})
-    path = folder / part_name(token, 0)
-    index = write_part(path, {**contents._asdict(), "crc32": crc}) | {"crc32": zlib.crc32(path.read_bytes())}
-    commit_manifest(folder, {**described, "num_blocks": len(starts), "index": index, "parts": parts})
+    """Writes the values of blocks, of which the groups have ids i32[G, n], to a file: group by group."""
+    host, starts = pools_of(cache), values.starts(ids >= 0)
+    with new_file(path) as file:
+        for number, group in enumerate(state.groups):
+            if not values.has_bytes(number):
+                continue
+            (saved,) = np.nonzero(ids[number] >= 0)
+            pool_rows = np.asarray(group.pool_row(ids[number, saved]))
+            for piece, arrays in read(cache.pools, host, number, pool_rows):
+                for index, *block_arrays in zip(saved[piece].tolist(), *arrays, strict=True):
+                    file.seek(starts[number, index])
+                    file.writelines(values.encode(blocks[index], number, block_arrays))
 
 
 @own_transfers()
@@ -197,77 +166,71 @@ def load[C: (Cache, TieredCache)](
 
     Raises:
       ValueError: naming the argument, before the cache is touched: for a folder that is no save or has a broken
-        manifest or index, and for another layout or model.
-      ImportError: without safetensors, which `pip install "kvjax[stores]"` brings.
+        manifest or index, for one of another version of kvjax, and for another layout or model.
       FailedTransfer: if a move between the tiers fails; it has the cache to go on with.
     """
-    require_safetensors("load")
     pools_of(cache)
     own_names = Namespaces() if names is None else names
     path, loras = checked_folder(folder), checked_names(own_names, model, loras)
     time = np.asarray(integers("now", now, ()))
     spec = cache.state.spec
     with contextlib.ExitStack() as stack:
-        manifest, index, parts = _opened(path, spec, model, stack)
-        contents, crc = index
-        roots, namespaces = _translated(path, manifest, contents, own_names, loras)
+        save, contents, file = _opened(path, spec, model, stack)
+        roots, namespaces = _translated(path, save, contents, own_names, loras)
         if names is None and any(namespaces.values()):
             raise ValueError("names: got None, wanted a kvjax.Namespaces: the save has blocks of salts or LoRAs")
-        saved = Saved(spec, contents, contents.starts(roots), crc, parts)
+        saved = Saved(Values(spec), contents, roots, file)
         return cast(Any, restore(cache, saved, namespaces, time))
 
 
 def _opened(
     folder: pathlib.Path, spec: CacheSpec, model: str, stack: contextlib.ExitStack
-) -> tuple[dict[str, Any], tuple[Contents, np.ndarray], list[tuple[dict[str, Any], Any]]]:
-    """The manifest, the index and the open files of a save with this model and the spec's layout."""
+) -> tuple[dict[str, Any], Contents, IO[bytes]]:
+    """A save with this model and the spec's layout, its contents, and the open file of its values."""
     while True:
-        manifest = read_manifest(folder)
-        if model != manifest["model"]:
-            raise ValueError(f"model: got {model!r:.200}, wanted that of the save, {manifest['model']!r:.200}")
-        check_layout(manifest["layout"], layout_of(spec))
-        parts = [(part, open_part(folder, part, stack)) for part in manifest["parts"]]
+        save = read_manifest(folder)
+        if model != save["model"]:
+            raise ValueError(f"model: got {model!r:.200}, wanted that of the save, {save['model']!r:.200}")
+        check_layout(save["layout"], layout_of(spec))
+        path = folder / (save["name"] + INDEX)
         try:
-            index = _read_index(folder, manifest, spec)
-        except ValueError:
-            if read_manifest(folder)["index"] == manifest["index"]:
-                raise
-            continue
-        if all(opened is not None for _, opened in parts) or read_manifest(folder)["index"] == manifest["index"]:
-            return manifest, index, parts
-        # Another save has come in between, and has deleted what is missing.
+            contents = _read_index(path, save, spec)
+            path = path.with_suffix(VALUES)
+            return save, contents, stack.enter_context(open_regular(path, "rb"))
+        except (OSError, ValueError, MemoryError) as error:
+            if read_manifest(folder)["name"] == save["name"]:
+                raise broken(path, f"contents that cannot be read ({error})") from error
+            # Else another save has come in between, and has deleted these files.
 
 
-def _read_index(folder: pathlib.Path, manifest: dict[str, Any], spec: CacheSpec) -> tuple[Contents, np.ndarray]:
-    """The contents of a save, and the checksums u32[G, n] of its blocks; a ValueError with the file if it is broken."""
-    from safetensors.numpy import load as loads
-
-    index = manifest["index"]
-    path = folder / index["file"]
-    try:
-        with open_file(path, index["bytes"]) as file:
-            data = file.read()
-        if zlib.crc32(data) != index["crc32"]:
-            raise ValueError("another checksum")
-        return checked_contents(loads(data), spec, manifest["num_blocks"])
-    except Exception as error:  # whatever safetensors raises
-        raise broken(path, f"contents that cannot be read ({error})") from error
+def _read_index(path: pathlib.Path, save: Mapping[str, Any], spec: CacheSpec) -> Contents:
+    """The contents of a save."""
+    wanted = num_bytes(spec, save["num_blocks"])
+    with open_regular(path, "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) != wanted:
+            raise ValueError(f"{size} bytes, not {wanted}")
+        data = file.read()
+    if zlib.crc32(data) != save["crc32"]:
+        raise ValueError("another checksum")
+    return Contents.from_bytes(data, spec, save["num_blocks"])
 
 
 def _translated(
-    folder: pathlib.Path, manifest: dict[str, Any], contents: Contents, names: Namespaces, loras: Mapping[int, str]
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Of each namespace in a save the checksum of its root, and its number in `names`, if this process has its LoRA."""
+    folder: pathlib.Path, save: Mapping[str, Any], contents: Contents, names: Namespaces, loras: Mapping[int, str]
+) -> tuple[dict[int, bytes], dict[int, int]]:
+    """Of each saved namespace the hash of its empty prefix, and its number in `names` if this process has its LoRA."""
+    model, numbers = save["model"], np.unique(contents.namespace).tolist()
     try:
-        saved = Namespaces.from_dict(manifest["namespaces"])
-        pairs = {number: saved.describe(number) for number in np.unique(contents.namespace).tolist()}
-        lora_names = {lora: manifest["loras"][str(lora)] for _, lora in pairs.values() if lora is not None}
-    except (KeyError, ValueError) as error:
+        saved = Namespaces.from_dict(save["namespaces"])
+        saved_loras = checked_names(saved, model, {int(number): name for number, name in save["loras"].items()})
+        roots = {number: namespace_root(number, saved, saved_loras, model, b"") for number in numbers}
+    except ValueError as error:
         raise broken(folder / MANIFEST, f"namespaces that do not fit its blocks ({error})") from error
-    number_of, roots, namespaces = {None: None} | {name: number for number, name in loras.items()}, {}, {}
-    for number, (salt, lora) in pairs.items():
-        name = None if lora is None else lora_names[lora]
-        roots[number] = root_crc(salt, name)
-        if name in number_of:
-            namespaces[number] = names.numbered(salt, number_of[name])
+    number_of, namespaces = {name: number for number, name in loras.items()}, {}
+    for number in numbers:
+        salt, lora = saved.describe(number)
+        if lora is None:
+            namespaces[number] = names.numbered(salt, None)
+        elif saved_loras[lora] in number_of:
+            namespaces[number] = names.numbered(salt, number_of[saved_loras[lora]])
     return roots, namespaces

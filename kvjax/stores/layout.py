@@ -68,18 +68,13 @@ class Leaf(NamedTuple):
         """Bytes of one block."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def cut(self, blocks: np.ndarray, fill: np.ndarray) -> np.ndarray:
-        """Blocks [n, *shape] as words [n, *shape], with zeros behind the first fill i32[n] tokens of each."""
-        words = np.ascontiguousarray(blocks).view(self.word).reshape(blocks.shape)
-        if self.axis is None:
+    def words(self, block: np.ndarray, num_tokens: int) -> np.ndarray:
+        """A block [*shape] as words, with zeros after its first tokens."""
+        words = np.ascontiguousarray(block).view(self.word).reshape(block.shape)
+        if self.axis is None or num_tokens == self.shape[self.axis]:
             return words
-        size, shape = self.shape[self.axis], [1] * (1 + len(self.shape))
-        (partial,) = np.nonzero(fill < size)  # few of a save's blocks
-        if partial.size:
-            shape[0], shape[self.axis] = len(partial), size
-            is_token = (np.arange(size) < fill[partial, None]).reshape(shape)
-            words = words.copy()
-            words[partial] = np.where(is_token, words[partial], self.word.type(0))
+        words = words.copy()
+        np.moveaxis(words, self.axis, 0)[num_tokens:] = 0
         return words
 
 

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pathlib
 import stat
-import urllib.parse
-import urllib.request
-from typing import Any
+from typing import IO, Any
 
-from kvjax._files import create, make_folder, protect
+from kvjax._files import make_folder, protect
+from kvjax.stores.folders import locked
 
 LOCK = "store.lock"
 
@@ -83,6 +81,9 @@ class Location:
 
 
 def _path_of(text: str) -> str:
+    import urllib.parse
+    import urllib.request  # late: to import it takes a fortieth of the time of jax
+
     return urllib.request.url2pathname(urllib.parse.urlsplit(text).path) if text.startswith("file://") else text
 
 
@@ -99,19 +100,11 @@ def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
         raise ValueError(
             f"location: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}"
         )
-    if LOCK in found and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
-        raise ValueError(f"location: got {os.fspath(folder)!r} with a {LOCK} that is no file, wanted {wanted}")
 
 
-def _locked(folder: pathlib.Path) -> Any:
+def _locked(folder: pathlib.Path) -> IO[bytes]:
     """The folder's lock, as an open file; the locks that killed writers have left on values are swept."""
-    lock = create(folder / LOCK, "ab")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        wanted = "wanted one without a writer, or readonly=True"
-        raise ValueError(f"location: got {os.fspath(folder)!r}, to which another store writes, {wanted}") from error
+    lock = locked("location", folder, LOCK, "one without a writer, or readonly=True")
     protect(folder)
     for path in folder.rglob("*.__lock"):
         with contextlib.suppress(OSError):  # a folder of this name is no lock

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a saved cache, and the files that it names: what is not named does not exist.
+"""The files of a saved cache: a manifest, and the index and the values that it names.
 
-A save writes files with new names, then replaces the manifest, which is the moment at which it becomes the save, then
-deletes what the manifest no longer names. Whoever is killed leaves the old save or the new one.
+    manifest.json    format, version, a checksum, and of the save: model, layout, namespaces, names of LoRAs, number of
+                     blocks, the name of its other files, the checksum of its index
+    <name>.index     the blocks and their order (`Contents`): arrays of i32
+    <name>.values    a value of each block and group (`values.py`): all of the first group, then those of the next one
+    save.lock        held by the process that saves
+
+What the manifest does not name does not exist. A save writes files of a new name, then replaces the manifest, which is
+the moment at which it becomes the save, then deletes the older files. Whoever is killed leaves the old save or the new
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import math
 import os
 import pathlib
 import re
 import reprlib
 import secrets
-import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
-import numpy as np
-
 from kvjax._files import create, make_folder, open_regular
+from kvjax.stores.folders import locked, sync
 
-VERSION = 1
+VERSION = 2  # version 1 had safetensors files
 MANIFEST, LOCK = "manifest.json", "save.lock"
+INDEX, VALUES = ".index", ".values"  # what follows the name of a save
 _TEMPORARY = f"{MANIFEST}.tmp"
 _FORMAT = "kvjax cache"
-_PART = re.compile(r"[0-9a-f]{16}-\d{5}\.safetensors")
+_FILE = re.compile(r"[0-9a-f]{16}\.(index|values)")
 _FIELDS = {
-    "namespaces": dict, "loras": dict, "model": str, "layout": dict, "num_blocks": int, "index": dict, "parts": list,
+    "model": str, "layout": dict, "namespaces": dict, "loras": dict, "num_blocks": int, "name": str, "crc32": int,
 }  # fmt: skip
-_OF_PART = {"file": str, "bytes": int, "group": int, "first": int, "count": int}
-_OF_INDEX = {"file": str, "bytes": int, "crc32": int}
 
 
 def checked_folder(folder: Any) -> pathlib.Path:
@@ -51,65 +53,32 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """The manifest of a save.
 
     Raises:
-      ValueError: with the file, if it is no save's, a newer version's, or broken.
+      ValueError: with the file, if it is no save's, another version's, or broken.
     """
     path = folder / MANIFEST
     try:
-        with open_file(path) as file:
-            text = file.read()
+        with open_regular(path, "rb") as file:
+            manifest = json.load(file)
+        checksum = zlib.crc32(_dumped(manifest.get("save"))) if isinstance(manifest, Mapping) else 0
     except OSError as error:
         raise ValueError(f"folder: got {os.fspath(folder)!r} without {MANIFEST}, wanted a saved cache") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise broken(path, f"contents that cannot be read ({error})") from error
-    try:
-        return _parsed(path, text)
-    except RecursionError as error:
-        raise broken(path, "lists in each other that are too deep") from error
-
-
-def _parsed(path: pathlib.Path, text: bytes) -> dict[str, Any]:
-    """The manifest with this text."""
-    try:
-        manifest = json.loads(text)
-    except ValueError as error:
-        raise broken(path, f"text that is no JSON ({error})") from error
     if not isinstance(manifest, Mapping) or manifest.get("format") != _FORMAT:
         raise ValueError(f"folder: got {os.fspath(path)!r} of something else, wanted that of a saved cache")
     version = manifest.get("version")
     if type(version) is not int or version != VERSION:
-        raise ValueError(f"folder: got {os.fspath(path)!r} of version {version!r:.80}, wanted {VERSION}")
+        why = "a save of another version of kvjax can neither be loaded nor replaced"
+        raise ValueError(f"folder: got {os.fspath(path)!r} of version {version!r:.80}, wanted {VERSION}: {why}")
     save: Any = manifest.get("save")
-    if manifest.get("crc32") != zlib.crc32(_dumped(save)):
+    if manifest.get("crc32") != checksum:
         raise broken(path, "contents with another checksum")
-    _check(path, "save", save, _FIELDS)
-    _check(path, "index", save["index"], _OF_INDEX)
-    for number, part in enumerate(save["parts"]):
-        _check(path, f"parts[{number}]", part, _OF_PART)
-    loras = list(save["loras"].values())
-    if any(type(name) is not str for name in loras) or len(set(loras)) < len(loras):
-        raise broken(path, f"loras={reprlib.repr(save['loras'])}")
+    has_fields = isinstance(save, dict) and save.keys() == _FIELDS.keys()
+    if not has_fields or any(type(save[field]) is not kind for field, kind in _FIELDS.items()):
+        raise broken(path, f"save={reprlib.repr(save)}")
+    if save["num_blocks"] < 0 or not _FILE.fullmatch(save["name"] + INDEX):
+        raise broken(path, f"num_blocks={save['num_blocks']!r:.80} and name={save['name']!r:.80}")
     return save
-
-
-def _check(path: pathlib.Path, name: str, value: Any, wanted: dict[str, type]) -> None:
-    """Raises a ValueError unless a mapping has exactly these fields, and a file that can be a save's."""
-    fits = isinstance(value, dict) and value.keys() == wanted.keys()
-    if not fits or any(type(value[field]) is not kind for field, kind in wanted.items()):
-        raise broken(path, f"{name}={reprlib.repr(value)}")
-    if any(value[field] < 0 for field, kind in wanted.items() if kind is int):
-        raise broken(path, f"a negative number in {name}={reprlib.repr(value)}")
-    if "file" in wanted and not _PART.fullmatch(value["file"]):
-        raise broken(path, f"the file {value['file']!r:.80}")
-
-
-def open_file(path: pathlib.Path, size: int | None = None) -> IO[bytes]:
-    """Opens a regular file of `size` bytes, or of any number; a ValueError for anything else."""
-    file = open_regular(path, "rb")
-    found = os.fstat(file.fileno()).st_size
-    if size not in (None, found):
-        file.close()
-        raise ValueError(f"got {found} bytes, wanted {size}")
-    return file
 
 
 def broken(path: pathlib.Path, got: str) -> ValueError:
@@ -121,73 +90,25 @@ def _dumped(save: Any) -> bytes:
     return json.dumps(save, sort_keys=True).encode()
 
 
-def part_name(token: str, number: int) -> str:
-    """The name of a save's file; `token` is the save's own."""
-    return f"{token}-{number:05d}.safetensors"
-
-
-def write_part(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Writes and syncs a file; returns its name and size."""
-    from safetensors.numpy import save_file
-
-    create(path, "wb").close()  # safetensors would make it with the umask's mode
-    save_file(tensors, path)
-    return _synced(path)
-
-
-class PartWriter:
-    """A safetensors file that is written some blocks at a time: its header, then all blocks of each array.
-
-    Attributes:
-      written: the file's name and size, once it is closed and synced.
-    """
-
-    def __init__(self, path: pathlib.Path, count: int, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
-        """`arrays` has the shape and the words' dtype of one block of each of them."""
-        self.path, self.written, self._starts = path, dict[str, Any](), dict[str, tuple[int, int]]()
-        header, end = {}, 0
-        for name, (shape, dtype) in arrays.items():
-            start, size = end, math.prod(shape) * dtype.itemsize
-            end, self._starts[name] = start + count * size, (start, size)
-            dtype_name = f"U{8 * dtype.itemsize}"
-            header[name] = {"dtype": dtype_name, "shape": [count, *shape], "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._file, self._data = create(path, "wb"), 8 + len(text)
-        self._file.write(struct.pack("<Q", len(text)) + text)
-
-    def write(self, name: str, first: int, blocks: np.ndarray) -> None:
-        """Writes an array's blocks [n, *shape] from the first one of them on."""
-        start, size = self._starts[name]
-        self._file.seek(self._data + start + first * size)
-        self._file.write(np.ascontiguousarray(blocks).view(np.uint8).reshape(-1))
-
-    def __enter__(self) -> PartWriter:
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._file.close()
-        if kind is None:
-            self.written = _synced(self.path)
-
-
-def _synced(path: pathlib.Path) -> dict[str, Any]:
-    """Syncs a file; returns its name and size."""
-    _sync(path)
-    return {"file": path.name, "bytes": path.stat().st_size}
+@contextlib.contextmanager
+def new_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Makes a file that other users cannot read, and at the end waits until it is on the disk."""
+    with create(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
     """Makes the written files the save of the folder, at one moment."""
     manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
-    _sync(folder)
+    sync(folder)
     temporary = folder / _TEMPORARY
     temporary.unlink(missing_ok=True)  # what an interrupted save has left, or a pipe or a link of somebody else's
-    with create(temporary) as file:
-        json.dump(manifest, file, sort_keys=True, indent=1)
-    _sync(temporary)
+    with new_file(temporary) as file:
+        file.write(json.dumps(manifest, sort_keys=True, indent=1).encode())
     os.replace(temporary, folder / MANIFEST)
-    _sync(folder)
+    sync(folder)
 
 
 class SaveFolder(NamedTuple):
@@ -211,7 +132,7 @@ def check_folder(folder: Any) -> SaveFolder:
       folder: the path of a saved cache, of an empty folder, or of none.
 
     Raises:
-      ValueError: if the folder has other files, a broken manifest, or another save is at work.
+      ValueError: if the folder has other files, a broken manifest or that of another version, or a writer.
       OSError: if it cannot be written.
 
     Example:
@@ -222,17 +143,15 @@ def check_folder(folder: Any) -> SaveFolder:
     """
     path = checked_folder(folder)
     names = {found.name for found in path.iterdir()} if path.exists() else set()
-    if MANIFEST not in names and any(not _PART.fullmatch(name) for name in names - {LOCK, _TEMPORARY}):
+    if MANIFEST not in names and any(not _FILE.fullmatch(name) for name in names - {LOCK, _TEMPORARY}):
         wanted = "wanted a saved cache, an empty folder or none"
         raise ValueError(f"folder: got {os.fspath(path)!r} without {MANIFEST}, {wanted}")
     with written_by_one(path):
         named = _named_files(path)
-        with create(path / part_name(secrets.token_hex(8), 0), "wb") as file:
+        with new_file(path / (secrets.token_hex(8) + VALUES)) as file:
             file.write(b"a trial")
-            file.flush()
-            os.fsync(file.fileno())
-    parts = {name for name in names if _PART.fullmatch(name)}
-    return SaveFolder(MANIFEST in names, len(parts - named) + (_TEMPORARY in names))
+    files = {name for name in names if _FILE.fullmatch(name)}
+    return SaveFolder(MANIFEST in names, len(files - named) + (_TEMPORARY in names))
 
 
 @contextlib.contextmanager
@@ -245,16 +164,10 @@ def written_by_one(folder: pathlib.Path) -> Iterator[None]:
     is_new = not folder.exists()
     if (folder / MANIFEST).exists():
         read_manifest(folder)
-    if (folder / LOCK).exists() and not (folder / LOCK).is_file():  # opening a pipe would wait for its reader
-        raise broken(folder / LOCK, "no regular file")
     make_folder(folder)
     if is_new:
-        _sync(folder.absolute().parent)
-    with create(folder / LOCK, "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"folder: got {os.fspath(folder)!r}, to which another save writes, wanted one") from error
+        sync(folder.absolute().parent)
+    with locked("folder", folder, LOCK):
         try:
             yield
         finally:
@@ -265,7 +178,7 @@ def _delete_others(folder: pathlib.Path) -> None:
     """Deletes the files of saves that the manifest does not name."""
     named = _named_files(folder)
     for path in folder.iterdir():
-        if (_PART.fullmatch(path.name) and path.name not in named) or path.name == _TEMPORARY:
+        if (_FILE.fullmatch(path.name) and path.name not in named) or path.name == _TEMPORARY:
             path.unlink()
 
 
@@ -273,13 +186,5 @@ def _named_files(folder: pathlib.Path) -> set[str]:
     """The files that the manifest names, if there is one."""
     if not (folder / MANIFEST).exists():
         return set()
-    save = read_manifest(folder)
-    return {save["index"]["file"], *(part["file"] for part in save["parts"])}
-
-
-def _sync(path: pathlib.Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    name = read_manifest(folder)["name"]
+    return {name + INDEX, name + VALUES}

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import pathlib
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,13 +14,12 @@ import numpy as np
 from kvjax._compile import OutermostJit
 from kvjax.blocks.holders import give_back, hold
 from kvjax.blocks.windows import policy_of
-from kvjax.spec import CacheSpec
+from kvjax.cache import AnyCache, Cache
 from kvjax.state import NO_BLOCK, CacheState, Text
-from kvjax.stores.adoption import AnyCache, adopt_prefix, with_state
+from kvjax.stores.adoption import adopt_prefix
 from kvjax.stores.contents import Contents, blocks_with
-from kvjax.stores.layout import leaves_of
-from kvjax.stores.manifest import open_file
-from kvjax.stores.transport import checksum
+from kvjax.stores.values import Values
+from kvjax.tiered import joined
 
 
 class Loaded(NamedTuple):
@@ -38,11 +36,6 @@ class Loaded(NamedTuple):
     broken: int
 
 
-def tensor_name(at: int) -> str:
-    """The name of a group's array in a file."""
-    return f"array{at}"
-
-
 class Saved:
     """The blocks of a save, read one by one.
 
@@ -51,67 +44,28 @@ class Saved:
       broken: bool[G, n]; blocks whose bytes were found not to be those that were saved.
     """
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        contents: Contents,
-        starts: np.ndarray,
-        crc: np.ndarray,
-        parts: Sequence[tuple[Mapping[str, Any], Any]],
-    ):
-        """`parts` are those of the manifest, each with its open file, or None."""
-        self.contents, self._starts, self._crc, self._spec = contents, starts, crc, spec
-        self.broken = np.zeros(contents.order.shape, np.bool_)
+    def __init__(self, values: Values, contents: Contents, roots: Mapping[int, bytes], file: IO[bytes]):
+        """`roots` has the hash of each namespace's empty prefix; `file` has the values, as `save` writes them."""
+        self.contents, self._values, self._file = contents, values, file
+        self._blocks = contents.blocks(values, roots)
         exists = contents.order >= 0
-        self._position = np.cumsum(exists, axis=1) - exists
-        self._parts: list[list[tuple[int, int, Any]]] = [[] for _ in spec.groups]
-        for part, opened in sorted(parts, key=lambda each: each[0]["first"]):
-            if opened is not None and 0 <= part["group"] < len(spec.groups):
-                self._parts[part["group"]].append((part["first"], part["count"], opened))
+        self.broken, self._starts = np.zeros_like(exists), values.starts(exists)
 
     def read(self, number: int, at: int) -> list[np.ndarray] | None:
         """The words of a block's arrays, or None if they are not those that were saved."""
-        found = self._read(number, int(self._position[number, at]))
-        if found is None or checksum(int(self._starts[at]), found) != int(self._crc[number, at]):
-            self.broken[number, at] = True
-            return None
-        return found
-
-    def _read(self, number: int, position: int) -> list[np.ndarray] | None:
-        leaves = leaves_of(self._spec, number)
-        if not leaves:
+        if not self._values.has_bytes(number):
             return []
-        at = bisect.bisect_right(self._parts[number], position, key=lambda part: part[0]) - 1
-        if at < 0:
-            return None
-        first, count, opened = self._parts[number][at]
-        row = position - first
-        if row >= count:
-            return None
-        try:
-            found = [opened.get_slice(tensor_name(leaf))[row : row + 1] for leaf in range(len(leaves))]
-        except Exception:  # whatever safetensors raises
-            return None
-        pairs = zip(found, leaves, strict=True)
-        fits = all(x.shape == (1, *leaf.shape) and x.dtype == leaf.word for x, leaf in pairs)
-        return [x[0] for x in found] if fits else None
+        value = b""
+        with contextlib.suppress(OSError):  # of a disk: no sound block
+            value = os.pread(self._file.fileno(), self._values.sizes[number], int(self._starts[number, at]))
+        words = self._values.decode(self._blocks[at], number, value)
+        self.broken[number, at] |= words is None
+        return words
 
     def sound(self, path: list[int]) -> list[int]:
         """The path up to its first broken block."""
         ends = [column for column, at in enumerate(path) if self.broken[0, at]]
         return path[: ends[0]] if ends else path
-
-
-def open_part(folder: pathlib.Path, part: Mapping[str, Any], stack: contextlib.ExitStack) -> Any:
-    """An open file, which a later save may delete, until `stack` closes it; None if it cannot be opened."""
-    from safetensors import safe_open
-
-    path = folder / part["file"]
-    try:
-        open_file(path, part["bytes"]).close()
-        return stack.enter_context(safe_open(path, framework="numpy"))
-    except Exception:  # whatever safetensors raises
-        return None
 
 
 def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: np.ndarray) -> tuple[AnyCache, Loaded]:
@@ -131,7 +85,8 @@ def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: n
             path = path[: len(path) - missing]
     ids = blocks_with(contents, namespaces, jax.device_get(cache.state))
     order = [_by_release(*each) for each in zip(state.groups, ids, contents.order, strict=True)]
-    return with_state(cache, _release_again(cache.state, order, now), cache.pools), _counted(saved, ids)
+    state = _release_again(cache.state, order, now)
+    return joined(Cache(state, cache.pools), cache.host), _counted(saved, ids)
 
 
 def _chosen(contents: Contents, namespaces: Mapping[int, int], state: CacheState) -> np.ndarray:
@@ -175,7 +130,7 @@ def _adopt_chain(
         ends.append(min(set(columns) - found.keys(), default=len(path)))  # behind the first group's nothing is read
         return found
 
-    options, stated = {"hits": contents.hits[path]}, contents.retention[path][:, : 2 * spec.retention]
+    options, stated = {"hits": contents.hits[path]}, contents.retention[path, : 2 * spec.retention]
     if stated.size:
         options["stated"] = stated
     parts: list[Any] = [part[path] if part.size else None for part in (contents.tokens, contents.extra_ids)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,8 +33,8 @@ def batch_size(count: int) -> int:
     return FEW if count <= FEW else MOST
 
 
-def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """The blocks of one group, in pieces of at most 64: the index of the first, and each array [n, *shape].
+def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    """The blocks of one group, some at a time: which of them i64[n], and each array [n, *shape].
 
     Args:
       pools: the device's.
@@ -43,31 +42,23 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
       number: of the group.
       pool_rows: i32[n].
     """
-    on_device, most = pools.spec.groups[number].num_blocks, most_blocks(pools.spec, number)
+    num_on_device, most = pools.spec.groups[number].num_blocks, most_blocks(pools.spec, number)
+    (on_device,), (on_host,) = np.nonzero(pool_rows < num_on_device), np.nonzero(pool_rows >= num_on_device)
+    for piece, leaves in gather_blocks(pools, pool_rows[on_device], number):
+        yield on_device[piece], [np.asarray(leaf) for leaf in leaves]
     context = pools.context(number)
-    for first in range(0, len(pool_rows), most):
-        rows = pool_rows[first : first + most]
-        found: list[np.ndarray] | None = None
-        for where, offset in ((rows < on_device, 0), (rows >= on_device, on_device)):
-            if not where.any():
-                continue
-            index = np.zeros(batch_size(int(where.sum())), np.int32)
-            index[: where.sum()] = rows[where] - offset
-            leaves = _gather(pools, index, number) if offset == 0 else jax.tree.leaves(read_blocks(host, number, index))
-            blocks = [np.asarray(leaf)[: where.sum()] for leaf in leaves]
-            if offset and context is not None:  # the host's blocks are parts of devices, one after the other
-                blocks = [context.ordered(block) for block in blocks]
-            if where.all():
-                found = blocks
-                break
-            found = found or [np.empty((len(rows), *block.shape[1:]), block.dtype) for block in blocks]
-            for whole, part in zip(found, blocks, strict=True):
-                whole[where] = part
-        yield first, found or []
+    for first in range(0, len(on_host), most):
+        piece = on_host[first : first + most]
+        rows = np.zeros(batch_size(len(piece)), np.int32)
+        rows[: len(piece)] = pool_rows[piece] - num_on_device
+        blocks = [np.asarray(leaf)[: len(piece)] for leaf in jax.tree.leaves(read_blocks(host, number, rows))]
+        if context is not None:  # the host's blocks are parts of devices, one after the other
+            blocks = [context.ordered(block) for block in blocks]
+        yield piece, blocks
 
 
-def gather_blocks(pools: Pools, pool_rows: Sequence[int], number: int) -> Iterator[tuple[slice, list[jax.Array]]]:
-    """The blocks of one group on the device, in pieces without padding: which of them, and each array [n, *shape]."""
+def gather_blocks(pools: Pools, pool_rows: Any, number: int) -> Iterator[tuple[slice, list[jax.Array]]]:
+    """The blocks i32[n] of one group on the device, in pieces without padding: a slice, and each array [n, *shape]."""
     first, most = 0, most_blocks(pools.spec, number)
     while left := len(pool_rows) - first:
         count = next(size for size in (most, FEW, 1) if size <= left)
@@ -140,10 +131,3 @@ def compile_pieces(pools: Pools, number: int, pool_rows: np.ndarray) -> None:
         arrays = [np.zeros((size, *leaf.shape), leaf.dtype) for leaf in leaves]
         if size in (FEW, MOST):
             _scatter.lower(pools, arrays, pool_rows, np.zeros((size,), np.int32), number).compile()
-
-
-def checksum(start: int, words: Sequence[np.ndarray]) -> int:
-    """The crc32 of a block's arrays, one after the other, after `start`."""
-    for array in words:
-        start = zlib.crc32(np.ascontiguousarray(array), start)
-    return start

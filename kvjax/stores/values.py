@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a store: a whole block of one group each, under a name that is made of its contents.
+"""The one format of a stored block: the K/V that a group has of it are a value, under a name.
 
     name    <layout>-<group>-<bytes>/<hash>      16 hexadecimal digits, two numbers, 32 hexadecimal digits
-    value   magic, version, group; hashes of the layout, of the parent and of the block; tokens; extra ids
-            the words of each array of the block, in the order of `leaves_of`
+    value   magic, version, group; hashes of the layout, of the parent and of the block
+            number of tokens; tokens; extra ids; zeros up to the size of a whole block's
+            the words of each array of the block, in the order of `leaves_of`; zeros after the last token
             crc32 of all this, u32                                                           all little-endian
 
-A hash is not trusted: a value counts only if all that stands before its words is what it has to be.
+A name has all that the bytes depend on. In <layout> are the version of this format, the dtype of the K/V and the rest
+of `layout_of`. In <hash> are the model and the version of its weights, the salt, the name of the LoRA and all tokens
+(`blocks/hashes.py`). A hash is not trusted: a value counts only if all that stands before its words is as expected.
+
+`DiskStore` writes values one by one. `save` writes them one after the other: all values of a group have one size.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,13 +31,13 @@ from kvjax.spec import CacheSpec
 from kvjax.state import Text
 from kvjax.stores.layout import layout_of, leaves_of
 
-VERSION = 1
-_MAGIC, _CRC = b"kvjaxblk", 4
+VERSION = 2
+_MAGIC, _CRC, _WORD = b"kvjaxblk", 4, 4
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-([0-9]{1,18})/[0-9a-f]{32}")
 
 
 class Block(NamedTuple):
-    """A whole block of a prefix, by its contents.
+    """A block of a prefix, by its contents.
 
     Attributes:
       parent: the hash of the prefix before it.
@@ -46,15 +51,20 @@ class Block(NamedTuple):
 
 
 class Values:
-    """The names and values of the blocks of one layout."""
+    """The names and values of the blocks of one layout.
 
-    def __init__(self, spec: CacheSpec, key: bytes):
-        layout = json.dumps(layout_of(spec), sort_keys=True).encode()
+    Attributes:
+      sizes: the bytes of a value of each group.
+    """
+
+    def __init__(self, spec: CacheSpec, key: bytes = b""):
+        """`key` is a secret, without which the names cannot be computed."""
+        layout = json.dumps([VERSION, layout_of(spec)], sort_keys=True).encode()
         self.spec, self.layout = spec, hashlib.blake2b(layout, digest_size=8, person=b"kvjax-layout").digest()
-        self._hasher, self._tokens = hasher(b"kvjax-block", key), struct.pack("<I", spec.block_size)
-        words = spec.block_size * (1 + spec.extra_ids)
+        self._hasher = hasher(b"kvjax-block", key)
+        self._words_per_token = 1 + spec.extra_ids
         self._leaves = [leaves_of(spec, number) for number in range(len(spec.groups))]
-        start = len(self._head(Block(bytes(16), bytes(16), bytes(4 * words)), 0))
+        start = len(self._head(Block(bytes(16), bytes(16), b""), 0))
         self.sizes = [start + sum(leaf.num_bytes for leaf in leaves) + _CRC for leaves in self._leaves]
         self._folders = [f"{self.layout.hex()}-{number}-{size}" for number, size in enumerate(self.sizes)]
 
@@ -68,7 +78,7 @@ class Values:
 
     def block(self, parent: bytes, text: bytes) -> Block:
         """The block with this text after a prefix."""
-        return Block(parent, chain_hash(self._hasher, parent, self._tokens + text), text)
+        return Block(parent, chain_hash(self._hasher, parent, self._counted(text)), text)
 
     def blocks(self, root: bytes, prompt: Text) -> list[Block]:
         """The whole blocks of a prompt i32[n] whose empty prefix has the hash `root`."""
@@ -80,13 +90,20 @@ class Values:
             found.append(self.block(found[-1].hash if found else root, text.tobytes()))
         return found
 
-    def encode(self, block: Block, number: int, arrays: Sequence[np.ndarray]) -> bytes:
-        """The value of a block with these arrays, of one group."""
-        parts = [self._head(block, number), *(np.ascontiguousarray(array).view(np.uint8) for array in arrays)]
+    def starts(self, exists: np.ndarray) -> np.ndarray:
+        """i64[G, n]; where the values of blocks bool[G, n] begin in a file that has them group by group."""
+        sizes = np.array([[size * self.has_bytes(number)] for number, size in enumerate(self.sizes)], np.int64)
+        return np.cumsum(exists * sizes).reshape(exists.shape) - exists * sizes
+
+    def encode(self, block: Block, number: int, arrays: Sequence[np.ndarray]) -> list[Any]:
+        """The value of a block with these arrays, of one group: parts, one after the other."""
+        num_tokens = self._num_tokens(block.text)
+        words = (leaf.words(array, num_tokens) for leaf, array in zip(self._leaves[number], arrays, strict=True))
+        parts = [self._head(block, number), *words]
         crc = 0
         for part in parts:
             crc = zlib.crc32(part, crc)
-        return b"".join([*parts, struct.pack("<I", crc)])
+        return [*parts, struct.pack("<I", crc)]
 
     def decode(self, block: Block, number: int, value: bytes) -> list[np.ndarray] | None:
         """The words of each array of a block, or None if the value is not of this block, or not whole."""
@@ -105,8 +122,16 @@ class Values:
             start += leaf.num_bytes
 
     def _head(self, block: Block, number: int) -> bytes:
-        described = _MAGIC, struct.pack("<II", VERSION, number), self.layout, block.parent, block.hash, block.text
-        return b"".join(described)
+        described = _MAGIC, struct.pack("<II", VERSION, number), self.layout, block.parent, block.hash
+        most = _WORD * (1 + self.spec.block_size * self._words_per_token)
+        return b"".join(described) + self._counted(block.text).ljust(most, b"\0")
+
+    def _counted(self, text: bytes) -> bytes:
+        """A text after its number of tokens."""
+        return struct.pack("<I", self._num_tokens(text)) + text
+
+    def _num_tokens(self, text: bytes) -> int:
+        return len(text) // (_WORD * self._words_per_token)
 
 
 def size_of(name: str) -> int | None:

@@ -15,10 +15,11 @@ import time
 import numpy as np
 
 import kvjax
-from kvjax.serving import engine_thread
+from kvjax.serving import driver
 from models import load, recall, serve, tenants
 from models.recall import CHECKPOINT
 from models.serve_http import Clients
+from tests import drive
 from tests.drive import ROOT, TIMEOUT
 
 TEMPLATE = """{%- for message in messages %}
@@ -108,7 +109,7 @@ class Watch:
     def __init__(self, engine, monkeypatch):
         self.handles, self.cancels, self.rows = [], [], []
         self._stage, self._held, self._go = None, threading.Event(), threading.Event()
-        submit, cancel, turn = engine.submit, engine._cancel, engine_thread.turn
+        submit, cancel, turn = engine.submit, engine._cancel, driver.turn
 
         def submitting(*args, **options):
             handle = submit(*args, **options)
@@ -130,7 +131,7 @@ class Watch:
 
         monkeypatch.setattr(engine, "submit", submitting)
         monkeypatch.setattr(engine, "_cancel", cancelling)
-        monkeypatch.setattr(engine_thread, "turn", turning)
+        monkeypatch.setattr(driver, "turn", turning)
 
     def hold(self, stage):
         """Holds the first turn before which something is true."""
@@ -191,7 +192,7 @@ def expected(prompts, new, **options):
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=512, max_seqs=ROWS, max_length=1024, block_size=16, dtype="float32"
     )
-    outputs, *_ = kvjax.run_batch(
+    outputs, *_ = drive.run_batch(
         model, kvjax.Cache.create(spec), prompts, max_new_tokens=new, top_logprobs=2, log_events=False, **options
     )
     return [Expected(output) for output in outputs]

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from models import load, verify
 from models.placement import partition_spec
+from tests import drive
 from tests.mesh import AUTO, EXPLICIT, collectives, mesh_of, sent_shapes
 from tests.models.families import GOLDENS
 
@@ -105,7 +106,7 @@ def test_generate_and_stream_give_the_tokens_of_one_device(shape, kind):
     def run(model, **where):
         cache = kvjax.tiers.TieredCache.create(spec, **where)
         outputs, cache, events = kvjax.generate(model, cache, prompts, max_new_tokens=8, chunk=16)
-        *_, last = kvjax.stream(model, cache, prompts, max_new_tokens=8, chunk=16)
+        *_, last = drive.stream(model, cache, prompts, max_new_tokens=8, chunk=16)
         kvjax.check(last.cache.state)
         return [(one.tokens, one.cached_tokens) for one in [*outputs, *last.outputs]], events
 

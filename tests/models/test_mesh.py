@@ -18,6 +18,7 @@ import kvjax
 from models import load, loading
 from models.golden import read_golden
 from models.placement import partition_spec
+from tests import drive
 from tests.drive import output_of
 from tests.mesh import AUTO, EXPLICIT, collectives, mesh_of, sent_shapes
 from tests.models.families import GOLDENS
@@ -110,7 +111,7 @@ def test_generate_and_stream_with_reuse_and_eviction(shape, kind, dtype):
         where = {"mesh": mesh, "heads": "heads"}
         model, _ = load(HEADS, **where)
         outputs, _, events = run(kvjax.generate, model, **where)
-        *_, last = run(kvjax.stream, model, **where)
+        *_, last = run(drive.stream, model, **where)
     assert "removed" in {event["kind"] for event in events} and any(output.cached_tokens for output in outputs)
     for row, (output, streamed, alone) in enumerate(zip(outputs, last.outputs, wanted, strict=True)):
         assert output.tokens == streamed.tokens == alone.tokens

@@ -12,6 +12,7 @@ import pytest
 
 from models import load, recall
 from models.recall import CHECKPOINT
+from tests import drive
 from tests.models.serve_kit import (
     DOCUMENT,
     GREEDY,
@@ -315,7 +316,7 @@ def test_samples_are_served_without_the_one_that_was_cancelled_and_in_several_ca
     engine, tokenizer = server.engine, load(CHECKPOINT)[1]
     prompt, wanted = recall.encode(prompt_of(PEOPLE[0])), batch()[PEOPLE[0]].text
     with engine._inbox.wake:  # the engine's thread sees all of it at once; it has slots for 32 requests
-        groups = [engine.submit(prompt, max_new_tokens=16, samples=7).samples for _ in range(5)]
+        groups = [drive.ask(engine, prompt, max_new_tokens=16, samples=7).samples for _ in range(5)]
         groups[1][0].cancel()
     outputs = [handle.result(20) for handles in groups for handle in handles]
     assert [output.finish for output in outputs] == ["length"] * 7 + ["cancelled"] + ["length"] * 27
@@ -333,7 +334,7 @@ def test_an_engine_that_fails_is_an_error_of_the_api_and_goes_on(server, client,
         raise RuntimeError("broken")
 
     server.engine.drain(20)
-    monkeypatch.setattr("kvjax.serving.engine_thread.turn", fails)
+    monkeypatch.setattr("kvjax.serving.driver.turn", fails)
     with pytest.raises(openai.APIError, match="the engine failed: RuntimeError: broken") as caught:
         list(client.completions.create(prompt="alice", stream=streams, **GREEDY))
     assert streams or caught.value.status_code == 503
@@ -362,12 +363,12 @@ def test_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
     running = Running(CHECKPOINT, "--store", str(tmp_path / "store"))
     try:
         with running.engine._inbox.wake:
-            handles = [one for _ in range(9) for one in running.engine.submit(prompt, samples=7).samples]
+            handles = [one for _ in range(9) for one in drive.ask(running.engine, prompt, samples=7).samples]
             for handle in handles[20:50]:
                 handle.cancel()
         finished = [handle.result(60).finish for handle in handles]
         assert finished == ["length"] * 20 + ["cancelled"] * 30 + ["length"] * 13
-        running.wait_for(lambda: not running.engine._thread._stored.prefixes)
+        running.wait_for(lambda: not running.engine._thread.driver.stored.prefixes)
     finally:
         running.close()
 

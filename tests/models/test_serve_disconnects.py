@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests import drive
 from tests.models.serve_kit import GREEDY, KEY, LONG, ON, PATIENCE, Running, idle, request_of, watched, with_template
 
 N, NEW, MOST_OPEN = 4, 40, 64
@@ -74,7 +75,7 @@ def test_two_turns_after_a_client_has_gone_its_rows_are_free(server, watch, stag
 @pytest.mark.parametrize("has_slot", [False, True])
 def test_a_client_that_goes_away_while_it_waits_gets_no_row(server, watch, has_slot, streams):
     """It waits for the scheduler, or has a slot of it already and waits for one of the rows, which others have."""
-    others = [server.engine.submit([5], max_new_tokens=1000) for _ in range(8)]
+    others = [drive.ask(server.engine, [5], max_new_tokens=1000) for _ in range(8)]
     server.wait_for(lambda: all(handle.output.tokens for handle in others))
     watch.handles.clear()
 

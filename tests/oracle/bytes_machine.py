@@ -25,7 +25,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -272,7 +272,9 @@ class Faults:
 
     def __enter__(self) -> Faults:
         for name, function in self.real.items():
-            setattr(host_pool, name, functools.partial(self._call, function))
+            call: Any = functools.partial(self._call, function)
+            call.lower = getattr(function, "lower", None)  # which compiles, and copies nothing
+            setattr(host_pool, name, call)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -405,6 +407,14 @@ class Config:
             block_size=SIZE, dtype=self.dtype, **self.options,
         )  # fmt: skip
 
+    def life(self, faults: Faults) -> Life:
+        """A new cache with these options, which is left at the end of a `with`."""
+        return Life(self, faults)
+
+    def requests(self, seed: int) -> Requests:
+        """The requests to it."""
+        return Requests(seed, self)
+
     def placement(self) -> dict[str, Any]:
         """The placement of the pools, for `create`."""
         shape, auto = (self.heads, self.context), jax.sharding.AxisType.Auto
@@ -462,7 +472,23 @@ class Life:
     def __init__(self, config: Config, faults: Faults):
         self.config, self.faults, self.spec = config, faults, config.spec()
         self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
-        where = config.placement()
+        self.version = 0
+        self.tally: collections.Counter[str] = collections.Counter()
+        self.arguments: set[draws.Argument] = set()
+        self.time = 2**31 - 20
+        self.programs = programs(config.kernels)
+        self.leave = {"max_removed": LEAVE} if config.every else {}
+        self.begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Leaves the cache."""
+
+    def begin(self) -> None:
+        """Begins with an empty cache."""
+        where = self.config.placement()
         self.cache, self.host = Cache.create(self.spec, self.config.policy, **where), None
         if self.has_host:
             tiered = TieredCache.create(self.spec, self.config.policy, **where)
@@ -471,13 +497,7 @@ class Life:
         self.adoptions: list[Adoption] = []
         self.pins: list[tuple[np.ndarray, int]] = []
         self.flying: list[kvjax.tiers.Transfer] = []
-        self.version = 0
         self.mirror = kvjax.events.Mirror()
-        self.tally: collections.Counter[str] = collections.Counter()
-        self.arguments: set[draws.Argument] = set()
-        self.time = 2**31 - 20
-        self.programs = programs(config.kernels)
-        self.leave = {"max_removed": LEAVE} if config.every else {}
         self.inspect()
         self.poison()
 
@@ -1156,12 +1176,12 @@ class Life:
             warnings.simplefilter("always")
             how, run = {"chunk": 8, "k": request["k"]}, kvjax.generate
             if self.has_host:  # rows are swapped out where blocks run out
-                run, options = kvjax.run_batch, Scheduler(reserve="num_tokens", preempt="swap", **how)
-                how = {"scheduler": options, "priorities": request["priorities"]}
+                run, options = drive.run_batch, Scheduler(reserve="num_tokens", preempt="swap", **how)
+                how = {"scheduler": options, "priority": request["priorities"]}
             run = with_kernels(run) if self.config.kernels else run
             outputs, cache, events = run(
                 Chain(roots, self.config.layers), cache, prompts, max_new_tokens=request["most"],
-                namespaces=spaces, steps=4, **how,
+                namespace=spaces, steps=4, **how,
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
         self.tally["beside other rows"] += len(self.rows) > 0
@@ -1488,7 +1508,7 @@ def live(config: Config, seed: int, steps: int, seconds: float = float("inf")) -
     Raises:
       Failure: from the error.
     """
-    requests, end = Requests(seed, config), time.monotonic() + seconds
+    requests, end = config.requests(seed), time.monotonic() + seconds
 
     def story(life: Life) -> Iterator[Request]:
         for _ in range(steps):
@@ -1501,8 +1521,7 @@ def live(config: Config, seed: int, steps: int, seconds: float = float("inf")) -
 def carry_out(config: Config, history: Callable[[Life], Iterable[Request]]) -> Life:
     """Carries out requests on a new cache; see `live`."""
     done: list[Request] = []
-    with Faults() as faults:
-        life = Life(config, faults)
+    with Faults() as faults, config.life(faults) as life:
         for request in history(life):
             done.append(request)
             try:
@@ -1583,13 +1602,16 @@ CONFIGS = {
 }
 
 
-def main() -> None:
+def main(configs: dict[str, Any]) -> None:
+    """The command line: a history of a configuration, which is cut down if it fails."""
     parser = argparse.ArgumentParser(description="Random histories with every byte compared.")
-    parser.add_argument("config", choices=CONFIGS)
+    parser.add_argument("config", choices=configs)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1_000)
     args = parser.parse_args()
-    config, start = CONFIGS[args.config], time.monotonic()
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_num_cpu_devices", 8)
+    config, start = configs[args.config], time.monotonic()
     try:
         life = live(config, args.seed, args.steps)
     except Failure as failure:
@@ -1606,6 +1628,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    main(CONFIGS)

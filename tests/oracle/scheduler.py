@@ -67,8 +67,8 @@ class Scheduler:
 
     # Requests come and go.
 
-    def submit(self, asks: Sequence[Ask]) -> list[tuple[Status, int, int]]:
-        """Puts each request into the first empty slot, where it waits. One that could never run is refused.
+    def submit(self, asks: Sequence[Ask], slots: Sequence[int] | None = None) -> list[tuple[Status, int, int]]:
+        """Puts each request into the first empty slot, or into that of `slots`. One that could never run is refused.
 
         Returns its status, its slot and the slot's generation; the latter are -1 if it is refused.
         """
@@ -77,7 +77,8 @@ class Scheduler:
         for number, ask in enumerate(asks):
             samples = [other for other in asks if other.sample_of == number]
             sound = ask.sample_of < number and self._is_alike(ask, asks)
-            slot = next((request for request in self.requests if request.stage == Stage.EMPTY), None)
+            among = self.requests if slots is None else [self.requests[slots[number]]]
+            slot = next((request for request in among if request.stage == Stage.EMPTY), None)
             status = self._check(ask, samples, slot) if sound else Status.BAD_REQUEST
             if ask.sample_of >= 0 and status != Status.BAD_REQUEST and taken[ask.sample_of] is None:
                 status = answers[ask.sample_of][0]
@@ -140,14 +141,20 @@ class Scheduler:
             self.requests[request.slot] = Request(request.slot, request.generation + 1)
         return over
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something: a request has a row, or waits and there is a row to have."""
+        waits = any(request.stage == Stage.WAITING for request in self.requests)
+        return any(self.rows) or (waits and bool(self._free_rows()))
+
     # A step.
 
-    def step(self, log_room: int = AMPLE) -> Report:
-        """Runs one step. The log has free records for so many events of a block of steps."""
+    def step(self, log_room: int = AMPLE, most: int = AMPLE) -> Report:
+        """Runs one step, of at most so many steps of the model. The log has free records for so many events of them."""
         report, self.events = Report(), []
         self.retire(report)
         tried = self.tries(report)
-        self.grow(report, tried or self.mixes(), log_room)
+        self.grow(report, tried or self.mixes(), log_room, most)
         if tried:
             self.admit(report)
         if self.mixes():
@@ -214,7 +221,7 @@ class Scheduler:
 
     # 2. Grow.
 
-    def grow(self, report: Report, single: bool, log_room: int) -> None:
+    def grow(self, report: Report, single: bool, log_room: int, steps: int = AMPLE) -> None:
         """Reserves blocks for the next tokens of all rows that decode.
 
         While a request waits for a row or for blocks, a block of steps ends where the first row is known to end.
@@ -225,7 +232,7 @@ class Scheduler:
         limit = most
         if any(request.stage == Stage.WAITING for request in self.requests):
             limit = min(most, self.options.k_waiting, *left.values())
-        n = 1 if single or self.refused > 1 else min(limit, self.cache.num_steps(want, most, log_room))
+        n = 1 if single or self.refused > 1 else min(limit, steps, self.cache.num_steps(want, most, log_room))
         more = [max(0, min(count, n) - self._reserved(row)) for row, count in enumerate(want)]
         result = self._record(self.cache.extend([count > 0 for count in more], more))
         report.n, self.refused = (n, 0) if result.ok else (0, n)

@@ -731,7 +731,7 @@ def test_histories_of_samples_and_windows_with_few_blocks(seeds):
 class Single(Scheduler):
     """A scheduler without blocks of steps: each row that decodes reserves one token and computes it."""
 
-    def grow(self, report, single, log_room):
+    def grow(self, report, single, log_room, steps=None):
         decoding = self.decoding()
         full = [row in decoding and not self._reserved(row) for row in range(len(self.rows))]
         ok = self._record(self.cache.extend(full, full)).ok

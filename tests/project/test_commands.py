@@ -22,8 +22,8 @@ from flax import nnx
 
 import kvjax
 from kvjax.events.log import init_log
-from kvjax.interop.log import report
 from kvjax.interop.vllm import Subscriber
+from kvjax.research import log_report
 from models import (
     Decoder,
     ModelConfig,
@@ -173,7 +173,7 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--store-bytes 5XB", "--store-bytes: got '5XB', wanted a size such as 500MB or 10GiB"),
         (
             "--checkpoint ids --prompt 1 --store new --store-bytes 1k",
-            "--store-bytes: got 1000, wanted an int of at least 1148",
+            "--store-bytes: got 1000, wanted an int of at least 1152",
         ),
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
@@ -239,18 +239,19 @@ class Scripted:
         self.prompts, self.caches, self.stores = [], [], []
         self.tokens = bytes_tokenizer().encode(" fine").ids
 
-    def __call__(self, model, cache, prompts, *, listener, **options):
+    def __call__(self, model, cache, requests, options):
+        prompts = [request.prompt.tolist() for request in requests]
         self.prompts += prompts
         self.caches.append(cache)
-        self.stores.append(options["store"])
+        self.stores.append(options.store)
         outputs = [kvjax.serving.Output(len(prompt), cached_tokens=len(prompt) - 1) for prompt in prompts]
         for count in (2, len(self.tokens)):
             for output in outputs:
                 output.tokens = self.tokens[:count]
                 output.logprobs = [0.0] * count
                 output.finish = "stop" if count == len(self.tokens) else None
-            if listener is not None:
-                listener(init_log(8, 16, False))
+            if options.listener is not None:
+                options.listener(init_log(8, 16, False))
             new = {number: output.tokens for number, output in enumerate(outputs)}
             yield types.SimpleNamespace(outputs=outputs, cache=cache, new=new)
 
@@ -292,8 +293,8 @@ def test_ctrl_c_closes_the_store(capsys, scripted, tmp_path, monkeypatch, where)
         if where == "show" and not options.get("last"):
             raise KeyboardInterrupt
 
-    def interrupted(*_, store, **__):
-        scripted.stores.append(store)
+    def interrupted(model, cache, requests, options):
+        scripted.stores.append(options.store)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate._Screen, "show", press)
@@ -512,7 +513,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     assert "compiling the loop ...\ncompile " in err
     assert "; prefill 10 tokens " in err
     assert {event["kind"] for event in events} == {"stored"}
-    totals = report((tmp_path / "events").read_text().splitlines())
+    totals = log_report((tmp_path / "events").read_text().splitlines())
     assert sum(totals.queried) == 10 and totals.kinds["stored"] == len(events) and not totals.refused
     trace = json.loads((tmp_path / "trace").read_text())
     tracks = {one["args"]["name"] for one in trace if one["name"] == "thread_name"}
@@ -622,13 +623,13 @@ def test_compiling_prefill_and_decoding_are_timed_apart():
     """A loop of fixed duration stands in for a model's. A turn that does both is divided by the pace of the others."""
 
     @jax.jit
-    def serve(x):
+    def _turn(x):
         return jnp.sin(x) + 1
 
     def turns():
         outputs, x = [kvjax.serving.Output(7, cached_tokens=3)], jnp.ones(3)
         for new, seconds in ((3, 0.3), (4, 0.2), (4, 0.2)):
-            serve(x)
+            _turn(x)
             time.sleep(seconds)
             outputs[0].tokens += [0] * new
             yield types.SimpleNamespace(outputs=outputs, new={0: [0] * new})

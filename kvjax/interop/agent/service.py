@@ -25,12 +25,12 @@ import numpy as np
 from kvjax.blocks.keys import Namespaces
 from kvjax.checks import static_int
 from kvjax.debug import stats
-from kvjax.interop import columns as col
+from kvjax.events import columns as col
+from kvjax.events.host_events import pieces, runs
+from kvjax.events.index import Change, NodeMap, Space
 from kvjax.interop.encoder import WHOLE, EventEncoder
-from kvjax.interop.events import pieces, runs
-from kvjax.interop.hashing import Hashing, Space
+from kvjax.interop.hashing import Hashing
 from kvjax.interop.hub import PublisherThread
-from kvjax.interop.index import Change, NodeMap
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 

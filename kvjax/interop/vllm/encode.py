@@ -32,12 +32,12 @@ import numpy as np
 
 from kvjax.blocks.keys import Namespaces
 from kvjax.checks import static_int
-from kvjax.interop import columns as col
+from kvjax.events import columns as col
+from kvjax.events.host_events import pieces, runs
+from kvjax.events.index import NodeMap, Space
 from kvjax.interop._wires import msgspec
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
-from kvjax.interop.events import pieces, runs
-from kvjax.interop.hashing import Hashing, Space, salt_text
-from kvjax.interop.index import NodeMap
+from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
 from kvjax.spec import CacheSpec, GroupSpec, Kind
 

@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.checks import static_int
+from kvjax.events.index import Change, NodeMap
 from kvjax.interop._wires import zmq
 from kvjax.interop.hub import PublisherThread
-from kvjax.interop.index import Change, NodeMap
 from kvjax.interop.sockets import END, LOOPBACK, Curve, attach_socket, default_topic, open_socket, receive
 from kvjax.interop.vllm.encode import Encoder
 from kvjax.spec import CacheSpec

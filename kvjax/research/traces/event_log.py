@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kvjax.research.traces import records
+from kvjax.research.traces.log_lines import LogFollower, checked_line
 from kvjax.research.traces.trace import Trace, make_trace
 
 _MOST_BLOCKS = 1 << 25  # of all prompts: each has all blocks before its own
@@ -39,14 +40,14 @@ def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_siz
     Raises:
       ValueError: for a line that is no such batch.
     """
-    follower = _Follower(pause_ms)
+    follower, log = _Follower(pause_ms), LogFollower()
     for where, line in records.lines(path):
+        batch = records.parse_batch(where, line)
+        if isinstance(batch, dict) and "queried" in batch:
+            _follow_kvjax(follower, log, where, batch)
+            continue
         try:
-            batch = records.parse_batch(where, line)
-            if isinstance(batch, dict) and "queried" in batch:
-                _follow_kvjax(follower, where, batch)
-            else:
-                _follow_vllm(follower, where, batch)
+            _follow_vllm(follower, where, batch)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(f"{where}: got {line:.60}, wanted a batch of events: {error!r:.80}") from error
     if not follower.requests:
@@ -72,18 +73,18 @@ class _Follower:
         self.removed = self.unknown = 0  # blocks: removed, and stored behind blocks that the log does not have
         self.skipped = 0  # events that say no tokens of their blocks
         self.queried = self.cached = 0  # tokens: looked up and found, where the log has them
-        self.nodes: dict[Hashable, int] = {}  # ids of the blocks that are cached, by their hash or number in the log
+        self.nodes: dict[Hashable, int] = {}  # vLLM's: ids of the blocks that are cached, by their hash
         self.sizes: list[int] = []  # the tokens of each id
         self.block_size: int | None = None  # vLLM's
         self._parents: list[int] = []  # id -> id, or -1
         self._depths: list[int] = []  # id -> blocks up to it
-        self._ids: dict[Hashable, int] = {}  # contents -> id
+        self.ids: dict[Hashable, int] = {}  # contents, as a hash of the prefix -> id
         self._ends: dict[int, _Request] = {}  # id -> the request that ended there last
         self._pause = pause_ms
 
     def id_of(self, contents: Hashable, parent: int, tokens: int) -> int:
         """The id of a block with these contents; equal after it was removed and stored again."""
-        block = self._ids.setdefault(contents, len(self._parents))
+        block = self.ids.setdefault(contents, len(self._parents))
         if block == len(self._parents):
             self._parents.append(parent)
             self._depths.append(1 + (self._depths[parent] if parent >= 0 else 0))
@@ -137,34 +138,24 @@ class _Follower:
         return [*notes, f"{self.removed:,} blocks were removed; a trace does not say so."]
 
 
-def _follow_kvjax(follower: _Follower, where: str, batch: dict[str, Any]) -> None:
-    """Reads a record of `kvjax.interop.log`. One that begins with `created` is a snapshot: no requests."""
-    now = 1000 * records.timestamp(where, batch, "ts")
-    follower.queried += records.count(where, batch, "queried")
-    follower.cached += records.count(where, batch, "cached")
-    is_snapshot = False
-    for event in batch["events"]:
-        kind = event["kind"]
-        if event["group"]:
-            continue
-        if kind in ("created", "cleared"):
-            follower.nodes.clear()
-            is_snapshot |= kind == "created"
-        elif kind == "removed":
-            follower.removed += follower.nodes.pop((event["block"], event["generation"]), None) is not None
-        elif kind == "stored":
-            tokens, extra = event["tokens"], event.get("extra_ids", ())
-            if not tokens or not all(isinstance(token, int) for token in (*tokens, *extra)):
-                raise ValueError(f"{where}: tokens: got {tokens!r:.40}, wanted integers")
-            above = None if event["parent"] is None else (*event["parent"],)
-            root = above is None or above not in follower.nodes
-            parent = -1 if root else follower.nodes[above]
-            follower.unknown += root and above is not None
-            base = (event["namespace"] if above is None else above) if root else None
-            block = follower.id_of((parent, base, tuple(tokens), tuple(extra)), parent, len(tokens))
-            follower.nodes[event["block"], event["generation"]] = block
+def _follow_kvjax(follower: _Follower, log: LogFollower, where: str, batch: dict[str, Any]) -> None:
+    """Reads a line of `kvjax.interop.log`. One with `created` is a snapshot: no requests."""
+    line = checked_line(where, batch)
+    now = 1000 * line.ts
+    follower.queried += line.queried
+    follower.cached += line.cached
+    events = [event for event in line.events if event["group"] == 0]
+    is_snapshot = any(event["kind"] == "created" for event in events)
+    for event in events:
+        for change, block in log.follow(event, now):
+            follower.removed += change == "removed"
+            if change != "stored":
+                continue
+            parent = follower.ids.get(block.parent, -1)
+            follower.unknown += event.get("parent") is not None and parent < 0
+            number = follower.id_of(block.digest, parent, len(event["tokens"]))
             if not is_snapshot:
-                follower.store(where, now, parent, [block])
+                follower.store(where, now, parent, [number])
 
 
 def _follow_vllm(follower: _Follower, where: str, value: Any) -> None:

@@ -34,7 +34,7 @@ def read_mooncake(path: str | pathlib.Path, *, block_size: int = 512, two_parent
     columns = _Columns()
     for where, record in records.objects(path):
         columns.add(where, record, records.timestamp(where, record, "timestamp"), "input_length", "output_length")
-        columns.hash_ids.append(records.hash_ids(where, record))
+        columns.hash_ids.append(records.integers(where, record, "hash_ids"))
     return columns.trace(path, block_size, two_parents=two_parents)
 
 
@@ -63,7 +63,7 @@ def read_bailian(path: str | pathlib.Path, *, block_size: int = 16, two_parents:
         columns.kinds.append(str(records.field(where, record, "type")))
         time = 1000 * records.timestamp(where, record, "timestamp")
         columns.add(where, record, time, "input_length", "output_length")
-        columns.hash_ids.append(records.hash_ids(where, record))
+        columns.hash_ids.append(records.integers(where, record, "hash_ids"))
     return columns.trace(path, block_size, two_parents=two_parents, session=sessions)
 
 

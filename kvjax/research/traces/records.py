@@ -114,9 +114,9 @@ def timestamp(where: str, record: Mapping[str, Any], name: str) -> float:
     return number
 
 
-def hash_ids(where: str, record: Mapping[str, Any]) -> list[int]:
-    """The `hash_ids` of a prompt."""
-    value = field(where, record, "hash_ids")
+def integers(where: str, record: Mapping[str, Any], name: str) -> list[int]:
+    """A list of integers, such as the hashes of a prompt's blocks."""
+    value = field(where, record, name)
     if not isinstance(value, list) or any(type(one) is not int for one in value):
-        raise ValueError(f"{where}: hash_ids: got {value!r:.40}, wanted a list of integers")
+        raise ValueError(f"{where}: {name}: got {value!r:.40}, wanted a list of integers")
     return value

@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 
 import kvjax
+from kvjax.events.host_events import host_events
 from kvjax.events.log import append, init_log
 from kvjax.events.records import COLUMNS, EventKind, Events, Status, joined, record
 from kvjax.events.totals import Totals
-from kvjax.interop.events import host_events
 from kvjax.serving.requests import Finish, Stage
 from kvjax.state import Text
 from tests.drive import PLAIN, VERBS

@@ -12,6 +12,7 @@ import numpy as np
 
 import kvjax
 from kvjax import LayerSpec
+from kvjax.blocks.hashes import first_64_bits
 from kvjax.events import EventLog, Events, Mirror
 from kvjax.events.records import COLUMNS, EventKind
 from kvjax.interop import hashing, trtllm
@@ -194,7 +195,7 @@ def projected(
             after = hashing.root_hash(None, salt, lora, key=key)
             for at in range(0, start, spec.block_size):
                 after = hashing.block_hash(after, path[at : at + spec.block_size], key=key)
-            wire, after = None, hashing.first_64_bits(after)
+            wire, after = None, first_64_bits(after)
         tokens = tuple(token for token, _ in items)[start:]
         extra = tuple(
             (at - start, extra_name(ids))
@@ -230,9 +231,7 @@ def written(
         tokens = path[start:] if spec.extra_ids else tuple((token, 0) for token in path[start:])
         window = spec.groups[group].window
         window = spec.max_length if window is None else min(window, spec.max_length - 1)
-        prefix = trtllm.Prefix(
-            window, group, lora, wire, tokens, None if after is None else hashing.first_64_bits(after)
-        )
+        prefix = trtllm.Prefix(window, group, lora, wire, tokens, None if after is None else first_64_bits(after))
         found[prefix] = level, priority
     return found
 
@@ -287,5 +286,5 @@ def named(
 
     for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
         if group in groups and len(path) % spec.block_size == 0 and namespace in names:
-            found[group, str(hashing.first_64_bits(digest(namespace, path)))] = level
+            found[group, str(first_64_bits(digest(namespace, path)))] = level
     return found

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from grpc_tools import protoc
 
 import kvjax
+from kvjax.blocks.hashes import first_64_bits
 from kvjax.interop import hashing
 from kvjax.interop.agent import Agent, messages, service, services
 from kvjax.interop.agent.service import MOST_HASHES
@@ -102,7 +103,7 @@ def mirror_of(*events):
 
 def test_updates_by_hand():
     first = hashing.block_hash(hashing.root_hash(), [1, 2, 3, 4])
-    a, b = (str(hashing.first_64_bits(digest)).encode() for digest in (first, hashing.block_hash(first, [5, 6, 7, 8])))
+    a, b = (str(first_64_bits(digest)).encode() for digest in (first, hashing.block_hash(first, [5, 6, 7, 8])))
 
     def text(tag, value):
         return bytes([tag << 3 | 2, len(value)]) + value

@@ -4,7 +4,7 @@
 import pytest
 
 import kvjax
-from kvjax.interop import NodeMap
+from kvjax.events import NodeMap
 from kvjax.interop.vllm import Encoder, Mirror, Publisher, Subscriber, decode
 from tests.drive import PLAIN
 from tests.unit.debug import stories

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.blocks.hashes import first_64_bits
 from kvjax.interop import hashing
 from kvjax.interop.vllm import Encoder, Mirror, decode
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of, with_foreign
@@ -139,7 +140,7 @@ def sent(events, **options):
 
 
 def h(digest):
-    return hashing.first_64_bits(digest)
+    return first_64_bits(digest)
 
 
 def test_partly_filled_blocks_and_their_removals_are_left_out():

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.events import Listeners
-from kvjax.interop import NodeMap, together, trtllm
-from kvjax.interop.events import arrays
-from kvjax.interop.log import Log, report
+from kvjax.events import Listeners, NodeMap
+from kvjax.events.host_events import arrays
+from kvjax.interop import together, trtllm
+from kvjax.interop.log import Log
+from kvjax.research import log_report
 from tests.drive import EXTRA, PLAIN, TIERS, Driver
 from tests.unit.interop.forest import Lines, named, projected, written
 from tests.wire_kit import Reader, agent, agrees, hurried, publisher, removed, subscriber
@@ -136,7 +137,7 @@ def test_files_on_a_disk_that_is_full_at_times_tell_the_whole_in_the_end():
     for events in whole:
         mirror = kvjax.fold(events, mirror)
     assert mirror.index == driver.index
-    assert report(lines).refused and report(lines).blocks[-1][0] == len(mirror.nodes)
+    assert log_report(lines).refused and log_report(lines).blocks[-1][0] == len(mirror.nodes)
 
 
 def test_a_listener_that_raises_keeps_no_events_from_the_others(caplog):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.interop.hashing import block_hash, block_hashes, first_64_bits, root_hash, salt_hash, with_hashes
+from kvjax.blocks.hashes import first_64_bits
+from kvjax.interop.hashing import block_hash, block_hashes, root_hash, salt_hash, with_hashes
 from kvjax.testing import Trial, random_requests, requests
 from tests.drive import EXTRA, PLAIN, TIERS
 from tests.unit.debug import stories

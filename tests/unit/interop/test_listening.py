@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.events import Listeners
-from kvjax.interop import NodeMap
+from kvjax.events import Listeners, NodeMap
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted
+from tests import drive
 from tests.serving_kit import (
     HOST,
     MODEL,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.long
 
 def closed(cache, prompts, **options):
     """A stream that is read once."""
-    stream = kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options)
+    stream = drive.stream(MODEL, cache, prompts, **OPTIONS, **options)
     progress = next(stream)
     stream.close()
     return progress.outputs, progress.cache, progress.events + progress.closing
@@ -81,7 +81,7 @@ class Runs:
         calls.count, calls.at = 0, rng.randrange(1, 12) if pressed else 0
         calls.before, calls.after = rng.choice([(press, None), (None, press), (fail, None)])
 
-        options = {"namespaces": namespaces, "names": self.names, "listener": self.listen, "log_events": False}
+        options = {"namespace": namespaces, "names": self.names, "listener": self.listen, "log_events": False}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:

@@ -13,6 +13,7 @@ import kvjax
 from kvjax.events import Transfer
 from kvjax.interop.trace import Trace
 from kvjax.serving import Output
+from tests import drive
 from tests.serving_kit import HOST, MODEL, OPTIONS, batched, make_spec, prompts_of, start, state_of
 from tests.unit.debug import stories
 from tests.unit.interop.forest import arrays_of, spec_of
@@ -178,7 +179,7 @@ def test_a_trace_of_a_stream(kind):
     file, cache, new = io.StringIO(), start(kind, host=HOST), {}
     with Trace(make_spec(kind, host=HOST), file) as trace:
         trace.attach(state_of(cache))
-        for progress in kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS, listener=trace.write):
+        for progress in drive.stream(MODEL, cache, prompts_of(0), **OPTIONS, listener=trace.write):
             trace.show(progress)
             trace.set(state_of(progress.cache))
             for number, tokens in progress.new.items():

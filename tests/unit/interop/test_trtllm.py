@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import LayerSpec
+from kvjax.blocks.hashes import first_64_bits
 from kvjax.interop import hashing
 from kvjax.interop.trtllm import Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, Writer, parse
 from tests.unit.debug import stories
@@ -30,7 +31,7 @@ CREATED = '{"event_id":0,"data":{"type":"created","num_blocks_per_cache_level":[
 
 
 def h(digest):
-    return hashing.first_64_bits(digest)
+    return first_64_bits(digest)
 
 
 def token(number, extra=0):

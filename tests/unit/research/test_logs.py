@@ -89,12 +89,13 @@ def kvjax_log(time, *events, queried=0, cached=0):
 
 
 def event(kind, block, generation=0, group=0, **more):
-    return {"kind": kind, "group": group, "block": block, "generation": generation} | more
+    level = {"level": 0} if kind == "stored" else {}
+    return {"kind": kind, "group": group, "block": block, "generation": generation} | level | more
 
 
 def test_kvjaxs_lines_by_hand(tmp_path):
     """Blocks cached before the log begins make no request. Equal contents in other blocks have the same id."""
-    root = {"parent": None, "namespace": 0, "level": 0, "priority": -1}
+    root = {"parent": None, "namespace": 0, "priority": -1}
     rows = [
         kvjax_log(1.0, {"kind": "created", "group": 0}, event("stored", 4, tokens=[1, 2], **root)),
         kvjax_log(2.0, event("stored", 5, parent=(4, 0), tokens=[3, 4]), queried=5, cached=2),
@@ -150,9 +151,9 @@ def test_a_caches_own_log_and_its_wire_give_the_requests(tmp_path):
         ({"ts": 50.0}, "events: got no such field"),
         ([50.0], "wanted a batch of events: IndexError"),
         (batch(1.0, stored(["q"], None)), "time: got"),
-        (kvjax_log(50.0, event("stored", 1, parent=None)), "wanted a batch of events: KeyError"),
+        (kvjax_log(50.0, event("stored", 1, parent=None)), "tokens: got no such field"),
         (kvjax_log(50.0, event("stored", 1, parent=None, tokens=["a"], namespace=0)), "tokens: got"),
-        (kvjax_log(50.0, 3), "wanted a batch of events"),
+        (kvjax_log(50.0, 3), "events: got 3, wanted an event"),
     ],
 )
 def test_a_line_that_is_none_is_refused_with_its_number(tmp_path, row, message):

@@ -10,6 +10,7 @@ from flax import nnx
 import kvjax
 from kvjax.serving import Sampling, Scheduler
 from models import Decoder, LayerConfig, ModelConfig, load
+from tests import drive
 
 CHUNK, SIZE, ROWS, LENGTH, BLOCKS, NEW = 64, 16, 5, 192, 60, 20
 # The golden model, and options of the cache. A wide model's matrix products differ by their number of rows.
@@ -46,8 +47,8 @@ def make_cache(kind):
 def run(kind, cache, prompts, seeds, **options):
     """The bits of each output, and how many prompt tokens were found for each; also the cache."""
     options = {"scheduler": Scheduler(chunk=CHUNK), "canonical": True, **options}
-    outputs, cache, _ = kvjax.run_batch(
-        model_of(kind), cache, prompts, max_new_tokens=NEW, sampling=Sampling(temperature=1.0), seeds=seeds,
+    outputs, cache, _ = drive.run_batch(
+        model_of(kind), cache, prompts, max_new_tokens=NEW, sampling=Sampling(temperature=1.0), seed=seeds,
         top_logprobs=model_of(kind).config.vocab_size, log_events=False, **options,
     )  # fmt: skip
     assert not any(output.preemptions for output in outputs)

@@ -18,6 +18,7 @@ from kvjax.serving import Rows, decode, decode_log
 from kvjax.serving.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from tests import drive
 from tests.poison import poisoned
 
 pytestmark = pytest.mark.long
@@ -62,6 +63,10 @@ def generate(cache, prompts=PROMPTS, windows=(None, None), **options):
     return kvjax.generate(model(windows), cache, prompts, **options)
 
 
+def batch(prompts, **options):
+    return drive.run_batch(model(), empty_cache(), prompts, **{"chunk": 8, "steps": STEPS, **options})
+
+
 forward = jax.jit(lambda m, t, n: m.dense(t)[0, n - 1])
 
 
@@ -78,96 +83,13 @@ def plain(prompt, steps=8, windows=(None, None), width=48):
     return tokens[len(prompt) :], logprobs
 
 
-def test_greedy_tokens_and_logprobs_are_those_without_a_cache():
-    outputs, cache, events = generate(empty_cache())
-    again, cache, more = generate(cache)
-    for prompt, first, second in zip(PROMPTS, outputs, again, strict=True):
-        tokens, logprobs = plain(tuple(prompt))
-        assert first.tokens == second.tokens == tokens
-        np.testing.assert_allclose(first.logprobs, logprobs, atol=1e-4)
-        assert first.finish == "length"
-    assert [o.cached_tokens for o in again] == [len(p) - 1 for p in PROMPTS]
-    kvjax.check(cache.state)
-    assert not np.any(cache.state.seqs.length)
-    assert kvjax.fold(events + more).index == kvjax.events.index_of(cache.state)
-
-
-def test_stream_hands_out_tokens_as_they_come():
-    seen = [[] for _ in PROMPTS]
-    finished, states = [], []
-    for progress in kvjax.stream(model(), empty_cache(), PROMPTS, max_new_tokens=8, chunk=8, steps=STEPS):
-        states.append(progress.state)
-        for number, tokens in progress.new.items():
-            seen[number] += tokens
-        finished.append(sum(o.finish is not None for o in progress.outputs))
-    assert seen == [plain(tuple(p))[0] for p in PROMPTS]
-    assert finished == sorted(finished)
-    assert len(finished) > 2
-    for state in states:  # no later loop has donated them
-        kvjax.check(state)
-    assert kvjax.events.index_of(states[-1]) == kvjax.events.index_of(progress.cache.state)
-
-
-def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
-    lengths = [
-        len(progress.new.get(0, ()))
-        for progress in kvjax.stream(model(), empty_cache(), [[1, 2, 3]], max_new_tokens=20, chunk=8, steps=STEPS)
-    ]
-    assert sum(lengths) == 20
-    assert max(lengths) == STEPS
-
-
 @pytest.mark.slow
 def test_two_prompts_are_computed_in_one_step():
     """Each is half a chunk long, and the second one does not wait for the first."""
     prompts = [list(range(first, first + 8)) for first in (0, 20, 40)]
-    new = [set(one.new) for one in kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=8, chunk=16, steps=1)]
+    new = [set(one.new) for one in drive.stream(model(), empty_cache(), prompts, max_new_tokens=8, chunk=16, steps=1)]
     assert new[0] == {0, 1}
     assert new[1] == {0, 1, 2}
-
-
-def test_what_is_new_is_handed_out_once_for_rows_that_end_in_the_loop():
-    """Seven prompts run in three rows. Rows that end are given to others before the loop ends."""
-    prompts = [[number] * 3 for number in range(7)]
-    stream = kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=2, chunk=8, steps=STEPS)
-    new = [progress.new for progress in stream]
-    assert max(map(len, new)) > 3
-    for number, prompt in enumerate(prompts):
-        assert [token for one in new for token in one.get(number, ())] == plain(tuple(prompt), 2)[0]
-
-
-def test_stop_tokens_end_a_row():
-    tokens = plain(tuple(PROMPTS[1]))[0]
-    stop = tokens[3]
-    outputs, _, _ = generate(empty_cache(), THREE, stop_tokens=[stop, 60])
-    assert outputs[1].finish == "stop"
-    assert outputs[1].tokens == tokens[: tokens.index(stop) + 1]
-
-
-def test_rows_that_cannot_go_on_come_back_with_the_reason():
-    prompts = [[1, 2, 3], [], [4, VOCAB], [-1], list(range(60)), list(range(46))]
-    outputs, cache, _ = generate(empty_cache(), prompts)
-    assert [o.finish for o in outputs] == [
-        "length",
-        "bad_request",
-        "bad_request",
-        "bad_request",
-        "row_full",
-        "row_full",
-    ]
-    assert outputs[5].tokens == plain(tuple(prompts[5]), 3)[0]  # the last one needs no slot
-    kvjax.check(cache.state)
-
-    # Rows need 7 blocks. In a pool of 10 they wait for each other; in one of 5 they end with the tokens that they have.
-    prompts = [[i] * 6 for i in range(1, 5)]
-    for blocks, finish, new in ((10, "length", 20), (5, "no_blocks", 15)):
-        outputs, cache, events = generate(empty_cache(blocks), prompts, max_new_tokens=20)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            assert (output.tokens, output.finish) == (plain(tuple(prompt), 20)[0][:new], finish)
-        assert any(event["kind"] == "removed" for event in events)
-    kvjax.check(cache.state)
-    outputs, _, _ = generate(empty_cache(2), [[1] * 20, [2]], max_new_tokens=2)
-    assert [o.finish for o in outputs] == ["no_blocks", "length"]
 
 
 LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
@@ -231,30 +153,6 @@ def test_logs_can_hold_the_worst_step(layers, host):
 
 
 @pytest.mark.slow
-def test_a_row_chooses_by_its_seed_alone():
-    options = {"sampling": kvjax.Sampling(temperature=1.5, top_k=20, top_p=0.95), "max_new_tokens": 8}
-    together, _, _ = generate(empty_cache(), [PROMPTS[1]] * 3, seeds=[5, 6, 5], **options)
-    alone, _, _ = generate(empty_cache(), THREE, seeds=[9, 6, 9], **options)
-    assert together[0].tokens == together[2].tokens != together[1].tokens == alone[1].tokens
-
-
-def test_each_prompt_is_sampled_in_its_own_way():
-    """They run in one program. A prompt's output is the same as if all prompts were sampled in its way."""
-    stop = plain(tuple(PROMPTS[2]))[0][1]  # the third prompt ends with this token if it may
-    ways = [kvjax.Sampling(0.9, top_k=30), kvjax.Sampling(1.5, top_p=0.8), kvjax.Sampling(min_tokens=6)]
-    options = {"max_new_tokens": 8, "stop_tokens": [stop], "seeds": [3, 4, 5]}
-    together, _, _ = generate(empty_cache(), THREE, sampling=ways, **options)
-    for number, way in enumerate(ways):
-        same, _, _ = generate(empty_cache(), THREE, sampling=way, **options)
-        assert together[number].tokens == same[number].tokens
-        assert together[number].logprobs == same[number].logprobs
-    greedy, _, _ = generate(empty_cache(), THREE, sampling=[*ways[:2], None], **options)
-    assert [output.tokens for output in greedy[:2]] == [output.tokens for output in together[:2]]
-    assert greedy[2].finish == "stop" and greedy[2].tokens[-1] == stop and len(greedy[2].tokens) <= 2
-    assert stop not in together[2].tokens[:6] and len(together[2].tokens) >= 6
-
-
-@pytest.mark.slow
 def test_a_user_function_sees_the_logits():
     def only_even(logits, tokens, positions):
         assert logits.shape[1:] == (VOCAB,)
@@ -265,67 +163,13 @@ def test_a_user_function_sees_the_logits():
     assert all(token % 2 == 0 for output in outputs for token in output.tokens)
 
 
-def test_namespaces_do_not_share():
-    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]] * 3, namespaces=[1] * 3)
-    assert [o.cached_tokens for o in outputs] == [0, 16, 16]  # whole blocks that all share are computed once
-    outputs, cache, _ = generate(cache, [PROMPTS[1]] * 3, namespaces=[2, 1, 3])
-    assert [o.cached_tokens for o in outputs] == [0, 19, 0]
-
-
-def test_bad_options_are_named():
-    for name in ("max_new_tokens", "chunk", "steps"):
-        with pytest.raises(ValueError, match=name):
-            generate(empty_cache(), **{name: 0})
-    with pytest.raises(ValueError, match="seeds"):
-        generate(empty_cache(), seeds=[1])
-    with pytest.raises(ValueError, match="sampling: got 1, wanted one for each of 5 prompts"):
-        generate(empty_cache(), sampling=[kvjax.Sampling(0.5)])
-    for options in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            kvjax.Sampling(**options)
-
-
-def test_generate_and_stream_take_the_same_keywords():
-    takes, streams = (dict(inspect.signature(use).parameters) for use in (kvjax.generate, kvjax.stream))
-    assert takes.pop("steps").default == 4 * streams.pop("steps").default  # a stream hands out few tokens at a time
-    assert takes == streams
-    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+def test_each_step_takes_the_same_arguments():
     steps = [
         inspect.signature(step).parameters for step in (kvjax.step, kvjax.Cache.step, kvjax.tiers.TieredCache.step)
     ]
     names = [[(name, parameter.default) for name, parameter in parameters.items()] for parameters in steps]
     assert names[0][2:] == names[1][2:] == names[2][2:]
     assert [name for name, _ in names[0][:2]] == ["model", "cache"]
-
-
-def raises(message, model, cache, *args, **options):
-    """Asserts that both ways to generate refuse it, and that the cache does not change."""
-    for use in (kvjax.generate, lambda *args, **options: list(kvjax.stream(*args, **options))):
-        with pytest.raises(ValueError, match=message):
-            use(model, cache, *args, **options)
-
-
-def test_wrong_arguments_are_named_before_anything_is_donated():
-    cache = empty_cache()
-    raises(r"^cache: got a CacheState, wanted a Cache\(state, pools\) or a TieredCache", model(), cache.state, PROMPTS)
-    raises(r"^model: got a Cache, wanted a kvjax\.serving\.Model; the cache comes after it", cache, model(), PROMPTS)
-    raises(
-        r"^model: got <lambda>.*wrap a function as jax\.tree_util\.Partial\(fn\)",
-        lambda *a, **k: None,
-        cache,
-        PROMPTS,
-    )
-    raises(r"^prompts: got 1 for prompt 0, wanted a list of token ids for each prompt", model(), cache, [1, 2, 3])
-    raises(r"^prompts: got the text 'hi' for prompt 1, wanted a list of token ids", model(), cache, [[1], "hi"])
-    for prompt in (["a"], [1.0, 2.0], [[1, 2], [3]], [True]):
-        raises(r"^prompts: got \[.*\] for prompt 0, wanted a list of token ids", model(), cache, [prompt])
-    for namespaces in ("tenant", ["tenant"], [2**31], [0.5]):
-        raises(
-            r"^namespaces: got .*kvjax\.Namespaces gives, for each of 1", model(), cache, [[1]], namespaces=namespaces
-        )
-    raises(r"^seeds: got \[-1\], wanted a number for each of 1 prompts", model(), cache, [[1]], seeds=[-1])
-    raises(r"^stop_tokens: got 5, wanted a list of token ids", model(), cache, [[1]], stop_tokens=5)
-    kvjax.check(cache.state)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +188,8 @@ def test_a_model_that_returns_something_else_is_named(returns, got):
         return returns(jnp.zeros((*tokens.shape, VOCAB)), pools)
 
     wanted = r" for last=i32\[3\], wanted a pair of logits f32\[3, V\] and pools"
-    raises(f"^model: got {got}{wanted}", jax.tree_util.Partial(wrong), empty_cache(), PROMPTS)
+    with pytest.raises(ValueError, match=f"^model: got {got}{wanted}"):
+        kvjax.generate(jax.tree_util.Partial(wrong), empty_cache(), PROMPTS)
 
 
 def all_logits(cache, tokens, count):

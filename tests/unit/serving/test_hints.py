@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import inspect
 import types
 
 import flax.linen as nn
@@ -16,12 +15,14 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 import kvjax
+from kvjax.serving import make_requests
+from tests import drive
 
 VOCAB = 11
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_blocks=4, max_seqs=2, max_length=8, block_size=4, dtype="float32")
 GROUP = dataclasses.replace(SPEC.groups[0], num_host_blocks=4)
 TIERED = dataclasses.replace(SPEC, groups=(GROUP,))
-USES = [kvjax.generate, kvjax.stream, kvjax.run_batch]
+USES = [kvjax.generate, drive.stream, drive.run_batch]
 
 
 def successor(tokens, pools, view, *, last):
@@ -106,7 +107,7 @@ def test_a_layer_in_training_mode_is_refused_with_a_hint_at_eval(layer):
     kvjax.check(cache.state)
     if isinstance(model, nnx.Module):
         model.eval()
-        kvjax.stream(model, cache, [[1, 2, 3]])
+        drive.stream(model, cache, [[1, 2, 3]])
 
 
 def test_a_call_that_changes_a_models_attribute_is_refused():
@@ -187,25 +188,12 @@ def test_a_progress_gives_a_state_that_is_never_donated():
         progress.state  # noqa: B018
 
 
-def test_a_stream_comes_in_few_tokens_at_a_time_by_default():
-    for use, steps in ((kvjax.stream, 8), (kvjax.generate, 32)):
-        assert inspect.signature(use).parameters["steps"].default == steps
-
-
-def test_seeds_are_counted_by_samples():
-    wanted = r"^seeds: got 2, wanted one for each of 8 outputs, or None \(2 prompts with samples=4\)"
-    refused(wanted, prompts=[[1], [2]], use=kvjax.run_batch, seeds=[1, 2], samples=4)
-    refused(r"^seeds: got 1, wanted one for each of 2 prompts", prompts=[[1], [2]], use=kvjax.run_batch, seeds=[1])
-
-
-@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("array", [np.array, jnp.array])
-def test_padded_prompts_are_refused(use, array):
+def test_padded_prompts_are_refused(array):
     wanted = r"^prompts: got an array \[2, 3\], wanted a list for each prompt, without padding"
-    refused(wanted, prompts=array([[1, 2, 3], [1, 0, 0]]), use=use)
+    refused(wanted, prompts=array([[1, 2, 3], [1, 0, 0]]))
 
 
 def test_prompts_of_equal_lengths_are_lists():
-    ids = kvjax.serving.inputs.check_prompts
     for prompts in ([[1, 2], [3, 4]], ((1, 2), (3, 4)), list(np.array([[1, 2], [3, 4]])), np.zeros((0,), np.int32)):
-        assert [prompt.tolist() for prompt in ids(prompts)] == [list(prompt) for prompt in prompts]
+        assert [request.prompt.tolist() for request in make_requests(prompts)] == [list(prompt) for prompt in prompts]

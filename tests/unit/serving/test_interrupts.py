@@ -15,6 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
+from tests import drive
 from tests.serving_kit import (
     BEFORE,
     HOST,
@@ -158,7 +159,7 @@ def test_a_handler_of_the_caller_is_called_between_calls_and_is_in_force_between
         calls = Calls(monkeypatch)
         calls.at, calls.before = 2, press
         outputs = []
-        for progress in kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS):
+        for progress in drive.stream(MODEL, start(), prompts_of(0), **OPTIONS):
             outputs = progress.outputs
             assert signal.getsignal(signal.SIGINT) is handler
         assert pressed == [2]  # once, after the call
@@ -179,14 +180,14 @@ def test_other_threads_leave_signals_alone():
 @pytest.mark.parametrize("host", [0, HOST])
 def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
     cache, events = start(host=host), []
-    for progress in kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS):
+    for progress in drive.stream(MODEL, cache, prompts_of(0), **OPTIONS):
         events += progress.events
         break
     assert progress.closing
     assert_whole(progress.cache, events + progress.closing, prompts_of(0), progress.outputs)
     events += progress.closing
 
-    stream = kvjax.stream(MODEL, progress.cache, prompts_of(1), **OPTIONS)
+    stream = drive.stream(MODEL, progress.cache, prompts_of(1), **OPTIONS)
     progress = next(stream)
     in_between = progress.cache
     stream.close()
@@ -196,7 +197,7 @@ def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
 
 
 def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
-    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS)
+    stream = drive.stream(MODEL, start(), prompts_of(0), **OPTIONS)
     progress = next(stream)
     assert progress.cache.state.seqs.length[0] > 0
     cache, _ = RELEASE(progress.cache, np.asarray([0], np.int32), now=np.int32(0))
@@ -209,7 +210,7 @@ def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
 
 def test_a_stream_may_be_collected_while_something_is_traced():
     cache, events = start(), []
-    streams = [kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS)]
+    streams = [drive.stream(MODEL, cache, prompts_of(0), **OPTIONS)]
     progress = next(streams[0])
     collect_in_a_trace(streams)
     assert_whole(progress.cache, events + progress.events + progress.closing, prompts_of(0), progress.outputs)
@@ -274,5 +275,5 @@ def test_every_prompt_has_an_output_and_every_stream_a_last_progress():
     inadmissible = {(): "bad_request", (-1,): "bad_request", (2, VOCAB): "bad_request", (1,) * 40: "row_full"}
     outputs, cache, events = together(cache, list(inadmissible))
     assert ([output.finish for output in outputs], events) == (list(inadmissible.values()), [])
-    assert len(list(kvjax.stream(MODEL, cache, [[]]))) == 1
+    assert len(list(drive.stream(MODEL, cache, [[]]))) == 1
     assert together(cache, []) == ([], cache, [])

@@ -17,6 +17,7 @@ import kvjax
 from kvjax._arrays import Pytree
 from kvjax.serving import Sampling, Scheduler
 from kvjax.serving.sampling import sample
+from tests import drive
 from tests.poison import poisoned
 from tests.serving_kit import count_swaps, state_of
 
@@ -129,9 +130,10 @@ def make_prompts():
 
 def run(cache, scheduler, prompts, first_seed=0):
     """Runs the prompts with their samples and compares all outputs with recomputation."""
+    starts = [first_seed + sum(SAMPLES[:number]) for number in range(len(SAMPLES))]
     seeds = [first_seed + number for number in range(sum(SAMPLES))]
-    outputs, cache, events = kvjax.run_batch(
-        MODEL, cache, prompts, samples=SAMPLES, sampling=SAMPLING, seeds=seeds, max_new_tokens=NEW,
+    outputs, cache, events = drive.run_batch(
+        MODEL, cache, prompts, samples=SAMPLES, sampling=SAMPLING, seed=starts, max_new_tokens=NEW,
         scheduler=scheduler, steps=40,
     )  # fmt: skip
     each = [prompt for prompt, number in zip(prompts, SAMPLES, strict=True) for _ in range(number)]

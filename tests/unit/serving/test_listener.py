@@ -6,7 +6,6 @@ The prompts and the programs are those of `serving_kit.py`.
 
 import functools
 import itertools
-import signal
 import warnings
 
 import numpy as np
@@ -15,7 +14,8 @@ import pytest
 import kvjax
 from kvjax.events import Listeners
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, runner
+from kvjax.serving import GenerationInterrupted, driver
+from tests import drive
 from tests.serving_kit import (
     HOST,
     MODEL,
@@ -31,7 +31,6 @@ from tests.serving_kit import (
     prompts_of,
     spread,
     start,
-    state_of,
     together,
 )
 
@@ -49,21 +48,6 @@ def moves_fail(monkeypatch, to="device"):
         return fail() if on_host == (to == "host") else copy(targets, sources, rows)
 
     monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("log_events", [True, False])
-def test_every_event_is_published_once_and_in_order(way, log_events):
-    cache, published = start(host=HOST), []
-    for prompts in (prompts_of(0), prompts_of(1), prompts_of(0)):
-        listener = Listener()
-        outputs, cache, decoded = way(cache, prompts, listener=listener, log_events=log_events)
-        assert decoded == (listener.events if log_events else [])
-        assert listener.totals.queried_tokens == sum(map(len, prompts))
-        assert listener.totals.reused_tokens == sum(output.cached_tokens for output in outputs)
-        published += listener.events
-        assert_whole(cache, published, prompts, outputs)
-    assert listener.totals.reused_tokens and listener.totals.onboarded_blocks and listener.totals.offloaded_blocks
 
 
 @pytest.mark.parametrize("moves", ["move", "fail"])
@@ -87,32 +71,6 @@ def test_what_it_raises_costs_nothing_wherever_it_is_raised(moves, monkeypatch):
             break
         assert counts["snapshots"] or listener.calls == at
     assert at > 4
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_that_fails_for_ever_costs_nothing_and_gets_a_snapshot_from_a_later_run(way):
-    away, mirror, calls = [True], kvjax.events.Mirror(), []
-
-    def listener(events):
-        nonlocal mirror
-        calls.append(len(events.records))
-        if away:
-            raise ConnectionError("away")
-        mirror = kvjax.fold(kvjax.to_list(events), mirror)
-
-    cache, published = start(host=HOST), []
-    for number in range(3):
-        outputs, cache, decoded = way(cache, prompts_of(number), listener=listener)
-        published += decoded
-        assert_whole(cache, published, prompts_of(number), outputs)
-        assert Listeners(listener).is_behind and not mirror.nodes
-    failures = Listeners(listener).counts["failures"]
-    assert len(calls) == failures < Listeners(listener).counts["missed"]
-    away.clear()
-    for number in (0, 3):
-        outputs, cache, decoded = way(cache, prompts_of(number), listener=listener)
-        assert mirror.index == kvjax.events.index_of(state_of(cache))
-    assert Listeners(listener).counts["snapshots"] == 1
 
 
 def test_both_halves_of_a_failed_move_are_published(monkeypatch):
@@ -147,21 +105,16 @@ def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypat
     assert_whole(caught.value.cache, published + listener.events)
 
 
-def last_call(way):
-    """The number of calls of a run that ends after its first one: the running loop, if any, and the releases follow."""
-    return 2 if way is spread else 3
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_the_events_of_a_loop_are_published_while_the_next_one_runs(way, monkeypatch):
     """A `Progress`, however, comes when all events before it are published."""
-    order, serve = [], runner._serve
+    order, turn = [], driver.turn
 
     def noted(*args, **options):
         order.append("loop")
-        return serve(*args, **options)
+        return turn(*args, **options)
 
-    monkeypatch.setattr(runner, "_serve", functools.update_wrapper(noted, serve))
+    monkeypatch.setattr(driver, "turn", functools.update_wrapper(noted, turn))
     way(start(), prompts_of(0), listener=lambda _: order.append("events"))
     loops = order.count("loop")
     wanted = ["loop", "events"] * loops if way is spread else ["loop", *["loop", "events"] * (loops - 1), "events"]
@@ -188,7 +141,7 @@ def test_an_interrupt_that_it_raises_ends_the_run_and_loses_nothing(way):
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_stream_that_is_closed_tells_of_its_releases(raises):
     listener = Listener(fail, [2] if raises else ())
-    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
+    stream = drive.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
     progress = next(stream)
     assert listener.events == progress.events
     stream.close()
@@ -200,7 +153,7 @@ def test_a_stream_that_is_closed_tells_of_its_releases(raises):
 
 def test_a_stream_whose_cache_has_gone_elsewhere_tells_nothing_more():
     listener = Listener()
-    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
+    stream = drive.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
     RELEASE(next(stream).cache, np.asarray([0], np.int32), now=np.int32(0))
     stream.close()
     assert listener.calls == 1
@@ -212,29 +165,17 @@ def test_a_listener_may_compute_while_its_stream_is_collected_in_a_trace():
     def listen(events):
         found.append(int(kvjax.events.counts(events)["stored"]))
 
-    streams = [kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listen)]
+    streams = [drive.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listen)]
     progress = next(streams[0])
     collect_in_a_trace(streams)
     stored = sum(event["kind"] == "stored" for event in progress.events + progress.closing)
     assert sum(found) == stored and len(found) == 2 and progress.closing
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_waits_for_the_listener(way):
-    came_back = []
-    listener = Listener(lambda: (press(), came_back.append(True)), [1])
-    with pytest.raises(GenerationInterrupted) as caught:
-        way(start(), prompts_of(0), listener=listener)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt) and came_back
-    assert listener.calls == last_call(way)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert_whole(caught.value.cache, listener.events, prompts_of(0), caught.value.outputs)
-
-
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_leaves(at, monkeypatch):
     """It comes during the wait for the loop."""
-    read, count = runner.GenerationRunner._read, itertools.count(1)
+    read, count = driver.Driver.read, itertools.count(1)
 
     def interrupted(self):
         if next(count) == at:
@@ -242,7 +183,7 @@ def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_le
             press()
         return read(self)
 
-    monkeypatch.setattr(runner.GenerationRunner, "_read", interrupted)
+    monkeypatch.setattr(driver.Driver, "read", interrupted)
     listener = Listener()
     with pytest.raises(GenerationInterrupted) as caught:
         together(start(), prompts_of(0), listener=listener)

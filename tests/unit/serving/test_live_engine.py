@@ -16,9 +16,10 @@ import kvjax
 from kvjax import Sampling
 from kvjax.events import Listeners, Mirror, fold, index_of, listeners
 from kvjax.pools import host as host_pool
-from kvjax.serving import Engine, EngineError, QueueFull, Scheduler, engine_thread
+from kvjax.serving import EngineError, QueueFull, Scheduler, driver, engine_thread
 from kvjax.stores import DiskStore
 from models import load
+from tests import drive
 from tests.compiles import COMPILED
 from tests.poison import poisoned
 from tests.serving_kit import state_of
@@ -46,7 +47,7 @@ def empty(spec=SPEC, model=MODEL):
 
 
 def wanted(prompts=PROMPTS, new=NEW, **options):
-    outputs, _, _ = kvjax.run_batch(MODEL, empty(), prompts, max_new_tokens=new, **options)
+    outputs, _, _ = drive.run_batch(MODEL, empty(), prompts, max_new_tokens=new, **options)
     return [output.tokens for output in outputs]
 
 
@@ -57,7 +58,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(MODEL, empty(), **SHARED) as engine:
+    with drive.engine(MODEL, empty(), **SHARED) as engine:
         yield engine
 
 
@@ -68,14 +69,14 @@ def idle(engine):
 
 
 def test_requests_get_what_run_batch_gives(engine, tokens):
-    handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    handles = [drive.ask(engine, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
     assert [handle.result(60).tokens for handle in handles] == tokens
     for handle, prompt in zip(handles, PROMPTS, strict=True):
         assert handle.output.finish == "length" and handle.output.prompt_tokens == len(prompt)
         assert len(handle.output.logprobs) == NEW and handle.done
         times = handle.times
         assert times.queued <= times.admitted <= times.first_token <= times.ended
-    again = engine.submit(PROMPTS[0], max_new_tokens=NEW)
+    again = drive.ask(engine, PROMPTS[0], max_new_tokens=NEW)
     assert list(again) == tokens[0] and again.output.cached_tokens > 0
     idle(engine)
 
@@ -87,7 +88,7 @@ def test_threads_and_tasks_that_come_and_go_at_random(engine, tokens):
     def use(number, way, delay):
         try:
             time.sleep(delay)
-            handle = engine.submit(PROMPTS[number], max_new_tokens=NEW, priority=number % 3)
+            handle = drive.ask(engine, PROMPTS[number], max_new_tokens=NEW, priority=number % 3)
             if way == "read":
                 assert list(handle) == tokens[number]
             elif way == "wait":
@@ -135,79 +136,20 @@ def no_compiles():
 def test_nothing_is_compiled_after_the_start(engine):
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)
     with no_compiles():
-        handles = [engine.submit(BASE[:length], max_new_tokens=3) for length in (1, 17, 90)]
-        handles += [engine.submit(BASE, max_new_tokens=40), engine.submit([3], sampling=sampling, stop_tokens=[1, 2])]
-        handles += [engine.submit(PROMPTS[1], samples=3, seed=5, sampling=sampling), engine.submit([1], namespace=7)]
-        assert len(list(engine.submit([5, 6], max_new_tokens=30))) == 30
+        handles = [drive.ask(engine, BASE[:length], max_new_tokens=3) for length in (1, 17, 90)]
+        handles += [
+            drive.ask(engine, BASE, max_new_tokens=40),
+            drive.ask(engine, [3], sampling=sampling, stop_tokens=[1, 2]),
+        ]
+        handles += [
+            drive.ask(engine, PROMPTS[1], samples=3, seed=5, sampling=sampling),
+            drive.ask(engine, [1], namespace=7),
+        ]
+        assert len(list(drive.ask(engine, [5, 6], max_new_tokens=30))) == 30
         handles[-1].cancel()
         for handle in handles:
             handle.result(60)
     idle(engine)
-
-
-def test_samples_seeds_and_stop_tokens(engine):
-    sampling, prompt = Sampling(temperature=1.0), PROMPTS[2]
-    options = {"sampling": sampling, "max_new_tokens": NEW}
-    alone = [engine.submit(prompt, seed=seed, **options).result(60).tokens for seed in (7, 8)]
-    handle = engine.submit(prompt, seed=7, samples=2, **options)
-    assert [one.result(60).tokens for one in handle.samples] == alone and alone[0] != alone[1]
-    stop = alone[0][4]
-    output = engine.submit(prompt, sampling=sampling, seed=7, stop_tokens=[stop], max_new_tokens=NEW).result(60)
-    assert output.finish == "stop" and output.tokens == alone[0][: alone[0].index(stop) + 1]
-
-
-def test_what_cannot_be_served_ends_with_its_reason(engine):
-    assert engine.submit(BASE, max_new_tokens=5).result(60).finish == "row_full"
-    for options, message in [
-        ({"prompt": []}, "prompt: got .*wanted tokens of 0"),
-        ({"prompt": [-1]}, "prompt: got .*wanted tokens of 0"),
-        ({"prompt": [10**6]}, "prompt: got .*wanted tokens of 0"),
-        ({"prompt": "text"}, "prompt: got 'text', wanted a list of token ids"),
-        ({"prompt": [10**30]}, r"prompt: got \[10+\], wanted a list of token ids"),
-        ({"prompt": BASE * 2}, "prompt: got 192 tokens, wanted at most 96"),
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
-        ({"samples": ROWS + 1}, "samples: got 5, wanted at most 4"),
-        ({"stop_tokens": [1, 2, 3, 4, 5]}, "stop_tokens: got 5, wanted at most num_stop_tokens, 4"),
-        ({"sampling": 3}, "sampling: got 3, wanted a kvjax.Sampling"),
-        ({"salt": "a"}, "salt: got one of an engine without names, wanted None"),
-        ({"priority": 2**31}, r"priority: got \[2147483648\], wanted a 32-bit integer"),
-        ({"namespace": 2**40}, r"namespace: got \[1099511627776\], wanted a 32-bit integer"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            engine.submit(**{"prompt": [1, 2], **options})
-    idle(engine)
-
-
-def test_keys_give_the_streams_of_generate(engine):
-    options = {"max_new_tokens": NEW, "samples": 2, "sampling": Sampling(temperature=1.0)}
-    outputs, _, _ = kvjax.run_batch(MODEL, empty(), PROMPTS[:1], seed=3, **options)
-    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
-        handle = engine.submit(PROMPTS[0], seed=key, **options)
-        assert [one.result(60).tokens for one in handle.samples] == [output.tokens for output in outputs]
-    with pytest.raises(ValueError, match=r"^seed: got 0.5, wanted an integer or a jax key"):
-        engine.submit(PROMPTS[0], seed=0.5)
-
-
-def test_an_engine_runs_where_implicit_transfers_are_forbidden(tokens):
-    jax.config.update("jax_transfer_guard", "disallow")  # for all threads
-    try:
-        with Engine(MODEL, kvjax.Cache.create(SPEC), **SHARED) as engine:
-            assert engine.submit(PROMPTS[0], max_new_tokens=NEW).result(60).tokens == tokens[0]
-            kvjax.check(engine.state)
-    finally:
-        jax.config.update("jax_transfer_guard", None)
-
-
-def test_samples_end_with_the_reason_of_the_first_one(engine):
-    """As of `run_batch`: four samples do not fit into the blocks of three rows, and one longer than a row nowhere."""
-    with Engine(MODEL, kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE), **SHARED) as small:
-        for served, new, reason in ((small, LENGTH - 2, "no_blocks"), (engine, LENGTH, "row_full")):
-            handle = served.submit([1, 2, 3], max_new_tokens=new, samples=ROWS)
-            assert [one.result(60).finish for one in handle.samples] == [reason] * ROWS
-            idle(served)
-    cache = kvjax.Cache.create(SPEC, num_blocks=3 * LENGTH // SIZE)
-    outputs, _, _ = kvjax.run_batch(MODEL, cache, [[1, 2, 3]], max_new_tokens=LENGTH - 2, samples=ROWS)
-    assert [output.finish for output in outputs] == ["no_blocks"] * ROWS
 
 
 def shared_tokens(one, other):
@@ -229,13 +171,13 @@ def test_salts_come_and_go_and_nobody_finds_the_tokens_of_another(host, monkeypa
                 assert salt_of_number.setdefault(event["namespace"], salt) == salt
 
     spec, rng = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS), random.Random(5)
-    with Engine(MODEL, empty(spec), names=names, listener=listen) as engine:
+    with drive.engine(MODEL, empty(spec), names=names, listener=listen) as engine:
         most_live = 0
         for wave in range(40):
             salts = [f"salt {rng.choice((wave * 6 + n, rng.randrange(8)))}" for n in range(6)]
             chosen = [rng.randrange(len(PROMPTS)) for _ in salts]
             handles = [
-                engine.submit(PROMPTS[number], max_new_tokens=NEW, salt=salt)
+                drive.ask(engine, PROMPTS[number], max_new_tokens=NEW, salt=salt)
                 for number, salt in zip(chosen, salts, strict=True)
             ]
             handles[rng.randrange(6)].cancel()
@@ -256,9 +198,11 @@ def test_salts_come_and_go_and_nobody_finds_the_tokens_of_another(host, monkeypa
         assert fold(events).index == index_of(engine.state)
 
 
-def test_a_request_that_is_refused_makes_no_namespace():
+def test_a_request_that_is_refused_makes_no_namespace(engine):
+    with pytest.raises(ValueError, match=r"^salt: got one of an engine without names, wanted None"):
+        drive.ask(engine, [1], salt="a")
     names = kvjax.Namespaces()
-    with Engine(MODEL, empty(), names=names, max_waiting=3, **SHARED) as engine:
+    with drive.engine(MODEL, empty(), names=names, max_waiting=3, **SHARED) as engine:
         own = names("own")
         for options, message in (
             ({"prompt": []}, "prompt: got"),
@@ -269,22 +213,22 @@ def test_a_request_that_is_refused_makes_no_namespace():
             ({"salt": 3}, "salt: got 3, wanted a str or None"),
         ):
             with pytest.raises(ValueError, match=message):
-                engine.submit(**{"prompt": [1, 2], "salt": "new", **options})
+                drive.ask(engine, **{"prompt": [1, 2], "salt": "new", **options})
         with engine._inbox.wake:  # nothing leaves the queue
             for number in range(3):
-                engine.submit([number], namespace=own)
+                drive.ask(engine, [number], namespace=own)
             with pytest.raises(QueueFull):
-                engine.submit([4], salt="new")
+                drive.ask(engine, [4], salt="new")
         idle(engine)
         assert len(names) == 2
-        assert engine.submit([4], salt="own").result(60).finish == "length" and len(names) == 2
+        assert drive.ask(engine, [4], salt="own").result(60).finish == "length" and len(names) == 2
 
 
 def test_a_request_that_is_late_is_cancelled(engine):
-    late, early = engine.submit([1, 2, 3], max_new_tokens=90, timeout=0.0), engine.submit([1, 2], timeout=60)
+    late, early = drive.ask(engine, [1, 2, 3], max_new_tokens=90, timeout=0.0), drive.ask(engine, [1, 2], timeout=60)
     assert late.result(60).finish == "cancelled" and early.result(60).finish == "length"
     with pytest.raises(TimeoutError):
-        engine.submit([4], max_new_tokens=90).result(0)
+        drive.ask(engine, [4], max_new_tokens=90).result(0)
     idle(engine)
 
 
@@ -296,11 +240,11 @@ def test_an_idle_engine_sleeps(engine):
 
 
 def test_rows_are_free_two_turns_after_a_cancel(engine):
-    handles = [engine.submit([n], max_new_tokens=90) for n in range(ROWS)]
+    handles = [drive.ask(engine, [n], max_new_tokens=90) for n in range(ROWS)]
     for handle in handles:
         next(iter(handle))
         handle.cancel()
-    last = engine.submit([9], max_new_tokens=1)
+    last = drive.ask(engine, [9], max_new_tokens=1)
     assert last.result(60).finish == "length"
     assert all(len(handle.result(60).tokens) < 90 for handle in handles)
     idle(engine)
@@ -310,53 +254,25 @@ def test_rows_are_free_two_turns_after_a_cancel(engine):
 
 
 def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
-    with Engine(MODEL, empty(), max_waiting=3, **SHARED) as engine:
-        gate, whole = threading.Event(), engine_thread.apply
-        monkeypatch.setattr(engine_thread, "apply", lambda *args, **options: (gate.wait(), whole(*args, **options))[1])
-        handles = [engine.submit([1])]
+    with drive.engine(MODEL, empty(), max_waiting=3, **SHARED) as engine:
+        gate, whole = threading.Event(), driver.apply
+        monkeypatch.setattr(driver, "apply", lambda *args, **options: (gate.wait(), whole(*args, **options))[1])
+        handles = [drive.ask(engine, [1])]
         while engine._inbox.queue:
             time.sleep(0.001)
-        handles += [engine.submit([n]) for n in range(3)]
+        handles += [drive.ask(engine, [n]) for n in range(3)]
         with pytest.raises(QueueFull, match="3 requests wait already") as refused:
-            engine.submit([4])
+            drive.ask(engine, [4])
         assert refused.value.waiting == 3
         gate.set()
         assert all(handle.result(60).finish == "length" for handle in handles)
-        running = engine.submit([5], max_new_tokens=90)
+        running = drive.ask(engine, [5], max_new_tokens=90)
     with pytest.raises(EngineError, match="closed"):
         running.result(60)
-    for use in (lambda: engine.submit([1]), lambda: engine.state):
+    for use in (lambda: drive.ask(engine, [1]), lambda: engine.state):
         with pytest.raises(EngineError, match="closed"):
             use()
     kvjax.check(engine.close().state, rows=())
-
-
-@pytest.mark.parametrize("host", [0, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_step_that_fails_costs_the_cache_and_no_more(host, monkeypatch, tokens):
-    found, whole, left = [], engine_thread.turn, [3]
-
-    def failing(model, serving, **options):
-        left[0] -= 1
-        if left[0] == 0:
-            jax.tree.map(lambda x: x.delete(), serving)
-            raise RuntimeError("out of memory")
-        return whole(model, serving, **options)
-
-    spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS)
-    with Engine(MODEL, empty(spec), **SHARED | {"listener": found.append}) as engine:
-        assert engine.submit(PROMPTS[3], max_new_tokens=NEW).result(60).tokens == tokens[3]
-        monkeypatch.setattr(engine_thread, "turn", failing)
-        handles = [engine.submit(prompt, max_new_tokens=90) for prompt in PROMPTS[:2]]
-        for handle in handles:
-            with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of memory") as error:
-                handle.result(60)
-            assert isinstance(error.value.__cause__, RuntimeError)
-        after = engine.submit(PROMPTS[3], max_new_tokens=NEW)
-        assert after.result(60).tokens == tokens[3] and after.output.cached_tokens == 0
-        idle(engine)
-        events = [event for one in found for event in kvjax.to_list(one)]
-        assert any(event["kind"] == "cleared" for event in events)
-        assert fold(events).index == index_of(engine.state)
 
 
 class Away:
@@ -377,9 +293,9 @@ def test_a_listener_that_fails_at_random_costs_no_request_and_has_the_index_in_t
     monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.01)
     spec, rng = kvjax.make_spec(MODEL.layer_specs(), num_blocks=40, num_host_blocks=host, **OPTIONS), random.Random(3)
     away = Away(lambda: rng.random() < 0.4)
-    with Engine(MODEL, empty(spec), listener=away.listen) as engine:
+    with drive.engine(MODEL, empty(spec), listener=away.listen) as engine:
         for _ in range(4):
-            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+            handles = [drive.ask(engine, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
             assert [handle.result(60).tokens for handle in handles] == tokens
         away.fails = lambda: False
         idle(engine)
@@ -391,39 +307,26 @@ def test_a_listener_that_fails_at_random_costs_no_request_and_has_the_index_in_t
         assert counts["failures"] > 2 and counts["missed"] and counts["snapshots"] > 1
         away.fails = lambda: rng.random() < 0.4
         for prompt in PROMPTS[:6]:
-            engine.submit(prompt, max_new_tokens=90 - len(prompt))
+            drive.ask(engine, prompt, max_new_tokens=90 - len(prompt))
         time.sleep(0.3)
         away.fails = lambda: False
     assert away.mirror.index == index_of(state_of(engine.close()))  # closed in the middle
-
-
-def test_a_listener_that_fails_for_ever_costs_nothing_but_its_events(tokens):
-    away = Away(lambda: True)
-    with Engine(MODEL, empty(), listener=away.listen) as engine:
-        failed = engine._thread
-        for _ in range(3):
-            handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-            assert [handle.result(60).tokens for handle in handles] == tokens
-        idle(engine)
-        assert not failed._state.unpublished and not failed._turns and not away.mirror.nodes
-    counts = Listeners(away.listen).counts
-    assert counts["failures"] == away.calls < counts["missed"] and counts["snapshots"] == 0
 
 
 def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
     def failing(*args, **options):
         raise RuntimeError("no device")
 
-    engine = Engine(MODEL, empty(), **SHARED)
-    monkeypatch.setattr(engine_thread, "turn", failing)
+    engine = drive.engine(MODEL, empty(), **SHARED)
+    monkeypatch.setattr(driver, "turn", failing)
     monkeypatch.setattr(threading, "excepthook", lambda error: None)  # pytest's own would report the thread's end
-    handles = [engine.submit([n], max_new_tokens=90) for n in range(3)]
+    handles = [drive.ask(engine, [n], max_new_tokens=90) for n in range(3)]
     for handle in handles:
         with pytest.raises(EngineError):
             handle.result(60)
     assert engine.drain(10)
     with pytest.raises(EngineError, match="closed"):
-        engine.submit([1])
+        drive.ask(engine, [1])
     kvjax.check(engine.close().state, rows=())
 
 
@@ -435,9 +338,9 @@ def test_a_store_serves_an_engine_after_a_restart(host, tmp_path, tokens):
         return DiskStore(tmp_path, spec, model="m", names=kvjax.Namespaces(), max_bytes=1 << 30, patience_ms=60_000)
 
     for turn in range(2):
-        with opened() as store, Engine(MODEL, empty(spec), store=store) as engine:
+        with opened() as store, drive.engine(MODEL, empty(spec), store=store) as engine:
             with no_compiles():
-                handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+                handles = [drive.ask(engine, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
                 assert [handle.result(60).tokens for handle in handles] == tokens
             if turn:
                 for handle, prompt in zip(handles, PROMPTS, strict=True):
@@ -453,10 +356,10 @@ def test_an_engine_with_two_tiers(swap, tokens):
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
     scheduler = Scheduler(reserve="num_tokens", preempt="swap") if swap else None
     found = []
-    with Engine(MODEL, empty(spec), scheduler=scheduler, listener=found.append) as engine:
+    with drive.engine(MODEL, empty(spec), scheduler=scheduler, listener=found.append) as engine:
         with no_compiles():
             for _ in range(2):
-                handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+                handles = [drive.ask(engine, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
                 assert [handle.result(60).tokens for handle in handles] == tokens
         idle(engine)
     cache = engine.close()
@@ -480,11 +383,11 @@ def test_moves_that_fail_and_cancels_change_nobodys_tokens(seed, monkeypatch, to
 
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
     scheduler = Scheduler(reserve="num_tokens", preempt="swap" if seed % 2 == 0 else "recompute")
-    with warnings.catch_warnings(), Engine(MODEL, empty(spec), scheduler=scheduler, **SHARED) as engine:
+    with warnings.catch_warnings(), drive.engine(MODEL, empty(spec), scheduler=scheduler, **SHARED) as engine:
         warnings.simplefilter("ignore", RuntimeWarning)
         monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
         for _ in range(4):
-            handles = [engine.submit(prompt, max_new_tokens=NEW, priority=rng.randrange(3)) for prompt in PROMPTS]
+            handles = [drive.ask(engine, prompt, max_new_tokens=NEW, priority=rng.randrange(3)) for prompt in PROMPTS]
             for handle in rng.sample(handles, 4):
                 handle.cancel()
             for handle, wanted in zip(handles, tokens, strict=True):
@@ -514,11 +417,11 @@ def test_rows_that_cannot_be_swapped_out_go_on_in_an_engine(monkeypatch):
     scheduler, swapped_out = Scheduler(reserve="num_tokens", preempt="swap"), kvjax.tiers.TieredCache.swap_out
     prompts, new = [prompt[:20] for prompt in PROMPTS[:8]], 60  # 5 blocks at their end, of which two rows have 10
     tokens = wanted(prompts, new)
-    with warnings.catch_warnings(), Engine(MODEL, empty(spec), scheduler=scheduler, **SHARED) as engine:
+    with warnings.catch_warnings(), drive.engine(MODEL, empty(spec), scheduler=scheduler, **SHARED) as engine:
         warnings.simplefilter("ignore", RuntimeWarning)
         monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
         monkeypatch.setattr(kvjax.tiers.TieredCache, "swap_out", swap_out)
-        handles = [engine.submit(prompt, max_new_tokens=new) for prompt in prompts]
+        handles = [drive.ask(engine, prompt, max_new_tokens=new) for prompt in prompts]
         assert [handle.result(60).tokens for handle in handles] == tokens
         idle(engine)
     assert rows and all(not lost for _, lost in rows)
@@ -529,8 +432,8 @@ def test_rows_that_cannot_be_swapped_out_go_on_in_an_engine(monkeypatch):
 def test_engines_of_other_kinds(family):
     model = load(f"tests/data/goldens/{family}")[0]
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=40, **OPTIONS)
-    outputs, _, _ = kvjax.run_batch(model, empty(spec), PROMPTS, max_new_tokens=NEW)
-    with Engine(model, empty(spec)) as engine:
-        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    outputs, _, _ = drive.run_batch(model, empty(spec), PROMPTS, max_new_tokens=NEW)
+    with drive.engine(model, empty(spec)) as engine:
+        handles = [drive.ask(engine, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
         assert [handle.result(60).tokens for handle in handles] == [output.tokens for output in outputs]
         idle(engine)

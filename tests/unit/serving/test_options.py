@@ -1,75 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that do not fit a generation: each is named, and nothing is donated."""
+"""Options that no way of serving takes, as `test_contract.py` has those that all refuse."""
 
-import jax
-import jax.numpy as jnp
+import re
+
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import Scheduler
-from kvjax.serving.inputs import read_clock
-
-SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 4)], num_blocks=8, max_seqs=2, max_length=16, block_size=4, dtype="float32")
-VOCAB = 8
-
-
-def even(tokens, pools, view, *, last):
-    """A model with constant logits."""
-    return jnp.zeros((*last.shape, VOCAB)), pools
-
-
-def streamed(*args, **options):
-    return list(kvjax.stream(*args, **options))
-
-
-def refused(use, message, **options):
-    cache = kvjax.Cache.create(SPEC)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        use(jax.tree_util.Partial(even), cache, [[1, 2]], **options)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
-
-
-@pytest.mark.parametrize("use", [kvjax.generate, streamed, kvjax.run_batch])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"listener": "log.txt"}, "listener: got 'log.txt', wanted a function or None"),
-        ({"clock": 5}, "clock: got 5, wanted a function or None"),
-        ({"clock": lambda: 0.5}, r"clock: got 0\.5, wanted an int of milliseconds"),
-        ({"clock": lambda: None}, "clock: got None, wanted an int of milliseconds"),
-        ({"clock": lambda: True}, "clock: got True, wanted an int of milliseconds"),
-        ({"logits_fn": np.ones(VOCAB)}, "logits_fn: got array"),
-        ({"steps": "9"}, "steps: got '9', wanted an int of at least 1"),
-        ({"canonical": 1}, "canonical: got 1, wanted a bool"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_an_option_that_does_not_fit_is_named_before_anything_is_donated(use, options, message):
-    refused(use, message, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top_logprobs": VOCAB + 1}, "top_logprobs: got 9, wanted at most the vocabulary, 8"),
-        ({"top_logprobs": -1}, "top_logprobs: got -1, wanted an int of at least 0"),
-        ({"top_logprobs": "3"}, "top_logprobs: got '3', wanted an int of at least 0"),
-        ({"scheduler": "num_tokens"}, "scheduler: got 'num_tokens', wanted a kvjax.serving.Scheduler or None"),
-        ({"scheduler": ""}, "scheduler: got '', wanted a kvjax.serving.Scheduler or None"),
-        ({"scheduler": Scheduler(budget=2)}, "budget: got 2, wanted more than the 2 rows"),
-        ({"progress": 1}, "progress: got 1, wanted a function or None"),
-        ({"scheduler": Scheduler(chunk=6), "canonical": True}, "chunk: got 6, wanted a multiple of the block size, 4"),
-        ({"scheduler": Scheduler(budget=9), "canonical": True}, "budget: got 9 with canonical=True, wanted None"),
-        (
-            {"scheduler": Scheduler(reserve="num_tokens"), "canonical": True},
-            "reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'",
-        ),
-    ],
-)
-def test_so_is_one_that_only_run_batch_takes(options, message):
-    refused(kvjax.run_batch, message, **options)
-
+from kvjax.serving import Scheduler, make_requests
+from kvjax.serving.request import read_clock
+from tests.serving_kit import MODEL, make_cache
 
 INTS = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce", "watermark")
 
@@ -88,3 +28,21 @@ def test_a_clock_may_have_any_ints():
     assert [read_clock(lambda x=x: x) for x in (2**32 + 5, -1, 2**31, np.int64(2**40), np.int32(-3))] == [
         5, -1, -(2**31), 0, -3
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Scheduler(budget=9, canonical=True), "budget: got 9 with canonical=True, wanted None"),
+        (
+            lambda: Scheduler(reserve="num_tokens", canonical=True),
+            "reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'",
+        ),
+        (lambda: make_requests([[1]], samples=[1, 2]), "samples: got 2, wanted one for each of 1 prompts"),
+        (lambda: kvjax.run_batch(MODEL, make_cache(), [], progress=1), "progress: got 1, wanted a function or None"),
+        (lambda: kvjax.run_batch(MODEL, make_cache(), [[1]]), "requests: got a list as number 0, wanted"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(make, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        make()

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import Engine, Penalties, Scheduler, penalize
+from kvjax.serving import Penalties, Scheduler, penalize
 from models import load
+from tests import drive
 
 VOCABULARY, MOST = 7, 5
 
@@ -55,6 +56,20 @@ def test_wrong_penalties_are_named(options, message):
         Penalties.of(**{"max_tokens": 3, **options})
 
 
+def test_a_batch_whose_requests_have_different_states_is_refused():
+    spec = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=8, block_size=4)
+    model = jax.tree_util.Partial(lambda tokens, pools, view, *, last: (jnp.zeros((*last.shape, VOCABULARY)), pools))
+    cache, one = kvjax.Cache.create(spec), Penalties.of(MOST)
+    for states, logits_fn, message in (
+        ([one, None], penalize, "prompt 1: logits_state: got None, wanted arrays like those of the first prompt"),
+        ([one, Penalties.of(MOST + 1)], penalize, "prompt 1: logits_state: got .*, wanted arrays like those of the"),
+        ([one, one], None, "prompt 0: logits_state: got one, wanted None without a logits_fn"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            drive.run_batch(model, cache, [[1], [2]], logits_fn=logits_fn, logits_state=states)
+    kvjax.check(cache.state)
+
+
 @pytest.mark.slow
 def test_an_engine_penalizes_those_who_ask_and_nobody_else():
     model = load("tests/data/goldens/llama")[0]
@@ -89,16 +104,21 @@ def test_an_engine_penalizes_those_who_ask_and_nobody_else():
             tokens.append(int(np.argmax(logits)))
         return tokens
 
-    with Engine(model, kvjax.Cache.create(spec), scheduler=Scheduler(reserve="num_tokens"), **options) as engine:
+    with drive.engine(model, kvjax.Cache.create(spec), scheduler=Scheduler(reserve="num_tokens"), **options) as engine:
         asks = list(zip(prompts * 2, wanted * 2, strict=True))
         handles = [
-            engine.submit(prompt, max_new_tokens=new, logits_state=Penalties.of(64, **one) if one else None)
+            drive.ask(engine, prompt, max_new_tokens=new, logits_state=Penalties.of(64, **one) if one else None)
             for prompt, one in asks
         ]
         found = [handle.result(60).tokens for handle in handles]
         with pytest.raises(ValueError, match=r"logits_state: got .*, wanted arrays like those of the engine"):
-            engine.submit([1], logits_state=Penalties.of(65))
+            drive.ask(engine, [1], logits_state=Penalties.of(65))
     assert found == [chosen(prompt, **one) for prompt, one in asks[:4]] * 2
+    states = [Penalties.of(64, **one) for one in wanted]
+    outputs, *_ = drive.run_batch(
+        model, kvjax.Cache.create(spec), prompts, max_new_tokens=new, logits_fn=penalize, logits_state=states
+    )
+    assert [output.tokens for output in outputs] == found[:4]
     assert found[2] == [3] * new and 1 < found[1].count(3) < new
     with pytest.raises(ValueError, match="logits_state: got one, wanted None without a logits_fn"):
-        Engine(model, kvjax.Cache.create(spec), logits_state=Penalties.of(64))
+        drive.engine(model, kvjax.Cache.create(spec), logits_state=Penalties.of(64))

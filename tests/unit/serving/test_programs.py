@@ -9,13 +9,13 @@ from jax.tree_util import Partial
 
 import kvjax
 from kvjax._compile import OutermostJit
-from kvjax.serving import Sampling, Scheduler, runner
+from kvjax.serving import Sampling, Scheduler, driver, turns
 from kvjax.serving.requests import Stage
 
 VOCAB = 13
 LAYERS = [kvjax.LayerSpec(1, 2)]
 SPEC = kvjax.make_spec(LAYERS, num_blocks=256, max_seqs=8, max_length=512, block_size=16, dtype="float32")
-PROGRAMS = ("_init_log", "_submit", "_serve")
+PROGRAMS = ("apply", "turn")
 
 
 def successor(tokens, pools, view, *, last):
@@ -30,24 +30,30 @@ def ended(model, serving, log, *, scheduler, steps, logits_fn, fixed_steps, now)
     return serving.replace(requests=serving.requests.replace(stage=over)), log
 
 
+def use(stand_in, monkeypatch):
+    """A loop's program, compiled anew, that calls a stand-in for `serve`."""
+    monkeypatch.setattr(turns, "serve", stand_in)
+    monkeypatch.setattr(driver, "turn", OutermostJit(turns._turn, **driver.turn._options))
+
+
 def compiled():
-    return [getattr(runner, name)._jitted._cache_size() for name in PROGRAMS]
+    return [getattr(driver, name)._jitted._cache_size() for name in PROGRAMS]
 
 
 @pytest.mark.long
 def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
     """A mixed step's trace also gives the size of the vocabulary."""
-    shapes, serve = [], runner._serve
+    shapes, serve = [], turns.serve
 
     def noted(tokens, pools, view, *, last):
         shapes.append(tokens.shape)
         return successor(tokens, pools, view, last=last)
 
-    def traced(*args, **options):
-        serve.eval_shape(*args, **options)
-        return ended(*args, **options)
+    def traced(model, serving, log, **options):
+        jax.eval_shape(lambda serving, log: serve(model, serving, log, **options), serving, log)
+        return ended(model, serving, log, **options)
 
-    monkeypatch.setattr(runner, "_serve", traced)
+    use(traced, monkeypatch)
     kvjax.generate(Partial(noted), kvjax.Cache.create(SPEC), [[1, 2, 3]])
     assert shapes == [(1, SPEC.max_seqs + Scheduler().chunk), (SPEC.max_seqs, 1)]
 
@@ -55,8 +61,7 @@ def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_batch_compiles_nothing(monkeypatch, real):
     if not real:
-        options = {"static_argnames": ("scheduler", "logits_fn", "fixed_steps"), "donate_argnames": ("serving", "log")}
-        monkeypatch.setattr(runner, "_serve", OutermostJit(ended, **options))
+        use(ended, monkeypatch)
     model, cache, rng, seen = Partial(successor), kvjax.Cache.create(SPEC), np.random.default_rng(0), []
     before = compiled()
     for number in (1, 3, 8, 12):

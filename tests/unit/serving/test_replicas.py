@@ -2,8 +2,7 @@
 """Replicas: answers are those of one cache, prompts go where they are cached, and a failure is one replica's."""
 
 import collections
-import sys
-import threading
+import dataclasses
 import warnings
 
 import jax
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.events import Listeners, Mirror, listeners
-from kvjax.serving import GenerationInterrupted, Replicas, replicas
+from kvjax.serving import GenerationInterrupted, Replicas, RunOptions, make_requests, replica
 from kvjax.serving.routing import CachedPrefixes, choose_replica, hashes_of
 from kvjax.stores import DiskStore
 from models import load
-from tests.drive import ROOT, output_of
+from tests import drive
 from tests.mesh import mesh_of
 
 SIZE, NEW, ROWS = 8, 6, 4
@@ -27,6 +25,7 @@ DEVICES = jax.devices()[:2]
 RNG = np.random.default_rng(0)
 DOCUMENTS = RNG.integers(0, 200, (4, 40)).tolist()
 PROMPTS = [[*DOCUMENTS[n % 4][: 24 + n % 3 * 8], *RNG.integers(0, 200, 5).tolist()] for n in range(12)]
+REQUESTS = make_requests(PROMPTS, max_new_tokens=NEW)
 
 
 def test_the_rule_takes_what_is_cached_less_the_price_of_load_and_ends_ties_by_load():
@@ -53,7 +52,12 @@ def lookups(cache, prompt, namespace):
 
 LOOKUP = jax.jit(kvjax.lookup)
 PLAIN, WINDOW = kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, window=20)
-KINDS = {"plain": [PLAIN], "windows": [PLAIN, WINDOW], "recurrent": [PLAIN, kvjax.LayerSpec.recurrent({"s": (2,)})]}
+KINDS = {
+    "plain": [PLAIN],
+    "extra_ids": [PLAIN],
+    "windows": [PLAIN, WINDOW],
+    "recurrent": [PLAIN, kvjax.LayerSpec.recurrent({"s": (2,)})],
+}
 
 
 @pytest.mark.long
@@ -62,7 +66,10 @@ KINDS = {"plain": [PLAIN], "windows": [PLAIN, WINDOW], "recurrent": [PLAIN, kvja
 )
 def test_prefixes_by_events_are_those_that_lookups_find(kind):
     """Over random histories with evictions."""
-    spec = kvjax.make_spec(KINDS[kind], num_blocks=14, max_seqs=3, max_length=96, block_size=SIZE, dtype="float32")
+    spec = kvjax.make_spec(
+        KINDS[kind], num_blocks=14, max_seqs=3, max_length=96, block_size=SIZE, dtype="float32",
+        extra_ids=kind == "extra_ids",
+    )  # fmt: skip
     cache, prefixes, rng = kvjax.Cache.create(spec), CachedPrefixes(spec), np.random.default_rng(1)
     admit, commit = jax.jit(kvjax.Cache.admit), jax.jit(kvjax.Cache.commit)
     release, evict = jax.jit(kvjax.Cache.release), jax.jit(kvjax.Cache.evict, static_argnames="max_removed")
@@ -73,28 +80,28 @@ def test_prefixes_by_events_are_those_that_lookups_find(kind):
         text[0, :length] = np.where(rng.random(length) < 0.02, 7, base[:length])
         namespace, row = int(rng.integers(0, 2)), np.array([step % 3], np.int32)
         cache, events = admit(cache, row, text, np.array([length], np.int32), namespace=np.array([namespace], np.int32))
-        prefixes.observe(events)
+        prefixes.fold(events)
         if bool(events.ok):
             rest = np.maximum(length - np.asarray(events.cached), 0).astype(np.int32)
             tokens = np.roll(text, -int(events.cached[0]), axis=1)
             cache, events = commit(cache, tokens, rest, seqs=row)
-            prefixes.observe(events)
+            prefixes.fold(events)
             cache, events = release(cache, row)
-            prefixes.observe(events)
+            prefixes.fold(events)
         if step % 9 == 8:
             cache, events = evict(cache, rng.integers(0, 14, 3).astype(np.int32), max_removed=14)
-            prefixes.observe(events)
+            prefixes.fold(events)
         histories.append((text[0, :length], namespace))
         for prompt, number in [histories[rng.integers(len(histories))] for _ in range(4)]:
             for cut in (len(prompt), max(len(prompt) // 2, 1)):
-                blocks = prefixes.whole_blocks(hashes_of(prompt[:cut], number, SIZE), cut)
+                blocks = prefixes.whole_blocks(hashes_of(prompt[:cut], number, spec), cut)
                 assert blocks == lookups(cache, prompt[:cut], number)
                 found += blocks
     assert found > 100
     again = CachedPrefixes(spec)
     again.attach(cache.state)
     for prompt, number in histories:
-        hashes = hashes_of(prompt, number, SIZE)
+        hashes = hashes_of(prompt, number, spec)
         assert again.whole_blocks(hashes, len(prompt)) == prefixes.whole_blocks(hashes, len(prompt))
 
 
@@ -105,14 +112,14 @@ def made():
 
 @pytest.fixture(scope="module")
 def wanted():
-    outputs, _, _ = kvjax.run_batch(MODEL, kvjax.Cache.create(SPEC), PROMPTS, max_new_tokens=NEW)
+    outputs, _, _ = drive.run_batch(MODEL, kvjax.Cache.create(SPEC), PROMPTS, max_new_tokens=NEW)
     return [output.tokens for output in outputs]
 
 
 @pytest.mark.slow
 def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(made, wanted):
     seen = [[], []]
-    outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, listener=lambda number, events: seen[number].append(events))
+    outputs = made.run_batch(REQUESTS, RunOptions(listener=lambda number, events: seen[number].append(events)))
     assert [output.tokens for output in outputs] == wanted
     first = {n % 4: output.replica for n, output in enumerate(outputs)}
     assert set(first.values()) == {0, 1}
@@ -122,131 +129,41 @@ def test_answers_are_those_of_one_cache_and_prompts_stay_where_they_are_cached(m
         assert {leaf.device for leaf in jax.tree.leaves(cache)} == {DEVICES[number]}
         events = [event for one in seen[number] for event in kvjax.to_list(one)]
         assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
-    routes = made.route(PROMPTS)
+    routes = made.route(REQUESTS)
     assert [route.replica for route in routes] == [output.replica for output in outputs]
-    again = made.run_batch(PROMPTS, max_new_tokens=[NEW] * len(PROMPTS), samples=2)
+    again = made.run_batch(make_requests(PROMPTS, max_new_tokens=NEW, samples=2))
     assert [output.tokens for output in again[::2]] == wanted
     for output, route in zip(again[::2], routes, strict=True):
         assert output.cached_tokens >= route.tokens >= 24 and output.replica == route.replica
-    assert [output.tokens for output in made.generate(PROMPTS[:3], max_new_tokens=NEW)] == wanted[:3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_prompts_of_a_replica_that_fails_go_to_the_others(made, wanted, monkeypatch, is_lost):
-    whole, fails = replicas.run_batch, threading.Event()
-    fails.set()
-
-    def failing(model, cache, prompts, **options):
-        if fails.is_set() and on_second(cache):
-            fails.clear()
-            if is_lost:
-                jax.tree.map(lambda x: x.delete(), cache)
-                raise GenerationInterrupted("lost", None, [kvjax.serving.Output(1) for _ in prompts], [])
-            readings = [0]  # the second reading is between two calls
-            options["clock"] = lambda: readings.pop()
-        return whole(model, cache, prompts, **options)
-
-    def on_second(cache):
-        return cache.state.seqs.length.device == DEVICES[1]
-
-    monkeypatch.setattr(replicas, "run_batch", failing)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outputs = made.run_batch(PROMPTS, max_new_tokens=NEW)
-    assert [output.tokens for output in outputs] == wanted
-    assert {output.replica for output in outputs} == {0}
-    assert [str(one.message)[:37] for one in caught] == ["prompts of replicas that failed go to"]
-    for cache in made.caches:
-        kvjax.check(cache.state, rows=())
-    assert {output.replica for output in made.run_batch(PROMPTS[::-1], max_new_tokens=NEW)} >= {0}
-
-
-@pytest.mark.slow
-def test_an_error_of_the_listener_ends_all_and_the_caches_go_on(made, wanted):
-    def listener(number, events):
-        raise KeyboardInterrupt
-
-    with pytest.raises(GenerationInterrupted, match="replicas ended: ") as caught:
-        made.run_batch(PROMPTS, max_new_tokens=NEW, listener=listener)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt) and len(caught.value.cache) == 2
-    for cache in made.caches:
-        kvjax.check(cache.state, rows=())
-    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
-    for options, message in (
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
-        ({"samples": [1]}, "samples: got 1, wanted one for each of 12 prompts"),
-        ({"namespaces": [0, 1]}, "namespaces: got 2, wanted one for each of 12 prompts"),
-        ({"max_new_tokens": [1]}, "max_new_tokens: got 1, wanted one for each of 12 prompts"),
-        ({"priorities": [1] * 13}, "priorities: got 13, wanted one for each of 12 prompts"),
-        ({"samples": 2, "seeds": range(12)}, "seeds: got 12, wanted one for each of 24 outputs"),
-        ({"progress": print}, "progress: got one, wanted None"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made.run_batch(PROMPTS, **options)
-    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_listener_that_fails_has_each_index_in_the_end(wanted, monkeypatch, is_lost):
-    """It is away at some calls; a replica may lose its cache meanwhile."""
-    monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.001)
-    made, rng, mirrors, whole = Replicas(MODEL, SPEC, DEVICES), np.random.default_rng(4), [Mirror(), Mirror()], []
-
-    def listener(number, events):
-        if rng.random() < 0.4:
-            raise ConnectionError("away")
-        mirrors[number] = kvjax.fold(kvjax.to_list(events), mirrors[number])
-
-    def losing(model, cache, prompts, **options):
-        outputs, cache, events = run_batch(model, cache, prompts, **options)
-        if is_lost and not whole and model is made._models[0]:
-            whole.append(True)
-            raise GenerationInterrupted("lost", None, outputs[:0], events)
-        return outputs, cache, events
-
-    run_batch = replicas.run_batch
-    monkeypatch.setattr(replicas, "run_batch", losing)
-    for _ in range(3):
-        with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
-            outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, steps=2, listener=listener)
-        assert [output.tokens for output in outputs] == wanted
-    for number, cache in enumerate(made.caches):
-        of_replica = Listeners(listener, leading=(number,))
-        assert of_replica.counts["failures"] and of_replica.counts["snapshots"]
-        while of_replica.is_behind:
-            of_replica.catch_up(cache.state)
-        assert mirrors[number].index == kvjax.events.index_of(cache.state)
 
 
 @pytest.mark.slow
 def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
     """Three replicas. The run ends with an error if all fail at a time, or if a prompt's second replica fails too."""
-    made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replicas.run_batch, set()
+    made, whole, ends = Replicas(MODEL, SPEC, jax.devices()[:3]), replica.run_batch, set()
     for run in range(10):
         rng = np.random.default_rng(run)
         # By the number of a replica: readings of the clock until it fails, once.
         left = {n: int(rng.integers(1, 4)) for n in range(3) if run == 9 or rng.random() < 0.4}
         failed, times = [], collections.Counter()
 
-        def failing(model, cache, prompts, left=left, failed=failed, times=times, **options):
+        def failing(model, cache, requests, options, left=left, failed=failed, times=times):
             number = jax.devices().index(cache.state.seqs.length.device)
             if (readings := left.pop(number, None)) is not None:
-                options["clock"] = lambda counted=[0] * readings: counted.pop()
+                options = dataclasses.replace(options, clock=lambda counted=[0] * readings: counted.pop())
             try:
-                return whole(model, cache, prompts, **options)
+                return whole(model, cache, requests, options)
             except GenerationInterrupted:
                 failed.append(number)
-                times.update(tuple(prompt.tolist()) for prompt in prompts)
+                times.update(tuple(request.prompt.tolist()) for request in requests)
                 raise
 
-        monkeypatch.setattr(replicas, "run_batch", failing)
+        monkeypatch.setattr(replica, "run_batch", failing)
         ended = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                outputs = made.run_batch(PROMPTS, max_new_tokens=NEW)
+                outputs = made.run_batch(REQUESTS)
             except GenerationInterrupted as error:
                 ended, outputs = error, error.outputs
         assert (ended is not None) == (len(failed) == 3 or max(times.values(), default=0) == 2)
@@ -258,9 +175,9 @@ def test_replicas_that_fail_at_random_cost_no_answer(wanted, monkeypatch):
             assert ended.cache == made.caches and any(output.finish is None for output in outputs)
         for cache in made.caches:
             kvjax.check(cache.state, rows=())
-        monkeypatch.setattr(replicas, "run_batch", whole)
+        monkeypatch.setattr(replica, "run_batch", whole)
     assert ends >= {"all", 0, 1, 2}
-    assert [output.tokens for output in made.run_batch(PROMPTS, max_new_tokens=NEW)] == wanted
+    assert [output.tokens for output in made.run_batch(REQUESTS)] == wanted
 
 
 @pytest.mark.slow
@@ -270,7 +187,7 @@ def test_replicas_share_a_store(wanted, tmp_path):
     for turn, devices in enumerate((DEVICES, jax.devices()[1:3])):
         made = Replicas(MODEL, SPEC, devices)
         with DiskStore(tmp_path, SPEC, **options) as store:
-            outputs = made.run_batch(PROMPTS, max_new_tokens=NEW, store=store)
+            outputs = made.run_batch(REQUESTS, RunOptions(store=store))
             assert {output.replica for output in outputs} == {0, 1}
             assert not any(store.counters[name] for name in ("broken", "failed", "dropped"))
         assert [output.tokens for output in outputs] == wanted
@@ -279,55 +196,13 @@ def test_replicas_share_a_store(wanted, tmp_path):
             kvjax.check(cache.state, rows=())
 
 
-# Prompts that take long, in two replicas, and Ctrl-C when both have begun.
-INTERRUPTED = """
-import json, os, signal, threading
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_disable_most_optimizations", True)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
-import kvjax
-from kvjax.events import Listeners, Mirror, listeners
-from kvjax.serving import GenerationInterrupted, Replicas
-from tests.unit.serving.test_replicas import MODEL, PROMPTS, SPEC
-
-seen = [0, 0]
-
-def listener(number, events):
-    seen[number] += 1
-    if min(seen) >= 2 and not pressed.is_set():
-        pressed.set()
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
-
-pressed, made = threading.Event(), Replicas(MODEL, SPEC, jax.devices())
-try:
-    made.run_batch(PROMPTS, max_new_tokens=40, steps=2, listener=listener)
-except GenerationInterrupted as error:
-    assert isinstance(error.__cause__, KeyboardInterrupt), error.__cause__
-    for cache, own in zip(error.cache, made.caches, strict=True):
-        kvjax.check(cache.state, rows=())
-        assert cache is own and not cache.state.seqs.length.any()
-    tokens = [output.tokens for output in error.outputs]
-    assert any(tokens) and any(output.finish is None for output in error.outputs)
-    outputs = made.run_batch(PROMPTS, max_new_tokens=40)
-    assert all(output.tokens[: len(one)] == one for one, output in zip(tokens, outputs))
-    assert {output.replica for output in outputs} == {0, 1}
-    print("interrupted and went on")
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_all_replicas_and_their_caches_go_on():
-    assert output_of(sys.executable, "-c", INTERRUPTED, PYTHONPATH=str(ROOT)).endswith("interrupted and went on\n")
-
-
 @pytest.mark.slow
 def test_replicas_on_meshes(wanted):
     devices = jax.devices()
     with mesh_of(1, 2) as one:
         other = jax.make_mesh((1, 2), ("data", "heads"), axis_types=one.axis_types, devices=devices[2:4])
         made = Replicas(MODEL, SPEC, [one, other], heads="heads")
-        outputs = made.run_batch(PROMPTS, max_new_tokens=NEW)
+        outputs = made.run_batch(REQUESTS)
     assert [output.tokens for output in outputs] == wanted and {output.replica for output in outputs} == {0, 1}
 
 

@@ -14,6 +14,7 @@ import kvjax
 from kvjax import Sampling
 from kvjax.serving import Finish, rollout_log
 from models import load
+from tests import drive
 from tests.mesh import AUTO, mesh_of
 from tests.models.families import GOLDENS
 from tests.oracle.bytes_machine import VOCAB, name_of
@@ -185,7 +186,7 @@ def test_samples_are_those_of_run_batch(logprobs):
     prompts, stop = np.random.default_rng(0).integers(0, 30, (4, 13)).astype(np.int32), [7, 8, 9]
     samplings = [Sampling(temperature, top_k) for temperature, top_k in ((0, None), (1, None), (2, 5), (0.5, 2))]
     options = {"max_new_tokens": MOST, "samples": SAMPLES, "stop_tokens": stop, "logprobs": logprobs, "seed": 3}
-    outputs, _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), prompts.tolist(), sampling=samplings, **options)
+    outputs, _, _ = drive.run_batch(model, kvjax.Cache.create(spec), prompts.tolist(), sampling=samplings, **options)
     each = jax.tree.map(lambda *leaves: np.stack(leaves), *samplings)
     found, cache, _ = jax.jit(functools.partial(kvjax.rollout, model, sampling=each, **options))(
         kvjax.Cache.create(spec), prompts, np.full(4, 13, np.int32)

@@ -16,9 +16,10 @@ import pytest
 import kvjax
 from kvjax import Cache
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, runner
+from kvjax.serving import GenerationInterrupted, Scheduler, driver
 from kvjax.serving.preempt import swaps
 from kvjax.serving.requests import Stage, init_serving
+from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.serving_kit import HOST, MODEL, assert_chained, count_swaps, make_cache, state_of
 
@@ -38,96 +39,20 @@ def prompts_of(number, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [0, HOST])
-def test_all_prompts_are_generated_for(host):
-    prompts, seen = prompts_of(16), []
-    outputs, cache, events = kvjax.run_batch(
-        MODEL, make_cache(9, host), prompts, max_new_tokens=[1 + i % 9 for i in range(16)], scheduler=OPTIONS, steps=25,
-        progress=lambda outputs: seen.append(sum(len(output.tokens) for output in outputs)),
-    )  # fmt: skip
-    assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 1 + i % 9) for i in range(16)]
-    assert_chained(prompts, outputs)
-    assert seen == sorted(seen)
-    assert len(seen) > 1
-    assert seen[-1] == sum(1 + i % 9 for i in range(16))
-    assert any(output.cached_tokens for output in outputs)
-    state = state_of(cache)
-    kvjax.check(state)
-    assert not np.asarray(state.seqs.length).any()
-    assert kvjax.fold(events).index == kvjax.events.index_of(state)
-    again, cache, events = kvjax.run_batch(MODEL, cache, prompts[:9], max_new_tokens=1, scheduler=OPTIONS, steps=25)
-    assert [output.tokens for output in again] == [output.tokens[:1] for output in outputs[:9]]
-    if host:
-        assert any(event["kind"] == "updated" for event in events)  # from the host
-
-
-def test_each_prompt_ends_for_its_own_reason():
-    prompts = [[1, 2, 0], [], [VOCAB], [-1], [1] * 33, [2] * 30, [1] * 22]
-    outputs, _, _ = kvjax.run_batch(MODEL, make_cache(6), prompts, max_new_tokens=5, scheduler=OPTIONS, steps=25)
-    assert [output.finish for output in outputs] == [
-        "length", "bad_request", "bad_request", "bad_request", "row_full", "no_blocks", "no_blocks",
-    ]  # fmt: skip
-    assert [len(output.tokens) for output in outputs] == [5, 0, 0, 0, 0, 0, 3]
-    prompts = [[2] * 30, [1]]
-    outputs, _, _ = kvjax.run_batch(MODEL, make_cache(), prompts, max_new_tokens=5, scheduler=OPTIONS, steps=25)
-    assert [(output.finish, len(output.tokens)) for output in outputs] == [("row_full", 3), ("length", 5)]
-    assert_chained(prompts, outputs)
-
-
-@pytest.mark.slow
 def test_an_error_between_loops_leaves_the_cache_whole():
     def fails(outputs):
         raise RuntimeError("enough")
 
     with pytest.raises(GenerationInterrupted, match="interrupted by RuntimeError: enough; go on") as caught:
-        kvjax.run_batch(MODEL, make_cache(9), prompts_of(16), scheduler=OPTIONS, steps=25, progress=fails)
+        drive.run_batch(MODEL, make_cache(9), prompts_of(16), scheduler=OPTIONS, steps=25, progress=fails)
     kvjax.check(caught.value.cache.state)
     assert not np.asarray(caught.value.cache.state.seqs.length).any()
     assert kvjax.fold(caught.value.events).index == kvjax.events.index_of(caught.value.cache.state)
     assert caught.value.outputs[0].tokens
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0, wanted at least 1"),
-        ({"max_new_tokens": [1, 2]}, "max_new_tokens: got 2, wanted one for each of 1 prompts"),
-        ({"priorities": [1, 2]}, "priorities: got 2, wanted one for each of 1 prompts"),
-        ({"steps": 0}, "steps: got 0, wanted an int of at least 1"),
-        ({"scheduler": Scheduler(k=9)}, "k: got 9, wanted at most the block size, 4"),
-    ],
-)
-def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
-    cache = make_cache()
-    with pytest.raises(ValueError, match=wanted):
-        kvjax.run_batch(MODEL, cache, [[1]], **options)
-    assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [0, HOST])
-def test_python_can_call_each_step(host):
-    """The tokens are the same, with a return to the host after each step."""
-    prompts, turns = prompts_of(9, seed=4), []
-    options = SWAP if host else OPTIONS
-    for loop in (True, False):
-        turns.append(0)
-
-        def count(_):
-            turns[-1] += 1
-
-        outputs, cache, events = kvjax.run_batch(
-            MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=options, loop=loop, progress=count
-        )
-        assert [output.finish for output in outputs] == ["length"] * 9
-        assert_chained(prompts, outputs)
-        kvjax.check(state_of(cache))
-        assert kvjax.fold(events).index == kvjax.events.index_of(state_of(cache))
-    assert turns[1] > 2 * turns[0] > 0
-
-
 def test_no_prompt_no_program():
-    outputs, cache, events = kvjax.run_batch(MODEL, make_cache(), [])
+    outputs, cache, events = drive.run_batch(MODEL, make_cache(), [])
     assert (outputs, events) == ([], [])
     assert int(jnp.sum(cache.state.seqs.length)) == 0
 
@@ -138,7 +63,7 @@ def test_rows_are_swapped_out_instead_of_being_preempted(host, monkeypatch):
     """The host's 12 blocks hold each row that is swapped out. With 2 some rows are preempted after all."""
     moved = count_swaps(monkeypatch)
     prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed=4))]
-    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=SWAP)
+    outputs, cache, _ = drive.run_batch(MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=SWAP)
     assert {output.finish for output in outputs} == {"length"}
     assert_chained(prompts, outputs)
     preemptions = sum(output.preemptions for output in outputs)
@@ -157,8 +82,8 @@ def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
     rng = np.random.default_rng(seed)
     prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed))]
     most, priorities = [int(rng.choice([1, 12])) for _ in prompts], rng.integers(-3, 6, 9).tolist()
-    outputs, cache, _ = kvjax.run_batch(
-        MODEL, make_cache(num_blocks, HOST), prompts, max_new_tokens=most, priorities=priorities, scheduler=SWAP
+    outputs, cache, _ = drive.run_batch(
+        MODEL, make_cache(num_blocks, HOST), prompts, max_new_tokens=most, priority=priorities, scheduler=SWAP
     )
     for prompt, output, new in zip(prompts, outputs, most, strict=True):
         fits = len(prompt) + new - 1 <= num_blocks * SIZE
@@ -170,7 +95,7 @@ def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
 def test_a_failed_move_costs_the_other_rows_nothing(monkeypatch):
     """A prompt is to be onboarded while two others run, and the copy fails once."""
     prompts, copy, failed = prompts_of(9, seed=3), host_pool._copy, []
-    _, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=1, scheduler=SWAP)
+    _, cache, _ = drive.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=1, scheduler=SWAP)
 
     def copy_or_fail(targets, sources, rows):
         if targets[0][0].sharding.memory_kind != "pinned_host" and not failed:
@@ -181,7 +106,7 @@ def test_a_failed_move_costs_the_other_rows_nothing(monkeypatch):
     monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
     first, most = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist(), [20, 18, *[2] * 9]
     with pytest.warns(RuntimeWarning, match="computed again"):
-        outputs, cache, _ = kvjax.run_batch(MODEL, cache, first + prompts, max_new_tokens=most, scheduler=SWAP)
+        outputs, cache, _ = drive.run_batch(MODEL, cache, first + prompts, max_new_tokens=most, scheduler=SWAP)
     assert failed
     assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", new) for new in most]
     assert_chained(first + prompts, outputs)
@@ -209,7 +134,7 @@ def test_a_row_whose_move_to_the_host_fails_stays_where_it_is(monkeypatch):
 
     monkeypatch.setattr(TIERED, "swap_out", swap_out_in_vain)
     with pytest.warns(RuntimeWarning, match="computed again"):
-        outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=10, scheduler=SWAP)
+        outputs, cache, _ = drive.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=10, scheduler=SWAP)
     assert failures and sum(output.preemptions for output in outputs)
     assert_chained(prompts, outputs)
     kvjax.check(state_of(cache), rows=())
@@ -217,13 +142,13 @@ def test_a_row_whose_move_to_the_host_fails_stays_where_it_is(monkeypatch):
 
 def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
     """No code leaves a row in use today. The test drops a row's release."""
-    monkeypatch.setattr(runner.GenerationRunner, "_update_outputs", occupy_a_row)
+    monkeypatch.setattr(driver.Driver, "_move", occupy_a_row)
     with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use, and no request has them") as caught:
-        kvjax.run_batch(MODEL, make_cache(9, HOST), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
+        drive.run_batch(MODEL, make_cache(9, HOST), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
     assert not np.asarray(state_of(caught.value.cache).seqs.length).any()
 
 
-def occupy_a_row(self, requests):
+def occupy_a_row(self, result):
     """Admits a prompt into the last row, for no request."""
     serving = self.state.serving
     if not int(serving.cache.state.seqs.length[2]):
@@ -244,7 +169,7 @@ def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
 
     monkeypatch.setattr(kvjax.tiers.TieredCache, "swap_in", refuse)
     prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed=4))]
-    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=10, scheduler=SWAP)
+    outputs, cache, _ = drive.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=10, scheduler=SWAP)
     assert refusals and sum(output.preemptions for output in outputs)
     assert_chained(prompts, outputs)
     kvjax.check(state_of(cache))
@@ -273,7 +198,7 @@ def test_a_row_is_swapped_out_until_the_chunks_of_the_others_fit(monkeypatch):
     options = Scheduler(
         reserve="num_tokens", chunk=16, chunk_rows=2, budget=2 + 32, preempt="swap", wait_for_prefix=False
     )
-    outputs, cache, _ = kvjax.run_batch(
+    outputs, cache, _ = drive.run_batch(
         MODEL, kvjax.tiers.TieredCache.create(spec), prompts, max_new_tokens=3, scheduler=options
     )
     assert [(output.finish, output.preemptions) for output in outputs] == [("length", 0)] * 2
@@ -297,73 +222,6 @@ def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     assert int(swaps(serving.replace(requests=requests, row=slots), options).back) == back
 
 
-def test_rows_are_swapped_out_only_with_a_host_tier():
-    with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
-        kvjax.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
-
-
-def test_samples_share_their_prompt_and_are_chosen_as_if_alone():
-    """Five samples of one prompt and another prompt run in three rows. Each has a seed of its own."""
-    table = jnp.asarray(np.random.default_rng(5).normal(size=(7, 7)), jnp.float32)
-    prompts, sampling = [[1, 2, 3, 4, 5, 6], [6, 5, 4]], kvjax.Sampling(temperature=1.0)
-    options = {"sampling": sampling, "max_new_tokens": 6, "scheduler": OPTIONS, "top_logprobs": 2}
-    model = jax.tree_util.Partial(pairs, table)
-    outputs, _, _ = kvjax.run_batch(model, make_cache(), prompts, samples=[5, 1], **options)
-    assert [output.prompt_tokens for output in outputs] == [6] * 5 + [3]
-    assert [output.cached_tokens for output in outputs[1:3]] == [6, 6]  # shared, the last block too
-    alone = [prompts[0]] * 5 + [prompts[1]]
-    expected, _, _ = kvjax.run_batch(model, make_cache(), alone, **options)
-    assert [output.tokens for output in outputs] == [output.tokens for output in expected]
-    assert len({tuple(output.tokens) for output in outputs[:5]}) > 1
-    scores = np.asarray(jax.nn.log_softmax(table, axis=-1))
-    for output, prompt in zip(outputs, alone, strict=True):
-        for last, top in zip([prompt[-1], *output.tokens], output.top_logprobs, strict=False):
-            assert list(top) == np.argsort(-scores[last])[:2].tolist()
-        assert len(output.top_logprobs) == len(output.tokens) == 6
-
-
-def pairs(table, tokens, pools, view, *, last):
-    """A model that depends only on the last token."""
-    del view
-    return table[tokens[jnp.arange(tokens.shape[0]), last]], pools
-
-
-@pytest.mark.parametrize("samples", [0, [1, 2]])
-def test_samples_are_at_least_one_for_each_prompt(samples):
-    with pytest.raises(ValueError, match="samples: got"):
-        kvjax.run_batch(MODEL, make_cache(), [[1]], samples=samples)
-
-
-def one_at_a_time(prompts, sampling, seeds, new):
-    """The output of each prompt alone, in a cache of its own."""
-    for prompt, one, seed in zip(prompts, sampling, seeds, strict=True):
-        alone, _, _ = kvjax.run_batch(
-            MODEL, make_cache(), [prompt], sampling=[one], seeds=[seed], max_new_tokens=new, scheduler=OPTIONS, steps=25
-        )
-        yield alone[0]
-
-
-@pytest.mark.slow
-def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
-    """Eight prompts share three rows and few blocks, and some are preempted. Every third one is greedy."""
-    prompts, seeds = prompts_of(8, seed=3), [11 * number for number in range(8)]
-    ways = [None, Sampling(1.5), Sampling(0.8, top_k=2), None, Sampling(1.2, top_p=0.6), Sampling(2.0, min_tokens=3)]
-    sampling = [*ways, None, Sampling(0.5)]
-    options = {"sampling": sampling, "seeds": seeds, "max_new_tokens": 9, "scheduler": OPTIONS, "steps": 25}
-    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9), prompts, **options)
-    for output, alone in zip(outputs, one_at_a_time(prompts, sampling, seeds, 9), strict=True):
-        assert (output.tokens, output.finish) == (alone.tokens, "length")
-        np.testing.assert_allclose(output.logprobs, alone.logprobs, atol=1e-5)
-    assert any(output.preemptions for output in outputs)
-    greedy = [number for number, one in enumerate(sampling) if one is None]
-    assert_chained([prompts[n] for n in greedy], [outputs[n] for n in greedy])
-    with pytest.raises(AssertionError):
-        assert_chained(prompts, outputs)  # the others differ from the greedy choices
-    again, _, _ = kvjax.run_batch(MODEL, cache, prompts, **{**options, "seeds": [seed + 1 for seed in seeds]})
-    assert [again[n].tokens for n in greedy] == [outputs[n].tokens for n in greedy]
-    assert [output.tokens for output in again] != [output.tokens for output in outputs]
-
-
 @pytest.mark.slow
 def test_urgent_prompts_come_first_and_are_not_preempted():
     """Blocks suffice for two rows of three, and two prompts are the most urgent."""
@@ -376,35 +234,15 @@ def test_urgent_prompts_come_first_and_are_not_preempted():
         stored = [event["tokens"] for event in events if event["kind"] == "stored" and event["parent"] is None]
         return [next(n for n, prompt in enumerate(prompts) if prompt[:SIZE] == tokens[:SIZE]) for tokens in stored]
 
-    outputs, _, events = kvjax.run_batch(MODEL, make_cache(12), prompts, priorities=priorities, **options)
+    outputs, _, events = drive.run_batch(MODEL, make_cache(12), prompts, priority=priorities, **options)
     assert_chained(prompts, outputs)
     order = [*dict.fromkeys(begun(events))]
     assert sorted(order, key=lambda n: (-priorities[n], n)) == order
     assert any(output.preemptions for output in outputs)
     assert not any(output.preemptions for output, one in zip(outputs, priorities, strict=True) if one == 2)
-    same, _, events = kvjax.run_batch(MODEL, make_cache(12), prompts, **options)
+    same, _, events = drive.run_batch(MODEL, make_cache(12), prompts, **options)
     assert [*dict.fromkeys(begun(events))] == [*range(8)]
     assert [output.tokens for output in same] == [output.tokens for output in outputs]
-
-
-def test_tenants_never_share_a_block():
-    names = kvjax.Namespaces()
-    tenants = [names("a"), names("b"), names("a"), names("b")]
-    prompts = [[1, 2, 0, 1, 2, 2, 0, 0, 1, 2]] * 4
-    outputs, cache, events = kvjax.run_batch(
-        MODEL, make_cache(), prompts, max_new_tokens=5, namespaces=tenants, names=names, scheduler=OPTIONS, steps=25
-    )
-    assert_chained(prompts, outputs)
-    cached = [output.cached_tokens for output in outputs]
-    assert cached[:2] == [0, 0] and min(cached[2:]) >= 8
-    texts = [(tenant, path) for tenant, path, *_ in kvjax.fold(events).nodes.values()]
-    assert len(texts) == len(set(texts)) and {tenant for tenant, _ in texts} == set(tenants)
-    assert {path for tenant, path in texts if tenant == tenants[0]} == {path for _, path in texts}
-    (later, _), _, _ = kvjax.run_batch(
-        MODEL, cache, prompts[:2], max_new_tokens=5, namespaces=[names("c")] * 2, names=names, scheduler=OPTIONS,
-        steps=25,
-    )  # fmt: skip
-    assert later.cached_tokens == 0
 
 
 def successor(tokens, pools, view, *, last):
@@ -422,7 +260,7 @@ def test_a_retained_prompt_survives_what_evicts_the_others():
     )  # fmt: skip
     prompts = [list(range(100 * number, 100 * number + 12)) for number in range(8)]
     run = functools.partial(
-        kvjax.run_batch, jax.tree_util.Partial(successor), max_new_tokens=4, scheduler=OPTIONS, steps=25
+        drive.run_batch, jax.tree_util.Partial(successor), max_new_tokens=4, scheduler=OPTIONS, steps=25
     )
     nothing = kvjax.Retention.of([(0, 8, 35)])
     for retention, cached in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from kvjax import Sampling
-from kvjax.serving.inputs import samplings
+from kvjax.serving import Request
 from kvjax.serving.sampling import output_seeds, restrict, sample
 from tests.oracle import static_sampling
 from tests.oracle.static_sampling import Static
@@ -277,36 +277,21 @@ def test_shapes_are_named():
             sample(make_logits(), sampling, SEEDS, POSITIONS, **options)
 
 
-def test_samplings_of_prompts_are_one_of_arrays():
-    packed = samplings([Sampling(0.5, 3), None, Sampling(min_tokens=2)], 3)
-    assert [x.tolist() for x in jax.tree.leaves(packed)] == [[0.5, 0, 0], [3, 0, 0], [1, 1, 1], [0, 0, 2]]
-    assert [x.dtype.name for x in jax.tree.leaves(packed)] == ["float32", "int32", "float32", "int32"]
-    one = samplings(Sampling(jnp.array([0.5, 0.25]), top_p=0.5), 2)
-    assert [x.tolist() for x in jax.tree.leaves(one)] == [[0.5, 0.25], [0, 0], [0.5, 0.5], [0, 0]]
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_greedy_prompts_have_a_sampling_only_on_a_cpu(monkeypatch, platform):
-    """On a GPU the sampling program has more kernels."""
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    for greedy in (None, Sampling(), Sampling(top_k=3), [None, Sampling()], []):
-        found = samplings(greedy, len(greedy) if isinstance(greedy, list) else 2)
-        assert (found is None) == (platform == "gpu")
-        assert found is None or not (found.temperature.any() or found.min_tokens.any())
-    assert samplings(Sampling(0.5), 2) is not None
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("sampling", "is_greedy"),
     [
-        ([Sampling()], "sampling: got 1, wanted one for each of 2 prompts"),
-        ([Sampling(), 0.5], r"sampling: got 0\.5 for prompt 1, wanted a kvjax\.Sampling of numbers or None"),
-        ([Sampling([0.5, 1.0]), None], r"sampling: got .* for prompt 0, wanted a kvjax\.Sampling of numbers"),
-        (0.5, r"sampling: got 0\.5, wanted a kvjax\.Sampling, or one for each prompt"),
-        (Sampling([0.5] * 3), r"sampling\.temperature: got shape \[3\], wanted \[\] or \[2\]"),
-        (Sampling(jnp.float32(-1)), r"temperature: got .*, wanted at least 0"),
+        (None, True),
+        (Sampling(), True),
+        (Sampling(top_k=3), True),
+        (Sampling(0.5), False),
+        (Sampling(min_tokens=2), False),
     ],
 )
-def test_wrong_samplings_of_prompts_are_named(given, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        samplings(given, 2)
+def test_a_request_is_greedy_if_the_likeliest_tokens_are_its_answer(sampling, is_greedy):
+    assert Request([1], sampling=sampling).is_greedy == is_greedy
+
+
+@pytest.mark.parametrize("sampling", [0.5, Sampling([0.5, 1.0]), [Sampling()]])
+def test_the_sampling_of_a_request_is_one_of_numbers(sampling):
+    with pytest.raises(ValueError, match=r"^sampling: got .*, wanted a kvjax\.Sampling of numbers or None"):
+        Request([1], sampling=sampling)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import Replicas
+from kvjax.serving import Replicas, Request
+from tests import drive
 from tests.drive import output_of
 from tests.serving_kit import MODEL, assert_chained, make_cache, make_spec, prompts_of, together
 from tests.unit.serving import served_replicas
@@ -31,8 +32,8 @@ def assert_alike(found):
 
 
 USES = {
-    "generate": kvjax.generate, "run_batch": kvjax.run_batch, "Engine": lambda *args: kvjax.serving.Engine(*args[:2]),
-    "stream": lambda *args: next(kvjax.stream(*args)),
+    "generate": kvjax.generate, "run_batch": drive.run_batch, "Engine": lambda *args: drive.engine(*args[:2]),
+    "stream": lambda *args: next(drive.stream(*args)),
     "step": lambda model, cache, _: kvjax.step(model, cache, np.zeros((3, 1), np.int32), np.zeros(3, np.int32)),
 }  # fmt: skip
 
@@ -52,7 +53,7 @@ def test_a_model_on_another_device_than_the_cache_is_refused(use, host):
 def test_an_engine_refuses_a_model_on_another_device_than_a_cache_that_nobody_has_put():
     cache = make_cache()
     with pytest.raises(ValueError, match=r"^model.*: got an array on .*1.*, wanted it on .*0"):
-        kvjax.serving.Engine(jax.device_put(MODEL, jax.devices()[1]), cache)
+        drive.engine(jax.device_put(MODEL, jax.devices()[1]), cache)
     kvjax.check(cache.state)
 
 
@@ -114,9 +115,7 @@ INSIDE = r"got a call inside a program \(jit, vmap, shard_map\), wanted host cod
 def test_what_makes_and_runs_caches_from_the_host_is_refused_inside_a_program(program):
     """`test_hints.py` has `generate`, `stream`, `run_batch` and the verbs of a `TieredCache`."""
     replicas, prompt = Replicas(MODEL, make_spec(), jax.devices()[:1]), jnp.arange(3)
-    for use in (replicas.run_batch, replicas.generate):
-        for call in (lambda prompt, use=use: use([prompt]), lambda _, use=use: use([[1, 2]])):
-            with pytest.raises(ValueError, match=rf"^Replicas: {INSIDE}use kvjax\.serving\.serve under shard_map"):
-                program(call)(prompt)
+    with pytest.raises(ValueError, match=rf"^Replicas: {INSIDE}use kvjax\.serving\.serve under shard_map"):
+        program(lambda _: replicas.run_batch([Request([1, 2])]))(prompt)
     with pytest.raises(ValueError, match=rf"^TieredCache\.create: {INSIDE}make a Cache"):
         program(lambda _: kvjax.tiers.TieredCache.create(make_spec(host=12)))(prompt)

@@ -20,6 +20,7 @@ from kvjax.events import fold, index_of, snapshot
 from kvjax.pools import host as host_pools
 from kvjax.stores import DiskStore
 from models import load
+from tests import drive
 from tests.mesh import mesh_of
 from tests.poison import poisoned
 from tests.serving_kit import state_of
@@ -170,7 +171,7 @@ def generate(cache, prompts, store, model=LLAMA, **options):
 
 
 def run_batch(prompts, store, **options):
-    return kvjax.run_batch(LLAMA, empty(), prompts, max_new_tokens=NEW, steps=32, store=store, **options)
+    return drive.run_batch(LLAMA, empty(), prompts, max_new_tokens=NEW, steps=32, store=store, **options)
 
 
 def store_in(folder, spec=SPEC, **options):
@@ -214,7 +215,7 @@ def test_of_all_kinds_a_restart_finds_whole_prompts(kind, tmp_path):
     model, prompts = canonical.model_of(kind), [TEXT[:length] for length in (64, 67, 81, 97)]
     for turn in range(2):
         with opened(tmp_path, kind) as store:
-            outputs, cache, _ = kvjax.run_batch(model, make_cache(kind), prompts, max_new_tokens=NEW, store=store)
+            outputs, cache, _ = drive.run_batch(model, make_cache(kind), prompts, max_new_tokens=NEW, store=store)
         found = [output.stored_tokens for output in outputs]
         whole = state_of(cache).spec.partial_reuse
         assert found == ([63 if whole else 48, 64, 80, 96] if turn else [0] * 4)
@@ -254,16 +255,16 @@ def test_tenants_and_loras_never_share_and_find_their_own_after_a_restart(tmp_pa
     names, loras = kvjax.Namespaces(), {3: "french"}
     numbers = [names("a"), names("b"), names("a", 3)]
     with store_in(tmp_path, names=names, loras=loras) as store:
-        outputs_of([DOCUMENT], store, namespaces=numbers[:1], names=names)
-        found, _ = outputs_of([DOCUMENT] * 2, store, namespaces=numbers[1:], names=names)
+        outputs_of([DOCUMENT], store, namespace=numbers[:1], names=names)
+        found, _ = outputs_of([DOCUMENT] * 2, store, namespace=numbers[1:], names=names)
         assert found == [(0, 0), (0, 0)] and store.counters["read"] == 0
     after, loras = kvjax.Namespaces(), {0: "french", 3: "german"}
     numbers = [after("c"), after("b"), after("a", 0), after("a", 3), after("a")]
     with store_in(tmp_path, names=after, loras=loras) as store:
-        found, _ = outputs_of([DOCUMENT] * 5, store, namespaces=numbers)
+        found, _ = outputs_of([DOCUMENT] * 5, store, namespace=numbers)
         assert found == [(0, 0), (63, 63), (63, 63), (0, 0), (63, 63)]
     with store_in(tmp_path, names=after, loras=loras, model="another") as store:
-        assert outputs_of([DOCUMENT], store, namespaces=numbers[-1:])[0] == [(0, 0)]
+        assert outputs_of([DOCUMENT], store, namespace=numbers[-1:])[0] == [(0, 0)]
 
 
 def test_samples_and_equal_prompts_read_once(tmp_path):
@@ -282,7 +283,7 @@ def test_prompts_of_high_priority_are_read_first(tmp_path, monkeypatch):
         store.flush()
         read, order = store.read, []
         monkeypatch.setattr(store, "read", lambda block, number: (order.append(block), read(block, number))[1])
-        run_batch([DOCUMENT, OTHER], store, priorities=[0, 1])
+        run_batch([DOCUMENT, OTHER], store, priority=[0, 1])
         assert order == [*store.blocks(np.array(OTHER)), *store.blocks(np.array(DOCUMENT))]
 
 
@@ -393,7 +394,7 @@ def test_a_store_that_is_closed_meanwhile_is_as_good_as_none(tmp_path, monkeypat
 def test_a_closed_stream_drops_its_reads(tmp_path):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT, OTHER], store)
-        stream = kvjax.stream(LLAMA, empty(), [DOCUMENT, OTHER], max_new_tokens=20, store=store)
+        stream = drive.stream(LLAMA, empty(), [DOCUMENT, OTHER], max_new_tokens=20, store=store)
         progress = next(stream)
         stream.close()
         kvjax.check(state_of(progress.cache), rows=())
@@ -438,7 +439,7 @@ def test_bad_input_is_refused_before_anything_is_donated(tmp_path):
         for change, message in [
             ({"store": "folder"}, r"store: got 'folder', wanted a kvjax.stores.DiskStore or None"),
             ({"store": of_8}, r"cache: got one with block_size=16, wanted that of the store, 8"),
-            ({"namespaces": [1]}, r"names: got none of namespace 1, wanted the Namespaces"),
+            ({"namespace": 1}, r"prompt 0: names: got none of namespace 1, wanted the Namespaces"),
             ({"names": kvjax.Namespaces()}, r"names: got others than the store's"),
         ]:
             with pytest.raises(ValueError, match=message):
@@ -451,9 +452,9 @@ def test_bad_input_is_refused_before_anything_is_donated(tmp_path):
 
 def test_without_a_store_nothing_else_is_compiled_than_before():
     """The loop's program does not depend on it either: `store` is no argument of a jitted function."""
-    from kvjax.serving import runner
+    from kvjax.serving import driver
 
-    assert not any("store" in str(function) for function in (runner._serve, runner._serve_step, runner._submit))
+    assert not any("store" in str(function) for function in (driver.turn, driver.apply))
 
 
 @pytest.mark.slow

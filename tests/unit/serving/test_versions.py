@@ -20,6 +20,7 @@ from kvjax import Sampling
 from kvjax._arrays import Pytree
 from kvjax.serving import Finish, Rollout, Scheduler
 from kvjax.state import NO_BLOCK
+from tests import drive
 from tests.drive import METHODS, padded
 from tests.oracle.bytes_machine import SIZE, read, visible
 
@@ -251,10 +252,10 @@ class OnTwoTiers(Life):
 
     def sampled(self, versions, prompts, seed, continues):
         model = Versioned(np.array(versions, np.int32))
-        outputs, self.cache, events = kvjax.run_batch(
+        outputs, self.cache, events = drive.run_batch(
             model, self.cache, prompts, max_new_tokens=NEW, samples=SAMPLES, sampling=Sampling(temperature=1.0),
             seed=seed, logprobs="sampling", steps=4, scheduler=SWAPPING,
-            namespaces=[self.number_of(versions[prompt[0]]) for prompt in prompts],
+            namespace=[self.number_of(versions[prompt[0]]) for prompt in prompts],
         )  # fmt: skip
         self.tally["onboarded"] += sum(event["kind"] == "updated" and not event["level"] for event in events)
         self.tally["preempted"] += sum(output.preemptions for output in outputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save` and `load` when a process is killed, and when files are not what was saved."""
+"""Saves and stores when a process is killed, and when files are not what was written."""
 
 import json
 import multiprocessing
@@ -7,6 +7,7 @@ import os
 import pathlib
 import pickle
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -16,71 +17,22 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 from hypothesis import given, settings
 
 import kvjax
-from kvjax import Cache, LayerSpec, Namespaces
+from kvjax import Cache, Namespaces
 from kvjax.stores import file, load, manifest, save
-from kvjax.stores.contents import contents_of
-from tests.drive import METHODS, lines, padded
-from tests.unit.stores import saver
+from kvjax.stores.contents import Contents, contents_of
+from kvjax.stores.values import Values
+from tests.unit.stores import forms
+from tests.unit.stores.forms import BYTES, MODEL, ROOT, SPEC, VALUES, Save, Store, blocks_of, cache_of, opened
 
-SIZE, WIDTH, MODEL = 4, 16, "a model"
-SPEC = kvjax.make_spec(
-    [LayerSpec(1, 2), LayerSpec(1, 2, window=6)], num_blocks=16, max_seqs=2, max_length=WIDTH, block_size=SIZE,
-    dtype="float32",
-)  # fmt: skip
-
-
-def cache_of(*texts):
-    """A cache whose K/V are its tokens."""
-    cache = Cache.create(SPEC)
-    for text in texts:
-        cache, _ = METHODS["admit"](cache, np.int32(0), padded(text, WIDTH), np.int32(len(text)))
-        start = int(cache.state.seqs.committed[0])
-        cache, _ = METHODS["commit"](cache, *lines({0: text[start:]}, 2, WIDTH))
-        cache, _ = METHODS["release"](cache, np.int32(0))
-    state, arrays = jax.device_get(cache.state), []
-    for pool, group in zip(cache.pools.arrays, state.groups, strict=True):
-        array, blocks = np.full(pool[0].shape, np.nan, np.float32), np.flatnonzero(group.blocks.fill > 0)
-        tokens = state.groups[0].blocks.tokens[np.asarray(group.group0_blocks(blocks))]
-        array[blocks] = tokens[:, None, None, None, :, None]
-        arrays.append((jax.numpy.asarray(array),))
-    return cache.replace(pools=cache.pools.replace(arrays=tuple(arrays)))
-
-
-def texts_of(cache):
-    """The prefixes of a cache, whose bytes are verified, by their numbers of groups that have them."""
-    kvjax.check(cache.state)
-    state, found = jax.device_get(cache.state), {}
-    contents, ids = contents_of(state)
-    for at in range(len(contents.parent)):
-        fill, text = contents.fill[at], contents.tokens[at, : contents.fill[at]]
-        for number, block in enumerate(ids[:, at].tolist()):
-            kv = (
-                np.asarray(cache.pools.arrays[number][0][block])[0, :, 0, :fill, :]
-                if block >= 0
-                else text[None, :, None]
-            )
-            assert np.array_equal(kv, np.broadcast_to(text[None, :, None], kv.shape))
-        prefix = tuple(contents.tokens[contents.path(at)].reshape(-1).tolist())
-        found[prefix] = tuple(np.flatnonzero(ids[:, at] >= 0).tolist())
-    return found
-
-
-def loaded_from(folder):
-    cache, counts = load(Cache.create(SPEC), folder, names=Namespaces(), model=MODEL)
-    return texts_of(cache), counts
-
-
-FIRST = cache_of([1] * 12, [1, 1, 1, 1, 2, 2, 2], [3] * 6)
-SECOND = cache_of([4] * 8, [5] * 13, [1] * 12, [6])
-
-
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(file, "PART_BYTES", 256)
+TEXTS = [[1] * 12, [1, 1, 1, 1, 2, 2, 2], [3] * 6], [[4] * 8, [5] * 13, [1] * 12, [6]]
+FIRST, SECOND = (cache_of(*texts) for texts in TEXTS)
+WANTED = [blocks_of(FIRST), blocks_of(SECOND)]
+FORMS = {"save": Save(), "store": Store([text for texts in TEXTS for text in texts])}
+each_form = pytest.mark.parametrize("form", FORMS)
+KILLS = [pytest.param(10, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)]
 
 
 class Killed(BaseException):
@@ -89,15 +41,13 @@ class Killed(BaseException):
 
 @pytest.mark.long
 def test_a_save_is_the_old_one_or_the_new_one_at_each_step(tmp_path, monkeypatch):
-    wanted = [texts_of(FIRST), texts_of(SECOND)]
-    steps = [(manifest, "_sync"), (file, "write_part"), (manifest.PartWriter, "write"), (manifest.os, "replace"),
-             (pathlib.Path, "unlink"), (pathlib.Path, "write_text")]  # fmt: skip
+    steps = [(os, "fsync"), (os, "replace"), (pathlib.Path, "unlink"), (manifest, "create"), (Values, "encode")]
     left, seen = [0], []
 
     def counted(function):
         def call(*args, **options):
             left[0] -= 1
-            if left[0] < 0:  # for whatever cleans up behind it too
+            if left[0] < 0:  # for whatever cleans up after it too
                 raise Killed
             return function(*args, **options)
 
@@ -105,168 +55,334 @@ def test_a_save_is_the_old_one_or_the_new_one_at_each_step(tmp_path, monkeypatch
 
     for step in range(1000):
         folder = tmp_path / str(step)
-        save(FIRST, folder, names=Namespaces(), model=MODEL)
+        save(FIRST, folder, model=MODEL)
         with monkeypatch.context() as patch:
             for home, name in steps:
                 patch.setattr(home, name, counted(getattr(home, name)))
             left[0] = step
             try:
-                save(SECOND, folder, names=Namespaces(), model=MODEL)
+                save(SECOND, folder, model=MODEL)
             except Killed:
                 pass
             else:
                 break
-        texts, counts = loaded_from(folder)
-        assert texts in wanted and counts.broken == 0
-        seen.append(wanted.index(texts))
-        save(SECOND, folder, names=Namespaces(), model=MODEL)
-        named = json.loads((folder / "manifest.json").read_text())["save"]
-        parts = {"manifest.json", "save.lock", named["index"]["file"], *(part["file"] for part in named["parts"])}
-        assert {path.name for path in folder.iterdir()} == parts
+        blocks, broken = FORMS["save"].read(folder)
+        assert blocks in WANTED and broken == 0
+        seen.append(WANTED.index(blocks))
+        save(SECOND, folder, model=MODEL)
+        name = manifest.read_manifest(folder)["name"]
+        files = {"manifest.json", "save.lock", f"{name}.index", f"{name}.values"}
+        assert {path.name for path in folder.iterdir()} == files
     assert len(seen) > 12 and seen == sorted(seen) and set(seen) == {0, 1}
 
 
-def test_a_save_that_fails_leaves_the_old_one_and_no_files(tmp_path, monkeypatch, small_parts):
-    save(FIRST, tmp_path, names=Namespaces(), model=MODEL)
-    before = {path.name for path in tmp_path.iterdir()}
-    whole = manifest.PartWriter.write
+def test_a_save_that_fails_leaves_the_old_one_and_no_files(tmp_path, monkeypatch):
+    save(FIRST, tmp_path, model=MODEL)
+    before, calls, whole = {path.name for path in tmp_path.iterdir()}, [], Values.encode
 
-    def full(part, *args):
-        if part.path.name.endswith("00003.safetensors"):
+    def full(*args):
+        calls.append(args)
+        if len(calls) == 3:
             raise OSError("no space left")
-        whole(part, *args)
+        return whole(*args)
 
-    monkeypatch.setattr(manifest.PartWriter, "write", full)
+    monkeypatch.setattr(Values, "encode", full)
     with pytest.raises(OSError, match="no space left"):
-        save(SECOND, tmp_path, names=Namespaces(), model=MODEL)
+        save(SECOND, tmp_path, model=MODEL)
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_one_save_at_a_time_writes_to_a_folder(tmp_path):
-    with manifest.written_by_one(tmp_path / "save"), pytest.raises(ValueError, match="to which another save writes"):
-        save(FIRST, tmp_path / "save", names=Namespaces(), model=MODEL)
-
-
 @pytest.mark.long
-def test_a_reader_gets_the_new_save_when_it_comes_in_between(tmp_path, monkeypatch, small_parts):
-    save(FIRST, tmp_path, names=Namespaces(), model=MODEL)
-    waiting, whole = [SECOND], file.open_part
+@pytest.mark.parametrize("opened_before", [0, 1])
+def test_a_reader_gets_the_new_save_when_it_comes_in_between(opened_before, tmp_path, monkeypatch):
+    save(FIRST, tmp_path, model=MODEL)
+    calls, whole = [], file.open_regular
 
-    def opened(*args):
-        if waiting:
-            save(waiting.pop(), tmp_path, names=Namespaces(), model=MODEL)
+    def opening(*args):
+        calls.append(args)
+        if len(calls) == 1 + opened_before:
+            save(SECOND, tmp_path, model=MODEL)
         return whole(*args)
 
-    monkeypatch.setattr(file, "open_part", opened)
-    texts, counts = loaded_from(tmp_path)
-    assert texts == texts_of(SECOND) and counts.broken == 0
+    monkeypatch.setattr(file, "open_regular", opening)
+    assert FORMS["save"].read(tmp_path) == (WANTED[1], 0)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(10, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)])
-def test_a_save_survives_kill_9(kills, tmp_path):
-    wanted, rng = [texts_of(FIRST), texts_of(SECOND)], np.random.default_rng(kills)
+# Both forms.
+
+
+@each_form
+def test_files_are_their_users_alone(form, tmp_path):
+    """Prompts and salts are in them. A folder of a save that was there keeps its mode."""
+    before = os.umask(0)
+    try:
+        (tmp_path / "there").mkdir(mode=0o755)
+        for name in ("there", "new"):
+            for cache in (FIRST, SECOND):
+                FORMS[form].write(tmp_path / name, cache)
+    finally:
+        os.umask(before)
+    paths = [*(tmp_path / "new").rglob("*"), *(tmp_path / "there").rglob("*")]
+    wide = [path for path in paths if stat.S_IMODE(path.stat().st_mode) != (0o700 if path.is_dir() else 0o600)]
+    assert len(paths) >= 8 and wide == []
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("there", "new")]
+    assert modes == [0o755 if form == "save" else 0o700, 0o700]
+
+
+@each_form
+def test_a_folder_has_one_writer(form, tmp_path):
+    refused = pytest.raises(ValueError, match=f"{FORMS[form].location}: got .*, which has a writer, wanted")
+    folder = tmp_path / "new" / "folder"
+    with manifest.written_by_one(folder) if form == "save" else opened(folder), refused:
+        FORMS[form].write(folder, FIRST)
+    FORMS[form].write(folder, FIRST)
+
+
+def test_a_save_is_a_pack_of_the_values_of_a_store(tmp_path):
+    """Byte for byte."""
+    found = []
+    for name, form in FORMS.items():
+        form.write(tmp_path / name, FIRST)
+        found.append(read_values(form.slices(tmp_path / name)))
+    saved, stored = found
+    assert len(stored) >= 5 and stored.items() <= saved.items()
+
+
+@pytest.fixture(scope="module")
+def context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([saver.__name__])
-    caches, seen = pickle.dumps([jax.device_get(FIRST), jax.device_get(SECOND)]), []
+    context.set_forkserver_preload([forms.__name__])
+    return context
+
+
+@pytest.fixture(scope="module")
+def caches():
+    return pickle.dumps([jax.device_get(FIRST), jax.device_get(SECOND)])
+
+
+def started(context, function, *args):
+    process = context.Process(target=function, args=args)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("kills", KILLS)
+@each_form
+def test_a_folder_survives_kill_9(form, kills, tmp_path, context, caches):
+    """A save is the old one or the new one. A store has sound blocks, amid evictions and flushes."""
+    folder, rng, seen = tmp_path / "folder", np.random.default_rng(kills), []
+    form = FORMS["save"] if form == "save" else Store(FORMS["store"].texts, max_bytes=8 * BYTES)
     for _ in range(kills):
-        ready = context.Event()
-        process = context.Process(target=saver.run, args=(str(tmp_path / "save"), caches, ready))
-        process.start()
+        ready, stop = context.Event(), context.Event()
+        process = started(context, forms.write_for_ever, form, folder, caches, ready, stop)
         assert ready.wait(60)
         time.sleep(rng.uniform(0, 0.3))
         process.kill()
         process.join()
-        texts, counts = loaded_from(tmp_path / "save")
-        assert texts in wanted and counts.broken == 0
-        seen.append(wanted.index(texts))
-    assert set(seen) == {0, 1}
-
-
-# Files that are not what was saved.
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(bytes(data))
-
-
-def parts_of(folder, group):
-    named = json.loads((folder / "manifest.json").read_text())["save"]
-    return [folder / part["file"] for part in named["parts"] if part["group"] == group]
+        blocks, broken = form.read(folder)
+        assert broken == 0
+        seen.append(blocks)
+        if isinstance(form, Store):
+            assert blocks <= WANTED[0] | WANTED[1] and len(form.slices(folder)) <= 8
+    if isinstance(form, Store):
+        assert sum(map(len, seen)) > 3 * kills
+    else:
+        assert all(blocks in seen for blocks in WANTED) and all(blocks in WANTED for blocks in seen)
 
 
 @pytest.mark.long
-def test_broken_blocks_and_what_follows_them_are_left_out(tmp_path, small_parts):
-    """Also when bytes were exchanged for those of another block, and when files are cut or gone."""
-    wanted, total = texts_of(FIRST), sum(len(groups) for groups in texts_of(FIRST).values())
-    save(FIRST, tmp_path / "sound", names=Namespaces(), model=MODEL)
-    number_of_parts = [len(parts_of(tmp_path / "sound", group)) for group in (0, 1)]
-    assert min(number_of_parts) >= 2
+def test_two_processes_read_while_a_writer_evicts(tmp_path, context, caches):
+    ready, stop, counts = context.Event(), context.Event(), context.Queue()
+    form = Store(FORMS["store"].texts, max_bytes=8 * BYTES)
+    writer = started(context, forms.write_for_ever, form, tmp_path, caches, ready, stop)
+    assert ready.wait(60)
+    readers = [started(context, forms.read_for_ever, form, tmp_path, 40, counts) for _ in range(2)]
+    results = [counts.get(timeout=120) for _ in readers]
+    stop.set()
+    for process in (writer, *readers):
+        process.join(60)
+        assert process.exitcode == 0
+    assert all(found > 100 and broken == 0 for found, broken in results)
 
-    def broken(group, part, damage):
-        folder = tmp_path / f"{group} {part} {damage.__name__}"
-        save(FIRST, folder, names=Namespaces(), model=MODEL)
-        damage(parts_of(folder, group)[part])
-        texts, counts = loaded_from(folder)
-        assert counts.broken > 0 and counts.left == 0
-        assert counts.taken + counts.broken == total
-        assert all(set(groups) <= set(wanted[prefix]) for prefix, groups in texts.items())
-        assert all(len(prefix) == SIZE or prefix[:-SIZE] in texts for prefix in texts)
-        return texts
 
-    def last_byte(path):
-        flip(path, -1)
+# Files that are not what was written.
 
-    def header(path):
-        flip(path, 9)
 
-    def cut(path):
-        path.write_bytes(path.read_bytes()[:-5])
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """{form: folder} of the first cache."""
+    folders = {name: tmp_path_factory.mktemp(name) / "folder" for name in FORMS}
+    for name, form in FORMS.items():
+        form.write(folders[name], FIRST)
+    return folders
 
-    def exchanged(path):
-        data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        middle = (start + len(data)) // 2
-        path.write_bytes(data[:start] + data[middle:] + data[start:middle])
 
-    for damage in (last_byte, header, cut, exchanged, pathlib.Path.unlink):
-        for part in range(number_of_parts[0]) if damage is last_byte else (0,):
-            assert len(broken(0, part, damage)) < len(wanted)
-        assert broken(1, 0, damage).keys() == wanted.keys()
+def read_values(slices):
+    """{(group, hash): bytes}."""
+    return {key: path.read_bytes()[where] for key, (path, where) in slices.items()}
+
+
+def write_value(path, where, value):
+    data = bytearray(path.read_bytes())
+    data[where] = value
+    path.write_bytes(data)
+
+
+def damage(kind, slices, a, b):
+    """Damages a value or the end of its file, or exchanges two values of a group."""
+    keys = sorted(slices)
+    key = keys[a % len(keys)]
+    group = [other for other in keys if other[0] == key[0]]
+    value, (path, where) = read_values(slices)[key], slices[key]
+    at = b % BYTES
+    if kind == "swap":
+        other = group[b % len(group)]
+        write_value(path, where, read_values(slices)[other])
+        write_value(*slices[other], value)
+    elif kind == "flip":
+        write_value(path, where, value[:at] + bytes(byte ^ 1 for byte in value[at : at + 1]) + value[at + 1 :])
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[: (where.start or 0) + at])
+    else:
+        path.write_bytes(path.read_bytes() + b"\0")
+
+
+DAMAGE = st.sampled_from(["flip", "cut", "longer", "swap"])
+
+
+@each_form
+@settings(max_examples=40)
+@given(st.lists(st.tuples(DAMAGE, st.integers(0, 2**20), st.integers(0, 2**20)), min_size=1, max_size=6))
+def test_damaged_values_are_never_read_as_others(form, written, damages):
+    """A store has all others; a save lacks what follows a damaged block of the first group."""
+    with tempfile.TemporaryDirectory() as home:
+        folder = shutil.copytree(written[form], pathlib.Path(home) / "damaged")
+        slices = FORMS[form].slices(folder)
+        before = read_values(slices)
+        for kind, a, b in damages:
+            damage(kind, slices, a, b)
+        intact = {key for key, value in read_values(slices).items() if value == before[key]}
+        found, num_broken = FORMS[form].read(folder)
+        if form == "store":
+            assert found == intact and all(path.exists() == (key in intact) for key, (path, _) in slices.items())
+        else:
+            assert found == {key for key in intact if prefix_of(key) <= intact}
+            assert num_broken == len(slices) - len(found)
+
+
+def prefix_of(key):
+    """{(0, hash)} of the whole prefix of a block of the first cache."""
+    contents, _ = contents_of(jax.device_get(FIRST.state))
+    hashes = [block.hash for block in contents.blocks(VALUES, {0: ROOT})]
+    return {(0, hashes[at]) for at in contents.path(hashes.index(key[1]))}
+
+
+def no_file(kind, path):
+    """Puts something in place of a file that must not be opened, or not be read as a whole."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as sparse:
+            sparse.truncate(1 << 40)
+
+
+def in_time(function):
+    """The result of a function, or its ValueError, unless it waits for ever."""
+    results = []
+
+    def call():
+        try:
+            results.append(function())
+        except ValueError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60)
+    return results[0]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_nothing_but_a_regular_file_is_read_of_a_save(kind, written, tmp_path):
+    name = manifest.read_manifest(written["save"])["name"]
+    for number, path in enumerate([f"{name}.index", f"{name}.values", "manifest.json"]):
+        folder = shutil.copytree(written["save"], tmp_path / str(number))
+        if kind == "huge" and path == "manifest.json":
+            continue
+        no_file(kind, folder / path)
+        result = in_time(lambda folder=folder: FORMS["save"].read(folder))
+        if kind == "huge" and path.endswith(".values"):
+            assert result == (set(), len(WANTED[0]))
+        else:
+            assert isinstance(result, ValueError) and "folder: got" in str(result) and path in str(result)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+@pytest.mark.filterwarnings("ignore:.*not written.*:RuntimeWarning")  # a folder cannot be deleted or written
+def test_nothing_but_a_regular_file_is_read_of_a_store(kind, written, tmp_path):
+    folder = shutil.copytree(written["store"], tmp_path / "store")
+    slices = FORMS["store"].slices(folder)
+    path, _ = slices.pop(min(slices))
+    no_file(kind, path)
+    no_file(kind, folder / "recency")
+    (folder / "folder.__lock").mkdir()
+    (folder / "recency.__lock").write_text("")
+    found, num_broken = in_time(lambda: FORMS["store"].read(folder))
+    assert found == slices.keys() and num_broken >= 1
+    assert path.exists() == (kind == "folder") and not (folder / "recency.__lock").exists()
+
+
+@each_form
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_lock_that_is_no_file_is_refused(form, kind, written, tmp_path):
+    folder = shutil.copytree(written[form], tmp_path / "folder")
+    no_file(kind, folder / f"{form}.lock")
+    result = in_time(lambda: FORMS[form].write(folder, SECOND))
+    assert f"{FORMS[form].location}: got" in str(result) and f"{form}.lock that is no file" in str(result)
+
+
+# Saves whose manifest or index is not what was written.
 
 
 def forge(folder, forged_arrays=dict, forged_save=dict):
     """Changes a save's index and manifest; all checksums and lengths are right."""
     saved = manifest.read_manifest(folder)
-    index = folder / saved["index"]["file"]
-    arrays = forged_arrays(safetensors.numpy.load_file(index))
-    safetensors.numpy.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, index)
-    described = {"bytes": index.stat().st_size, "crc32": zlib.crc32(index.read_bytes())}
-    saved |= {"index": saved["index"] | described, "num_blocks": len(arrays.get("parent", ()))}
-    manifest.commit_manifest(folder, forged_save(saved))
+    index = folder / f"{saved['name']}.index"
+    saved_contents = Contents.from_bytes(index.read_bytes(), SPEC, saved["num_blocks"])
+    arrays = forged_arrays(saved_contents._asdict())
+    data = Contents(**arrays).to_bytes()
+    index.write_bytes(data)
+    manifest.commit_manifest(
+        folder, forged_save(saved | {"num_blocks": len(arrays["parent"]), "crc32": zlib.crc32(data)})
+    )
 
 
 @pytest.mark.parametrize("name", ["tokens", "namespace"])
 def test_bytes_of_another_prefix_are_noticed(name, tmp_path):
-    """The checksum of a block's bytes is one of its whole prefix, salt included: here the index has another one."""
+    """A value has the hash of its whole prefix, salt included: here the index has another one."""
     names = Namespaces()
     names(salt="a")
     save(FIRST, tmp_path, names=names, model=MODEL)
     others = {"tokens": lambda array: array ^ (array > 0), "namespace": lambda array: array ^ 1}  # or those of salt a
     forge(tmp_path, lambda arrays: arrays | {name: others[name](arrays[name])})
-    texts, counts = loaded_from(tmp_path)
-    assert texts == {} and counts.broken > 0 and counts.taken == 0
+    cache, counts = load(Cache.create(SPEC), tmp_path, names=Namespaces(), model=MODEL)
+    assert blocks_of(cache) == set() and counts == (0, 0, len(WANTED[0]))
 
 
 def test_a_broken_manifest_or_index_is_refused(tmp_path):
-    save(FIRST, tmp_path, names=Namespaces(), model=MODEL)
+    save(FIRST, tmp_path, model=MODEL)
     path, cache = tmp_path / "manifest.json", Cache.create(SPEC)
-    good, index = path.read_text(), tmp_path / json.loads(path.read_text())["save"]["index"]["file"]
+    good = path.read_text()
+    index = tmp_path / f"{json.loads(good)['save']['name']}.index"
 
     def refused(name, message):
         with pytest.raises(ValueError, match=f"folder: got .*{name}.*{message}"):
-            load(cache, tmp_path, names=Namespaces(), model=MODEL)
+            load(cache, tmp_path, model=MODEL)
 
     rng = np.random.default_rng(0)
     for at in rng.integers(0, len(good), 40).tolist():
@@ -275,23 +391,25 @@ def test_a_broken_manifest_or_index_is_refused(tmp_path):
         if json_of(changed) != json_of(good):  # not a mere change of spaces
             refused("manifest.json", "wanted")
     path.write_text(good[:-20])
-    refused("manifest.json", "no JSON")
+    refused("manifest.json", "cannot be read")
     saved = json.loads(good)
-    for change in ({"index": 3}, {"parts": [{"file": "../x"}]}, {"model": None}, {"index": named("/etc/passwd")}):
+    for change in ({"num_blocks": -1}, {"num_blocks": True}, {"model": None}, {"name": "../x"}, {"another": 1}):
         save_of = saved["save"] | change
         crc = zlib.crc32(json.dumps(save_of, sort_keys=True).encode())
         path.write_text(json.dumps(saved | {"save": save_of, "crc32": crc}))
         refused("manifest.json", "wanted what")
+    path.write_text(json.dumps(saved | {"version": 1}))
+    refused("manifest.json", "of version 1, wanted 2: a save of another version of kvjax can neither be loaded nor")
     path.write_text(good)
-    flip(index, index.stat().st_size // 2)
-    refused(index.name, "checksum")
-    index.unlink()
-    refused(index.name, "cannot be read")
-    assert texts_of(cache) == {} and int(cache.state.groups[0].num_empty) == 16
-
-
-def named(name):
-    return {"file": name, "bytes": 1, "crc32": 1}
+    whole = index.read_bytes()
+    for changed, message in ((whole[:-1] + b"\1", "checksum"), (whole[:-1], "bytes, not")):
+        index.write_bytes(changed)
+        refused(index.name, message)
+    index.write_bytes(whole)
+    for gone in (index.with_suffix(".values"), index):
+        gone.unlink()
+        refused(gone.name, "cannot be read")
+    assert blocks_of(cache) == set() and int(cache.state.groups[0].num_empty) == SPEC.groups[0].num_blocks
 
 
 def json_of(text):
@@ -304,41 +422,31 @@ def json_of(text):
 # Saves that were forged: all checksums are right, since these have no key.
 
 EDGES = [-(2**31), -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 2**31 - 1]
-DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint32", "uint64", "float16", "float32", "float64"]
 
 
 @st.composite
 def forged_array(draw, array):
-    """An array with other numbers, in another order, or of another dtype or shape."""
-    size, how = array.size, draw(st.sampled_from(["set", "copy", "cast", "shape", "order"]))
-    if how == "cast":
-        with np.errstate(all="ignore"):
-            return array.astype(draw(st.sampled_from(DTYPES)))
+    """An array with other numbers, in another order, or of another shape."""
+    how, entry = draw(st.sampled_from(["set", "copy", "shape", "order"])), st.integers(0, max(array.size - 1, 0))
     if how == "shape":
-        shapes = array.reshape(-1), array[..., :-1], array[1:], array[None], array.T, np.repeat(array, 2, axis=-1)
-        return draw(st.sampled_from(shapes))
-    flat, entry = array.reshape(-1).copy(), st.integers(0, max(size - 1, 0))
+        return draw(st.sampled_from((array[..., :-1], array[1:], np.repeat(array, 2, axis=-1))))
+    flat = array.reshape(-1).copy()
     if how == "order":
-        return flat[draw(st.permutations(range(size)))].reshape(array.shape)
-    if size and how == "copy":
-        flat[draw(entry)] = flat[draw(entry)]
-    elif size:
-        with np.errstate(all="ignore"):
-            flat[draw(entry)] = np.array(draw(st.sampled_from(EDGES))).astype(array.dtype)
+        flat = flat[draw(st.permutations(range(array.size)))]
+    elif array.size:
+        flat[draw(entry)] = flat[draw(entry)] if how == "copy" else draw(st.sampled_from(EDGES))
     return flat.reshape(array.shape)
 
 
 @st.composite
 def forged_arrays(draw, arrays):
-    """The arrays of an index, of which some are forged, missing or new, or all have other blocks."""
+    """The arrays of an index, of which some are forged, or all have other blocks."""
     blocks = len(arrays["parent"])
     if draw(st.booleans()):
         chosen = np.array(draw(st.lists(st.integers(0, blocks - 1), max_size=2 * blocks)), np.int64)
-        arrays = {name: x[:, chosen] if name in ("order", "crc32") else x[chosen] for name, x in arrays.items()}
+        arrays = {name: x[:, chosen] if name == "order" else x[chosen] for name, x in arrays.items()}
     for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=3)):
         arrays = arrays | {name: draw(forged_array(arrays[name]))}
-    if draw(st.integers(0, 9)) == 0:
-        arrays = arrays | {"another": arrays.pop(draw(st.sampled_from(sorted(arrays))))}
     return arrays
 
 
@@ -362,12 +470,10 @@ def forged_json(draw, value):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A save with two salts, a LoRA and several files of each group."""
+    """A save with two salts and a LoRA."""
     folder, names = tmp_path_factory.mktemp("sound"), Namespaces()
     names(salt="a", lora=3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file, "PART_BYTES", 256)
-        save(FIRST, folder, names=names, model=MODEL, loras={3: "x"})
+    save(FIRST, folder, names=names, model=MODEL, loras={3: "x"})
     return folder
 
 
@@ -407,7 +513,7 @@ def test_a_forged_manifest_is_refused_or_leaves_a_sound_cache(sound, data):
 
 
 def twice(arrays):
-    return {name: np.concatenate([x, x], axis=-1 if name in ("order", "crc32") else 0) for name, x in arrays.items()}
+    return {name: np.concatenate([x, x], axis=-1 if name == "order" else 0) for name, x in arrays.items()}
 
 
 def changed(name, change):
@@ -417,14 +523,11 @@ def changed(name, change):
 FORGERIES = {
     "each block twice": (twice, "no prefix is there twice"),
     "a rank twice": (changed("order", lambda order: np.maximum(order, order.max() - 1)), "order has each rank"),
-    "parents of floats": (changed("parent", lambda parent: parent.astype(np.float32)), "parent float32"),
     "a block before its parent": (changed("parent", lambda parent: parent[::-1]), "parents come before"),
     "a part before more tokens": (changed("fill", lambda fill: fill - (fill > 1)), "parents are whole|tokens end"),
     "another tenant's child": (changed("namespace", lambda n: n + (np.arange(len(n)) == 1)), "namespace of their"),
     "a negative token": (changed("tokens", lambda tokens: -tokens), "tokens from"),
-    "an order of bools": (changed("order", lambda order: order.astype(bool)), "order bool"),
     "parents leave first": (changed("order", lambda order: len(order[0]) - 1 - order), "children before|once"),
-    "checksums of float16": (changed("crc32", lambda crc: (crc % 9).astype(np.float16)), "crc32 float16"),
 }  # fmt: skip
 
 
@@ -440,7 +543,7 @@ def test_a_forgery_is_refused_by_the_rule_that_it_breaks(name, sound, tmp_path):
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' * 100_000, "9" * 5000, "1e999", '"\\ud800"'])
 def test_a_manifest_of_any_json_is_refused(text, sound, tmp_path):
     folder = shutil.copytree(sound, tmp_path / "forged")
-    for written in (text, f'{{"format": "kvjax cache", "version": 1, "crc32": 0, "save": {text}}}'):
+    for written in (text, f'{{"format": "kvjax cache", "version": 2, "crc32": 0, "save": {text}}}'):
         (folder / "manifest.json").write_text(written)
         assert assert_refused_or_sound(folder)
 
@@ -455,29 +558,3 @@ def test_two_loras_of_one_name_are_refused(sound, tmp_path):
     folder = shutil.copytree(sound, tmp_path / "forged")
     forge(folder, forged_save=two_loras_of_a_name)
     assert assert_refused_or_sound(folder)
-
-
-def replaced_by(kind, path):
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_no_pipes_and_devices_are_read(kind, sound, tmp_path):
-    named = manifest.read_manifest(sound)
-    paths = {"index": named["index"]["file"], "part": named["parts"][0]["file"], "manifest": "manifest.json"}
-    for which, path in paths.items():
-        folder = shutil.copytree(sound, tmp_path / f"forged {which}")
-        replaced_by(kind, folder / path)
-        refused = []
-        thread = threading.Thread(
-            target=lambda to=folder, found=refused: found.append(assert_refused_or_sound(to)), daemon=True
-        )
-        thread.start()
-        thread.join(60)
-        assert refused == [which != "part"], f"{path} is a {kind}"

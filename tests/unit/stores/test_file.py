@@ -2,9 +2,6 @@
 """`save` and `load`: what a cache has found by prefix, it finds after a restart, in other caches too."""
 
 import functools
-import importlib.util
-import os
-import stat
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ import pytest
 import kvjax
 import kvjax.stores
 from kvjax import Cache, Namespaces
+from kvjax.policies.retention import UNSTATED
 from kvjax.pools import host as host_pool
 from kvjax.stores import Loaded, check_folder, load, save
 from kvjax.stores.contents import contents_of
@@ -80,24 +78,25 @@ def findable(cache):
     host, found = getattr(cache, "host", None), {}
     for at in range(len(contents.parent)):
         path = contents.path(at)
-        prefix = int(contents.namespace[at]), *(contents.head(block) for block in path)
+        prefix = int(contents.namespace[at]), *(contents.text(block) for block in path)
         found[prefix] = [{}, int(contents.hits[at]), contents.retention[at].tolist()]
     prefixes = list(found)
     for number, group in enumerate(state.groups):
         (at,) = np.nonzero(ids[number] >= 0)
         leaves = leaves_of(state.spec, number)
-        for first, arrays in read(cache.pools, host, number, np.asarray(group.pool_row(ids[number][at]))):
-            some = at[first : first + 64]
-            words = [leaf.cut(array, contents.fill[some]) for leaf, array in zip(leaves, arrays, strict=True)]
-            for row, index in enumerate(some):
-                found[prefixes[index]][0][number] = b"".join(array[row].tobytes() for array in words)
+        for piece, arrays in read(cache.pools, host, number, np.asarray(group.pool_row(ids[number][at]))):
+            for row, index in enumerate(at[piece]):
+                words = [
+                    leaf.words(array[row], contents.fill[index]) for leaf, array in zip(leaves, arrays, strict=True)
+                ]
+                found[prefixes[index]][0][number] = b"".join(one.tobytes() for one in words)
     return found
 
 
 def in_order(cache):
     """The prefixes of a cache in the order of release, on the device and on the host."""
     contents, _ = contents_of(jax.device_get(cache.state))
-    names = [b"".join(contents.head(block) for block in contents.path(at)) for at in range(len(contents.parent))]
+    names = [b"".join(contents.text(block) for block in contents.path(at)) for at in range(len(contents.parent))]
     return [[names[at] for at in np.argsort(order) if order[at] >= 0] for order in contents.order]
 
 
@@ -120,23 +119,6 @@ def test_a_restart_finds_the_same(kind, seed, tmp_path):
     assert in_order(loaded) == in_order(cache)
 
 
-def test_a_save_is_its_users_alone(tmp_path):
-    """Prompts and salts are in it. A folder that was there keeps its mode."""
-    cache = create(make_spec("plain"))
-    before = os.umask(0)
-    try:
-        (tmp_path / "there").mkdir(mode=0o755)
-        for name in ("there", "new"):
-            for _ in range(2):
-                save(cache, tmp_path / name, names=Namespaces(), model=MODEL)
-    finally:
-        os.umask(before)
-    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("there", "new")}
-    assert modes == {"there": 0o755, "new": 0o700}
-    files = [path for name in modes for path in (tmp_path / name).iterdir()]
-    assert len(files) >= 6 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
-
-
 def closed(prefixes):
     return all(len(prefix) == 2 or prefix[:-1] in prefixes for prefix in prefixes)
 
@@ -151,12 +133,12 @@ def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path
     assert np.any(np.asarray(cache.state.seqs.length) > 0)
     save(cache, tmp_path, names=Namespaces(), model=MODEL)
     host = {"num_host_blocks": 3} if make_spec(kind).has_host else {}
-    spec = make_spec(kind, num_blocks=3 if host else 6, max_seqs=1, **host)
+    spec = make_spec(kind, num_blocks=4 if host else 6, max_seqs=1, **host)
     loaded, counts = load(create(spec, policy=kvjax.policies.fifo()), tmp_path, names=Namespaces(), model=MODEL)
     kvjax.check(loaded.state)
     found = findable(loaded)
     assert counts == Loaded(total(loaded), total(cache) - total(loaded), 0) and counts.left > 0
-    assert closed(found) and len(found) >= (3 if host else 6)
+    assert closed(found) and len(found) >= (4 if host else 6)
     for prefix, (arrays, *numbers) in found.items():
         assert numbers == wanted[prefix][1:]
         assert arrays.items() <= wanted[prefix][0].items()
@@ -204,8 +186,8 @@ def test_a_folder_is_tried_before_something_is_saved(tmp_path):
     """Files of an interrupted save are no save, are counted, and go; the older save stays."""
     folder, names = tmp_path / "new" / "saved", Namespaces()
     assert check_folder(folder) == (False, 0) == check_folder(folder)
-    part = f"{'0' * 16}-00000.safetensors"
-    for name in (part, f"{'1' * 16}-00001.safetensors", "manifest.json.tmp"):
+    part = f"{'0' * 16}.values"
+    for name in (part, f"{'1' * 16}.index", "manifest.json.tmp"):
         (folder / name).write_bytes(b"half")
     assert check_folder(folder) == (False, 3)
     assert check_folder(folder) == (False, 0)
@@ -253,7 +235,7 @@ def test_namespaces_keep_apart_what_they_did_before(tmp_path):
         assert int(loaded.lookup(padded(text, WIDTH), 5, namespace=other).cached_tokens) == 0
     _, counts = load(create(make_spec("plain")), tmp_path, names=Namespaces(), model=MODEL, loras={2: "french"})
     assert counts == Loaded(4, 2, 0)
-    with pytest.raises(ValueError, match=r"loras: got .* wanted a name for LoRA 5"):
+    with pytest.raises(ValueError, match="loras: got no name of adapter 5"):
         save(cache, tmp_path, names=names, model=MODEL, loras={0: "french"})
 
 
@@ -266,7 +248,7 @@ def test_a_cache_without_namespaces_needs_no_names(tmp_path):
         save(cache, tmp_path / folder, model=MODEL, **({"names": names} if number else {}))
     _, counts = load(create(make_spec("plain")), tmp_path / "plain", model=MODEL)
     assert counts == Loaded(2, 0, 0)
-    with pytest.raises(ValueError, match="names: got none for namespace 1, which has blocks, wanted"):
+    with pytest.raises(ValueError, match="names: got none of namespace 1, wanted"):
         save(cache, tmp_path / "plain", model=MODEL)
     empty = create(make_spec("plain"))
     with pytest.raises(ValueError, match="names: got None, wanted a kvjax"):
@@ -286,8 +268,8 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "manifest.json").write_text('{"name": "an app"}')
-    (tmp_path / "newer").mkdir()
-    (tmp_path / "newer" / "manifest.json").write_text('{"format": "kvjax cache", "version": 2}')
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "manifest.json").write_text('{"format": "kvjax cache", "version": 1}')
     good = {"cache": cache, "folder": folder, "names": names, "model": MODEL}
     tenant = run(create(spec), "admit", np.int32(0), padded([1] * 5, WIDTH), np.int32(5), namespace=np.int32(3))[0]
     tenant = run(tenant, "commit", *lines({0: [1] * 5}, ROWS, WIDTH))[0]
@@ -304,9 +286,12 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
         ({"folder": None}, "folder: got None, wanted the path"),
         ({"folder": tmp_path / "file"}, "folder: got .* which is a file"),
         ({"folder": tmp_path / "other"}, "folder: got .*manifest.json' of something else"),
-        ({"folder": tmp_path / "newer"}, "folder: got .*manifest.json' of version 2, wanted 1"),
+        (
+            {"folder": tmp_path / "older"},
+            "folder: got .*manifest.json' of version 1, wanted 2: a save of",
+        ),
     ]
-    for change, message in [*both, ({"cache": tenant}, "names: got none for namespace 3, which has blocks, wanted")]:
+    for change, message in [*both, ({"cache": tenant}, "names: got none of namespace 3, wanted")]:
         with pytest.raises(ValueError, match=message):
             save(**{**good, **change})
     others = {"block_size": 8, "extra_ids": True, "dtype": "float32"}
@@ -324,7 +309,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
         with pytest.raises(ValueError, match=message):
             load(**{**good, **change})
     assert bytes_of(folder) == before and not (tmp_path / "nothing").exists()
-    assert findable(cache) == wanted and len(list((tmp_path / "newer").iterdir())) == 1
+    assert findable(cache) == wanted and len(list((tmp_path / "older").iterdir())) == 1
 
 
 @pytest.mark.slow
@@ -370,13 +355,6 @@ def test_a_move_that_fails_leaves_a_sound_cache(tmp_path, monkeypatch):
     assert found and all(arrays.items() <= wanted[prefix][0].items() for prefix, (arrays, *_) in found.items())
     loaded, counts = load(caught.value.tiered, tmp_path, names=Namespaces(), model=MODEL)
     assert counts == Loaded(total(cache), 0, 0) and findable(loaded).keys() == wanted.keys()
-
-
-@pytest.mark.parametrize("name", ["save", "load"])
-def test_without_safetensors_an_error_names_the_extra(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=rf'kvjax.stores.{name}: needs safetensors \(pip install "kvjax\[stores\]"\)'):
-        getattr(kvjax.stores, name)(None, tmp_path, names=None, model=None)
 
 
 # From one device to several and back; and real models.
@@ -461,7 +439,7 @@ def test_an_empty_cache_and_one_without_bytes(tmp_path):
     bare = kvjax.make_spec([], num_blocks=24, **OPTIONS)
     cache = history(create(bare), 0)
     save(cache, tmp_path, names=Namespaces(), model=MODEL)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock", ".safetensors"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock", ".index", ".values"}
     loaded, counts = load(create(bare), tmp_path, names=Namespaces(), model=MODEL)
     assert counts == Loaded(24, 0, 0) and findable(loaded) == findable(cache)
 
@@ -481,4 +459,4 @@ def test_retention_tiers_and_policy_may_differ(saved, tmp_path):
     wanted, found = findable(cache), findable(loaded)
     assert wanted.keys() >= found.keys() and closed(found) and counts.taken == len(found) >= 20
     for prefix, (arrays, hits, retention) in found.items():
-        assert (arrays, hits) == tuple(wanted[prefix][:2]) and retention == ([] if saved else [35, -1])
+        assert (arrays, hits) == tuple(wanted[prefix][:2]) and retention == [UNSTATED if saved else 35, UNSTATED]

@@ -1,16 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices of replicas: each has one, or a mesh of its own."""
+"""One of several replicas: a device, or a mesh of its own, with the model's weights and a cache."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.model import Model
+from kvjax.serving.generation import run_batch
+from kvjax.serving.interrupt import GenerationInterrupted
+from kvjax.serving.request import Request, RunOptions
+from kvjax.serving.requests import Output
+from kvjax.serving.routing import CachedPrefixes
+
+
+class Replica:
+    """A model and a cache on a device, or on a mesh.
+
+    Args:
+      device: a device, or a mesh.
+      model: with its weights there.
+      make_cache: makes an empty cache there.
+
+    Attributes:
+      cache: the latest one; None if a failure has cost it, until `recover`.
+      prefixes: of the cache, by its events.
+    """
+
+    def __init__(self, device: Any, model: Model, make_cache: Callable[[], Any]):
+        self._device, self.model, self._make_cache = device, model, make_cache
+        with on(device):
+            self.cache = make_cache()
+        self.prefixes = CachedPrefixes(self.cache.state.spec)
+
+    def run(self, requests: Sequence[Request], options: RunOptions) -> list[Output]:
+        """Runs requests as `run_batch` does, on this thread; a GenerationInterrupted leaves its cache here."""
+        try:
+            with on(self._device):
+                outputs, self.cache, _ = run_batch(self.model, self.cache, requests, options)
+        except GenerationInterrupted as error:
+            self.cache = error.cache
+            raise
+        return outputs
+
+    def recover(self) -> bool:
+        """Goes on with the cache that a failure has left, or with an empty one; returns whether the cache was lost."""
+        is_lost = self.cache is None
+        if is_lost:
+            with on(self._device):
+                self.cache = self._make_cache()
+        self.prefixes.attach(self.cache.state)
+        return is_lost
 
 
 def check_devices(devices: Sequence[Any], heads: str | None) -> None:
@@ -33,11 +77,6 @@ def check_devices(devices: Sequence[Any], heads: str | None) -> None:
         raise ValueError(f"heads: got {heads!r} without a mesh, wanted None")
 
 
-def where(device: Any, heads: str | None) -> dict[str, Any]:
-    """The arguments of `Cache.create`."""
-    return {"mesh": device, "heads": heads} if isinstance(device, Mesh) else {}
-
-
 def on(device: Any) -> Any:
     """A context in which programs run on a device, or on a mesh."""
     if isinstance(device, Mesh):
@@ -45,7 +84,7 @@ def on(device: Any) -> Any:
     return jax.default_device(device)
 
 
-def with_weights(model: Model, device: Any) -> Any:
+def with_weights(model: Model, device: Any) -> Model:
     """The model with its weights there; on a mesh each keeps its `PartitionSpec`."""
     if not isinstance(device, Mesh):
         return jax.device_put(model, device)

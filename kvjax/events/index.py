@@ -3,13 +3,13 @@
 
     events ── fold ──> changes: rows of the table that were stored, removed or updated
                           │
-                          └── an encoder per wire (`encoder.py`) ──> bytes
+                          └── an encoder per wire (`interop/encoder.py`) ──> bytes
 
 A block has at most one findable node at a time, so a row of words for each block is enough:
 
     generation, parent (block, generation), fill, level, priority      as in the record that stored the node
     namespace, depth                                                    of the whole prefix
-    flags, hash                                                         by `hashing.py`, if the map has one
+    flags, hash                                                         by a `RowHashing`, if the map has one
     hash of the prefix before, size, tokens, extra ids                  the content that the hash is of
 
 Records are copied by one assignment, and a block's content is put together once for its hash and for all wires.
@@ -21,20 +21,39 @@ import collections
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvjax.events import columns as col
+from kvjax.events.host_events import HostEvents, host_events, parts_of
 from kvjax.events.mirror import snapshot_log
 from kvjax.events.records import EventKind
-from kvjax.interop import columns as col
-from kvjax.interop.events import HostEvents, host_events, parts_of
-from kvjax.interop.hashing import Hashing, Space
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 _FEW_SPACES = 64
 _LACKS = "wanted one that the map has: begin with `attach(state)`, and leave no events out"
+
+
+class Space(NamedTuple):
+    """A namespace: the hash of its empty prefix, the flags of its blocks, its salt and its adapter."""
+
+    root: bytes
+    flags: int
+    salt: str | None = None
+    lora_id: int | None = None
+    lora: str | None = None
+
+
+class RowHashing(Protocol):
+    """A way to hash the rows of the table, such as `kvjax.interop.hashing.Hashing`."""
+
+    def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int], spaces: dict[int, Space]) -> None:
+        """Writes the flags and hashes of rows that are stored, and adds these to the group's."""
+
+    def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
+        """Takes the hashes of rows that are removed from the group's."""
 
 
 class Change(NamedTuple):
@@ -70,7 +89,7 @@ class Nodes:
 class _Contents:
     """The tables of a map, with what hashes their rows. Maps may share one, and count its versions."""
 
-    def __init__(self, spec: CacheSpec, hashing: Hashing | None):
+    def __init__(self, spec: CacheSpec, hashing: RowHashing | None):
         width = col.TEXT + spec.block_size * len(parts_of(spec))
         self.groups = [Nodes(np.zeros((group.num_ids, width), np.int32), set()) for group in spec.groups]
         self.hashing, self.is_shared, self.version = hashing, False, 0
@@ -107,7 +126,7 @@ class NodeMap:
       hashing: hashes blocks as they are stored; None: the map has no hashes.
 
     Example:
-      >>> from kvjax.interop import NodeMap
+      >>> from kvjax.events import NodeMap
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
       >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
@@ -117,7 +136,7 @@ class NodeMap:
       ((0, 1, 2, 3, 4, 5, 6, 7), True)
     """
 
-    def __init__(self, spec: CacheSpec, hashing: Hashing | None = None):
+    def __init__(self, spec: CacheSpec, hashing: RowHashing | None = None):
         self.spec, self.hashing = spec, hashing
         self._contents, self._version = _Contents(spec, hashing), 0
 

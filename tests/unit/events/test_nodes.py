@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.interop import NodeMap, together
-from kvjax.interop.events import arrays, host_events
+from kvjax.events import NodeMap
+from kvjax.events.host_events import arrays, host_events
+from kvjax.interop import together
 from kvjax.interop.hashing import Hashing
 from kvjax.interop.vllm import Encoder
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of

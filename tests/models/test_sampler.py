@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.interop.decoders import paged
-from kvjax.interop.sampler import Options, Sampler, group_size
+from models.paged_decoders import paged
+from models.sampler import Options, Sampler, group_size
+from tests.models import bonsai
 from tests.oracle.bytes_machine import SIZE, VOCAB, name_of
 from tests.serving_kit import MODEL, prompts_of
-from tests.unit.interop import bonsai
 
 A, B = (np.array(prompt, np.int32) for prompt in prompts_of(0))
 MOST, WIDTH = 4, 13

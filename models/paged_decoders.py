@@ -25,18 +25,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from kvjax._arrays import Pytree
 from kvjax.layers import LayerSpec
 from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, write
 from kvjax.pools.views import View
-
-try:
-    from flax import nnx
-except ImportError as error:
-    wanted = 'needs flax (pip install "kvjax[tunix]", or "kvjax[models]")'
-    raise ImportError(f"kvjax.interop.decoders: {wanted}") from error
 
 __all__ = ["PagedModel", "paged"]
 

@@ -29,8 +29,8 @@ with warnings.catch_warnings():
 
     from benchmarks import rollout as rollout_benchmark
     from benchmarks import tunix_engines
-    from kvjax.interop.decoders import paged
-    from kvjax.interop.tunix import KvjaxRollout
+    from models.paged_decoders import paged
+    from models.tunix import KvjaxRollout
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 SHAPE = {"num_layers": 2, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4, "head_dim": 8}

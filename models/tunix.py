@@ -14,19 +14,21 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
-from kvjax.interop.decoders import PagedModel, nnx, paged
-from kvjax.interop.sampler import Options, Sampler
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import seed_key
+
+from .paged_decoders import PagedModel, paged
+from .sampler import Options, Sampler
 
 try:
     from tunix.generate import tokenizer_adapter  # pyright: ignore[reportMissingImports]
     from tunix.rl import reshard  # pyright: ignore[reportMissingImports]
     from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise ImportError('kvjax.interop.tunix: needs google-tunix (pip install "kvjax[tunix]")') from error
+    raise ImportError(f'{__name__} needs google-tunix: pip install "kvjax[tunix]"') from error
 
 __all__ = ["KvjaxRollout"]
 
@@ -45,12 +47,12 @@ class KvjaxRollout(base_rollout.BaseRollout):
     each `update_params`. `functools.partial(KvjaxRollout, block_size=32)` goes into a `ClusterConfig` too.
 
     Args:
-      rollout_actor: the decoder; see `kvjax.interop.decoders`. On other devices than `mesh` it is copied.
+      rollout_actor: the decoder; see `models.paged_decoders`. On other devices than `mesh` it is copied.
       tokenizer: what Tunix takes.
       mesh: of the rollouts.
       rollout_config: a `RolloutConfig`; `kv_cache_size` is `max_length`, and `data_type` that of copied weights.
       max_length: tokens of a prompt and its completion together. None: `kv_cache_size`.
-      block_size, num_blocks, max_seqs, forget, scheduler: see `kvjax.interop.sampler.Sampler`.
+      block_size, num_blocks, max_seqs, forget, scheduler: see `models.sampler.Sampler`.
       dtype: of the K/V; None: the model's.
       heads: the axis of the mesh that divides kv heads, if it has several devices.
 

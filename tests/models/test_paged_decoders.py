@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.interop.decoders import paged
-from tests.unit.interop import bonsai
+from models.paged_decoders import paged
+from tests.models import bonsai
 
 LENGTH, CHUNK = 11, 4
 TOKENS = np.random.default_rng(0).integers(0, bonsai.VOCAB, (2, LENGTH)).astype(np.int32)

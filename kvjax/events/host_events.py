@@ -16,8 +16,6 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import COLUMNS, EventKind, Events
 from kvjax.spec import CacheSpec
 
-__all__ = ["HostEvents", "listened"]
-
 _KINDS = (EventKind.REMOVED, EventKind.UPDATED, EventKind.STORED, EventKind.CLEARED)  # what changes an index
 
 
@@ -95,7 +93,7 @@ def listened(events: Any, spec: CacheSpec) -> HostEvents:
     """The same of what a listener gets: no decoded events.
 
     Example:
-      >>> from kvjax.interop.events import listened
+      >>> from kvjax.events import listened
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
       >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])

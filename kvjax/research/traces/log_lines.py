@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of a log of events (`kvjax.interop.log`): checked, and followed on an index of the cached blocks.
+
+A digest of its whole prefix identifies the content of a block, so that memory does not grow with the prefix's length.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvjax.blocks.hashes import block_hash, root_hash
+from kvjax.events.mirror import Node
+from kvjax.events.records import EventKind
+from kvjax.research.traces import records
+
+_KINDS = frozenset(kind.name.lower() for kind in EventKind if kind)
+_ABOUT_NODES = frozenset({"stored", "removed", "updated"})
+_WORD, _SECONDS = 1 << 31, 1 << 53  # tokens are below, and times: float64 has such integers exactly
+
+
+class LogLine(NamedTuple):
+    """A line of a log: decoded events, the prompt tokens looked up and found, and the time in seconds."""
+
+    events: list[dict[str, Any]]
+    queried: int
+    cached: int
+    ts: float
+
+
+class LoggedBlock(NamedTuple):
+    """A cached block as a log has it."""
+
+    digest: bytes  # of the prefix that ends with the block
+    parent: bytes | None  # digest of the block before; None at a root, and after a block that the log does not have
+    level: int
+    since: float  # time at which it was stored
+
+
+class LogFollower:
+    """The index of a cache by the lines of its log, which may begin in the middle.
+
+    Attributes:
+      blocks: {(group, block, generation): the cached block}.
+      levels: number of blocks on the device, and on the host.
+      unknown: number of events of blocks that the log had not stored before.
+    """
+
+    def __init__(self):
+        self.blocks: dict[Node, LoggedBlock] = {}
+        self.levels = [0, 0]
+        self.unknown = 0
+
+    def follow(self, event: dict[str, Any], now: float) -> list[tuple[str, LoggedBlock]]:
+        """Follows an event; returns the blocks that it stored or took from the index, and how.
+
+        "removed" and "cleared" end the life of a block. One that is "replaced" goes on in another cache: its end is not
+        in the log.
+        """
+        kind, group = event["kind"], event["group"]
+        if kind in ("created", "cleared"):
+            nodes = [node for node in self.blocks if node[0] == group]
+            return [("replaced" if kind == "created" else kind, self._pop(node)) for node in nodes]
+        if kind == "copied":
+            return []
+        node = group, event["block"], event["generation"]
+        if kind == "stored":
+            replaced = [("replaced", self._pop(node))] if node in self.blocks else []
+            return [*replaced, (kind, self._put(node, self._stored(event, now)))]
+        if node not in self.blocks:
+            self.unknown += 1
+            return []
+        block = self._pop(node)
+        if kind == "removed":
+            return [(kind, block)]
+        self._put(node, block._replace(level=event["level"]))
+        return []
+
+    def _stored(self, event: dict[str, Any], now: float) -> LoggedBlock:
+        parent = event.get("parent")
+        above = None if parent is None else self.blocks.get((0, *parent))  # the first group links prefixes for all
+        if above is None:
+            self.unknown += parent is not None
+            prefix = root_hash(salt=str(event["namespace"] if parent is None else parent))
+        else:
+            prefix = above.digest
+        digest = block_hash(prefix, event["tokens"], event.get("extra_ids"))
+        return LoggedBlock(digest, above and above.digest, event["level"], now)
+
+    def _put(self, node: Node, block: LoggedBlock) -> LoggedBlock:
+        self.blocks[node] = block
+        self.levels[block.level] += 1
+        return block
+
+    def _pop(self, node: Node) -> LoggedBlock:
+        block = self.blocks.pop(node)
+        self.levels[block.level] -= 1
+        return block
+
+
+def checked_line(where: str, value: Any) -> LogLine:
+    """The line of a JSON value.
+
+    Raises:
+      ValueError: naming the line and the field.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: got {value!r:.80}, wanted an object")
+    queried, cached = (records.count(where, value, name) for name in ("queried", "cached"))
+    ts, events = records.timestamp(where, value, "ts"), records.field(where, value, "events")
+    if abs(ts) >= _SECONDS:
+        raise ValueError(f"{where}: ts: got {ts!r}, wanted a number of seconds below {_SECONDS}")
+    if not isinstance(events, list):
+        raise ValueError(f"{where}: events: got {events!r:.80}, wanted an array")
+    for event in events:
+        _check_event(where, event)
+    return LogLine(events, queried, cached, ts)
+
+
+def _check_event(where: str, event: Any) -> None:
+    """Checks that an event has all that is read of it."""
+    kind = event.get("kind") if isinstance(event, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"{where}: events: got {event!r:.80}, wanted an event as to_list makes it")
+    for name in ("group", "block", "generation") if kind in _ABOUT_NODES else ("group",):
+        records.integer(where, event, name)
+    if kind in ("stored", "updated") and records.integer(where, event, "level") not in (0, 1):
+        raise ValueError(f"{where}: level: got {event['level']}, wanted 0 or 1")
+    if kind != "stored":
+        return
+    tokens = records.integers(where, event, "tokens")
+    extra_ids = records.integers(where, event, "extra_ids") if "extra_ids" in event else tokens
+    if not tokens or len(extra_ids) != len(tokens):
+        wanted = "wanted at least one, and one id each"
+        raise ValueError(f"{where}: tokens: got {len(tokens)} with {len(extra_ids)} extra ids, {wanted}")
+    if not all(-_WORD <= one < _WORD for one in (*tokens, *extra_ids)):
+        raise ValueError(f"{where}: tokens: got some beyond 32 bits, wanted i32")
+    if event.get("parent") is None:
+        records.integer(where, event, "namespace")
+    elif len(parent := records.integers(where, event, "parent")) != 2:
+        raise ValueError(f"{where}: parent: got {parent!r:.80}, wanted a block and its generation")

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one host loop of serving: requests go in, the scheduler's loop runs, and the host reads what it did.
+
+    submit    requests and cancels go in by one call; each request gets a slot
+    dispatch  blocks are emptied if a host tier can take them; the loop starts, and the call returns at once
+    read      the tokens of the oldest loop that is not read yet, requests that are over, and moves between the tiers
+
+`run_batch` and `stream` fill a driver and turn it until nothing is left. An `Engine` has one in its thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import unreadable
+from kvjax._compile import OutermostJit
+from kvjax.cache import AnyCache, Cache
+from kvjax.checks import check_alive, check_on_host
+from kvjax.events.log import EventLog
+from kvjax.events.records import Status
+from kvjax.model import Model, check_model, check_placement, forward
+from kvjax.pools import mixed
+from kvjax.serving.capacity import admission_events, most_blocks, worst_step
+from kvjax.serving.decode import check_cache
+from kvjax.serving.host_tier import HostTier
+from kvjax.serving.interrupt import GenerationState
+from kvjax.serving.options import Scheduler
+from kvjax.serving.request import INSIDE, Request, RunOptions
+from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
+from kvjax.serving.stored import StoredPrefixes
+from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, stacked, turn
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+
+def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
+    """The logits f32[S, V] of a mixed step, with its shapes: `serve` finds the model traced."""
+    spec, size = cache.state.spec, scheduler.chunk_tokens(cache.state.spec)
+    none = jnp.full((scheduler.most_chunks(spec),), -1, jnp.int32)
+    view = mixed(cache.state, jnp.zeros((spec.max_seqs,), jnp.bool_), none, jnp.zeros_like(none), size)
+    tokens, last = jnp.zeros((1, spec.max_seqs + size), jnp.int32), jnp.zeros((spec.max_seqs,), jnp.int32)
+    return forward(model, tokens, cache.pools, view, last)[0]
+
+
+_mixed_logits = OutermostJit(_mixed_logits, static_argnames="scheduler")
+
+
+def check_run(model: Any, cache: Any, options: RunOptions) -> None:
+    """Raises a ValueError unless this is host code with a whole cache, and a model and options that fit it."""
+    check_model(model)
+    check_cache(cache)
+    check_placement(model, cache)
+    check_on_host("generation", (model, cache.state, cache.pools), INSIDE)
+    check_alive(cache)
+    options.check(cache.state.spec)
+    if options.store is not None and (why := unreadable(cache)):
+        raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
+
+
+class Limits(NamedTuple):
+    """The prompts that a model and a cache take."""
+
+    spec: CacheSpec
+    vocabulary: int  # the number of the model's logits
+    most_tokens: int  # the most tokens of a request whose K/V fit, alone in the cache
+
+    @classmethod
+    def of(cls, model: Model, cache: Cache, scheduler: Scheduler, top_logprobs: int) -> Limits:
+        """The limits; a ValueError if the model has fewer logits than `top_logprobs` are to be noted."""
+        vocabulary = _mixed_logits.eval_shape(model, cache, scheduler=scheduler).shape[-1]
+        if top_logprobs > vocabulary:
+            raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
+        return cls(cache.state.spec, vocabulary, _most_tokens(cache.state, scheduler))
+
+    def jobs[J: Job](
+        self, request: Request, numbers: Iterator[int], seed: int, make: Callable[..., J] = Job
+    ) -> list[J]:
+        """The samples of a request with the next numbers; `seed` is the first one's if none was given."""
+        jobs = list[J]()
+        prompt_tokens = len(request.prompt)
+        # At which it ends, at the latest: beyond what fits it would only wait.
+        max_tokens = max(min(prompt_tokens + request.max_new_tokens, self.most_tokens + 1), prompt_tokens + 1)
+        for stream in request.streams(default=seed):
+            output = Output(prompt_tokens)
+            job = make(next(numbers), request, output, max_tokens, stream, namespace=request.namespace)
+            job.leader = jobs[0] if jobs else job
+            jobs.append(job)
+        return jobs
+
+    def refusal(self, prompt: np.ndarray) -> str | None:
+        """Why a prompt can never run: "bad_request" or "row_full"; None if it can."""
+        if not prompt.size or prompt.min() < 0 or prompt.max() >= self.vocabulary:
+            return "bad_request"
+        return "row_full" if prompt.size > self.spec.max_length else None
+
+
+def _most_tokens(state: CacheState, scheduler: Scheduler) -> int:
+    """The most tokens of a request whose K/V fit, alone in the cache."""
+    spec = state.spec
+    most = spec.max_length
+    max_tokens: Any = np.int32(spec.max_length + 1)  # of the host, so that nothing is compiled
+    for group, blocks in zip(state.groups, most_blocks(spec, scheduler, max_tokens), strict=True):
+        num_blocks = int(group.num_blocks)
+        if blocks > num_blocks:
+            most = min(most, num_blocks * spec.block_size)
+    return most
+
+
+class StepOutput(NamedTuple):
+    """The result of a loop, on the host."""
+
+    steps: int  # of the model
+    dispatched_at: float  # when the loop started, of `time.monotonic`
+    new: dict[int, list[int]]  # {number of a request: its new tokens}
+
+
+class Driver[C: AnyCache]:
+    """Requests that run over a cache, from `submit` to their outputs.
+
+    Attributes:
+      state: the cache, the requests on the device, and events that nobody has got yet.
+      num_rows: the number of rows that requests get.
+      active: the requests that the scheduler has, by their slots, until these are empty again.
+      host_tier: moves blocks between the tiers.
+      stored: reads of prefixes from a store, and writes to it; None without a store.
+    """
+
+    def __init__(
+        self, model: Model, cache: C, options: RunOptions, scheduler: Scheduler, slots: Slots, own_rows: np.ndarray
+    ):
+        """Makes empty slots; `cache` is donated to the first loop. `own_rows` bool[S] are those that requests get."""
+        self._model, self._options, self._scheduler = model, options, scheduler
+        self._slots, self._own_rows = slots, own_rows
+        self.num_rows = int(own_rows.sum())
+        self.spec = cache.state.spec
+        logits_state = jax.device_put(stacked([], slots.logits_state, len(slots.max_tokens)))
+        serving: Serving = init_serving(
+            cache.cache, slots.max_tokens, capacity=slots.capacity, width=slots.width, logits_state=logits_state,
+            num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
+            top_logprobs=options.top_logprobs, logprobs=options.logprobs,
+        )  # fmt: skip
+        self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
+        self.host_tier = HostTier(self.state, scheduler, slots.steps)
+        self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
+        self.active: dict[int, Job] = {}
+        self._free = deque(range(len(slots.max_tokens)))
+        self._generations = [0] * len(slots.max_tokens)
+        # Loops that are not read yet: their numbers, the times at which they started, and their results.
+        self._turns: deque[tuple[int, float, EventLog | None, Turn]] = deque()
+        self._statuses: deque[tuple[int, Sequence[Job], jax.Array]] = deque()  # of calls that are not read yet
+        self._turn_number = 0
+        worst = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
+        usual = slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2
+        self._log_size = 3 * worst + usual if slots.has_log else 0
+
+    @property
+    def num_free_slots(self) -> int:
+        """The number of slots without a request."""
+        return len(self._free)
+
+    @property
+    def in_flight(self) -> int:
+        """The number of loops that are not read yet."""
+        return len(self._turns)
+
+    def wait(self) -> None:
+        """Waits until all loops that have started are over."""
+        if self._turns:
+            jax.block_until_ready(self._turns[-1][-1].numbers)
+
+    def submit(self, jobs: Sequence[Job], cancelled: Sequence[Job] = ()) -> None:
+        """Gives requests to the scheduler, and takes others from it, by one call."""
+        for job in jobs:
+            job.slot = self._free.popleft()
+            job.generation = self._generations[job.slot]
+            job.since = self._turn_number
+            self.active[job.slot] = job
+        arguments, ends = self._slots.arguments(jobs, self.num_rows), self._slots.ends(cancelled)
+        self.state.serving, statuses = apply(self.state.serving, arguments, ends, scheduler=self._scheduler)
+        if jobs:
+            self._statuses.append((self._turn_number, jobs, statuses))
+
+    def adopt(self, jobs: Sequence[Job], wait_for: int = 0) -> None:
+        """Begins to read new prompts' prefixes from the store, in this order, and adopts those that have come.
+
+        For `wait_for` prompts it waits, until their deadline.
+        """
+        if self.stored:
+            self.stored.begin(jobs)
+            running = [job for job in self.active.values() if job.stage == Stage.RUNNING]
+            blocks_ahead = sum(-(-job.left // self.spec.block_size) + 1 for job in running)
+            self.stored.adopt(self.host_tier.call, blocks_ahead, wait_for)
+
+    def drop_reads(self) -> None:
+        """Drops what is read from the store, at the end of a run."""
+        if self.stored:
+            self.stored.drop()
+
+    def dispatch(self, steps: int) -> None:
+        """Starts a loop of at most so many steps of the model."""
+        self.host_tier.empty_blocks()
+        state, options = self.state, self._options
+        state.serving, log, result = turn(
+            self._model, state.serving, scheduler=self._scheduler, steps=np.int32(steps),
+            num_columns=self._slots.num_columns, log_size=self._log_size, loop=options.loop,
+            logits_fn=options.logits_fn, fixed_steps=options.fixed_steps, now=state.now(),
+        )  # fmt: skip
+        if log is not None:
+            state.unpublished.append(log)
+        self._turns.append((self._turn_number, time.monotonic(), log, result))
+        self._turn_number += 1
+
+    def read_statuses(self) -> None:
+        """Reads whether requests were accepted; ends those that were refused."""
+        while self._statuses and self._statuses[0][0] <= self._turn_number - self.in_flight:
+            _, jobs, statuses = self._statuses.popleft()
+            for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then entries of nobody
+                if status != Status.OK:
+                    job.end(Status(status).name.lower())
+                    self._release(job, job.generation)
+
+    def read(self) -> StepOutput:
+        """Reads the oldest loop: new tokens, requests that are over, slots that are empty; makes the moves it asks for.
+
+        The events of the loop are then the first of `state.unpublished`.
+        """
+        number, dispatched_at, log, turn_arrays = self._turns[0]
+        result = turn_arrays.read()
+        self.read_statuses()
+        self._turns.popleft()
+        new, admitted, rows = dict[int, list[int]](), list[Job](), set(result.row.tolist())
+        for slot, job in list(self.active.items()):
+            if number < job.since:
+                continue
+            if not job.is_done:
+                if tokens := self._update(job, result):
+                    new[job.number] = tokens
+                if job.stage != Stage.WAITING:
+                    admitted.append(job)
+            if result.stage[slot] in (Stage.DONE, Stage.CANCELLED) and slot not in rows:
+                self._release(job, result.generation[slot] + 1)
+        if self.stored and log is not None:
+            self.stored.after_loop(log, admitted)
+        self._move(result)
+        return StepOutput(result.steps, dispatched_at, new)
+
+    def _update(self, job: Job, result: TurnResult) -> list[int]:
+        """Adds a loop's tokens to a request's output; returns them."""
+        slot, stage = job.slot, job.stage
+        job.stage = result.stage[slot]
+        num_tokens, finish = result.num_tokens[slot], finish_of(result.finish[slot])
+        if finish == "length" and job.is_cut and num_tokens >= job.max_tokens:
+            finish = "row_full" if num_tokens > self.spec.max_length else "no_blocks"
+        new = num_tokens - result.before[slot]
+        tokens = result.tokens[slot, :new].tolist()
+        logprobs = result.logprobs[slot, :new].tolist()
+        top = [] if result.top is None else [column[slot, :new].tolist() for column in result.top]
+
+        def change(output: Output) -> None:
+            output.add(tokens, logprobs, *top)
+            output.cached_tokens, output.preemptions = result.cached[slot], result.preemptions[slot]
+            output.finish = finish
+
+        if tokens or finish is not None or job.stage != stage:
+            job.change(change)
+        return tokens
+
+    def _release(self, job: Job, generation: int) -> None:
+        """Takes the slot of a request that is over, as the loop's `drain` has; its next request has this generation."""
+        del self.active[job.slot]
+        self._free.append(job.slot)
+        self._generations[job.slot] = generation
+
+    def _move(self, result: TurnResult) -> None:
+        """Moves blocks between the tiers for which the loop has stopped."""
+        tier = self.host_tier
+        if not tier.groups:
+            return
+        if result.refused == 1:
+            tier.empty_refused()
+        if result.onboard_slot >= 0:
+            requests = jax.device_get(self.state.serving.requests)
+            tier.onboard(requests, result.onboard_slot, int(np.argmax(self._own_rows & (result.row < 0))))
+        while tier.swap():
+            pass
+
+    def compile(self) -> None:
+        """Compiles all programs, while no request is there; changes nothing."""
+        for steps in (1, self._slots.steps):  # jax compiles anew for what a program has returned
+            self.host_tier.compile()
+            if self.stored:
+                self.stored.compile(self.host_tier.call)
+            self.submit([])
+            self.dispatch(steps)
+        while self.in_flight:
+            self.read()

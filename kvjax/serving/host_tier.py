@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier of a driver: blocks move between the tiers before and after a loop, which moves none itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._compile import OutermostJit
+from kvjax.cache import AnyCache
+from kvjax.events.records import Events
+from kvjax.pools.host import HostPools, compile_moves
+from kvjax.serving.admit import has_row
+from kvjax.serving.interrupt import GenerationState
+from kvjax.serving.options import Scheduler
+from kvjax.serving.preempt import leave, swaps
+from kvjax.tiered import FailedTransfer, TieredCache
+
+_has_row = OutermostJit(has_row, donate_argnums=0)
+_leave = OutermostJit(leave, donate_argnums=0)
+_swaps = OutermostJit(swaps, static_argnames="scheduler")
+
+
+class HostTier[C: AnyCache]:
+    """Moves blocks between the tiers; `steps` are the most in a loop. Where a move cannot be made, a step preempts."""
+
+    def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):
+        self.state, self.scheduler, self.steps = state, scheduler, steps
+        self.spec = state.cache.state.spec
+        self.groups = () if state.host is None else self.spec.host_groups
+
+    def compile(self) -> None:
+        """Compiles all that moves blocks, while no request is there; changes nothing."""
+        state, host = self.state, self.state.host
+        for number in self.groups:
+            compile_moves(state.cache.pools, cast(HostPools, host), number)
+            self.call(TieredCache.watermark, 0, most=self._most_taken(number), group=number)
+        if self.groups:
+            self.onboard(jax.device_get(state.serving.requests), 0, 0)  # no tokens: it is refused
+            state.serving = _leave(state.serving, np.int32(0), np.bool_(False))
+        if self.scheduler.preempt == "swap":
+            rows = jax.device_get(_swaps(state.serving, scheduler=self.scheduler))
+            for verb in (TieredCache.swap_out, TieredCache.swap_in):
+                self.call(verb, rows.out)  # no row: it is refused
+
+    def _most_taken(self, number: int) -> int:
+        """The most blocks of a group that any loop takes."""
+        columns = -(-self.steps // self.spec.block_size) + 1
+        if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
+            columns += self.spec.max_blocks_per_seq
+        return min(self.spec.max_seqs * columns, self.spec.groups[number].num_blocks)
+
+    def empty_blocks(self) -> None:
+        """Offloads blocks until as many are empty as the next loop may take, if the host has space for them."""
+        if not self.groups:
+            return
+        requests, slots = self.state.serving.requests, np.asarray(self.state.serving.row)
+        num_tokens, max_tokens = (
+            np.asarray(values)[slots[slots >= 0]] for values in (requests.num_tokens, requests.max_tokens)
+        )
+        size = self.spec.block_size
+        need = int(np.sum(-(-np.minimum(max_tokens - num_tokens, self.steps) // size) + 1))
+        if len(self.spec.groups) > 1:
+            need += int(np.sum(-(-num_tokens // size)))
+        for number in self.groups:
+            target = min(need, self.spec.groups[number].num_blocks)
+            options = {"most": self._most_taken(number), "group": number}
+            while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
+                events, _, has_failed = self.call(TieredCache.watermark, target, **options)
+                is_over = events.ok or has_failed  # fewer moves would fail as well
+                target = empty if is_over else (empty + target) // 2
+
+    def empty_refused(self) -> None:
+        """Empties blocks that the loop was refused, since their children are on the host."""
+        before = [int(group.num_empty) for group in self.state.cache.state.groups]
+        self.empty_blocks()
+        groups = self.state.cache.state.groups
+        if any(int(group.num_empty) > number for group, number in zip(groups, before, strict=True)):
+            self.state.serving = self.state.serving.replace(refused=jnp.int32(0))
+
+    def onboard(self, requests: Any, slot: int, row: int) -> None:
+        """Admits a request, in numpy arrays, with its blocks on the host; without them if that cannot be done."""
+        num_tokens = int(requests.num_tokens[slot])
+        tokens = np.zeros((1, self.state.serving.width), np.int32)
+        tokens[0, :num_tokens] = requests.text[requests.start[slot] :][:num_tokens]
+        options = {
+            "namespace": requests.namespace[slot][None],
+            "retention": jax.tree.map(lambda x: x[slot][None], requests.retention),
+            "reserve_tokens": self.scheduler.chunk if len(self.spec.groups) > 1 else None,
+            "alignment_tokens": self.scheduler.alignment_tokens,
+        }
+        arguments = np.array([row], np.int32), tokens, np.array([num_tokens], np.int32)
+        events, lost, _ = self.call(TieredCache.admit, *arguments, **options)
+        if row in lost:  # by a move that failed, and may fail again for ever
+            events, *_ = self.call(TieredCache.admit, *arguments, tiers=("device",), **options)
+        placed = np.array([slot, row], np.int32)
+        self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
+
+    def swap(self) -> bool:
+        """Swaps a row out or in, if one is to be; whether there was one."""
+        if self.scheduler.preempt != "swap":
+            return False
+        rows = jax.device_get(_swaps(self.state.serving, scheduler=self.scheduler))
+        if not rows.any:
+            return False
+        verb, row = (TieredCache.swap_out, rows.out) if rows.out >= 0 else (TieredCache.swap_in, rows.back)
+        events, *_ = self.call(verb, row)
+        if not bool(events.ok):
+            self.state.serving = self.state.serving.replace(refused=jnp.int32(1))
+        return True
+
+    def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int], bool]:
+        """Calls a verb; returns the events, rows whose K/V were lost, and whether moves failed, with a warning."""
+        state, lost, removed, failed = self.state, [], [], None
+        try:
+            cache, events = verb(state.result, *args, now=state.now(), **options)
+        except FailedTransfer as failure:
+            cache, events, lost = failure.tiered, failure.events, failure.lost
+            removed, failed = [failure.removed], str(failure)
+        state.replace(cache)
+        state.publish(events, *removed)
+        if failed is not None:  # behind what must not be lost, since a warning may be made an error
+            warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
+        for row in lost:  # their requests wait again, and find less in the cache the next time
+            state.serving = _leave(state.serving, np.int32(row), np.bool_(False))
+        return events, lost, failed is not None

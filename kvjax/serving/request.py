@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Request`: a prompt and what is wanted of it; `RunOptions`: what concerns all requests of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from kvjax._compile import own_transfers
+from kvjax.blocks.keys import Namespaces
+from kvjax.checks import check_bool, check_functions, check_on_host, host_integers, is_integer, static_int, static_int32
+from kvjax.events.listeners import Listener, Listeners
+from kvjax.layers import set_ints
+from kvjax.policies.retention import Retention
+from kvjax.serving.decode import LogitsFn
+from kvjax.serving.options import Scheduler
+from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds, seed_key
+from kvjax.spec import CacheSpec
+from kvjax.stores.disk import DiskStore
+from kvjax.verbs._request import check_retention
+
+INSIDE = "inside one use kvjax.serving.serve or kvjax.serving.decode"  # a program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt, and what is wanted of it. It is checked when it is made, so that a bad one reaches no cache.
+
+    Attributes:
+      prompt: token ids; i32[n] from then on.
+      max_new_tokens: the most tokens of each answer.
+      sampling: how tokens are chosen; None: greedy. An answer does not depend on the other requests.
+      seed: of the random stream. With an int, sample n has the stream `seed + n`, modulo 2**32; with a jax key, the
+        samples have the streams that `generate` gives its outputs. None: the number of its first output in the call,
+        and 0 in an engine.
+      stop_tokens: end an answer when chosen; i32[K] from then on.
+      namespace: as `Namespaces` numbers them; requests of different ones share no prefix.
+      priority: higher first.
+      samples: answers. They run at the same time, and share what is computed of the prompt. Without blocks for all of
+        them they end with "no_blocks".
+      retention: of the prompt's blocks, where the spec has it; None: none.
+      logits_state: a tree of numpy arrays; what `logits_fn` gets with the first logits. None: the engine's. In
+        `run_batch` all requests have one, or none has.
+
+    Raises:
+      ValueError: naming the attribute.
+
+    Example:
+      >>> request = kvjax.serving.Request([3, 1, 4], max_new_tokens=8, seed=7, samples=2)
+      >>> request.prompt.dtype, request.streams()
+      (dtype('int32'), [7, 8])
+      >>> try:
+      ...     kvjax.serving.Request("text")
+      ... except ValueError as error:
+      ...     print(error)
+      prompt: got 'text', wanted a list of token ids
+    """
+
+    prompt: Any
+    max_new_tokens: int = 32
+    sampling: Sampling | None = None
+    seed: int | jax.Array | None = None
+    stop_tokens: Any = ()
+    namespace: int = 0
+    priority: int = 0
+    samples: int = 1
+    retention: Retention | None = None
+    logits_state: Any = None
+
+    def __post_init__(self):
+        checked = {
+            "prompt": _checked_prompt(self.prompt),
+            "stop_tokens": host_integers("stop_tokens", self.stop_tokens, np.int32, "a list of token ids"),
+            "namespace": static_int32("namespace", self.namespace, 0),
+            "priority": static_int32("priority", self.priority, -(2**31)),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        set_ints(self, 1, "max_new_tokens", "samples")
+        sampling, retention = self.sampling, self.retention
+        if not isinstance(sampling, Sampling | None) or any(map(np.ndim, jax.tree.leaves(sampling))):
+            raise ValueError(f"sampling: got {reprlib.repr(sampling)}, wanted a kvjax.Sampling of numbers or None")
+        if not isinstance(retention, Retention | None):
+            raise ValueError(f"retention: got {reprlib.repr(retention)}, wanted a kvjax.Retention or None")
+        if self.seed is not None and not is_integer(self.seed):
+            with own_transfers():
+                seed_key(self.seed)
+
+    @property
+    def num_ranges(self) -> int | None:
+        """The number of its retention's ranges; None without a retention."""
+        return None if self.retention is None else len(self.retention.ranges)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen, and stop tokens may come at once."""
+        sampling = self.sampling
+        return sampling is None or not (sampling.temperature > 0 or sampling.min_tokens > 0)
+
+    def streams(self, default: int = 0) -> list[int]:
+        """The random stream of each sample; `default` is the first one's where no seed was given."""
+        seed = default if self.seed is None else self.seed
+        if is_integer(seed):
+            return [(operator.index(seed) + sample) % 2**32 for sample in range(self.samples)]
+        return jax.device_get(output_seeds(seed, self.samples)).tolist()
+
+
+def _checked_prompt(prompt: Any) -> np.ndarray:
+    """i32[n]; the token ids of a prompt."""
+    _check_untraced(prompt)
+    wanted = "a list of token ids"
+    if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, str):
+        raise ValueError(f"prompt: got {reprlib.repr(prompt)}, wanted {wanted}")
+    return host_integers("prompt", prompt, np.int32, wanted)
+
+
+def _check_untraced(*prompts: Any) -> None:
+    if any(isinstance(prompt, Tracer) for prompt in prompts):
+        check_on_host("generation", prompts, INSIDE)
+
+
+def make_requests(prompts: Any, **values: Any) -> list[Request]:
+    """A request for each prompt.
+
+    Args:
+      prompts: token ids of each; of an array, rows without their padding.
+      values: of the other attributes, each for all requests, or a list with one for each; but a list of stop tokens is
+        for all.
+
+    Raises:
+      ValueError: naming the attribute, and the number of the prompt.
+
+    Example:
+      >>> first, second = kvjax.serving.make_requests([[1, 2], [3]], max_new_tokens=8, priority=[0, 1], stop_tokens=[5])
+      >>> second.max_new_tokens, second.priority, second.stop_tokens.tolist()
+      (8, 1, [5])
+    """
+    _check_untraced(prompts)
+    if getattr(prompts, "ndim", 1) > 1:  # its padding would be read as tokens
+        raise ValueError(
+            f"prompts: got an array {list(np.shape(prompts))}, wanted a list for each prompt, without padding: "
+            "[row[:length] for row, length in zip(array, lengths)]"
+        )
+    listed = list(prompts)
+    _check_untraced(*listed)
+    columns = {name: value for name, value in values.items() if name != "stop_tokens" and _is_list(value)}
+    for name, column in columns.items():
+        if len(column) != len(listed):
+            raise ValueError(f"{name}: got {len(column)}, wanted one for each of {len(listed)} prompts")
+    requests = []
+    for number, prompt in enumerate(listed):
+        own = {name: column[number] for name, column in columns.items()}
+        with errors_of(number):
+            requests.append(Request(prompt, **values | own))
+    return requests
+
+
+@contextlib.contextmanager
+def errors_of(number: int) -> Iterator[None]:
+    """Puts the number of a prompt before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"prompt {number}: {error}") from error
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunOptions:
+    """The options of a run that concern all its requests.
+
+    Attributes:
+      scheduler: the options of the scheduler, which are static.
+      steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts. None:
+        1024 in `run_batch`, 32 in `generate`, 8 in `stream`; an engine chooses.
+      fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
+        buffers, where each turn of a loop of unknown length waits for the host; see `compiler_options`.
+      loop: False: Python calls each step of the scheduler and reads what it did, for a GPU that does not run the loop;
+        see `compiler_options`.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
+      logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
+        token was drawn from, after temperature, top-k, top-p and `min_tokens`; 0 where the choice is greedy.
+      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
+        and before each jitted loop. None: the time is always 0, and no time to live ends.
+      names: the `Namespaces` that gave out the requests' namespaces; other numbers are refused. None: any will do.
+      store: a `kvjax.stores.DiskStore`, for whole blocks of prompts that the cache lacks: what comes in time is taken,
+        the rest is computed. What is computed is written to it. A run waits for it at most its `patience_ms`, once.
+      log_events: whether to decode the events; an engine decodes none.
+      listener: called with every `Events` and `EventLog` of the run, each once and in their order, whatever log_events
+        is; such as `Publisher.publish` of `kvjax.interop.vllm`. It is called on the thread of the run, and gets the
+        events of a loop while the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits
+        for it. An `Exception` that it raises is logged, and costs nothing: later, and at the run's end, it gets a
+        snapshot in place of all that it has missed, see `kvjax.events.Listeners`. By another exception the run ends as
+        by Ctrl-C. It must not read the cache, which the running loop has: to see its metadata beside the events, take
+        `progress.state` of a `stream`.
+
+    Raises:
+      ValueError: naming the attribute.
+    """
+
+    scheduler: Scheduler = dataclasses.field(default_factory=Scheduler)
+    steps: int | None = None
+    fixed_steps: bool = False
+    loop: bool = True
+    logits_fn: LogitsFn | None = None
+    top_logprobs: int = 0
+    logprobs: Literal["raw", "sampling"] = "raw"
+    clock: Callable[[], int] | None = None
+    names: Namespaces | None = None
+    store: DiskStore | None = None
+    log_events: bool = True
+    listener: Listener | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.scheduler, Scheduler):
+            raise ValueError(f"scheduler: got {self.scheduler!r:.80}, wanted a kvjax.serving.Scheduler")
+        if self.steps is not None:
+            static_int("steps", self.steps, 1)
+        static_int("top_logprobs", self.top_logprobs, 0)
+        for name in ("fixed_steps", "loop", "log_events"):
+            check_bool(name, getattr(self, name))
+        check_logprobs(self.logprobs)
+        check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
+        if not isinstance(self.store, DiskStore | None):
+            raise ValueError(f"store: got {self.store!r:.80}, wanted a kvjax.stores.DiskStore or None")
+        if not isinstance(self.names, Namespaces | None):
+            raise ValueError(f"names: got {reprlib.repr(self.names)}, wanted a kvjax.Namespaces or None")
+
+    @functools.cached_property
+    def listeners(self) -> Listeners:
+        """The listener, if there is one, and whether it is behind."""
+        return Listeners() if self.listener is None else Listeners.of(self.listener)
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raises a ValueError for an option that does not fit a spec, and for a clock that does not work."""
+        self.scheduler.check(spec)
+        if self.clock is not None:
+            read_clock(self.clock)
+        if self.store is not None:
+            self.store.check(spec, [], self.names)
+
+    def check_request(self, request: Request, spec: CacheSpec) -> None:
+        """Raises a ValueError for a request whose namespace, retention or state the run does not know."""
+        if self.names is not None and request.namespace not in self.names:
+            raise ValueError(
+                f"namespace: got {request.namespace}, wanted one of {len(self.names):,} that names gave out; a saved "
+                "cache needs the names saved with it (Namespaces.from_dict)"
+            )
+        check_retention(spec, retention=request.retention)
+        if request.logits_state is not None and self.logits_fn is None:
+            raise ValueError("logits_state: got one, wanted None without a logits_fn")
+        if self.store is not None:
+            self.store.root(request.namespace)
+
+
+def check_state(state: Any, other: Any, wanted: str) -> None:
+    """Raises a ValueError unless a state of `logits_fn` has arrays of the same shapes as another."""
+    (arrays, tree), (others, other_tree) = map(jax.tree.flatten, (state, other))
+    if tree != other_tree or list(map(np.shape, arrays)) != list(map(np.shape, others)):
+        raise ValueError(f"logits_state: got {reprlib.repr(state)}, wanted {wanted}")
+
+
+def read_clock(clock: Callable[[], int]) -> int:
+    """A clock's reading as i32. Only differences of readings count, so they may be of any size."""
+    reading = clock()
+    if not is_integer(reading):
+        raise ValueError(f"clock: got {reading!r:.80}, wanted an int of milliseconds")
+    return int(np.uint32(int(reading) & 0xFFFFFFFF).view(np.int32))

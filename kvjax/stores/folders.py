@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that have one writer at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pathlib
+from typing import IO
+
+from kvjax._files import create
+
+
+def locked(argument: str, folder: pathlib.Path, name: str, wanted: str = "a folder without a writer") -> IO[bytes]:
+    """The lock of a folder as an open file. Closing it lets another writer in, and so does the end of the process.
+
+    Args:
+      argument: names the folder in errors.
+      folder: the folder, which exists.
+      name: the name of the lock's file.
+      wanted: the end of the error for a folder that has a writer.
+
+    Raises:
+      ValueError: if the folder has a writer, or something else than a file has the lock's name.
+    """
+    path = folder / name
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its reader
+        raise ValueError(f"{argument}: got {os.fspath(folder)!r} with a {name} that is no file, wanted a regular file")
+    lock = create(path, "ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ValueError(f"{argument}: got {os.fspath(folder)!r}, which has a writer, wanted {wanted}") from error
+    return lock
+
+
+def sync(path: pathlib.Path) -> None:
+    """Waits until a file or a folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,595 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines, batches and streams over the cache whose K/V identify their tokens, with all bytes compared at each turn.
+
+A history goes on with verbs (`bytes_machine.Life`) until it runs a batch, or opens an engine, which it then turns by
+hand. Requests come and go meanwhile; moves, steps and listeners fail. Answers and log-probabilities are the model's.
+
+    python -m tests.oracle.engines host --seed 3 --steps 500  # a failure is cut down to the requests it takes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import wait
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Cache
+from kvjax.events import Listeners, Mirror
+from kvjax.policies import priority
+from kvjax.serving import (
+    Engine,
+    EngineError,
+    GenerationInterrupted,
+    QueueFull,
+    Replicas,
+    RunOptions,
+    Scheduler,
+    replica,
+    replicas,
+)
+from kvjax.serving.batch import Batch
+from kvjax.serving.driver import Driver
+from kvjax.serving.engine_thread import EngineThread
+from kvjax.stores import DiskStore
+from kvjax.tiered import joined
+from tests.oracle import bytes_machine
+from tests.oracle.bytes_machine import (
+    ROWS,
+    SIZE,
+    TENANTS,
+    VERSIONS,
+    VOCAB,
+    WIDTH,
+    Chain,
+    Config,
+    Faults,
+    Life,
+    Row,
+    name_of,
+    retention_of,
+    score_of,
+)
+from tests.serving_kit import Calls
+
+SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
+VERBS = ("admit", "compute", "release", "pin", "unpin", "generate")
+AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
+SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
+
+
+class Broken(RuntimeError):
+    """A call that fails on purpose."""
+
+
+def fail() -> None:
+    raise Broken("on purpose")
+
+
+@dataclasses.dataclass(frozen=True)
+class Serves(Config):
+    """The options of a cache and of what serves with it.
+
+    Attributes:
+      scheduler: of batches and engines.
+      salts: whether an engine's tenants come by salts, which it gives back when nothing has them.
+      store: whether there is a `DiskStore`.
+      limits: other arguments of an engine.
+      replicas: whether it is `Replicas` that serve.
+    """
+
+    verbs: tuple[str, ...] | None = VERBS
+    scheduler: Scheduler = AMPLE
+    salts: bool = False
+    store: bool = False
+    limits: dict[str, Any] = dataclasses.field(default_factory=dict)
+    replicas: bool = False
+
+    def life(self, faults: Faults) -> Any:
+        return Replicated(self, faults) if self.replicas else Served(self, faults)
+
+    def requests(self, seed: int) -> Asks:
+        return Asks(seed, self)
+
+
+class Away:
+    """A listener that is away at times."""
+
+    def __init__(self, mirror: Mirror):
+        self.mirror, self.is_away = mirror, False
+
+    def listen(self, events: Any) -> None:
+        if self.is_away:
+            raise ConnectionError("away")
+        self.mirror = kvjax.fold(kvjax.to_list(events), self.mirror)
+
+
+@dataclasses.dataclass(eq=False)
+class Sent:
+    """A request to an engine: its handle, and how many turns it has had since it was cancelled."""
+
+    request: kvjax.serving.Request
+    handle: Any
+    sample: int
+    turns: int = 0
+    is_cancelled: bool = False
+
+
+class Served(Life):
+    """A cache that verbs, batches and engines have one after the other.
+
+    Attributes:
+      engine: the one that has the cache, or None.
+      requests: its requests that are not over.
+      published: the index by the events that listeners have got.
+      space_of: the namespace of each first token of a prompt, all that a model sees of a tenant.
+      others: the rows of nobody's requests, while a batch runs.
+    """
+
+    config: Serves
+
+    def __init__(self, config: Serves, faults: Faults):
+        self.patch, self.folder, self.engine = pytest.MonkeyPatch(), tempfile.TemporaryDirectory(), None
+        self.calls, turn = Calls(self.patch), Batch.turn
+        self.patch.setattr(Batch, "turn", lambda batch: self._watched(batch, turn))
+        self.patch.setattr(logging.getLogger("kvjax"), "disabled", True)  # which says that listeners fail
+        self.patch.setattr(EngineThread, "start", lambda thread: None)  # its steps are called by hand
+        self.names, self.store = kvjax.Namespaces(), None
+        for number in range(VERSIONS * TENANTS):
+            self.names(f"tenant {number}")
+        self.numbers: dict[str, int] = {}  # of the salts, the last that was lent
+        self.answers: dict[Any, list[int]] = {}  # by all that they depend on
+        self.requests: list[Sent] = []
+        self.space_of, self.others = [0] * VOCAB, dict[int, Row]()
+        super().__init__(config, faults)
+        self.devices = self.cache.state.seqs.length.devices()
+        if config.store:
+            options = {"model": "m", "names": self.names, "max_bytes": 1 << 26, "patience_ms": 60_000}
+            self.store = DiskStore(self.folder.name, self.spec, **options)
+
+    def __exit__(self, *_: Any) -> None:
+        self.patch.undo()
+        if self.engine is not None:
+            self.mirror = self.published
+            self.engine._thread._end()
+        if self.store is not None:
+            self.store.close()
+        self.folder.cleanup()
+
+    def do(self, request: dict[str, Any]) -> None:
+        if self.engine is not None and request["verb"] not in ("turn", "close"):
+            self._close(request)  # the history was cut down
+        super().do(request)
+
+    @property
+    def model(self) -> Chain:
+        roots = np.array([name_of(space, ()) for space in self.space_of], np.int32)
+        return Chain(roots, self.config.layers)
+
+    def run_options(self, *listeners: Any, **options: Any) -> RunOptions:
+        listener = Listeners(self.follow, *listeners)
+        return RunOptions(
+            scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
+            log_events=False, listener=listener, **options,
+        )  # fmt: skip
+
+    # The cache goes to a driver and comes back.
+
+    def give(self, driver: Driver) -> None:
+        """Gives the cache, in which NaN is wherever nobody may read, to a driver."""
+        driver.state.serving = driver.state.serving.replace(cache=self.cache)
+        driver.state.host = self.host
+
+    def take(self, driver: Driver, others: dict[int, Row]) -> None:
+        """Takes a driver's cache as it is behind the loops under way, their events and its rows beside the others."""
+        state, self.rows = driver.state, dict(others)
+        self.cache, self.host = state.cache, state.host
+        for events in state.unpublished:
+            self.mirror = kvjax.fold(kvjax.to_list(events), self.mirror)
+        wanted = state.serving.requests, state.serving.row, self.cache.state.seqs
+        requests, rows, seqs = jax.tree.map(np.array, jax.device_get(wanted))
+        for seq, slot in enumerate(rows.tolist()):
+            if slot >= 0:
+                job = driver.active[slot]
+                text = tuple(requests.text[requests.start[slot] :][: requests.num_tokens[slot]].tolist())
+                begins = (*job.tokens.tolist(), *job.output.tokens)
+                assert text[: len(begins)] == begins, f"slot {slot} has {text}, wanted {begins}"
+                assert requests.namespace[slot] == job.namespace, f"slot {slot} has another namespace than {job}"
+                if seqs.length[seq]:
+                    items, swapped = text[: seqs.committed[seq]], bool(seqs.swapped_out[seq])
+                    self.rows[seq] = Row(job.namespace, items, items, swapped)
+
+    # Batches.
+
+    def _watched(self, batch: Batch, turn: Any) -> bool:
+        """A turn of a batch; of one that has this cache, all bytes are compared."""
+        more, published = turn(batch), self.mirror
+        if batch.state.cache.state.seqs.length.devices() != self.devices:
+            return more
+        self.take(batch.driver, self.others)
+        self.tally["turns of batches"] += 1
+        self.inspect()
+        self.verify()
+        self.poison()
+        self.mirror = published
+        self.give(batch.driver)
+        return more
+
+    def _generate(self, request: dict[str, Any]) -> None:
+        """Runs a batch or a stream, which may end early or fail."""
+        if len(self.rows) == ROWS:
+            return
+        self.others, self.space_of = dict(self.rows), request["space_of"]
+        asks = [self.described(ask) for ask in request["asks"]]
+        cache = joined(self.cache, self.host)
+        self.tally["beside other rows"] += bool(self.rows)
+        self.arm(request["breaks"])
+        with warnings.catch_warnings(record=True) as failed:
+            warnings.simplefilter("always")
+            try:
+                outputs, cache = self._run(request, cache, asks)
+            except GenerationInterrupted as error:
+                if not isinstance(error.__cause__, Broken):
+                    raise
+                outputs, cache = error.outputs, error.cache
+                self.tally["broken batch"] += 1
+        self.arm(None)
+        self.tally["failed in generate"] += len(failed)
+        self.rows = self.others
+        if cache is None:
+            self.tally["lost by a batch"] += 1
+            self.begin()
+            return
+        self.put(cache)
+        self.check_all(asks, outputs)
+
+    def put(self, cache: Any) -> None:
+        """Goes on with a cache."""
+        self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
+
+    def check_all(self, asks: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Checks the outputs of all requests of a batch."""
+        numbers = iter(outputs)
+        for one in asks:
+            space = self.space_of[one.prompt[0] % VOCAB] if len(one.prompt) else 0
+            for sample in range(one.samples):
+                self.check(one, space, next(numbers), sample)
+
+    def _run(self, request: dict[str, Any], cache: Any, asks: Sequence[Any]) -> tuple[list[Any], Any]:
+        options = self.run_options(steps=STEPS)
+        if request["ends"] is None:
+            outputs, cache, _ = kvjax.run_batch(self.model, cache, asks, options)
+            assert all(output.finish for output in outputs)
+            return outputs, cache
+        stream, number = kvjax.stream(self.model, cache, asks, options), 0
+        for progress in stream:
+            found, number = progress, number + 1
+            if number == request["ends"]:
+                stream.close()
+                self.tally["closed stream"] += 1
+        return found.outputs, found.cache
+
+    def arm(self, breaks: Any) -> None:
+        """Lets one of the next jitted calls fail before it or after it: [its number, when]."""
+        self.calls.count, self.calls.at = 0, breaks[0] if breaks else 0
+        self.calls.before, self.calls.after = (fail, None) if breaks and breaks[1] else (None, fail)
+
+    def described(self, ask: dict[str, Any], **namespace: int) -> kvjax.serving.Request:
+        names = "prompt", "max_new_tokens", "seed", "priority", "stop_tokens", "samples"
+        fields = {name: ask[name] for name in names}
+        if self.spec.retention:
+            fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["stated"]]))
+        sampling = kvjax.Sampling(temperature=ask["temperature"]) if ask["temperature"] else None
+        if not namespace and ask["prompt"]:
+            namespace = {"namespace": self.space_of[ask["prompt"][0] % VOCAB]}
+        return kvjax.serving.Request(sampling=sampling, **fields, **namespace)
+
+    def check(self, request: Any, space: int, output: Any, sample: int) -> None:
+        """Each token is one of the model's after the text before it, by its probability, and so is the end."""
+        path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
+        wanted = self.answers.setdefault((space, path, request.sampling is None, request.seed + sample), [])
+        same = min(len(wanted), len(new))
+        assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
+        wanted += new[same:]
+        for token, logprob in zip(new, output.logprobs, strict=True):
+            score = score_of(path, space, token)
+            assert abs(logprob - score) < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
+            assert request.sampling is not None or token == name_of(space, path) % VOCAB, f"{request} has {new}"
+            path += (token,)
+        self.tally["generated"] += len(new)
+        self.tally["preempted"] += output.preemptions
+        self.tally["generate hit"] += output.cached_tokens > 0
+        self.tally["from the store"] += output.stored_tokens > 0
+        self.tally[f"finish {output.finish}"] += 1
+        most = len(request.prompt) - (request.samples == 1)  # samples that fork have all of it
+        assert 0 <= output.cached_tokens <= max(most, 0), f"{request} has {output}"
+        assert not any(token in stop for token in new[:-1])
+        is_bad = not len(request.prompt) or request.prompt.max() >= VOCAB
+        right = {
+            "stop": bool(new) and new[-1] in stop, "length": len(new) == request.max_new_tokens,
+            "row_full": len(path) == WIDTH + 1 or not new, "bad_request": is_bad, "no_blocks": True,
+        }  # fmt: skip
+        assert right.get(str(output.finish), True), f"{request} has {output}"
+
+    # Engines.
+
+    def _open(self, request: dict[str, Any]) -> None:
+        del request
+        if self.rows or self.engine is not None:
+            return
+        cache = joined(self.cache, self.host)
+        self.away, self.published = Away(self.mirror), self.mirror
+        options = self.run_options(self.away.listen, steps=self.config.limits.get("steps"))
+        limits = {name: value for name, value in self.config.limits.items() if name != "steps"}
+        self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
+        self.standing = options.listeners._listeners[1][1]
+        self.engine._thread._most_lent = 2 if self.config.salts and not self.config.store else 64
+        self.take(self.engine._thread.driver, {})
+
+    def _turn(self, request: dict[str, Any]) -> None:
+        """Submits requests to the engine and ends others, lets it make one turn, and looks at all answers."""
+        if self.engine is None:
+            return
+        thread = self.engine._thread
+        self.mirror, self.away.is_away = self.published, request["away"]
+        if request["retry"]:
+            self.standing.retry_at = 0.0
+        self.give(thread.driver)
+        for ask in request["asks"]:
+            self._submit(ask)
+        for number, is_late in request["ends"]:
+            if self.requests:
+                one = self.requests[number % len(self.requests)]
+                one.is_cancelled = True
+                if is_late:
+                    one.handle.job.deadline = 0.0
+                else:
+                    one.handle.cancel()
+        self._await_reads(thread)
+        self.arm(request["breaks"])
+        with warnings.catch_warnings(record=True) as failed:
+            warnings.simplefilter("always")
+            try:
+                thread._step()
+            except Broken as error:
+                self.faults.left = None
+                thread._recover(error)
+                self.tally["broken step"] += 1
+        self.arm(None)
+        self.tally["turns of engines"] += 1
+        self.tally["failed in a turn"] += len(failed)
+        self.published = self.mirror
+        self.take(thread.driver, {})
+        if not self.standing.is_behind:
+            assert self.away.mirror.index == self.published.index, "a listener has another index"
+        self._verify_answers(thread)
+
+    def _await_reads(self, thread: EngineThread) -> None:
+        """Waits for what is read from the store, so that a history does not depend on threads."""
+        prefixes = thread.driver.stored.waiting.values() if thread.driver.stored else ()
+        wait([future for prefix in prefixes for future in prefix.reads.values() if future is not None])
+
+    def _verify_answers(self, thread: EngineThread) -> None:
+        """Looks at all answers; those that are over leave."""
+        for one in self.requests:
+            one.turns += one.is_cancelled
+            if one.handle.error is not None:
+                assert isinstance(one.handle.error, EngineError), one.handle.error
+                assert isinstance(one.handle.error.__cause__, Broken), one.handle.error.__cause__
+            self.check(one.request, one.handle.job.namespace, one.handle.output, one.sample)
+            assert one.turns < 5 or one.handle.done, f"{one.request} was cancelled and goes on"
+            assert one.is_cancelled or one.handle.output.finish != "cancelled", f"nobody cancelled {one.request}"
+        self.requests = [one for one in self.requests if not one.handle.done]
+        handles = {job.handle for job in [*thread.active.values(), *thread.reading, *self.engine._inbox.queue]}
+        assert all(one.handle in handles for one in self.requests), "a request is lost"
+
+    def _submit(self, ask: dict[str, Any]) -> None:
+        """Submits a request of a tenant. Another tenant has a first token once no request begins with it."""
+        engine, thread, prompt = self.engine, self.engine._thread, ask["prompt"]
+        jobs = [*thread.active.values(), *thread.reading, *engine._inbox.queue]
+        is_bad = not prompt or max(prompt) >= VOCAB
+        salt = None
+        if not is_bad:
+            begun = [job for job in jobs if job.tokens[0] == prompt[0]]
+            salt = f"salt {ask['salt']}" if self.config.salts else None
+            if begun and salt is not None:
+                salt = next(salt for salt, number in self.numbers.items() if number == begun[0].namespace)
+            elif not begun and salt is None:
+                self.space_of[prompt[0]] = ask["space"]
+        request = self.described(ask, **({"namespace": 0} if salt or is_bad else {}))
+        full = len(engine._inbox.queue) + request.samples > WAITING
+        try:
+            handle = engine.submit(request, salt=salt, timeout=None if ask["timeout"] else 1e6)
+        except QueueFull:
+            assert full
+            self.tally["queue full"] += 1
+            return
+        except ValueError as error:
+            if not is_bad:
+                raise
+            self.tally["refused by the engine"] += str(error).startswith("prompt: got")
+            return
+        assert not full and not is_bad
+        if salt is not None:
+            self._note_salt(salt, handle.job.namespace)
+            self.space_of[prompt[0]] = handle.job.namespace
+        thread._model = thread.driver._model = self.model
+        self.requests += [Sent(request, one, sample) for sample, one in enumerate(handle.samples)]
+
+    def _note_salt(self, salt: str, number: int) -> None:
+        """A salt has another number only when nothing has the earlier one any more."""
+        before = self.numbers.get(salt, number)
+        used = {node[0] for node in self.mirror.nodes.values()}
+        assert before == number or before not in used, f"{salt} has number {number}, and blocks have {before}"
+        self.tally["lent anew"] += before != number
+        self.numbers[salt] = number
+
+    def _close(self, request: dict[str, Any]) -> None:
+        """Ends the engine, in the middle or idle; its cache goes on."""
+        del request
+        if self.engine is None:
+            return
+        self.mirror, self.away.is_away = self.published, False
+        thread, self.engine = self.engine._thread, None
+        self.give(thread.driver)
+        thread._end()
+        self.rows = {}
+        self.put(thread.last)
+        assert self.away.mirror.index == self.mirror.index, "a listener has another index at the end"
+        assert all(one.handle.done for one in self.requests)
+        self.tally["closed in the middle"] += bool(self.requests)
+        self.requests = []
+
+
+class Replicated:
+    """Replicas on two devices, whose bytes are compared at each turn of theirs, each as one `Served`."""
+
+    def __init__(self, config: Serves, faults: Faults):
+        self.lives, self.devices = list[Served](), jax.devices()[:2]
+        for device in self.devices:
+            with jax.default_device(device):
+                self.lives.append(Served(config, faults))
+        first, self.patch = self.lives[0], pytest.MonkeyPatch()
+        self.tally = first.tally
+        self.replicas = Replicas(first.model, first.spec, self.devices)
+        self.clients, self.is_away = [Away(Mirror()) for _ in self.lives], False
+        send, recover = replicas._Run._send, replica.Replica.recover
+
+        def sent(run: Any, number: int, events: Any) -> None:
+            self.lives[number].follow(events)
+            send(run, number, events)
+
+        def recovered(own: replica.Replica) -> bool:
+            is_lost = recover(own)
+            if is_lost:
+                self.lives[self.replicas._replicas.index(own)].mirror = Mirror()
+            self.tally["lost replica"] += is_lost
+            return is_lost
+
+        self.patch.setattr(replicas._Run, "_send", sent)
+        self.patch.setattr(replica.Replica, "recover", recovered)
+
+    def __enter__(self) -> Replicated:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.patch.undo()
+        for life in reversed(self.lives):
+            life.__exit__()
+
+    def hear(self, number: int, events: Any) -> None:
+        self.clients[number].is_away = self.is_away
+        self.clients[number].listen(events)
+
+    def do(self, request: dict[str, Any]) -> None:
+        """Runs requests on the replicas, one of which may fail."""
+        first, self.is_away = self.lives[0], request["away"]
+        for life in self.lives:
+            life.time, life.space_of = life.time + 1, request["space_of"]
+        asks = [first.described(ask) for ask in request["asks"]]
+        for own, device, life in zip(self.replicas._replicas, self.devices, self.lives, strict=True):
+            own.model, own.cache = replica.with_weights(first.model, device), joined(life.cache, life.host)
+        self.compare_routes(asks)
+        options = dataclasses.replace(first.run_options(steps=STEPS), listener=self.hear)
+        first.arm(request["breaks"])
+        with warnings.catch_warnings(record=True) as failed:
+            warnings.simplefilter("always")
+            try:
+                outputs = self.replicas.run_batch(asks, options)
+            except GenerationInterrupted as error:
+                causes = error.__cause__, getattr(error.__cause__, "__cause__", None)
+                if not any(isinstance(cause, Broken) for cause in causes):
+                    raise
+                outputs = error.outputs
+        first.arm(None)
+        self.tally["failed"] += len(failed)
+        for life, cache, client in zip(self.lives, self.replicas.caches, self.clients, strict=True):
+            life.put(cache)
+            life.rows = {}
+            life.inspect()
+            life.verify()
+            life.poison()
+            assert self.is_away or client.mirror.index == life.mirror.index, "a listener has another index"
+        first.check_all(asks, outputs)
+        self.tally.update(f"by replica {output.replica}" for output in outputs)
+
+    def compare_routes(self, asks: Sequence[Any]) -> None:
+        """The cached tokens of each route are those that the replica's cache has, in whole blocks."""
+        asks = [one for one in asks if len(one.prompt)]
+        for one, route in zip(asks, self.replicas.route(asks), strict=True):
+            life, length = self.lives[route.replica], len(one.prompt)
+            tokens, namespace = np.zeros(WIDTH, np.int32), np.int32(one.namespace)
+            tokens[:length] = one.prompt
+            found = life.programs["lookup"](life.cache.state, tokens, np.int32(length), namespace=namespace)
+            assert route.tokens == int(found.cached_tokens) // SIZE * SIZE, f"{one} goes to {route}"
+
+
+class Asks(bytes_machine.Requests):
+    """Draws requests to a `Served`."""
+
+    config: Serves
+
+    def ask(self) -> dict[str, Any]:
+        prompt = self.text(self.number(1, 13))
+        if self.chance(0.03):
+            prompt = [[], [VOCAB + 2]][self.number(2)]
+        return {
+            "prompt": prompt, "max_new_tokens": 40 if self.chance(0.05) else self.number(1, 6),
+            "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
+            "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
+            "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),
+            "stated": self.rng.integers(0, 101, 3).tolist(),
+        }  # fmt: skip
+
+    def breaks(self, chance: float) -> list[int] | None:
+        """The number of a jitted call that fails, and whether before it began."""
+        return [self.number(1, 4), self.number(2)] if self.chance(chance) else None
+
+    def draw(self, life: Any) -> dict[str, Any]:
+        if isinstance(life, Replicated):
+            return {
+                "verb": "replicas", "asks": [self.ask() for _ in range(self.number(1, 6))], "away": self.chance(0.2),
+                "breaks": self.breaks(0.1), "space_of": [self.number(TENANTS) for _ in range(VOCAB)],
+            }  # fmt: skip
+        if life.engine is None:
+            if not life.rows and self.chance(0.2):
+                return {"verb": "open", "poison": self.chance(0.7)}
+            request = super().draw(life)
+            if request["verb"] == "generate":
+                asks = [self.ask() for _ in range(self.number(1, 6))]
+                ends = self.number(1, 8) if self.chance(0.5) else None
+                request |= {"asks": asks, "ends": ends, "breaks": self.breaks(0.1)}
+            return request
+        if self.chance(0.03):
+            return {"verb": "close", "poison": True}
+        return {
+            "verb": "turn", "asks": [self.ask() for _ in range(self.number(3) if self.chance(0.5) else 0)],
+            "ends": [(self.number(100), self.chance(0.5)) for _ in range(self.number(3) if self.chance(0.2) else 0)],
+            "away": self.chance(0.2), "retry": self.chance(0.5), "breaks": self.breaks(0.02), "poison": True,
+            "fault": self.number(4) if life.has_host and self.chance(0.3) else None,
+        }  # fmt: skip
+
+
+FULL = (None, 0)
+CONFIGS = {
+    "plain": Serves(salts=True, scheduler=SHORT),
+    "replicas": Serves(replicas=True),
+    "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}),
+    "store": Serves(salts=True, store=True, limits={"steps": 8}),
+    "host, store": Serves(host=6, store=True, scheduler=SHORT),
+    "windows, int8": Serves(
+        (FULL, (6, 1)), dtype="int8", policy=priority(), options={"retention": True}, limits={"num_ranges": 2}
+    ),
+    "recurrent, host": Serves((FULL, bytes_machine.RECURRENT, bytes_machine.LATENT), host=5, scheduler=SHORT),
+}
+
+if __name__ == "__main__":
+    bytes_machine.main(CONFIGS)

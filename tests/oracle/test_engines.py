@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines, batches and streams: every byte is right at every turn (`engines.py`), and turns are the oracle's."""
+
+import collections
+import dataclasses
+import itertools
+
+import jax
+import pytest
+
+from tests.oracle.bytes_machine import SIZE, live
+from tests.oracle.drivers import Driven
+from tests.oracle.engines import CONFIGS
+from tests.oracle.serving import COUNTS, OPTIONS
+
+STEPS = 400  # of a history
+OF_ENGINES = (
+    "turns of engines", "closed in the middle", "broken step", "refused by the engine", "cleared",
+    "finish row_full", "finish stop", "finish cancelled",
+)  # fmt: skip
+OF_BATCHES = "turns of batches", "beside other rows", "closed stream", "broken batch"
+OF_MOVES = "failed in a turn", "failed in generate", "offloaded", "onboarded", "dropped by the host"
+OF_REPLICAS = "by replica 0", "by replica 1", "turns of batches", "lost replica", "failed", "generate hit"
+HAPPENS = {
+    "plain": (*OF_ENGINES, *OF_BATCHES, "lent anew"),
+    "host": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, "preempted"),
+    "store": (*OF_ENGINES, "from the store"),
+    "host, store": (*OF_ENGINES, *OF_MOVES, "from the store"),
+    "replicas": OF_REPLICAS,
+}
+
+
+def assert_happened(tally, *things):
+    rare = [thing for thing in things if not tally[thing]]
+    assert not rare, f"never happened: {rare} in {dict(tally)}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("plain", marks=pytest.mark.long),
+        *[pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "plain"],
+    ],
+)
+def test_bytes_at_every_turn(name):
+    jax.clear_caches()  # the programs of the configuration before: see `forget_programs`
+    assert_happened(live(CONFIGS[name], seed=1, steps=STEPS).tally, *HAPPENS.get(name, OF_ENGINES), "generate hit")
+
+
+DEFAULT = "num_tokens", SIZE
+BY_NIGHT = [case for case in itertools.product(OPTIONS, (1, 3, SIZE)) if case != DEFAULT]
+OF_TURNS = (
+    "admitted", "mixed", "many steps", "stored", "removed", "copied", "cancel OK", "submit NO_BLOCKS",
+    "refused bad_request", "refused row_full", "finish cancelled", "finish length", "finish no_blocks",
+    "finish row_full", "finish stop",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "k"), [DEFAULT, *[pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT]])
+def test_turns_of_engines_and_batches_are_those_of_the_oracle(name, k):
+    tally = collections.Counter()
+    for num_blocks, seed in itertools.product(COUNTS, range(4)):
+        driven = Driven(dataclasses.replace(OPTIONS[name], k=k), num_blocks, seed)
+        driven.engine(turns=60)
+        for _ in range(3):
+            driven.batch()
+        tally += driven.tally
+    assert_happened(tally, *OF_TURNS)
+    assert bool(tally["preempted"]) == (OPTIONS[name].reserve == "num_tokens")

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests and pages that CI chooses by what the last commits changed."""
+
+import pytest
+
+from scripts import reached
+from tests.drive import ROOT
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ([], []),
+        (["CHANGELOG.md", "tests/drive.py"], []),
+        (["kvjax/stores/folders.py"], ["tests/unit/stores"]),
+        (["kvjax/sizing.py", "tests/oracle/test_bytes.py"], ["tests/oracle/test_bytes.py", "tests/unit/test_plan.py"]),
+        (["kvjax/verbs/trim.py"], ["tests/oracle", "tests/unit/verbs"]),
+        (["pallas_kernels/decode.py"], ["tests/kernels", "tests/unit/gpu"]),
+        (["tests/unit/gone/test_gone.py"], []),
+        (None, ["tests"]),
+    ],
+)
+def test_a_package_reaches_its_tests_and_a_test_itself(files, wanted):
+    assert reached.tests_of(files) == wanted
+
+
+def test_a_page_reaches_itself():
+    assert reached.pages_of(["docs/howto/save.md", "README.md", "docs/gone.md"]) == ["docs/howto/save.md"]
+    assert len(reached.pages_of(None)) == len(list((ROOT / "docs").rglob("*.md")))
+
+
+def test_a_commit_that_git_does_not_know_reaches_everything():
+    assert reached.changed("no-such-commit") is None
+
+
+def test_every_package_has_tests():
+    packages = {path for path in (ROOT / "kvjax").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    for package in packages:
+        assert reached.tests_of([f"kvjax/{package.name}/file.py"]), package

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways of serving as one interface, a small model for them, and what that model wants without a cache.
+
+Every run goes on with the cache of the run before. Behind each one the cache is sound, no row of it is in use, and all
+events that came so far give its index.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax import Sampling
+from kvjax._arrays import Pytree
+from kvjax.serving import (
+    Engine,
+    EngineError,
+    Finish,
+    GenerationInterrupted,
+    Output,
+    Replicas,
+    Request,
+    RunOptions,
+    Scheduler,
+)
+from kvjax.serving.sampling import sample
+
+VOCAB, WIDTH = 31, 8
+ROWS, LENGTH, SIZE, BLOCKS, NEW = 3, 32, 4, 24, 6
+SHAPE = {"num_blocks": BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "block_size": SIZE, "dtype": "float32"}
+LAYERS = [kvjax.LayerSpec(1, WIDTH)]
+SPEC = kvjax.make_spec(LAYERS, retention=True, **SHAPE)
+BASE = {"scheduler": Scheduler(chunk=8), "steps": 4, "top_logprobs": 2}  # runs with these share programs
+NUM_STOP_TOKENS = 4
+
+
+class Attention(Pytree):
+    """A layer of attention with random weights. Its tokens, which depend on all before, are far from constant."""
+
+    embed: jax.Array  # f32[V, D]
+    project: jax.Array  # f32[3, D, D]
+    head: jax.Array  # f32[D, V]
+
+    @classmethod
+    def create(cls) -> Attention:
+        rng = np.random.default_rng(0)
+        shapes = (VOCAB, WIDTH), (3, WIDTH, WIDTH), (WIDTH, VOCAB)
+        return cls(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes))
+
+    def inputs(self, tokens: Any, positions: Any) -> tuple[jax.Array, jax.Array]:
+        """The embeddings f32[..., D] and their queries, keys and values f32[3, ..., D]."""
+        angles = jnp.multiply.outer(positions.astype(jnp.float32), jnp.arange(1, WIDTH + 1, dtype=jnp.float32))
+        x = self.embed[tokens] + jnp.sin(angles)
+        return x, jnp.einsum("...d,nde->n...e", x, self.project) * WIDTH**-0.5
+
+    def __call__(self, tokens: Any, pools: Any, view: Any, *, last: Any) -> Any:
+        x, (queries, keys, values) = self.inputs(tokens, view.positions)
+        pools = kvjax.write(pools, 0, keys[:, :, None], values[:, :, None], view)
+        x = x + kvjax.attend(queries[:, :, None], pools, 0, view)[:, :, 0]
+        return (x @ self.head)[jnp.arange(tokens.shape[0]), last], pools
+
+    def dense(self, tokens: Any, number: Any) -> jax.Array:
+        """The logits f32[1, V] after the first `number` tokens of i32[T]."""
+        positions = jnp.arange(len(tokens), dtype=jnp.int32)
+        x, (queries, keys, values) = self.inputs(tokens, positions)
+        scores = jnp.where(positions < number, keys @ queries[number - 1] * WIDTH**-0.5, -jnp.inf)
+        return (x[number - 1] + jax.nn.softmax(scores) @ values)[None] @ self.head
+
+
+MODEL = Attention.create()
+
+
+@jax.jit(static_argnames="logprobs")
+def _choose(tokens, number, sampling, stream, stop, generated, logprobs):
+    return sample(
+        MODEL.dense(tokens, number), sampling, stream[None], number[None], stop=stop, generated=generated[None],
+        top_logprobs=BASE["top_logprobs"], logprobs=logprobs,
+    )  # fmt: skip
+
+
+def streams_of(request: Request, number: int) -> list[int]:
+    """The random stream of each sample, the first of which is output `number`, as the docs have it."""
+    seed, samples = request.seed, range(request.samples)
+    if isinstance(seed, jax.Array):
+        key = jax.random.wrap_key_data(seed) if seed.dtype == jnp.uint32 else seed
+        return [int(jax.random.bits(jax.random.fold_in(key, sample))) for sample in samples]
+    return [(int(number if seed is None else seed) + sample) % 2**32 for sample in samples]
+
+
+def wanted(requests: list[Request], *, most_tokens: int = LENGTH, logprobs: str = "raw", **_: Any) -> list[Output]:
+    """The outputs, a sample after the other, by a computation of the whole text for every token.
+
+    Args:
+      requests: all can be served.
+      most_tokens: of a request, as there are blocks.
+      logprobs: as of `RunOptions`.
+    """
+    outputs = list[Output]()
+    for request in requests:
+        stop = np.resize([*request.stop_tokens, -1], NUM_STOP_TOKENS).astype(np.int32)
+        for stream in streams_of(request, len(outputs)):
+            outputs.append(output := Output(len(request.prompt)))
+            while output.finish is None:
+                text = [*request.prompt, *output.tokens]
+                padded = np.resize(np.array(text, np.int32), LENGTH)
+                of_row = np.int32(len(text)), request.sampling or Sampling(), np.uint32(stream), stop
+                choice = jax.device_get(_choose(padded, *of_row, np.int32(len(output.tokens)), logprobs=logprobs))
+                top = choice.top_tokens.tolist(), choice.top_logprobs.tolist()
+                output.add(choice.tokens.tolist(), choice.logprobs.tolist(), *top)
+                if output.tokens[-1] in request.stop_tokens:
+                    output.finish = "stop"
+                elif len(output.tokens) == request.max_new_tokens:
+                    output.finish = "length"
+                elif len(text) + 1 > most_tokens:
+                    output.finish = "row_full" if most_tokens == LENGTH else "no_blocks"
+    return outputs
+
+
+class Session:
+    """Runs of `run_batch` over one cache, or of another way, or over the caches of replicas.
+
+    Attributes:
+      caches: as the last run has left them.
+      events: of each cache, decoded: all that the listener has got.
+      totals: of these.
+      decoded: events that the last run returned.
+      then: called once, by the listener when it has got events next.
+      away: the listener raises where this is true.
+      has_index: whether the listener has the index behind each run.
+      listener: of all runs.
+    """
+
+    def __init__(self, num_blocks: int = BLOCKS, spec: Any = SPEC):
+        self.spec, self.then, self.away, self.has_index = spec, None, lambda: False, True
+        self.caches = self.create(np.int32(num_blocks))
+        self.events: list[list[dict[str, Any]]] = [[] for _ in self.caches]
+        self.totals, self.decoded = kvjax.events.Totals(), list[dict[str, Any]]()
+        self.listener = self.hear if len(self.caches) > 1 else functools.partial(self.hear, 0)
+
+    guard: str | None = "disallow"
+
+    def create(self, num_blocks: Any) -> list[Any]:
+        create = kvjax.tiers.TieredCache.create if self.spec.has_host else kvjax.Cache.create
+        return [create(self.spec, num_blocks=num_blocks)]
+
+    def hear(self, number: int, events: Any) -> None:
+        if self.away():
+            raise ConnectionError("away")
+        self.events[number] += kvjax.to_list(events)
+        self.totals = self.totals.add(events)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+    def run(self, requests: list[Request], **options: Any) -> list[Output]:
+        """The outputs, a sample after the other. No array moves unasked between the host and the device."""
+        jax.config.update("jax_transfer_guard", self.guard)  # for all threads
+        try:
+            return self.serve(requests, BASE | {"listener": self.listener} | options)
+        except GenerationInterrupted as error:
+            self.caches = list(error.cache) if isinstance(error.cache, tuple) else [error.cache]
+            self.decoded = error.events
+            raise
+        finally:
+            jax.config.update("jax_transfer_guard", None)
+            self.verify()
+
+    def verify(self) -> None:
+        for cache, events in zip(self.caches, self.events, strict=True):
+            if cache is None:
+                continue
+            kvjax.check(cache.state, rows=())
+            assert not self.has_index or kvjax.fold(events).index == kvjax.events.index_of(cache.state)
+
+    def refuse(self, fields: dict[str, Any], options: dict[str, Any]) -> None:
+        """Runs a request that is to be refused."""
+        self.serve([Request(**fields)], BASE | options)
+
+    def serve(self, requests: list[Request], options: dict[str, Any]) -> list[Output]:
+        """Runs the requests, and goes on with the cache."""
+        (cache,) = self.caches
+        outputs, cache, self.decoded = kvjax.run_batch(MODEL, cache, requests, RunOptions(**options))
+        self.caches = [cache]
+        return outputs
+
+
+class Generates(Session):
+    """`generate`: a prompt for each sample. Stop tokens are equal, and so is the key; there is no priority."""
+
+    def serve(self, requests, options):
+        options = dict(options)
+        scheduler, seed, stop_tokens = options.pop("scheduler"), requests[0].seed, requests[0].stop_tokens
+        each = [request for request in requests for _ in range(request.samples)]
+        assert all(request.priority == 0 and [*request.stop_tokens] == [*stop_tokens] for request in each)
+        columns = {name: [getattr(one, name) for one in each] for name in ("max_new_tokens", "sampling", "retention")}
+        outputs, cache, self.decoded = kvjax.generate(
+            MODEL, self.caches[0], [one.prompt for one in each], **columns, seed=seed, stop_tokens=stop_tokens,
+            namespace=[one.namespace for one in each], chunk=scheduler.chunk, k=scheduler.k, **options,
+        )  # fmt: skip
+        self.caches = [cache]
+        return outputs
+
+    def refuse(self, fields, options):
+        prompt, others = fields["prompt"], {name: value for name, value in fields.items() if name != "prompt"}
+        kvjax.generate(MODEL, self.caches[0], [prompt], **others, **options)
+
+
+class Streams(Session):
+    """`stream`, whose `Progress` says all tokens and events in parts."""
+
+    def serve(self, requests, options):
+        self.decoded, new, states, progress = [], {}, [], None
+        try:
+            for progress in kvjax.stream(MODEL, self.caches[0], requests, RunOptions(**options)):
+                self.decoded += progress.events
+                states.append(progress.state)
+                for number, tokens in progress.new.items():
+                    assert len(tokens) <= options["steps"]
+                    new[number] = new.get(number, []) + tokens
+        except GenerationInterrupted as error:
+            error.events[:0] = self.decoded
+            raise
+        assert [new.get(number, []) for number in range(len(progress.outputs))] == [o.tokens for o in progress.outputs]
+        self.caches = [progress.cache]
+        for state in states:  # no later loop has taken them
+            kvjax.check(state)
+        return progress.outputs
+
+
+class Engines(Session):
+    """An `Engine` for each run, which gets all requests at once."""
+
+    def serve(self, requests, options):
+        num_ranges = 1 if any(request.retention for request in requests) else None
+        engine = Engine(MODEL, self.caches[0], RunOptions(**options), num_ranges=num_ranges)
+        try:
+            handles = [one for request in requests for one in engine.submit(request).samples]
+            return [handle.result(60) for handle in handles]
+        except EngineError:
+            assert engine.submit(requests[0]).result(60).finish == "length"  # it goes on
+            raise
+        finally:
+            engine.drain(60)
+            self.caches = [engine.close()]
+
+
+class InReplicas(Session):
+    """`Replicas` on two devices."""
+
+    def create(self, num_blocks):
+        self.replicas = Replicas(MODEL, self.spec, jax.devices()[:2], num_blocks=num_blocks)
+        return list(self.replicas.caches)
+
+    def serve(self, requests, options):
+        try:
+            return self.replicas.run_batch(requests, RunOptions(**options))
+        finally:
+            self.caches = list(self.replicas.caches)
+
+
+class Rollouts(Session):
+    """`rollout`: four prompts of at most 16 tokens, NEW tokens, as many samples of each; unused prompts are empty."""
+
+    guard = None  # the caller's program takes arrays of the host
+
+    def serve(self, requests, options):
+        number, samples, most = 4, requests[0].samples, 16
+        prompts, lengths = np.zeros((number, most), np.int32), np.zeros(number, np.int32)
+        streams = np.zeros((number, samples), np.uint32)
+        for at, request in enumerate(requests):
+            assert request.samples == samples and request.max_new_tokens == NEW
+            lengths[at] = len(request.prompt)
+            prompts[at, : lengths[at]] = request.prompt
+            streams[at] = streams_of(request, at * samples)
+        own = [*requests, *[requests[0]] * (number - len(requests))]
+        stop = np.resize([*requests[0].stop_tokens, -1], NUM_STOP_TOKENS).astype(np.int32)
+        log = kvjax.serving.rollout_log(self.spec, (number, most), NEW, samples)
+        found, cache, log = _rollout(
+            MODEL, self.caches[0], prompts, lengths, seeds=streams, stop_tokens=stop, log=log, samples=samples,
+            sampling=jax.tree.map(lambda *leaves: np.stack(leaves), *[one.sampling or Sampling() for one in own]),
+            namespace=np.array([one.namespace for one in own], np.int32), scheduler=options["scheduler"],
+            logprobs=options.get("logprobs", "raw"),
+        )  # fmt: skip
+        self.hear(0, log)
+        self.caches, found = [cache], jax.device_get(found)
+        outputs = []
+        for at in np.ndindex(len(requests), samples):
+            outputs.append(output := Output(int(lengths[at[0]]), cached_tokens=int(found.cached[at])))
+            output.add(found.tokens[at][found.mask[at]].tolist(), found.logprobs[at][found.mask[at]].tolist())
+            output.finish = Finish(found.finish[at]).name.lower()
+        return outputs
+
+
+_rollout = jax.jit(
+    lambda *arguments, **options: kvjax.rollout(*arguments, max_new_tokens=NEW, **options),
+    static_argnames=("samples", "logprobs", "scheduler"),
+)
+WAYS = {
+    "generate": Generates, "stream": Streams, "run_batch": Session, "Engine": Engines, "Replicas": InReplicas,
+    "rollout": Rollouts,
+}  # fmt: skip

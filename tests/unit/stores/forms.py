@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two forms of stored blocks, a save and a `DiskStore`, of caches whose K/V are their tokens."""
+
+import itertools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax.blocks.hashes import root_hash
+from kvjax.stores import DiskStore, load, save
+from kvjax.stores.contents import Contents, contents_of
+from kvjax.stores.manifest import read_manifest
+from kvjax.stores.values import Values
+from tests.drive import METHODS, lines, padded
+
+SIZE, WIDTH, MODEL, ROWS = 4, 16, "a model", 16
+SPEC = kvjax.make_spec(
+    [kvjax.LayerSpec(1, 2), kvjax.LayerSpec(1, 2, window=6)], num_blocks=ROWS, max_seqs=2, max_length=WIDTH,
+    block_size=SIZE, dtype="float32",
+)  # fmt: skip
+VALUES = Values(SPEC)
+BYTES = VALUES.sizes[0]  # of a value, in both groups
+ROOT = root_hash(MODEL)
+
+
+def words_of(block):
+    """The K/V of a block, f32[L, 2, K, P, D], with zeros after its tokens."""
+    tokens = np.frombuffer(block.text.ljust(4 * SIZE, b"\0"), np.int32)
+    return np.broadcast_to(tokens[:, None], (1, 2, 1, SIZE, 2)).astype(np.float32)
+
+
+def pools_of(blocks):
+    """Pools with these blocks in their first rows."""
+    pools = kvjax.Cache.create(SPEC).pools
+    array = np.zeros(pools.arrays[0][0].shape, np.float32)
+    for row, block in enumerate(blocks):
+        array[row] = words_of(block)
+    return pools.replace(arrays=((jnp.asarray(array),), (jnp.asarray(array),)))
+
+
+def chain(store, text):
+    return store.blocks(np.asarray(text), 0)
+
+
+def cache_of(*texts):
+    """A cache that has computed texts; behind their tokens the K/V are NaN."""
+    cache = kvjax.Cache.create(SPEC)
+    for text in texts:
+        cache, _ = METHODS["admit"](cache, np.int32(0), padded(text, WIDTH), np.int32(len(text)))
+        start = int(cache.state.seqs.committed[0])
+        cache, _ = METHODS["commit"](cache, *lines({0: text[start:]}, 2, WIDTH))
+        cache, _ = METHODS["release"](cache, np.int32(0))
+    arrays = [np.full(pool[0].shape, np.nan, np.float32) for pool in cache.pools.arrays]
+    contents, ids = contents_of(jax.device_get(cache.state))
+    for at, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
+        for array, own in zip(arrays, ids[:, at], strict=True):
+            if own >= 0:
+                array[own, ..., : contents.fill[at], :] = words_of(block)[..., : contents.fill[at], :]
+    return cache.replace(pools=cache.pools.replace(arrays=tuple((jnp.asarray(array),) for array in arrays)))
+
+
+def blocks_of(cache):
+    """{(group, hash)} of a sound cache's blocks, whose bytes are verified."""
+    kvjax.check(cache.state)
+    contents, ids = contents_of(jax.device_get(cache.state))
+    found = set()
+    for at, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
+        for number, own in enumerate(ids[:, at].tolist()):
+            if own >= 0:
+                fill, kv = contents.fill[at], np.asarray(cache.pools.arrays[number][0][own])
+                assert np.array_equal(kv[..., :fill, :], words_of(block)[..., :fill, :])
+                found.add((number, block.hash))
+    return found
+
+
+def opened(location, spec=SPEC, **options):
+    return DiskStore(location, spec, **{"model": MODEL, "names": kvjax.Namespaces(), "max_bytes": 1 << 20, **options})
+
+
+def is_right(store, block, number=0):
+    """Whether a block is read as it was written; False: it is missing."""
+    found = store.read(block, number).result(60)
+    if found is None:
+        return False
+    assert np.array_equal(found[0].view(np.float32), words_of(block)), "wrong bytes"
+    return True
+
+
+class Save:
+    """A folder that `save` writes."""
+
+    location = "folder"
+
+    def write(self, folder, cache):
+        save(cache, folder, model=MODEL)
+
+    def read(self, folder):
+        """{(group, hash)} of the blocks that are loaded, and the number of broken ones."""
+        cache, counts = load(kvjax.Cache.create(SPEC), folder, model=MODEL)
+        assert counts.left == 0
+        return blocks_of(cache), counts.broken
+
+    def slices(self, folder):
+        """{(group, hash): (file, slice)} of the values."""
+        saved = read_manifest(folder)
+        index, pack = (folder / f"{saved['name']}.{name}" for name in ("index", "values"))
+        contents = Contents.from_bytes(index.read_bytes(), SPEC, saved["num_blocks"])
+        starts, found = VALUES.starts(contents.order >= 0), {}
+        for at, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
+            for number in np.flatnonzero(contents.order[:, at] >= 0).tolist():
+                start = int(starts[number, at])
+                found[number, block.hash] = pack, slice(start, start + BYTES)
+        return found
+
+    def write_for_ever(self, folder, caches, ready, stop):
+        for number in itertools.count():
+            self.write(folder, caches[number % len(caches)])
+            if number >= len(caches):
+                ready.set()
+
+
+class Store:
+    """The folder of a `DiskStore`; `texts` are those whose blocks it may have."""
+
+    location = "location"
+
+    def __init__(self, texts=(), max_bytes=1 << 20):
+        self.texts, self.max_bytes = texts, max_bytes
+
+    def put(self, store, cache):
+        state = jax.device_get(cache.state)
+        contents, ids = contents_of(state)
+        blocks = contents.blocks(VALUES, {0: ROOT})
+        for number, group in enumerate(state.groups):
+            (at,) = np.nonzero((contents.fill == SIZE) & (ids[number] >= 0))
+            rows = np.asarray(group.pool_row(ids[number, at]))
+            store.write(cache.pools, number, [blocks[index] for index in at], rows.tolist())
+
+    def write(self, folder, cache):
+        with opened(folder, max_bytes=self.max_bytes) as store:
+            self.put(store, cache)
+
+    def read(self, folder, **options):
+        """{(group, hash)} of the blocks that are read, and the number of broken ones."""
+        with opened(folder, **options) as store:
+            blocks = [block for text in self.texts for block in chain(store, text)]
+            found = {(number, block.hash) for block in blocks for number in (0, 1) if is_right(store, block, number)}
+            return found, store.counters["broken"]
+
+    def slices(self, folder):
+        names = [path for path in sorted(folder.glob("*/*")) if path.is_file()]
+        return {(int(path.parent.name.split("-")[1]), bytes.fromhex(path.name)): (path, slice(None)) for path in names}
+
+    def write_for_ever(self, folder, caches, ready, stop):
+        """Flushes now and then, and evicts when `max_bytes` are few."""
+        with opened(folder, max_bytes=self.max_bytes) as store:
+            for number in itertools.count():
+                if stop.is_set():
+                    break
+                self.put(store, caches[number % len(caches)])
+                if number % 3 == 0:
+                    store.flush()
+                if store.counters["evicted"]:
+                    ready.set()
+
+
+def write_for_ever(form, folder, caches, ready, stop):
+    """Writes pickled caches by turns, until it is killed or stopped. Runs in a process of its own."""
+    form.write_for_ever(folder, pickle.loads(caches), ready, stop)
+
+
+def read_for_ever(form, folder, rounds, counts):
+    """Reads while another process writes; puts the numbers of blocks into a queue, and of broken ones."""
+    results = [form.read(folder, readonly=True) for _ in range(rounds)]
+    counts.put((sum(len(found) for found, _ in results), sum(broken for _, broken in results)))
