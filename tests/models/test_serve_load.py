@@ -123,7 +123,7 @@ def table():
     keys += [(prompt, seed) for prompt in PROMPTS[:SAMPLED] for seed in (SEED, SEED + 1)]
     sampling = [kvjax.Sampling(temperature=float(seed is not None)) for _, seed in keys]
     answers = expected(
-        [recall.encode(prompt) for prompt, _ in keys], WORDS, sampling=sampling, seeds=[seed or 0 for _, seed in keys]
+        [recall.encode(prompt) for prompt, _ in keys], WORDS, sampling=sampling, seed=[seed or 0 for _, seed in keys]
     )
     return dict(zip(keys, answers, strict=True))
 

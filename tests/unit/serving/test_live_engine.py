@@ -354,7 +354,7 @@ def test_a_store_serves_an_engine_after_a_restart(host, tmp_path, tokens):
 @pytest.mark.parametrize("swap", [False, True])
 def test_an_engine_with_two_tiers(swap, tokens):
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
-    scheduler = Scheduler(reserve="num_tokens", preempt="swap") if swap else None
+    scheduler = Scheduler(reserve="num_tokens", preempt="swap") if swap else Scheduler()
     found = []
     with drive.engine(MODEL, empty(spec), scheduler=scheduler, listener=found.append) as engine:
         with no_compiles():
