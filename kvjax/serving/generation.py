@@ -101,8 +101,8 @@ def generate[C: AnyCache](
       seed: an int or a jax key, from which each output gets a random stream. 3, `jax.random.key(3)` and
         `jax.random.PRNGKey(3)` give the same ones. None: the same ones at every call.
       stop_tokens: end a row when chosen.
-      namespace: of all prompts, or one for each; see `Request`.
-      retention: of each prompt's blocks, or one for all prompts; see `Request`.
+      namespace: of all prompts, or one for each; see `kvjax.serving.Request`.
+      retention: of each prompt's blocks, or one for all prompts; see `kvjax.serving.Request`.
       chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. What is chosen does not
         depend on it.
@@ -154,7 +154,7 @@ def run_batch[C: AnyCache](
     Args:
       model: see `generate`.
       cache: is donated: go on with the returned one; see `generate`.
-      requests: each a `Request`.
+      requests: each a `kvjax.serving.Request`.
       options: None: `RunOptions()`, whose scheduler preempts nobody.
       progress: called with the outputs so far after each return.
 

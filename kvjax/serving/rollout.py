@@ -95,7 +95,7 @@ def rollout(
       mask: bool[B, P]; the tokens of each prompt, which stand together: at the end of a row that is padded on the left.
       sampling: leaves [] or [B]; None: temperature 1.
       seed: i32[], u32[] or a jax key, which gives each completion a random stream of its own; see `generate`.
-      seeds: u32[B, G]; the streams themselves, as in `Request`.
+      seeds: u32[B, G]; the streams themselves, as in `kvjax.serving.Request`.
       stop_tokens: i32[K]; end a completion.
       namespace: i32[] or i32[B].
       hold: static; whether completions hold their rows, so that nothing evicts them before the next turn. All B * G
