@@ -20,8 +20,8 @@ async def answer(job: dict[str, Any], reader: asyncio.StreamReader, writer: asyn
         "stream": job["streams"],
     }  # fmt: skip
     body = json.dumps(fields).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    writer.write(head % len(body) + body)
+    names = b"host: 127.0.0.1\r\ncontent-type: application/json"  # a server at a loopback address refuses other hosts
+    writer.write(b"POST /v1/completions HTTP/1.1\r\n%b\r\ncontent-length: %d\r\n\r\n" % (names, len(body)) + body)
     if not job["streams"]:
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
