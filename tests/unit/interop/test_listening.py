@@ -55,7 +55,7 @@ class Runs:
 
     def __init__(self, cache, names, monkeypatch, seed, moves, listener):
         self.cache, self.names, self.rng, self.ended = cache, names, random.Random(seed), set()
-        self.listener, self.is_unkind = listener, False
+        self.listener, self.failing, self.count = listener, 0.0, 0
         self.calls, copy = Calls(monkeypatch), host_pool._copy
 
         def copy_or_fail(*args):
@@ -65,21 +65,22 @@ class Runs:
 
     def listen(self, events):
         """Calls the listener; some calls fail before it, and some after it."""
-        if self.is_unkind and self.rng.random() < 0.5:
+        if self.rng.random() < self.failing:
             raise EOFError
         self.listener(events)
-        if self.is_unkind and self.rng.random() < 0.1:
+        if self.failing and self.rng.random() < 0.1:
             raise EOFError
 
     def run(self):
-        """Runs one of them. Some end early."""
+        """Runs one of them. In turn it is stopped, its listener fails at some calls or at all, and nothing happens."""
         rng, calls = self.rng, self.calls
         prompts = [prompt for number in rng.sample(range(3), 2) for prompt in prompts_of(number)]
         namespaces = [rng.randrange(len(self.names)) for _ in prompts]
         way = rng.choice([*WAYS, closed])
-        pressed, self.is_unkind = rng.choice([(True, False), (False, True), (False, False)])
+        pressed, self.failing = [(True, 0.0), (False, 0.5), (False, 0.0), (False, 1.0)][self.count % 4]
         calls.count, calls.at = 0, rng.randrange(1, 12) if pressed else 0
-        calls.before, calls.after = rng.choice([(press, None), (None, press), (fail, None)])
+        calls.before, calls.after = [(press, None), (fail, None), (None, press)][self.count // 4 % 3]
+        self.count += 1
 
         options = {"namespace": namespaces, "names": self.names, "listener": self.listen, "log_events": False}
         with warnings.catch_warnings(record=True) as caught:
@@ -91,10 +92,10 @@ class Runs:
                 self.cache = error.cache
                 self.ended.add(type(error.__cause__).__name__)
         self.ended.update("failed moves" for _ in caught)
-        self.is_unkind, listeners = False, Listeners(self.listen)
+        self.failing, listeners = 0.0, Listeners(self.listen)
+        self.ended.update(["behind"] if listeners.is_behind else [])
         if listeners.is_behind and rng.random() < 0.5:  # else the next generation gives it a snapshot
             listeners.catch_up(state_of(self.cache))
-        self.ended.update(["behind"] if listeners.is_behind else [])
         return not listeners.is_behind
 
 
