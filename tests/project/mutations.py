@@ -403,7 +403,7 @@ def plant(mistake: Mistake) -> tuple[bool, str, float]:
             copying(path, copy / name)
         (copy / mistake.file).write_text(source(mistake))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--no-header", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        environment = {**os.environ, "PYTHONPATH": str(copy), "HYPOTHESIS_PROFILE": "planted"}
         try:
             done = subprocess.run(
                 [*command, *mistake.tests.split()], cwd=copy, env=environment, capture_output=True, text=True,
