@@ -78,6 +78,11 @@ def _is_reached(item, homes):
 # "default": the same examples every time, so that a red run stays red.
 # "nightly": 10,000 steps of a state machine, new ones every night; a failure prints how to repeat it.
 # "planted": to know that a planted mistake is noticed, nobody needs the smallest example (tests/project/mutations.py).
+# Of few examples Hypothesis gives most to the smallest ones and to variations of each other, in which a state machine
+# does the same again. It does so for its own backend alone: by another name this one draws every example anew.
+hypothesis.internal.conjecture.providers.AVAILABLE_PROVIDERS["anew"] = (
+    "hypothesis.internal.conjecture.providers.HypothesisProvider"
+)
 _ALWAYS = {
     "deadline": None,  # the first example of a shape compiles
     "print_blob": True,

@@ -241,7 +241,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         prompts=lists(pairs, max_size=3), retention=retentions, wide=mostly,
-        end=st.sampled_from(("release", "release", "release", "swap_out", "stay", "decode", "decode")),
+        end=st.sampled_from(("release", "release", "stay", "swap_out", "stay", "decode", "decode")),
         hurry=st.booleans(), blocks=blocks_of_steps,
     )  # fmt: skip
     def serve(self, prompts, retention, wide, end, hurry, blocks):
@@ -333,10 +333,16 @@ class CacheMachine(RuleBasedStateMachine):
         library = np.asarray(ids, np.int32) if self.extra else None
         self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
 
+    def write_reserved(self):
+        """Commits all that rows have reserved, so that they are ready."""
+        reserved = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
+        self.write([[0] * WIDTH] * ROWS, reserved)
+
     @precondition(lambda self: self.used)
     @rule(src=two(rows), dst=two(rows), is_sound=mostly)
     def fork(self, src, dst, is_sound):
         if is_sound:
+            self.write_reserved()
             src, dst = [self.one_of(self.ready, seq) for seq in src], [self.one_of(self.free, seq) for seq in dst]
         wanted = [self.oracle.fork(*pair) for pair in zip(src, dst, strict=True)]
         self.both("fork", joined(wanted), np.asarray(src, np.int32), np.asarray(dst, np.int32))
@@ -367,11 +373,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.both("trim", self.oracle.trim(active, most), np.asarray(active), max_tokens=most)
 
     @precondition(lambda self: self.used)
-    @rule(blocks=blocks_of_steps, forked=st.booleans())
+    @rule(blocks=blocks_of_steps, forked=mostly)
     def decode(self, blocks, forked):
         """Runs blocks of steps for the rows in use, once their prompts are written. Two rows may share theirs."""
-        reserved = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
-        self.write([[0] * WIDTH] * ROWS, reserved)
+        self.write_reserved()
         ready, free = self.ready, self.free
         if forked and ready and free:
             self.fork([ready[0], ready[-1]], [free[0], free[-1]], False)

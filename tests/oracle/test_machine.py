@@ -7,5 +7,7 @@ import pytest
 from tests.oracle.machine import AdoptingMachine, CacheMachine
 
 TestMachine = CacheMachine.TestCase
-TestMachine.settings = hypothesis.settings(stateful_step_count=50)
 TestAdoptions = pytest.mark.slow(AdoptingMachine.TestCase)
+TestMachine.settings = TestAdoptions.settings = hypothesis.settings(
+    backend="anew", max_examples=max(hypothesis.settings.default.max_examples, 30), stateful_step_count=50
+)
