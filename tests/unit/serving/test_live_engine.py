@@ -415,7 +415,7 @@ def test_rows_that_cannot_be_swapped_out_go_on_in_an_engine(monkeypatch):
 
     spec = kvjax.make_spec(MODEL.layer_specs(), num_blocks=14, num_host_blocks=30, **OPTIONS)
     scheduler, swapped_out = Scheduler(reserve="num_tokens", preempt="swap"), kvjax.tiers.TieredCache.swap_out
-    prompts, new = [prompt[:20] for prompt in PROMPTS[:8]], 60  # 5 blocks at their end, of which two rows have 10
+    prompts, new = [[number, *BASE[:19]] for number in range(8)], 60  # 5 blocks at their end, and none of them equal
     tokens = wanted(prompts, new)
     with warnings.catch_warnings(), drive.engine(MODEL, empty(spec), scheduler=scheduler, **SHARED) as engine:
         warnings.simplefilter("ignore", RuntimeWarning)
