@@ -32,7 +32,7 @@ TOOLCHAIN := :
 endif
 
 .PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-mutations fingerprint \
-	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint format wheel docs docs-links
+	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint ruff pyright format wheel docs docs-links
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -137,11 +137,17 @@ docs-links: ## the links that lead out of the site; needs the network
 	@$(SETUP) $(if $(filter :,$(SETUP)),,docs)
 	@$(SPHINX) -b linkcheck docs out/links $(ARGS)
 
-lint: ## ruff and pyright
+lint: ruff pyright ## ruff and pyright
+
+ruff:
 	@$(SETUP)
 	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+pyright:
+	@$(SETUP)
+	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
 format: ## let ruff mend what it can
