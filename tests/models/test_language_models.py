@@ -5,124 +5,22 @@ import json
 import re
 import shutil
 
-import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-import kvjax
-from kvjax.model import forward
-from models import load, loading, save, unrolled, verify
+from models import load, loading, save
 from models.families import num_layers, read_config
-from models.golden import read_golden
 from models.rope import Rope
 from models.yarn import Yarn
-from tests.models.families import GOLDENS, OWN_FAMILIES, check_dense, dense
-from tests.poison import poisoned
+from tests.models.families import GOLDENS
 
 MAIN = ("deepseek_v3", "qwen3_next", "kimi_linear", "gpt_oss")
-with_long = [pytest.param(name, marks=() if name in MAIN else pytest.mark.long) for name in OWN_FAMILIES]
-TOLERANCE = 2e-4  # of |a - b| / (1 + |b|)
 
 
 def fields_of(family: str) -> dict:
     return json.loads((GOLDENS / family / "config.json").read_text())
-
-
-@pytest.mark.parametrize("family", with_long)
-def test_dense_logits_are_the_reference(family):
-    check_dense(family, TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", OWN_FAMILIES)
-def test_verify_passes(family, capsys):
-    assert verify.main([str(GOLDENS / family)]) == 0
-    assert "ok: largest logit error" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MAIN)
-def test_most_prompt_tokens_are_found_again(family):
-    """Each prompt after those that share a prefix with it, then after itself."""
-    model, _ = load(GOLDENS / family)
-    golden = read_golden(GOLDENS / family, model.config.vocab_size)
-    prompts = [golden.prompts[row, :length].tolist() for row, length in enumerate(golden.lengths)]
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=256, max_seqs=8, max_length=256, block_size=16, dtype="float32"
-    )
-    cache, found = kvjax.Cache.create(spec), 0
-    for _ in range(2):
-        outputs, cache = kvjax.generate(model, cache, prompts, max_new_tokens=8)[:2]
-        found += sum(output.cached_tokens for output in outputs)
-        for row, output in enumerate(outputs):
-            assert output.tokens == golden.greedy[row, :8].tolist()
-    assert found > sum(map(len, prompts))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MAIN)
-def test_logits_of_a_chunk_of_single_tokens_and_of_a_mixed_line(family):
-    """Two rows decode while the third computes its prompt, in pools that were poisoned."""
-    model, _ = load(GOLDENS / family)
-    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(3, 11)).astype(np.int32)
-    spec = kvjax.make_spec(model.layer_specs(), num_blocks=12, max_seqs=3, max_length=12, block_size=4, dtype="float32")
-    done, on = jnp.array([5, 8, 2]), np.array([True, True, False])
-    last = np.array([5, 0, 10, 1, 3], np.int32)  # the line has rows 0 to 2, then nine tokens of row 2
-
-    @jax.jit
-    def run(model, cache):
-        cache, _ = cache.admit(np.arange(3), tokens, np.full(3, 11))
-        view = cache.view(done, 8)
-        first, pools = model(jnp.asarray(tokens[:, :8]), cache.pools, view, last=None)
-        cache, _ = cache.replace(pools=pools).commit(tokens[:, :8], done)
-        line = jnp.asarray(np.concatenate([tokens[0, 5:6], tokens[1, 8:9], [0], tokens[2, 2:], [0]])[None])
-        return first, forward(model, line, cache.pools, cache.mixed(on, np.array([2]), np.array([9]), 10), last)[0]
-
-    cache = kvjax.Cache.create(spec)
-    first, mixed = run(model, cache.replace(pools=poisoned(cache.pools)))
-    wanted = dense(model, tokens)
-    for row, count in enumerate((5, 8, 2)):
-        np.testing.assert_allclose(first[row, :count], wanted[row, :count], atol=TOLERANCE)
-    positions = ((2, 4), (0, 5), (2, 9), (1, 8), (2, 2))
-    np.testing.assert_allclose(mixed, np.stack([wanted[row, at] for row, at in positions]), atol=TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MAIN)
-def test_bfloat16(family):
-    """The logits of weights in bfloat16, with and without the cache, are near those of the same weights in float32."""
-    model, _ = load(GOLDENS / family, dtype=jnp.bfloat16)
-    wide, _ = load(GOLDENS / family)
-    nnx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))
-    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, 12)).astype(np.int32)
-    spec = kvjax.make_spec(model.layer_specs(), num_blocks=8, max_seqs=2, max_length=12, block_size=4)
-    cache, _ = kvjax.Cache.create(spec).admit(np.arange(2), tokens, np.full(2, 12))
-    paged, _ = jax.jit(type(model).__call__)(model, jnp.asarray(tokens), cache.pools, cache.view(12))
-    wanted = dense(wide, tokens)
-    for logits in (dense(model, tokens), paged):
-        assert logits.dtype == jnp.float32
-        assert np.median(np.abs(logits - wanted)) < 0.1 * np.median(np.abs(wanted))  # some tokens choose other experts
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3_options", "qwen3_next", "kimi_linear", "gpt_oss"])
-def test_names_and_layout_are_hugging_faces(tmp_path, family):
-    """A file that another program wrote comes back from `save` with the same names, shapes and values."""
-    folder = GOLDENS / family
-    model, _ = load(folder)
-    save(model, tmp_path)
-    ours, theirs = load_file(tmp_path / loading.SINGLE), load_file(folder / loading.SINGLE)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[name], tensor)
-    fields, theirs = json.loads((tmp_path / "config.json").read_text()), fields_of(family)
-    assert {name: fields[name] for name in fields if name in theirs} == {
-        name: theirs[name] for name in theirs if name in fields
-    }
-    assert read_config(fields) == model.config
 
 
 def test_small_parameters_stay_float32_and_say_nothing_about_the_others(tmp_path):
@@ -191,31 +89,6 @@ def test_frequencies_are_compared_with_the_config(tmp_path, family):
         save_file({**tensors, name: value}, path)
         with pytest.raises(ValueError, match=rf"of other frequencies than the config's: {re.escape(name)}$"):
             load(tmp_path / "model")
-
-
-def test_weights_are_not_divided():
-    mesh = jax.make_mesh((2,), ("heads",))
-    with pytest.raises(ValueError, match="mesh: got one, wanted None: the weights of qwen3_next are not divided"):
-        load(GOLDENS / "qwen3_next", mesh=mesh, heads="heads")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.long) for name in MAIN if name != "kimi_linear"] + ["kimi_linear"]
-)
-def test_scanned_layers_compute_the_same(family):
-    model, _ = load(GOLDENS / family)
-    scan, _ = load(GOLDENS / family, scan=True)
-    assert scan.run is not None and len(scan.layers) < len(model.layers)
-    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, 20)).astype(np.int32)
-    np.testing.assert_allclose(dense(scan, tokens), dense(model, tokens), atol=TOLERANCE)
-    chex.assert_trees_all_equal(nnx.state(unrolled(scan)), nnx.state(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", OWN_FAMILIES)
-def test_verify_passes_with_scanned_layers(family):
-    assert verify.main(["--scan", str(GOLDENS / family)]) == 0
 
 
 DEEPSEEK = {

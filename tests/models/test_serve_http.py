@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from models.serve_http import HEADER_BYTES, LEAST_READ, Clients, HttpServer, Patience, only_hosts
+from models.serve_http import HEADER_BYTES, LEAST_READ, HttpServer, Patience, only_hosts
 
 SOON, LONG = 0.3, 30.0  # seconds of a limit that is to be reached, and of the others
 PIECE = b"a" * LEAST_READ
@@ -298,8 +298,3 @@ def test_another_host_is_refused(host, status):
         assert answer.startswith(f"HTTP/1.1 {status} ".encode())
         if status == 403:
             assert error_of(answer, 403).endswith("is not one of --allowed-hosts")
-
-
-def test_the_limits_are_shared_by_all_connections():
-    clients = Clients(Patience())
-    assert clients.waiting == {} and clients.patience.connections == 512

@@ -239,8 +239,9 @@ def written(
 class Lines:
     """A writer of TensorRT-LLM's lines, and a mirror that reads them."""
 
-    def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces):
-        self.names, self.writer, self.mirror = names, trtllm.Writer(spec, names=names), trtllm.Mirror()
+    def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b""):
+        self.names, self.key, self.mirror = names, key, trtllm.Mirror()
+        self.writer = trtllm.Writer(spec, names=names, key=key)
         self.follow([])  # the groups
 
     def follow(self, events: Any) -> None:
@@ -248,7 +249,7 @@ class Lines:
 
     def agrees(self, mirror: Mirror) -> bool:
         """Whether the mirror equals the part of an index that the form carries, and is complete."""
-        wanted = written(mirror, self.writer.nodes.spec, self.names)
+        wanted = written(mirror, self.writer.nodes.spec, self.names, key=self.key)
         assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
         return self.mirror.complete and self.mirror.counts["refused"] == 0
 

@@ -17,8 +17,8 @@ from kvjax.interop import together, trtllm
 from kvjax.interop.log import Log
 from kvjax.research import log_report
 from tests.drive import EXTRA, PLAIN, TIERS, Driver
-from tests.unit.interop.forest import Lines, named, projected, written
-from tests.wire_kit import Reader, agent, agrees, hurried, publisher, removed, subscriber
+from tests.unit.interop.forest import projected, written
+from tests.wire_kit import agrees, all_wires, hurried, publisher, removed, subscriber
 
 __all__ = ["hurried"]
 
@@ -95,23 +95,17 @@ class FullDisk(io.StringIO):
 @pytest.mark.parametrize("spec", [PLAIN, pytest.param(TIERS, marks=pytest.mark.long)], ids=["plain", "tiers"])
 def test_what_each_consumer_has_in_the_end_is_the_index(spec):
     rng, names = random.Random(2), kvjax.Namespaces()
-    mirrored, nodes, lines = Mirrored(), NodeMap(spec), Lines(spec, names)
-    every = range(int(spec.bare), len(spec.groups))
-    with (
-        publisher(spec, names=names) as source, subscriber(source) as sub, agent(spec, names=names) as served,
-        Reader(served.address, every) as reader,
-    ):  # fmt: skip
-        consumers = mirrored.fold, nodes.fold, lines.follow, source.publish, served.publish
-        unkind, kind = [Unkind(consume, rng) for consume in consumers], NodeMap(spec)
+    mirrored, nodes, kind = Mirrored(), NodeMap(spec), NodeMap(spec)
+    with all_wires(spec, names) as wires:
+        unkind = [Unkind(consume, rng) for consume in (mirrored.fold, nodes.fold, *wires.listeners)]
         driver = Published(spec, *(one.listen for one in unkind), kind.fold)
         for _ in range(4):
             driver.live(rng, 8)
             assert kind.index == driver.index
             while driver.listeners.is_behind:
                 driver.listeners.catch_up(driver.state)
-            assert mirrored.mirror.index == nodes.index == driver.index and lines.agrees(driver.mirror)
-            assert agrees(sub, projected(driver.mirror, spec, names))
-            assert reader.agrees(named(driver.mirror, spec, names, groups=every))
+            assert mirrored.mirror.index == nodes.index == driver.index
+            wires.agree(driver.mirror)
     counts = driver.listeners.counts
     assert counts["failures"] > counts["snapshots"] > 5 and counts["missed"]
 

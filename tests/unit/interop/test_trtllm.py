@@ -16,7 +16,6 @@ from kvjax import LayerSpec
 from kvjax.blocks.hashes import first_64_bits
 from kvjax.interop import hashing
 from kvjax.interop.trtllm import Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, Writer, parse
-from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, spec_of, written
 from tests.wire_kit import removed, stored, updated
 
@@ -159,49 +158,12 @@ def test_a_file_gets_the_lines():
         Writer(SPEC).write([STORE_A])
 
 
-@pytest.mark.parametrize(
-    "story", [stories.plain, pytest.param(stories.tiers, marks=pytest.mark.long)], ids=["plain", "tiers"]
-)
-def test_a_writer_is_attached_to_a_cache(story):
-    """Also a writer that had another cache, and one that got impossible events."""
-    state, names = story().state, kvjax.Namespaces()
-    file, mirror, wanted = io.StringIO(), Mirror(), written(story().mirror, state.spec, names)
-    writer = Writer(state.spec, file)
-    writer.write([stored(0, 9, 0, [1] * state.spec.block_size)])
-    writer.attach(state)
-    with pytest.raises(ValueError, match=r"^events: got removed of node"):
-        writer.write([removed(0, 77)])
-    with pytest.raises(ValueError, match=r"^events: got more after some that cannot have happened"):
-        writer.write([])
-    late = Mirror()
-    late.follow(writer.attach(state))
-    mirror.follow(file.getvalue().splitlines())
-    assert mirror.index == late.index == wanted != {} and mirror.complete
-    kinds = [event.data.__class__ for event in parse(file.getvalue())]
-    assert kinds[: 2 + len(writer.groups)].count(Created) == len(writer.groups) and Removed in kinds
-    assert {name: count for name, count in mirror.counts.items() if count} == {"events": len(kinds)}
-
-
 def test_the_blocks_in_use_are_the_states():
     state = kvjax.init(SPEC, num_blocks=7)
     [line] = Writer(SPEC).attach(state)
     assert json.loads(line)["data"]["num_blocks_per_cache_level"] == [7, 6]
     with pytest.raises(ValueError, match=r"^state: got a cache of CacheSpec"):
         Writer(spec_of("windows")).attach(state)
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"rank": -1}, "rank: got -1, wanted an int of at least 0"),
-        ({"rank": True}, "rank: got True, wanted"),
-        ({"salts": "md5"}, "salts: got 'md5', wanted 'digest' or 'plain' or 'omit'"),
-        ({"key": b"k" * 65}, "key: got 65 bytes, wanted at most 64 bytes"),
-    ],
-)
-def test_options_are_checked(options, complaint):
-    with pytest.raises(ValueError, match=f"^{complaint}"):
-        Writer(SPEC, **options)
 
 
 def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
