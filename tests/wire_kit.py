@@ -220,7 +220,7 @@ class Grpc:
 
     @staticmethod
     def agrees(reader, mirror, spec=PLAIN):
-        return reader.agrees(named(mirror, spec, kvjax.Namespaces()))
+        return reader.wait(lambda one: one.complete) and reader.agrees(named(mirror, spec, kvjax.Namespaces()))
 
     @staticmethod
     def taken(source):

@@ -28,7 +28,7 @@ TEMPLATE = """{%- for message in messages %}
     {{- message.content | trim }}{{ " " }}
 {%- endfor %}"""
 KEY, ROWS, PATIENCE = "a secret", 8, 60
-MAX_OPEN, MAX_BODY = 48, 100_000
+MAX_OPEN, MAX_BODY = 60, 100_000
 JSON = "content-type: application/json"
 DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
 PEOPLE = list(DOCUMENT.facts)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import kvjax
@@ -181,23 +181,6 @@ class Model(nnx.Module):
         return x[jnp.arange(x.shape[0]), last] @ self.embed.embedding[...].T, pools
 
 
-class LinenModel(linen.Module):
-    @linen.compact
-    def __call__(self, tokens, pools, view, *, last):
-        def dense(features, *axes):
-            init = linen.with_partitioning(linen.initializers.lecun_normal(), axes)
-            return linen.Dense(features, use_bias=False, kernel_init=init)
-
-        embed = linen.Embed(100, 32)
-        x = embed(tokens)
-        for layer in range(2):
-            q, k, v = (dense(n * 16, None, "heads")(x).reshape(*x.shape[:2], n, 16) for n in (8, 4, 4))
-            pools = kvjax.write(pools, layer, k, v, view)
-            y = kvjax.attend(q, pools, layer, view)
-            x = x + dense(32, "heads", None)(y.reshape(*x.shape[:2], -1))
-        return embed.attend(x[jnp.arange(x.shape[0]), last]), pools
-
-
 LAYERS = [kvjax.LayerSpec(4, 16)] * 2
 PROMPTS = [list(range(40)), [*range(20), 7], [3, 1, 4], list(range(40))]
 
@@ -206,14 +189,6 @@ def tokens_of(model, cache):
     outputs, _, _ = kvjax.generate(model, cache, PROMPTS, max_new_tokens=6)
     assert outputs[-1].cached_tokens
     return [output.tokens for output in outputs]
-
-
-def logits_of(model, cache):
-    """The logits after each of three prompts of five tokens."""
-    tokens, lengths = np.arange(15, dtype=np.int32).reshape(3, 5), np.full((3,), 5, np.int32)
-    cache, events = jax.jit(kvjax.Cache.admit)(cache, np.arange(3), tokens, lengths)
-    assert events.ok.all()
-    return np.asarray(jax.jit(kvjax.step)(model, cache, tokens, lengths)[1])
 
 
 def one_device(tree):
@@ -230,23 +205,6 @@ def test_an_nnx_module_of_the_users_own_with_sinks(kind, shape):
         assert model.attention[0].q.kernel.sharding.spec == P(None, "heads")
         tokens = tokens_of(model, make_cache(LAYERS, mesh=mesh, heads="heads"))
     assert tokens == tokens_of(one_device(model), make_cache(LAYERS))
-
-
-@pytest.mark.slow
-def test_a_linen_module_of_the_users_own():
-    module = LinenModel()
-    with mesh_of(2, 2) as mesh:
-        cache = make_cache(LAYERS, mesh=mesh, heads="heads")
-        inputs = np.zeros((3, 1), np.int32), cache.pools, cache.view(1)
-
-        def init():
-            return module.init(jax.random.key(0), *inputs, last=np.zeros((3,), np.int32))
-
-        params = linen.unbox(jax.jit(init, out_shardings=linen.get_sharding(jax.eval_shape(init), mesh))())
-        assert params["params"]["Dense_0"]["kernel"].sharding.spec == P(None, "heads")
-        logits = logits_of(jax.tree_util.Partial(module.apply, params), cache)
-    wanted = logits_of(jax.tree_util.Partial(module.apply, one_device(params)), make_cache(LAYERS))
-    np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
 def of_processes(count, *options):

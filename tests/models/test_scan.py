@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from models import Decoder, LayerConfig, ModelConfig, load, recall, scanned, unrolled
+from models import Decoder, LayerConfig, ModelConfig, scanned, unrolled
 from models.scan import Run, Turn, longest_run
 from tests.models.families import FULL, GEMMA4, SLIDING, config
 
@@ -134,19 +134,6 @@ def test_a_step_copies_no_pool_and_one_layers_weights_at_most():
     assert memory[True].alias_size_in_bytes >= pool.size * 4
     layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.layers[0])) // 4
     assert memory[True].temp_size_in_bytes <= memory[False].temp_size_in_bytes + layer
-
-
-@pytest.mark.slow
-def test_generate_takes_a_scanned_model():
-    answers = []
-    for scan in (False, True):
-        model, _ = load(recall.CHECKPOINT, scan=scan)
-        spec = kvjax.make_spec(model.layer_specs(), num_blocks=16, max_seqs=2, max_length=32, dtype="float32")
-        prompts = [list(range(3, 20)), [5, 6, 7]]
-        outputs, cache, _ = kvjax.generate(model, kvjax.Cache.create(spec), prompts, max_new_tokens=6)
-        answers.append([output.tokens for output in outputs])
-        kvjax.check(cache.state)
-    assert answers[0] == answers[1] and len(answers[0][0]) == 6
 
 
 def test_layers_of_one_scan_share_a_pool():

@@ -260,13 +260,6 @@ def test_adapters_and_salts():
     assert len(events_of(omitted.encode(store))) == 2 and omitted.left_out == {"salt_omitted": 4}
 
 
-def test_salts_in_arrays_are_keys_of_the_first_block():
-    names = namespaces()
-    store = [stored(1, 1, 1, [1] * 4), stored(4, 1, (1, 1), [2] * 4), stored(5, 1, (1, 1), [3] * 4)]
-    found = events_of(Encoder(SPEC, names=names, form="array", salts="plain").encode(store))
-    assert [event[8] for event in found] == [[["dynamo-cache-salt:tenant a"], None], None]
-
-
 def test_a_form_without_fields_leaves_out_who_needs_them():
     names, encoder = namespaces(), Encoder(SPEC, names=namespaces(), form="array-0.11")
     store = [stored(b, 1, b, [1] * 4) for b in range(4)]
