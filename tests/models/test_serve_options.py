@@ -251,8 +251,8 @@ DEVICES = "wanted at most 8, the devices that there are"
         (["--port", "65536"], "--port: got '65536', wanted"),
         (["--port", "{taken}"], "--port: 127.0.0.1:{taken}: address already in use$"),
         (["--api-keys", "{other}/none"], "--api-keys: {other}/none has no key$"),
-        (["--api-keys", "{other}/x"], "--api-keys: {other}/x: no such file$"),
-        (["--api-key", ""], "--api-key: got one that no header can have$"),
+        (["--api-keys", "{other}/x"], "--api-keys: {other}/x: no such file or directory$"),
+        (["--api-key", ""], "--api-key: got one that no header can have, wanted ASCII letters, digits and signs$"),
         (
             ["--api-key", "a", "--api-key", "\N{LATIN SMALL LETTER A WITH DIAERESIS}"],
             "--api-key: got one that no header",
