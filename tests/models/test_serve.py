@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server, with the bundled model: OpenAI's own client against all of it."""
 
-import asyncio
 import re
 import time
 
@@ -247,28 +246,3 @@ def test_an_engine_that_fails_is_an_error_of_the_api_and_goes_on(server, client,
     found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
     assert found.choices[0].text == f" {DOCUMENT.facts[PEOPLE[0]]}"
     assert found.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_a_client_that_goes_away_cancels_what_is_done_for_it():
-    from models.serve_job import while_connected
-
-    async def run(*messages):
-        ended, received = [], iter(messages)
-
-        async def receive():
-            await asyncio.sleep(0)
-            return {"type": next(received)} if messages else await asyncio.Event().wait()
-
-        async def work():
-            try:
-                await asyncio.sleep(0.01)
-                return "done"
-            finally:
-                ended.append(True)
-
-        result = await while_connected(receive, work())
-        assert ended
-        return result
-
-    assert asyncio.run(run("http.request", "http.disconnect")) is None
-    assert asyncio.run(run()) == "done"

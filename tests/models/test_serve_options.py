@@ -253,10 +253,7 @@ DEVICES = "wanted at most 8, the devices that there are"
         (["--api-keys", "{other}/none"], "--api-keys: {other}/none has no key$"),
         (["--api-keys", "{other}/x"], "--api-keys: {other}/x: no such file or directory$"),
         (["--api-key", ""], "--api-key: got one that no header can have, wanted ASCII letters, digits and signs$"),
-        (
-            ["--api-key", "a", "--api-key", "\N{LATIN SMALL LETTER A WITH DIAERESIS}"],
-            "--api-key: got one that no header",
-        ),
+        (["--api-key", "a", "--api-key", "\xe4"], "--api-key: got one that no header can have"),
     ],
 )
 def test_options_that_cannot_be_are_errors_of_one_line(options, wanted, capsys, monkeypatch, tmp_path):

@@ -409,35 +409,6 @@ def test_keys_are_taken_from_options_a_file_or_the_environment(tmp_path, monkeyp
     assert not Keys([]).accepts("")
 
 
-@pytest.mark.parametrize(
-    ("method", "headers", "status"),
-    [
-        ("BREW", {}, 405),
-        ("GET", {}, 405),
-        ("POST", {"authorization": "Bearer other"}, 401),
-        ("POST", {"authorization": "Bearer second", "content-type": ""}, 415),
-        ("POST", {"authorization": "Bearer second", "content-type": "text/plain"}, 415),
-        ("POST", {"authorization": "Bearer first"}, 400),
-        ("POST", {"authorization": "Bearer second", "content-type": "APPLICATION/JSON ; charset=utf-8"}, 400),
-    ],
-)
-def test_what_is_wrong_with_a_request_before_its_body_has_the_form_of_the_api(method, headers, status):
-    import httpx
-
-    from models.serve_app import make_app
-    from models.serve_job import Served
-
-    absent: Any = None
-    app = make_app(absent, Served("a", None, None, [], LIMITS, Keys(["first", "second"])), absent)
-
-    async def ask():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
-            return await client.request(method, "/v1/completions", json={"n": 0}, headers=headers)
-
-    response = asyncio.run(ask())
-    assert response.status_code == status and response.json()["error"].keys() == {"message", "type", "param", "code"}
-
-
 def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
     """generation_config.json may have many; the template may add the one that ends a turn."""
     monkeypatch.setattr(serve, "_note", lambda _: None)
