@@ -191,9 +191,8 @@ def test_an_output_matrix_of_its_own_is_loaded_where_the_config_is_tied(tmp_path
     head[:-1] = embedding[:-1]  # the last token's row differs
     fields = json.loads((folder / loading.CONFIG).read_text())
     fields.pop("tie_word_embeddings", None)
-    tied = (
-        {} if fields["model_type"].startswith("gemma") else {"tie_word_embeddings": True}
-    )  # Gemma is without the field
+    is_gemma = fields["model_type"].startswith("gemma")  # which is tied without the field
+    tied = {} if is_gemma else {"tie_word_embeddings": True}
     (folder / loading.CONFIG).write_text(json.dumps(fields | tied))
     save_file({**tensors, loading._HEAD: head}, folder / loading.SINGLE)
     if scan:
