@@ -8,10 +8,8 @@ import socket
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import kvjax
@@ -20,7 +18,7 @@ from models.golden import read_golden
 from models.placement import partition_spec
 from tests import drive
 from tests.drive import output_of
-from tests.mesh import AUTO, EXPLICIT, collectives, mesh_of, sent_shapes
+from tests.mesh import AUTO, EXPLICIT, collectives, sent_shapes
 from tests.models.families import CONTEXT, GOLDENS, HEADS, check_cached, make_cache, where_of
 
 LLAMA = GOLDENS / "llama_heads"  # 4 kv heads
@@ -142,69 +140,6 @@ def test_weights_are_divided_over_both_axes_where_both_can_and_else_refused():
         complaint = "^mesh: got one, wanted None: the weights of qwen3_next are not divided"
         with pytest.raises(ValueError, match=complaint):
             load(GOLDENS / "qwen3_next", **where)
-
-
-def divided(init, *axes):
-    return nnx.with_partitioning(init, axes)
-
-
-class Attention(nnx.Module):
-    """Attention with sinks, of 4 kv heads. Its weights carry their shardings for Flax."""
-
-    def __init__(self, layer, rngs):
-        self.layer, init = layer, nnx.initializers.lecun_normal()
-        linear = {"use_bias": False, "rngs": rngs}
-        self.q = nnx.Linear(32, 8 * 16, kernel_init=divided(init, None, "heads"), **linear)
-        self.k = nnx.Linear(32, 4 * 16, kernel_init=divided(init, None, "heads"), **linear)
-        self.v = nnx.Linear(32, 4 * 16, kernel_init=divided(init, None, "heads"), **linear)
-        self.out = nnx.Linear(8 * 16, 32, kernel_init=divided(init, "heads", None), **linear)
-        self.sinks = nnx.Param(divided(nnx.initializers.normal(), "heads")(rngs.params(), (8,)))
-
-    def __call__(self, x, pools, view):
-        explicit = EXPLICIT in jax.sharding.get_abstract_mesh().axis_types
-        q, k, v = (linear(x).reshape(*x.shape[:2], -1, 16) for linear in (self.q, self.k, self.v))
-        pools = kvjax.write(pools, self.layer, k, v, view)
-        y = kvjax.attend(q, pools, self.layer, view, sinks=self.sinks[...])
-        return self.out(y.reshape(*x.shape[:2], -1), out_sharding=P() if explicit else None), pools
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(100, 32, rngs=rngs)
-        self.attention = nnx.List([Attention(layer, rngs) for layer in range(2)])
-
-    def __call__(self, tokens, pools, view, *, last):
-        x = self.embed(tokens)
-        for attention in self.attention:
-            y, pools = attention(x, pools, view)
-            x = x + y
-        return x[jnp.arange(x.shape[0]), last] @ self.embed.embedding[...].T, pools
-
-
-LAYERS = [kvjax.LayerSpec(4, 16)] * 2
-PROMPTS = [list(range(40)), [*range(20), 7], [3, 1, 4], list(range(40))]
-
-
-def tokens_of(model, cache):
-    outputs, _, _ = kvjax.generate(model, cache, PROMPTS, max_new_tokens=6)
-    assert outputs[-1].cached_tokens
-    return [output.tokens for output in outputs]
-
-
-def one_device(tree):
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [pytest.param(EXPLICIT, (1, 4), marks=pytest.mark.slow), pytest.param(AUTO, (2, 2), marks=pytest.mark.slow)],
-)
-def test_an_nnx_module_of_the_users_own_with_sinks(kind, shape):
-    with mesh_of(*shape, kind) as mesh, jax.set_mesh(mesh):
-        model = Model(nnx.Rngs(0))  # Flax places weights that carry a sharding
-        assert model.attention[0].q.kernel.sharding.spec == P(None, "heads")
-        tokens = tokens_of(model, make_cache(LAYERS, mesh=mesh, heads="heads"))
-    assert tokens == tokens_of(one_device(model), make_cache(LAYERS))
 
 
 def of_processes(count, *options):

@@ -359,7 +359,7 @@ MISTAKES = [
         "kvjax/interop/vllm/publisher.py",
         "self._history.restart(nodes, self._next + len(payloads))",
         "self._history.restart(nodes, self._next)",
-        "tests/unit/interop/test_wire.py tests/unit/interop/test_attach.py tests/unit/interop/test_listening.py",
+        "tests/unit/interop/test_contract.py tests/unit/interop/test_wire.py",
     ),
     Mistake(
         "the queue of a wire has no end",
@@ -373,7 +373,7 @@ MISTAKES = [
         "models/rope.py",
         "return jnp.cos(angle), jnp.sin(angle)",
         "return jnp.cos(angle), jnp.sin(angle + 1e-3)",
-        "tests/models/test_models.py tests/models/test_language_models.py",
+        "tests/models/test_goldens.py",
     ),
     Mistake(
         "impossible tokens have no number in JSON",

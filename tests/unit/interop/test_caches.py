@@ -2,6 +2,7 @@
 """The law of all wires for real caches: windows, tiers, namespaces, partial blocks, failed moves."""
 
 import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 import kvjax
@@ -54,22 +55,13 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=12)
-@hypothesis.given(requests(TIERS, num_namespaces=3, max_size=60))
-def test_it_holds_over_windows_and_tiers(history):
-    assert_law(TIERS, history)
-
-
-@pytest.mark.slow
-@hypothesis.given(requests(EXTRA, num_namespaces=3, max_size=60))
-def test_it_holds_with_extra_ids(history):
-    assert_law(EXTRA, history, extra_name="image {}".format)
-
-
-def assert_law(spec, history, **extra):
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.data())
+@pytest.mark.parametrize(("spec", "extra"), [(TIERS, {}), (EXTRA, {"extra_name": "image {}".format})])
+def test_it_holds_over_windows_and_tiers_and_with_extra_ids(spec, extra, data):
     names, trial = given_out(3), Trial(kvjax.init(spec))
     with all_wires(spec, names, **extra) as wires:
-        for request in history:
+        for request in data.draw(requests(spec, num_namespaces=3, max_size=60)):
             events = trial.do(request)
             if events is not None:
                 wires.publish(events)
