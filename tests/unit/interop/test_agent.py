@@ -59,12 +59,6 @@ service KVCacheAgentService { rpc SubscribeToUpdates(SubscriptionRequest) return
 
 
 @pytest.fixture(scope="module")
-def theirs(described):
-    """The update message of MAX's own description, which has three fields."""
-    return message_factory.GetMessageClass(described.FindMessageTypeByName(f"{PACKAGE}.KVCacheStateUpdate"))
-
-
-@pytest.fixture(scope="module")
 def described(tmp_path_factory):
     """MAX's own description."""
     folder = tmp_path_factory.mktemp("max")
@@ -126,7 +120,8 @@ def test_updates_by_hand():
 # Readers.
 
 
-def test_maxs_clients_have_what_is_cached(theirs):
+def test_maxs_clients_have_what_is_cached(described):
+    theirs = message_factory.GetMessageClass(described.FindMessageTypeByName(f"{PACKAGE}.KVCacheStateUpdate"))
     with agent() as source, Reader(source.address, update=theirs) as reader:
         mirror = kvjax.events.Mirror()
         for events in (CHAIN, [updated(1, 1, 1)], [removed(1, 1)]):

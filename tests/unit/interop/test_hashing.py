@@ -15,6 +15,7 @@ from kvjax.interop.hashing import block_hash, block_hashes, root_hash, salt_hash
 from kvjax.testing import Trial, random_requests, requests
 from tests.drive import EXTRA, PLAIN, TIERS
 from tests.unit.debug import stories
+from tests.unit.interop.forest import digest_of
 from tests.wire_kit import removed, stored, updated
 
 ROOT = root_hash()
@@ -171,14 +172,9 @@ def test_digests_want_decoded_events():
 # From caches with random histories.
 
 
-def of_path(namespace, path, size, extra, names):
+def of_path(namespace, path, spec, names):
     """The digest of a token path, by `root_hash` and `block_hash` alone."""
-    digest = root_hash("m", *names.describe(namespace))
-    for start in range(0, len(path), size):
-        piece = path[start : start + size]
-        tokens, ids = zip(*piece, strict=True) if extra else (piece, None)
-        digest = block_hash(digest, tokens, ids)
-    return digest
+    return digest_of(path, spec.block_size, root_hash("m", *names.describe(namespace)), extra=spec.extra_ids)
 
 
 def after(trial, history, names):
@@ -193,12 +189,12 @@ def after(trial, history, names):
             if event["kind"] in ("removed", "updated"):
                 node = event["group"], event["block"], event["generation"]
                 entry = before.nodes.get(node) or trial.mirror.nodes[node]
-                assert event["block_hash"] == of_path(*entry[:2], spec.block_size, spec.extra_ids, names)
+                assert event["block_hash"] == of_path(*entry[:2], spec, names)
         assert hashes == block_hashes(kvjax.events.snapshot(trial.state), names=names, model="m")
         assert hashes.keys() == trial.mirror.nodes.keys()
         for node, digest in hashes.items():
             namespace, path, *_ = trial.mirror.nodes[node]
-            assert digest == of_path(namespace, path, spec.block_size, spec.extra_ids, names)
+            assert digest == of_path(namespace, path, spec, names)
             ever[names.describe(namespace), path] = digest
     return ever
 
@@ -235,7 +231,7 @@ def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
     assert {event["kind"] for event in story.recorded} >= {"stored", "updated"}
     for node, digest in hashes.items():
         namespace, path, *_ = story.mirror.nodes[node]
-        assert digest == of_path(namespace, path, TIERS.block_size, TIERS.extra_ids, names)
+        assert digest == of_path(namespace, path, TIERS, names)
 
 
 @pytest.mark.slow
