@@ -28,3 +28,12 @@ def client(server):
 
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
         yield one
+
+
+@pytest.fixture
+def watch(server, monkeypatch):
+    """The requests of the server's engine, and its turns."""
+    from tests.models.serve_kit import watched
+
+    with watched(server, monkeypatch) as found:
+        yield found

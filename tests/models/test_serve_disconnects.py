@@ -12,15 +12,9 @@ import httpx
 import pytest
 
 from tests import drive
-from tests.models.serve_kit import GREEDY, LONG, MAX_OPEN, ON, PATIENCE, idle, request_of, watched
+from tests.models.serve_kit import GREEDY, LONG, MAX_OPEN, ON, PATIENCE, idle, request_of
 
 N, NEW = 4, 40
-
-
-@pytest.fixture
-def watch(server, monkeypatch):
-    with watched(server, monkeypatch) as found:
-        yield found
 
 
 def body_of(prompt="alice is in", *, streams=False, **fields):

@@ -30,17 +30,10 @@ from tests.models.serve_kit import (
     answer_to,
     idle,
     prompt_of,
-    watched,
 )
 from tests.unit.interop.forest import named, projected
 
 FACTS = list(DOCUMENT.facts.items())
-
-
-@pytest.fixture
-def watch(server, monkeypatch):
-    with watched(server, monkeypatch) as found:
-        yield found
 
 
 def ask(client, prompt, *, is_chat=False, **fields):
