@@ -82,7 +82,7 @@ def test_generate_and_stream_give_the_tokens_of_one_device(axes, shape, kind, dt
     prompts += [[*prompts[0][:30], 1, 2], *prompts]
     steps = golden.greedy.shape[1]
     spec = kvjax.make_spec(
-        plain.layer_specs(), num_blocks=16, num_host_blocks=12, max_seqs=2, max_length=64, block_size=8, dtype=dtype
+        plain.layer_specs(), num_blocks=15, num_host_blocks=4, max_seqs=2, max_length=64, block_size=8, dtype=dtype
     )
 
     def run(model, **where):
