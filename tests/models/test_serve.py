@@ -192,8 +192,8 @@ def test_a_key_is_wanted_for_prompts_and_answers(server, client):
         assert caught.value.code == "invalid_api_key"
     assert [model.id for model in client.models.list()] == ["recall"] == [client.models.retrieve("recall").id]
     assert httpx.get(f"{server.url}/health").status_code == httpx.get(f"{server.url}/metrics").status_code == 200
-    refusal = httpx.get(f"{server.url}/cache")
-    assert refusal.status_code == 401 and refusal.headers["www-authenticate"].startswith("Basic")
+    denied = httpx.get(f"{server.url}/cache")
+    assert denied.status_code == 401 and denied.headers["www-authenticate"].startswith("Basic")
     assert httpx.get(f"{server.url}/cache", auth=("", KEY)).status_code == 200
 
 
