@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `models.verify` says of wrong outputs, and the bundled model: its texts, its training, its answers."""
+"""Wrong outputs, which `models.verify` refuses; and the bundled model: its texts, its training, its answers."""
 
 import pathlib
 

@@ -123,7 +123,7 @@ def test_biases_and_penalties_change_the_tokens_of_those_who_ask(client):
 
 
 def refusal(client, **fields):
-    """What an error of the API says of a completion: its status, its field, its code, and its message."""
+    """The status, the field, the code and the message of a completion's error, which has the API's form."""
     with pytest.raises(openai.APIStatusError) as caught:
         client.completions.create(**{"prompt": "alice", **GREEDY, **fields})
     error = caught.value
@@ -162,7 +162,7 @@ def test_bad_requests_are_errors_of_the_api(server, client, fields, wanted):
 
 
 @pytest.mark.long
-def test_what_the_template_refuses_is_said(client):
+def test_the_template_refuses_chats_with_its_own_words(client):
     with pytest.raises(openai.BadRequestError, match="no tools"):
         client.chat.completions.create(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}], **GREEDY)
 

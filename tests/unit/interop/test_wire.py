@@ -74,7 +74,7 @@ def decoded(payload):
 # Publishers.
 
 
-def test_subscribers_follow_a_publisher_that_takes_the_place_of_another():
+def test_subscribers_follow_a_publisher_that_replaces_another():
     """Its cache has changed meanwhile. One of them loses messages."""
     forest, names = Forest(PLAIN, 1), namespaces()
     with publisher(names=names) as first, contextlib.ExitStack() as stack:
