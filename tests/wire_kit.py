@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for tests of the wires: events by hand, publishers with subscribers, and agents with readers."""
+"""Tools for tests of the wires: events by hand, each wire with its reader, and all of them with readers of a cache."""
 
+import contextlib
+import io
 import random
 import threading
 import time
@@ -8,10 +10,12 @@ import time
 import grpc
 import pytest
 
+import kvjax
+from kvjax.interop import trtllm
 from kvjax.interop.agent import Agent, messages
 from kvjax.interop.vllm import Publisher, Subscriber
 from kvjax.interop.vllm import publisher as publishers
-from tests.unit.interop.forest import spec_of
+from tests.unit.interop.forest import Lines, named, projected, spec_of, written
 
 PLAIN = spec_of("plain")
 ANY = "tcp://127.0.0.1:*"
@@ -184,3 +188,108 @@ class Reader:
         self._updates.cancel()
         self._thread.join()
         self._channel.close()
+
+
+# Each wire with its reader.
+
+
+class Zmq:
+    """vLLM's wire."""
+
+    make, read, threads = staticmethod(publisher), staticmethod(subscriber), {"kvjax-publisher", "kvjax-replay"}
+
+    @staticmethod
+    def agrees(reader, mirror, spec=PLAIN):
+        """Whether a reader comes to have what a cache has, and says that this is all."""
+        return agrees(reader, projected(mirror, spec, kvjax.Namespaces()))
+
+    @staticmethod
+    def taken(source):
+        """The option of the address of another one, and the complaint."""
+        return {"bind": source.endpoint}, f"bind: {source.endpoint}: Address already in use"
+
+
+class Grpc:
+    """The wire of MAX's agent."""
+
+    make, threads = staticmethod(agent), {"kvjax-agent"}
+
+    @staticmethod
+    def read(source):
+        return Reader(source.address)
+
+    @staticmethod
+    def agrees(reader, mirror, spec=PLAIN):
+        return reader.wait(lambda one: one.complete) and reader.agrees(named(mirror, spec, kvjax.Namespaces()))
+
+    @staticmethod
+    def taken(source):
+        return {"port": source.port}, f"port: got {source.address}, wanted one of this machine that is not in use"
+
+
+class File:
+    """TensorRT-LLM's lines in a file, with the methods of a publisher. Impossible events are its caller's error."""
+
+    def __init__(self, spec=PLAIN, **options):
+        self.file = io.StringIO()
+        self.writer = trtllm.Writer(spec, self.file, **options)
+        self.publish, self.attach = self.writer.write, self.writer.attach
+
+    make = classmethod(lambda cls, *args, **options: contextlib.nullcontext(cls(*args, **options)))
+    read = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def agrees(reader, mirror, spec=PLAIN):
+        found = trtllm.Mirror()
+        found.follow(reader.file.getvalue().splitlines())
+        assert found.counts["events"] == sum(found.counts.values())
+        return found.complete and found.index == written(mirror, spec, kvjax.Namespaces())
+
+
+class Wires:
+    """All wires of a cache with readers: early ones, of which one loses messages, and those that `join` adds.
+
+    Attributes:
+      listeners: what takes the events of each wire.
+    """
+
+    def __init__(self, stack, spec, names, *, key=b"", queue_bytes=64 << 20, extra_name=None, **options):
+        self.stack, self.spec, self.names, self.key = stack, spec, names, key
+        self.extra = {} if extra_name is None else {"extra_name": extra_name}
+        given = {"names": names, "key": key, "queue_bytes": queue_bytes}
+        self.source = stack.enter_context(publisher(spec, **given, **self.extra, **options))
+        self.agent = stack.enter_context(agent(spec, **given))
+        self.lines = Lines(spec, names, key=key)
+        self.listeners = [self.source.publish, self.agent.publish, self.lines.follow]
+        self.subs, self.readers = [], []
+        self.join()
+        self.join(asks=False)
+        self.lossy = Lossy(self.subs[1], 1)
+
+    def join(self, *, asks=True):
+        """Adds a subscriber, and a reader that asks for all groups, or for none and so gets the first."""
+        self.subs.append(self.stack.enter_context(subscriber(self.source, replay_timeout=1.0)))
+        groups = range(int(self.spec.bare), len(self.spec.groups)) if asks else None
+        self.readers.append((self.stack.enter_context(Reader(self.agent.address, groups or ())), groups))
+
+    def publish(self, events):
+        for listen in self.listeners:
+            listen(events)
+
+    def attach(self, state):
+        self.source.attach(state)
+        self.agent.attach(state)
+        self.lines.mirror.follow(self.lines.writer.attach(state))
+
+    def agree(self, mirror):
+        """Asserts that every reader comes to have what a cache has, as far as its wire carries it."""
+        wanted = projected(mirror, self.spec, self.names, key=self.key, **self.extra)
+        assert all(agrees(sub, wanted) for sub in self.subs) and self.lines.agrees(mirror)
+        for reader, groups in self.readers:
+            assert reader.agrees(named(mirror, self.spec, self.names, groups=groups, key=self.key))
+
+
+@contextlib.contextmanager
+def all_wires(spec, names, **options):
+    with contextlib.ExitStack() as stack:
+        yield Wires(stack, spec, names, **options)

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of models that tests load, and small models of them."""
+"""The families of models that tests load, small models of them, and what compares them with the references."""
+
+import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import kvjax
 from models import ModelConfig, load
 from models.golden import read_golden
 from tests.drive import DATA
+from tests.mesh import AUTO, mesh_of
+from tests.poison import poisoned
 
 GOLDENS = DATA / "goldens"
 FAMILIES = ("llama", "llama_heads", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
@@ -21,6 +27,8 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 32,
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
+HEADS, CONTEXT = ("data", "heads"), ("heads", "context")  # the axes of meshes
+ROWS = 3
 
 
 def config(**fields) -> ModelConfig:
@@ -43,3 +51,39 @@ def check_dense(family: str, tolerance: float):
     for row, text in enumerate(texts):
         wanted = np.stack([golden.reference(row, position) for position in range(len(text) - 1)])
         np.testing.assert_allclose(logits[row, : len(text) - 1], wanted, rtol=tolerance, atol=tolerance)
+
+
+@contextlib.contextmanager
+def where_of(shape=None, axes=HEADS, kind=AUTO):
+    """The arguments with which `load` and `Cache.create` divide a model and a cache among so many devices."""
+    if shape is None:
+        yield {}
+    else:
+        with mesh_of(*shape, kind, axes) as mesh:
+            yield {"mesh": mesh, **{axis: axis for axis in axes if axis != "data"}}
+
+
+def make_cache(layers, dtype="float32", num_blocks=40, **where):
+    """A cache of three rows whose pools are poisoned."""
+    spec = kvjax.make_spec(
+        layers, num_blocks=num_blocks, max_seqs=ROWS, max_length=96, block_size=8, dtype=dtype
+    )  # fmt: skip
+    cache = kvjax.Cache.create(spec, **where)
+    return cache.replace(pools=poisoned(cache.pools))
+
+
+def check_cached(family: str, *, scan=False, **where):
+    """The logits of three whole prompts, through a poisoned cache, are the reference's; returns model and cache."""
+    model, _ = load(GOLDENS / family, scan=scan, **where)
+    assert (model.run is not None) == scan
+    golden = read_golden(GOLDENS / family, model.config.vocab_size)
+    lengths = golden.lengths[:ROWS]
+    tokens = np.maximum(golden.prompts[:ROWS, : lengths.max()], 0)
+    empty = make_cache(model.layer_specs(), **where)
+    cache, events = jax.jit(kvjax.Cache.admit)(empty, np.arange(ROWS), tokens, lengths)
+    assert events.ok.all()
+    step = jax.jit(lambda model, cache: kvjax.step(model, cache, jnp.asarray(tokens), lengths, logits="all")[1])
+    logits = np.asarray(step(model, cache))
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(logits[row, :length], golden.logits[row, :length], rtol=1e-3, atol=1e-3)
+    return model, empty

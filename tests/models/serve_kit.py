@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for tests of the server: in a thread or in a process of its own, and the answers that `run_batch` gives."""
+"""Tools for tests of the server: in a thread or in a process of its own, and the answers of the model alone."""
 
 import contextlib
 import functools
@@ -12,14 +12,15 @@ import sys
 import threading
 import time
 
+import httpx
+import jax
 import numpy as np
 
 import kvjax
 from kvjax.serving import driver
-from models import load, recall, serve, tenants
+from models import Decoder, load, recall, serve, tenants
 from models.recall import CHECKPOINT
 from models.serve_http import Clients
-from tests import drive
 from tests.drive import ROOT, TIMEOUT
 
 TEMPLATE = """{%- for message in messages %}
@@ -27,6 +28,7 @@ TEMPLATE = """{%- for message in messages %}
     {{- message.content | trim }}{{ " " }}
 {%- endfor %}"""
 KEY, ROWS, PATIENCE = "a secret", 8, 60
+MAX_OPEN, MAX_BODY = 60, 100_000
 JSON = "content-type: application/json"
 DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
 PEOPLE = list(DOCUMENT.facts)
@@ -69,6 +71,11 @@ class Running:
         self._server.should_exit = True
         self._thread.join()
         self._stack.close()
+
+    def post(self, body, path="/v1/completions", **headers):
+        """The answer to a request of a client that is not OpenAI's."""
+        headers = {"authorization": f"Bearer {KEY}", **headers}
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=PATIENCE)
 
     @property
     def connections(self):
@@ -167,18 +174,17 @@ MARGIN = 1e-3  # between two logits, of which sums in another order may exchange
 
 
 class Expected:
-    """An answer of `run_batch`: a word for each token, and by how much each one is likelier than the next."""
+    """A greedy answer: a word for each token, and by how much each one is likelier than the next."""
 
-    def __init__(self, output):
-        self.words = recall.decode(output.tokens).split(" ")
-        self._margins = [first - second for first, second in (top.values() for top in output.top_logprobs)]
+    def __init__(self, tokens, margins):
+        self.words, self._margins = recall.decode(tokens).split(" "), margins
 
     @property
     def text(self):
         """The text, as it follows a prompt."""
         return f" {' '.join(self.words)}"
 
-    def agrees(self, text):
+    def begins(self, text):
         """Whether a text is the answer's beginning, up to a token that hardly was the likeliest one."""
         found = text.split()
         same = [one == other for one, other in zip(found, self.words, strict=False)]
@@ -186,23 +192,26 @@ class Expected:
         return len(found) <= len(self.words) and (end == len(found) or self._margins[end] <= MARGIN)
 
 
-def expected(prompts, new, **options):
-    """The answers of `run_batch` to prompts of token ids, which nothing ends before."""
-    model = load(CHECKPOINT)[0]
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=512, max_seqs=ROWS, max_length=1024, block_size=16, dtype="float32"
-    )
-    outputs, *_ = drive.run_batch(
-        model, kvjax.Cache.create(spec), prompts, max_new_tokens=new, top_logprobs=2, log_events=False, **options
-    )
-    return [Expected(output) for output in outputs]
+NEW, WIDTH = 16, 96  # tokens of an answer, and the most of a prompt with its answer
+dense = jax.jit(Decoder.dense)
 
 
 @functools.cache
-def batch():
-    """Answers of 16 tokens to the questions about each of the people."""
-    found = expected([recall.encode(prompt_of(person)) for person in PEOPLE], 16)
-    return dict(zip(PEOPLE, found, strict=True))
+def answer_to(prompt):
+    """The model's answer to a text, which nothing ends before: by whole sequences, without a cache."""
+    model, tokens = load(CHECKPOINT)[0], recall.encode(prompt)
+    line, margins, length = np.zeros((1, WIDTH), np.int32), [], len(tokens)
+    line[0, :length] = tokens
+    for at in range(length, length + NEW):
+        logits = np.asarray(dense(model, line))[0, at - 1]
+        second, first = np.sort(logits)[-2:]
+        line[0, at] = np.argmax(logits)
+        margins.append(first - second)
+    return Expected(line[0, length : length + NEW], margins)
+
+
+def answer_about(person):
+    return answer_to(prompt_of(person))
 
 
 def request_of(path, body, *headers):
@@ -222,21 +231,23 @@ def with_template(folder):
 
 
 @contextlib.contextmanager
-def started(folder, *options, code=0):
-    """A server in a process of its own, which is to be ended by a signal: the process, and its address."""
+def started(folder, *options, line="serving at", code=0, says=""):
+    """A server in a process of its own: the process once it has printed a line, and the address in this line.
+
+    It is to be ended by a signal, with an exit status, and to print nothing more but what it `says`.
+    """
     command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", tenants.KEY: KEY}
     with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(TIMEOUT, process.kill)
         timer.start()
         try:
-            lines = iter(process.stderr.readline, "")
-            address = next((line.split(" at ")[1].strip() for line in lines if line.startswith("serving at")), "")
-            assert address, "it has ended"
-            yield process, address
+            found = next((one for one in iter(process.stderr.readline, "") if one.startswith(line)), None)
+            assert found is not None, "it has ended"
+            yield process, found.split(" at ")[-1].strip()
             rest = process.stderr.read()
         finally:
             timer.cancel()
             if sys.exc_info()[0] is not None:
                 process.kill()
-    assert (process.returncode, rest) == (code, "")
+    assert (process.returncode, rest) == (code, says)

@@ -2,21 +2,16 @@
 """The output of the demo: bars and tables that stay within the terminal, and one line that sums it up."""
 
 import io
-import os
 import re
-import subprocess
 import sys
-import time
 import types
 
 import numpy as np
 import pytest
 import rich.console
 
-import kvjax
-from kvjax.stores import DiskStore
-from models import demo, loading, recall, stores
-from tests.drive import ROOT, TIMEOUT, output_of
+from models import demo, recall
+from tests.drive import output_of
 
 
 def test_a_document_may_state_its_facts_several_times():
@@ -66,50 +61,3 @@ def test_the_demo_shows_what_the_cache_is_for():
         r"(\d+)% of prompt tokens reused, first token ([\d.]+) times sooner", lines[-1]
     ).groups()
     assert int(share) > 85 and float(times) > 2
-
-
-def numbers(lines, name):
-    """The numbers of computed, reused and stored tokens in a line of the first table."""
-    (line,) = [line for line in lines if line.startswith(name)][:1]
-    return [int(number.replace(",", "")) for number in line.removeprefix(name).split()[:3]]
-
-
-def stored_tokens(folder):
-    """The tokens of each document's whole blocks that a folder has, up to the first one that it lacks."""
-    spec = demo.make_spec(loading.load(recall.CHECKPOINT)[0])
-    model, names = stores.checkpoint_name(recall.CHECKPOINT), kvjax.Namespaces()
-    found = []
-    with DiskStore(folder, spec, model=model, names=names, readonly=True) as store:
-        for document in demo.documents(np.random.default_rng(demo.SEED)):
-            has = [store.has(block, 0) for block in store.blocks(document.ids)]
-            found.append(demo.BLOCK * [*has, False].index(False))
-    return found
-
-
-@pytest.mark.slow
-def test_a_killed_demo_leaves_what_it_has_computed(tmp_path):
-    """The second run computes no whole block that the folder had when the first one was killed."""
-    folder, command = tmp_path / "store", [sys.executable, "-m", "models.demo", "--store"]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    length = len(demo.documents(np.random.default_rng(demo.SEED))[0].ids)
-    whole, rest = length // demo.BLOCK, length + recall.QUESTION_TOKENS
-    with subprocess.Popen([*command, folder], env=env, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
-        try:
-            deadline = time.monotonic() + TIMEOUT
-            # All of the first document, and more of the second one than the store writes at a time.
-            while sum(len(name) == 32 for _, _, files in os.walk(folder) for name in files) < whole + 65:
-                assert first.poll() is None and time.monotonic() < deadline
-                time.sleep(0.001)
-        finally:
-            first.kill()
-    assert first.returncode == -9
-    stored = stored_tokens(folder)
-    assert stored[0] == whole * demo.BLOCK and stored[1] >= 64 * demo.BLOCK
-    lines = output_of(*command, str(folder), COLUMNS="100").splitlines()
-    assert numbers(lines, "first question") == [rest - stored[0], stored[0], stored[0]]
-    computed, reused, read = numbers(lines, "4 other documents")
-    assert read == sum(stored[1:]) and computed + reused == 8 * rest
-    # A second question about a document lacks its person and the question mark.
-    assert computed == sum(rest - tokens for tokens in stored[1:]) + 4 * 2
-    assert numbers(lines, "nothing shared")[2] == 0
-    assert stored_tokens(folder) == [stored[0]] * 5

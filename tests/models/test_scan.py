@@ -12,13 +12,10 @@ import pytest
 from flax import nnx
 
 import kvjax
-from models import Decoder, LayerConfig, ModelConfig, load, recall, save, scanned, unrolled, verify
-from models.golden import read_golden
+from models import Decoder, LayerConfig, ModelConfig, scanned, unrolled
 from models.scan import Run, Turn, longest_run
-from tests.models.families import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, config
-from tests.poison import poisoned
+from tests.models.families import FULL, GEMMA4, SLIDING, config
 
-QUICK = ("qwen3", "gemma3")  # equal layers, a period; gemma4_options has reused K/V and inputs of each layer's own
 TOKENS = np.random.default_rng(0).integers(32, size=(2, 12)).astype(np.int32)
 KINDS = {"F": LayerConfig(2, 8), "s": LayerConfig(2, 8, window=5), "w": LayerConfig(1, 8)}
 
@@ -58,36 +55,6 @@ def gemma4() -> ModelConfig:
     return config(**{**GEMMA4, "num_hidden_layers": 11, "layer_types": types, "num_kv_shared_layers": 2})
 
 
-def view_of(spec) -> kvjax.pools.View:
-    """The view of two rows of 12 tokens, of which none is cached."""
-    tables, twelve = jnp.array([[4, 0, 5], [1, 3, 2]]), jnp.array([12, 12])
-    positions = jnp.stack([jnp.arange(12, dtype=jnp.int32)] * 2)
-    slots = jnp.take_along_axis(tables, positions // 4, axis=1) * 4 + positions % 4
-    return kvjax.pools.View((tables,) * len(spec.groups), positions, twelve, (slots,) * len(spec.groups), twelve)
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
-def test_paged_logits_are_the_reference(family):
-    model, _ = load(GOLDENS / family, scan=True)
-    assert len(model.layers) < len(model.config.layers)
-    golden = read_golden(GOLDENS / family, model.config.vocab_size)
-    rows = [row for row in range(len(golden.lengths)) if len(golden.text(row)) > 12][:2]
-    spec = kvjax.make_spec(model.layer_specs(), num_blocks=6, max_seqs=2, max_length=12, block_size=4, dtype="float32")
-    tokens, view = np.stack([golden.text(row)[:12] for row in rows]), view_of(spec)
-    logits, _ = jax.jit(Decoder.__call__)(model, jnp.asarray(tokens), poisoned(kvjax.init_pools(spec)), view)
-    wanted = np.stack([[golden.reference(row, position) for position in range(12)] for row in rows])
-    np.testing.assert_allclose(logits, wanted, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_verify_passes(family, capsys):
-    assert verify.main([str(GOLDENS / family), "--scan"]) == 0
-    assert "ok: largest logit error" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("of", "dtype"),
     [
@@ -124,14 +91,6 @@ def test_a_scanned_model_is_made_in_two_ways_and_back():
     assert one.layer_specs() == model.layer_specs()
     single = Decoder(config(num_hidden_layers=1), rngs=nnx.Rngs(0))
     assert scanned(single) is single and Decoder(single.config, scan=True, rngs=nnx.Rngs(0)).run is None
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_options", "gemma4_options"])
-def test_the_file_is_the_same(tmp_path, family):
-    for scan in (False, True):
-        save(load(GOLDENS / family, scan=scan)[0], tmp_path / str(scan))
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "True" / name).read_bytes() == (tmp_path / "False" / name).read_bytes()
 
 
 def decode_of(num_layers, scan):
@@ -175,19 +134,6 @@ def test_a_step_copies_no_pool_and_one_layers_weights_at_most():
     assert memory[True].alias_size_in_bytes >= pool.size * 4
     layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.layers[0])) // 4
     assert memory[True].temp_size_in_bytes <= memory[False].temp_size_in_bytes + layer
-
-
-@pytest.mark.slow
-def test_generate_takes_a_scanned_model():
-    answers = []
-    for scan in (False, True):
-        model, _ = load(recall.CHECKPOINT, scan=scan)
-        spec = kvjax.make_spec(model.layer_specs(), num_blocks=16, max_seqs=2, max_length=32, dtype="float32")
-        prompts = [list(range(3, 20)), [5, 6, 7]]
-        outputs, cache, _ = kvjax.generate(model, kvjax.Cache.create(spec), prompts, max_new_tokens=6)
-        answers.append([output.tokens for output in outputs])
-        kvjax.check(cache.state)
-    assert answers[0] == answers[1] and len(answers[0][0]) == 6
 
 
 def test_layers_of_one_scan_share_a_pool():

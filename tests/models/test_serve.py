@@ -1,46 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server, with the bundled model: OpenAI's own client against all of it."""
 
-import asyncio
-import concurrent.futures
-import contextlib
 import re
-import signal
 import time
 
+import httpx
+import openai
 import pytest
 
-from models import load, recall
+from models import recall
 from models.recall import CHECKPOINT
 from tests import drive
-from tests.models.serve_kit import (
-    DOCUMENT,
-    GREEDY,
-    KEY,
-    ON,
-    PEOPLE,
-    Running,
-    batch,
-    prompt_of,
-    started,
-    with_template,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = with_template(tmp_path_factory.mktemp("served") / "recall")
-    running = Running(folder, "--max-open", "40", "--max-body", "100kB")
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    import openai
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
-        yield one
+from tests.models.serve_kit import DOCUMENT, GREEDY, KEY, ON, PEOPLE, Running, answer_about, prompt_of
 
 
 @pytest.mark.long
@@ -51,7 +22,7 @@ def test_a_completion_is_the_models_answer(client):
     prompt_tokens = len(recall.encode(prompt_of(PEOPLE[0])))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt_tokens, 2, prompt_tokens + 2)
     cut = client.completions.create(prompt=recall.encode(prompt_of(PEOPLE[0])), max_tokens=4, extra_body=ON, **GREEDY)
-    assert cut.choices[0].finish_reason == "length" and batch()[PEOPLE[0]].text.startswith(cut.choices[0].text)
+    assert cut.choices[0].finish_reason == "length" and answer_about(PEOPLE[0]).text.startswith(cut.choices[0].text)
     several = client.completions.create(prompt=[prompt_of(person) for person in PEOPLE[:3]], max_tokens=8, **GREEDY)
     assert [one.text for one in several.choices] == [f" {DOCUMENT.facts[person]}" for person in PEOPLE[:3]]
     assert [one.index for one in several.choices] == [0, 1, 2]
@@ -78,24 +49,6 @@ def test_a_chat_has_the_checkpoints_template_and_finds_its_turns_in_the_cache(cl
 
 
 @pytest.mark.long
-def test_many_streams_say_what_a_batch_does(server, client):
-    def stream(number):
-        person, text, usage = PEOPLE[number % len(PEOPLE)], "", None
-        for chunk in client.completions.create(
-            prompt=prompt_of(person), max_tokens=16, stream=True, stream_options={"include_usage": True},
-            extra_body=ON, **GREEDY,
-        ):  # fmt: skip
-            text += "".join(choice.text for choice in chunk.choices)
-            usage = chunk.usage
-        return person, text, usage.completion_tokens
-
-    with concurrent.futures.ThreadPoolExecutor(32) as threads:
-        found = [*threads.map(stream, range(32))]
-    assert found == [(person, batch()[person].text, 16) for person, *_ in found]
-    server.wait_for(lambda: server.rows == 0)
-
-
-@pytest.mark.long
 def test_samples_differ_and_seeds_repeat_them(client):
     options = {"prompt": "alice is in", "max_tokens": 6, "temperature": 1.5, "model": "recall", "extra_body": ON}
     texts = [
@@ -113,7 +66,7 @@ def test_samples_differ_and_seeds_repeat_them(client):
 @pytest.mark.long
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_stop_string_ends_an_answer_and_frees_its_row(server, client, streams):
-    whole = batch()[PEOPLE[0]].text
+    whole = answer_about(PEOPLE[0]).text
     words = whole.split(" ")
     stop = f"{words[5][-2:]} {words[6]}"  # across two tokens
     wanted = whole[: whole.index(stop)]
@@ -140,7 +93,7 @@ def test_logprobs_are_those_of_the_chosen_tokens(client):
     options = {"prompt": prompt_of(PEOPLE[0]), "max_tokens": 5, "extra_body": ON, **GREEDY}
     choice = client.completions.create(logprobs=2, **options).choices[0]
     logprobs = choice.logprobs
-    assert "".join(logprobs.tokens) == choice.text == batch()[PEOPLE[0]].text[: len(choice.text)]
+    assert "".join(logprobs.tokens) == choice.text == answer_about(PEOPLE[0]).text[: len(choice.text)]
     for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
         assert choice.text[offset:].startswith(token)
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
@@ -166,138 +119,86 @@ def test_biases_and_penalties_change_the_tokens_of_those_who_ask(client):
     assert words(logit_bias={token: 100}) == ["paris"] * 6
     penalized = words(logit_bias={token: 12}, frequency_penalty=2, presence_penalty=2)
     assert 1 <= penalized.count("paris") < 6
-    assert words() == batch()[PEOPLE[0]].words[:6]
+    assert words() == answer_about(PEOPLE[0]).words[:6]
+
+
+def refusal(client, **fields):
+    """The status, the field, the code and the message of a completion's error, which has the API's form."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**{"prompt": "alice", **GREEDY, **fields})
+    error = caught.value
+    assert error.response.json()["error"].keys() == {"message", "type", "param", "code"}
+    return error.status_code, error.param, error.code, error.response.json()["error"]["message"]
 
 
 @pytest.mark.long
-def test_salts_share_nothing(client):
-    def cached(salt):
-        extra = {} if salt is None else {"cache_salt": salt}
-        found = client.completions.create(prompt="bob is in oslo . " * 8, max_tokens=1, extra_body=extra, **GREEDY)
-        return found.usage.prompt_tokens_details.cached_tokens
-
-    assert [cached(salt) for salt in ("a", "b", None, "a", "b", None)] == [0, 0, 0, 39, 39, 39]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("streams", [False, True])
-def test_the_rows_of_a_client_that_goes_away_are_free(server, client, streams):
-    import httpx
-
-    cancels, cancel = [], server.engine._cancel
-    server.engine._cancel = lambda handle: cancels.append(handle) or cancel(handle)
-    headers = {"authorization": f"Bearer {KEY}"}
-    body = {"prompt": "alice is in", "n": 4, "max_tokens": 1000, "stream": streams, **ON, **GREEDY}
-    with httpx.Client(base_url=server.url, headers=headers) as one, contextlib.suppress(httpx.ReadTimeout):
-        if streams:
-            with one.stream("POST", "/v1/completions", json=body) as response:
-                next(response.iter_lines())
-                assert server.engine.running == 4
-        else:
-            one.post("/v1/completions", json=body, timeout=0.05)
-    server.wait_for(lambda: len(cancels) == 4 and server.engine.running == 0 == server.rows)
-    assert all(len(handle.output.tokens) < 1000 for handle in cancels)
-    assert {handle.output.finish for handle in cancels} == {"cancelled"}
-    cancels.clear()
-    client.completions.create(prompt="alice is in", n=2, max_tokens=4, **GREEDY)
-    [*client.completions.create(prompt="alice is in", n=2, max_tokens=4, stream=True, **GREEDY)]
-    del server.engine._cancel
-    assert not cancels  # of what ends by itself
-
-
-@pytest.mark.long
-def test_bad_requests_are_errors_of_the_api(server, client):
-    import httpx
-    import openai
-
-    def error(kind, **fields):
-        with pytest.raises(kind) as caught:
-            client.completions.create(**{"prompt": "alice", **GREEDY, **fields})
-        return caught.value.status_code, caught.value.param, caught.value.code
-
-    assert error(openai.BadRequestError, n=9) == (400, "n", None)
-    assert error(openai.BadRequestError, frequency_penalty=3) == (400, "frequency_penalty", None)
-    assert error(openai.BadRequestError, logit_bias={"100000": 1}) == (400, "logit_bias", None)
-    assert error(openai.BadRequestError, prompt=[249]) == (400, "prompt", None)
-    assert error(openai.BadRequestError, prompt=[10**30]) == (400, "prompt", None)
-    assert error(openai.BadRequestError, extra_body={"min_p": 0.5}) == (400, "min_p", None)
-    assert error(openai.BadRequestError, prompt="") == (400, "prompt", None)
-    assert error(openai.BadRequestError, prompt="a " * 1024) == (400, "prompt", "context_length_exceeded")
-    assert error(openai.BadRequestError, max_tokens=1024) == (400, "prompt", "context_length_exceeded")
-    assert error(openai.BadRequestError, extra_body={"stop_token_ids": [*range(9)]}) == (400, "stop_token_ids", None)
-    assert error(openai.BadRequestError, extra_body={"cache_salt": "kvjax-weights:1"}) == (400, "cache_salt", None)
-    assert error(openai.NotFoundError, model="other") == (404, "model", "model_not_found")
-    assert error(openai.APIStatusError, prompt="a" * 100_001) == (413, None, "body_too_large")
-    with pytest.raises(openai.BadRequestError, match="no tools"):
-        client.chat.completions.create(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}], **GREEDY)
-    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as one:
-        for response, status in (
-            (one.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}), 400),
-            (one.post("/v1/completions", content=b"{}"), 415),
-            (one.post("/v1/completions", data={"prompt": "a"}), 415),
-            (one.get("/v1/completions"), 405),
-            (one.get("/v2"), 404),
-        ):
-            assert response.status_code == status and response.json()["error"].keys() >= {"message", "type", "code"}
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"n": 9}, (400, "n", None)),
+        ({"frequency_penalty": 3}, (400, "frequency_penalty", None)),
+        ({"logit_bias": {"100000": 1}}, (400, "logit_bias", None)),
+        ({"prompt": [249]}, (400, "prompt", None)),
+        ({"prompt": [10**30]}, (400, "prompt", None)),
+        ({"prompt": ""}, (400, "prompt", None)),
+        ({"prompt": "a " * 1024}, (400, "prompt", "context_length_exceeded")),
+        ({"prompt": "a" * 100_001}, (413, None, "body_too_large")),
+        ({"max_tokens": 1024}, (400, "prompt", "context_length_exceeded")),
+        ({"extra_body": {"min_p": 0.5}}, (400, "min_p", None)),
+        ({"extra_body": {"stop_token_ids": [*range(9)]}}, (400, "stop_token_ids", None)),
+        ({"extra_body": {"cache_salt": "kvjax-weights:1"}}, (400, "cache_salt", None)),
+        ({"model": "other"}, (404, "model", "model_not_found")),
+        ({"prompt": ["alice"] * 16, "n": 4}, (400, "n", None)),  # more than can ever be open
+        ({"prompt": ["alice"] * 61}, (400, "prompt", None)),
+        # 8 of 1,024 tokens are more than 512 blocks of 16.
+        ({"n": 8, "max_tokens": 1022, "extra_body": ON}, (400, None, "context_length_exceeded")),
+    ],
+)
+def test_bad_requests_are_errors_of_the_api(server, client, fields, wanted):
+    *found, message = refusal(client, **fields)
+    assert tuple(found) == wanted
+    assert ("wanted at most 60 of a request" in message) == (fields.get("prompt", [])[:1] == ["alice"])
     server.wait_for(lambda: server.engine.running == 0 == server.rows)
 
 
 @pytest.mark.long
-def test_a_server_that_is_full_says_when_to_come_again(server, client):
-    import openai
+def test_the_template_refuses_chats_with_its_own_words(client):
+    with pytest.raises(openai.BadRequestError, match="no tools"):
+        client.chat.completions.create(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}], **GREEDY)
 
+
+@pytest.mark.long
+def test_a_server_that_is_full_says_when_to_come_again(server, client, monkeypatch):
     options = {"max_tokens": 500, "stream": True, "extra_body": ON, **GREEDY}
-    with client.completions.create(prompt=["alice"] * 8, n=4, **options) as open_answers:
+    with client.completions.create(prompt=["alice"] * 14, n=4, **options) as open_answers:
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(prompt=["alice"] * 3, n=4, **GREEDY)
         next(open_answers)
     assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "rate_limit_exceeded"
     server.wait_for(lambda: server.engine.running == 0)
-    most, server.engine._max_waiting = server.engine._max_waiting, 2
-    try:
-        with pytest.raises(openai.RateLimitError, match="wait already"):  # the scheduler has 32 requests at most
-            client.completions.create(prompt=["alice"] * 20, n=2, max_tokens=500, extra_body=ON, **GREEDY)
-    finally:
-        server.engine._max_waiting = most
+    monkeypatch.setattr(server.engine, "_max_waiting", 2)
+    with pytest.raises(openai.RateLimitError, match="wait already"):  # the scheduler has 32 requests at most
+        client.completions.create(prompt=["alice"] * 20, n=2, max_tokens=500, extra_body=ON, **GREEDY)
+    assert refusal(client, n=3)[3] == "n: got 3, wanted at most 2"
+    monkeypatch.undo()
     assert client.completions.create(prompt="alice", **GREEDY).choices
 
 
 @pytest.mark.long
-def test_a_request_that_can_never_be_open_is_wrong(server, client):
-    import openai
-
-    for fields, name in (({"prompt": ["alice"] * 11, "n": 4}, "n"), ({"prompt": ["alice"] * 41}, "prompt")):
-        with pytest.raises(openai.BadRequestError, match="wanted at most 40 of a request") as caught:
-            client.completions.create(**fields, **GREEDY)
-        assert caught.value.param == name
-    most, server.engine._max_waiting = server.engine._max_waiting, 2
-    try:
-        with pytest.raises(openai.BadRequestError, match="n: got 3, wanted at most 2"):
-            client.completions.create(prompt="alice", n=3, **GREEDY)
-    finally:
-        server.engine._max_waiting = most
-
-
-@pytest.mark.long
 def test_a_key_is_wanted_for_prompts_and_answers(server, client):
-    import httpx
-    import openai
-
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0) as other:
         with pytest.raises(openai.AuthenticationError) as caught:
             other.models.list()
         assert caught.value.code == "invalid_api_key"
     assert [model.id for model in client.models.list()] == ["recall"] == [client.models.retrieve("recall").id]
     assert httpx.get(f"{server.url}/health").status_code == httpx.get(f"{server.url}/metrics").status_code == 200
-    refusal = httpx.get(f"{server.url}/cache")
-    assert refusal.status_code == 401 and refusal.headers["www-authenticate"].startswith("Basic")
+    denied = httpx.get(f"{server.url}/cache")
+    assert denied.status_code == 401 and denied.headers["www-authenticate"].startswith("Basic")
     assert httpx.get(f"{server.url}/cache", auth=("", KEY)).status_code == 200
 
 
 @pytest.mark.long
 def test_pages_show_the_cache_and_the_requests(server, client):
-    import httpx
-
     client.completions.create(prompt="<pad> where is bob ?", max_tokens=3, extra_body=ON, **GREEDY)
     time.sleep(1.1)  # a page is made anew
     page = httpx.get(f"{server.url}/cache", auth=("", KEY)).text
@@ -312,23 +213,27 @@ def test_pages_show_the_cache_and_the_requests(server, client):
 
 
 @pytest.mark.long
-def test_samples_are_served_without_the_one_that_was_cancelled_and_in_several_calls(server):
-    engine, tokenizer = server.engine, load(CHECKPOINT)[1]
-    prompt, wanted = recall.encode(prompt_of(PEOPLE[0])), batch()[PEOPLE[0]].text
-    with engine._inbox.wake:  # the engine's thread sees all of it at once; it has slots for 32 requests
-        groups = [drive.ask(engine, prompt, max_new_tokens=16, samples=7).samples for _ in range(5)]
-        groups[1][0].cancel()
-    outputs = [handle.result(20) for handles in groups for handle in handles]
-    assert [output.finish for output in outputs] == ["length"] * 7 + ["cancelled"] + ["length"] * 27
-    texts = {f" {tokenizer.decode(output.tokens)}" for output in outputs if output.tokens}
-    assert texts == {wanted}
+def test_samples_come_in_several_calls_and_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
+    """Some are cancelled before they are admitted."""
+    prompt, wanted = recall.encode(prompt_of(PEOPLE[0])), answer_about(PEOPLE[0]).words
+    running = Running(CHECKPOINT, "--store", str(tmp_path / "store"))
+    try:
+        with running.engine._inbox.wake:  # the engine's thread sees all of it at once; it has slots for 32 requests
+            groups = [drive.ask(running.engine, prompt, max_new_tokens=16, samples=7).samples for _ in range(5)]
+            for handle in [groups[1][0], *groups[4][2:]]:
+                handle.cancel()
+        outputs = [handle.result(60) for handles in groups for handle in handles]
+        finishes = [output.finish for output in outputs]
+        assert finishes == ["length"] * 7 + ["cancelled"] + ["length"] * 22 + ["cancelled"] * 5
+        assert all(recall.decode(output.tokens).split() == wanted for output in outputs if output.tokens)
+        running.wait_for(lambda: not running.engine._thread.driver.stored.prefixes)
+    finally:
+        running.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_engine_that_fails_is_an_error_of_the_api_and_goes_on(server, client, monkeypatch, streams):
-    import openai
-
     def fails(*_, **__):
         monkeypatch.undo()
         raise RuntimeError("broken")
@@ -339,78 +244,5 @@ def test_an_engine_that_fails_is_an_error_of_the_api_and_goes_on(server, client,
         list(client.completions.create(prompt="alice", stream=streams, **GREEDY))
     assert streams or caught.value.status_code == 503
     found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
-    assert (
-        found.choices[0].text == f" {DOCUMENT.facts[PEOPLE[0]]}"
-        and found.usage.prompt_tokens_details.cached_tokens == 0
-    )
-
-
-@pytest.mark.long
-def test_samples_that_the_cache_can_never_hold_are_refused(server, client):
-    import openai
-
-    prompt = recall.encode("alice is in")
-    server.engine.drain(20)
-    with pytest.raises(openai.BadRequestError) as caught:  # 8 of 1,024 tokens are more than 512 blocks of 16
-        client.completions.create(prompt=prompt, n=8, max_tokens=1021, extra_body=ON, **GREEDY)
-    assert caught.value.code == "context_length_exceeded"
-
-
-@pytest.mark.long
-def test_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
-    """Some are cancelled before they are admitted, and samples of one prompt are admitted in several calls."""
-    prompt = recall.encode(prompt_of(PEOPLE[0]))
-    running = Running(CHECKPOINT, "--store", str(tmp_path / "store"))
-    try:
-        with running.engine._inbox.wake:
-            handles = [one for _ in range(9) for one in drive.ask(running.engine, prompt, samples=7).samples]
-            for handle in handles[20:50]:
-                handle.cancel()
-        finished = [handle.result(60).finish for handle in handles]
-        assert finished == ["length"] * 20 + ["cancelled"] * 30 + ["length"] * 13
-        running.wait_for(lambda: not running.engine._thread.driver.stored.prefixes)
-    finally:
-        running.close()
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_server_and_the_next_one_finds_its_store(tmp_path):
-    import openai
-
-    options = ["--store", str(tmp_path / "store"), "--host-blocks", "64", "--grace", "0", "--rows", "2"]
-    for stored in (False, True):
-        with started(CHECKPOINT, *options) as (process, address), openai.OpenAI(base_url=address, api_key=KEY) as one:
-            found = one.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=2, **GREEDY)
-            assert found.choices[0].text == f" {DOCUMENT.facts[PEOPLE[0]]}"
-            whole = min(found.usage.prompt_tokens // 16 * 16, found.usage.prompt_tokens - 1)
-            assert found.usage.prompt_tokens_details.cached_tokens == (whole if stored else 0)
-            answer = one.completions.create(prompt="alice", max_tokens=1000, stream=True, extra_body=ON, **GREEDY)
-            next(answer)
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(openai.APIError, match="the engine was closed"):
-                list(answer)
-
-
-def test_a_client_that_goes_away_cancels_what_is_done_for_it():
-    from models.serve_job import while_connected
-
-    async def run(*messages):
-        ended, received = [], iter(messages)
-
-        async def receive():
-            await asyncio.sleep(0)
-            return {"type": next(received)} if messages else await asyncio.Event().wait()
-
-        async def work():
-            try:
-                await asyncio.sleep(0.01)
-                return "done"
-            finally:
-                ended.append(True)
-
-        result = await while_connected(receive, work())
-        assert ended
-        return result
-
-    assert asyncio.run(run("http.request", "http.disconnect")) is None
-    assert asyncio.run(run()) == "done"
+    assert found.choices[0].text == f" {DOCUMENT.facts[PEOPLE[0]]}"
+    assert found.usage.prompt_tokens_details.cached_tokens == 0

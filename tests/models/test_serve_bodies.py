@@ -7,28 +7,18 @@ import json
 import re
 import socket
 
+import httpx
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from models import openai_api
-from tests.models.serve_kit import JSON, KEY, ON, PEOPLE, Running, prompt_of, request_of, with_template
-
-MOST_BODY = 100_000
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    options = ("--max-body", str(MOST_BODY), "--max-open", "40")
-    running = Running(with_template(tmp_path_factory.mktemp("served") / "recall"), *options)
-    yield running
-    running.close()
+from tests.models.serve_kit import JSON, KEY, ON, PEOPLE, prompt_of, request_of
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    import httpx
-
+    """A client that sends whatever it is told to."""
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=20) as one:
         yield one

@@ -8,33 +8,13 @@ import socket
 import struct
 import time
 
+import httpx
 import pytest
 
 from tests import drive
-from tests.models.serve_kit import GREEDY, KEY, LONG, ON, PATIENCE, Running, idle, request_of, watched, with_template
+from tests.models.serve_kit import GREEDY, LONG, MAX_OPEN, ON, PATIENCE, idle, request_of
 
-N, NEW, MOST_OPEN = 4, 40, 64
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A server of which 64 answers may be open; at the end none is."""
-    import httpx
-
-    options = ("--max-waiting", "256", "--max-open", str(MOST_OPEN))
-    running = Running(with_template(tmp_path_factory.mktemp("served") / "recall"), *options)
-    yield running
-    body = {"prompt": ["alice"] * (MOST_OPEN // 8), "n": 8, "max_tokens": 1, **GREEDY}
-    headers = {"authorization": f"Bearer {KEY}"}
-    response = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
-    running.close()
-    assert response.status_code == 200
-
-
-@pytest.fixture
-def watch(server, monkeypatch):
-    with watched(server, monkeypatch) as found:
-        yield found
+N, NEW = 4, 40
 
 
 def body_of(prompt="alice is in", *, streams=False, **fields):
@@ -104,8 +84,6 @@ def test_a_client_that_goes_away_while_it_waits_gets_no_row(server, watch, has_s
 
 @pytest.mark.long
 def test_a_client_that_goes_away_amid_its_request_has_submitted_nothing(server, watch):
-    import httpx
-
     data = request_of("/v1/completions", body_of())
     for size in (10, data.index(b"\r\n\r\n") + 4, len(data) - 1):
         with server.connect() as connection:
@@ -148,23 +126,6 @@ def test_also_while_turns_are_long_they_are_free_two_turns_after(server, watch, 
     assert max(watch.lengths) < 900 and (streams or max(watch.lengths) > 100)
 
 
-@pytest.mark.long
-def test_a_client_that_does_not_read_stops_nobody_and_leaves_nothing(server, watch):
-    """Its answers are made, and wait for it: more bytes than the connection holds."""
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", server.port))
-        body = body_of(n=8, max_tokens=900, streams=True, logprobs=5)
-        connection.sendall(request_of("/v1/completions", body))
-        server.wait_for(lambda: len(watch.handles) == 8 and all(handle.done for handle in watch.handles))
-        with server.connect() as other:
-            other.sendall(request_of("/v1/completions", body_of(n=8), "connection: close"))
-            found = b"".join(iter(lambda: other.recv(1 << 16), b""))
-        assert found.count(b'"length"') == 8
-    idle(server)
-    assert not watch.cancels and {handle.output.finish for handle in watch.handles} == {"length"}
-
-
 LESS, MORE = pytest.param(100, marks=pytest.mark.long), pytest.param(2000, marks=pytest.mark.slow)
 
 
@@ -187,7 +148,7 @@ def test_many_clients_that_go_away_at_random_leave_nothing(server, watch, number
             if rng.random() < 0.3:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+    with concurrent.futures.ThreadPoolExecutor(MAX_OPEN // N) as threads:
         list(threads.map(leave, range(number)))
     server.wait_for(lambda: server.connections == (0, 0))
     idle(server)

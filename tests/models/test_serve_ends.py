@@ -8,6 +8,7 @@ import signal
 import threading
 
 import numpy as np
+import openai
 import pytest
 
 import kvjax
@@ -20,8 +21,6 @@ SIZE, CLIENTS, ANSWERS, NEW = 16, 8, 24, 20
 
 
 def client_of(address):
-    import openai
-
     return openai.OpenAI(base_url=address, api_key=KEY, max_retries=0)
 
 
@@ -33,8 +32,6 @@ def prompt_of(number):
 
 def answered(process, address, numbers, end):
     """Texts, with their answers, that clients had got before a signal ended the server, while it served others."""
-    import openai
-
     texts, lock, are_enough = [], threading.Lock(), threading.Event()
 
     def work(client, streams):
@@ -53,11 +50,16 @@ def answered(process, address, numbers, end):
                         are_enough.set()
 
     with client_of(address) as client, concurrent.futures.ThreadPoolExecutor(CLIENTS) as threads:
+        stream = client.completions.create(prompt=[5], max_tokens=1000, stream=True, extra_body=ON, **GREEDY)
+        next(stream)
         working = [threads.submit(work, client, number % 2 == 0) for number in range(CLIENTS)]
         assert are_enough.wait(PATIENCE)
         with lock:
             process.send_signal(end)
             found = texts[:]
+        if end == signal.SIGTERM:
+            with pytest.raises(openai.APIError, match="the engine was closed"):
+                list(stream)
         for one in working:
             one.result(PATIENCE)
     return found
@@ -82,11 +84,11 @@ def cached_blocks(address, texts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, 8])
-def test_what_a_store_has_is_found_again_when_a_server_is_ended_under_load(kills, tmp_path):
+@pytest.mark.parametrize(("kills", "more"), [(1, ["--host-blocks", "64"]), (8, [])])
+def test_what_a_store_has_is_found_again_when_a_server_is_ended_under_load(kills, more, tmp_path):
     """`kill -9` may lose blocks that were not written yet, and SIGTERM none of any text whose answer was there."""
     folder, numbers = tmp_path / "store", itertools.count()
-    options = ["--store", str(folder), "--grace", "0", "--rows", "8"]
+    options = ["--store", str(folder), "--grace", "0", "--rows", "8", *more]
     first, blocks = list[list[int]](), list[int]()
     for _ in range(kills):
         with started(CHECKPOINT, *options, code=-signal.SIGKILL) as (process, address):

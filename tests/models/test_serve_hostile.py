@@ -5,24 +5,19 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
-import os
 import pathlib
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import httpx
 import pytest
 
-from models import tenants
 from models.recall import CHECKPOINT
 from models.serve_http import Patience
 from models.serve_pages import Pages
-from tests.drive import ROOT, TIMEOUT
 from tests.models.serve_kit import (
     GREEDY,
     KEY,
@@ -30,14 +25,14 @@ from tests.models.serve_kit import (
     PATIENCE,
     PEOPLE,
     Running,
-    batch,
+    answer_about,
     idle,
     prompt_of,
     request_of,
     started,
     watched,
     with_template,
-)  # fmt: skip
+)
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MAX_OPEN, MAX_LENGTH = 8, 1024
@@ -125,6 +120,7 @@ def test_answers_that_nobody_reads_are_no_open_answers(server, client, streams, 
         assert response.status_code == 200 or error_of(response, 429)
         server.wait_for(lambda: all(handle.done for handle in watch.handles))
         assert client.post(COMPLETIONS, json=body_of(n=MAX_OPEN)).status_code == 200
+        assert not watch.cancels and {handle.output.finish for handle in watch.handles[:8]} == {"length"}
     idle(server)
 
 
@@ -150,27 +146,13 @@ def test_health_waits_for_no_thread_but_the_engines():
 # Signals.
 
 
-def begun(line, end, *options):
-    """Starts a server, and sends it a signal at a line; returns its exit status, and the lines after."""
-    command = [sys.executable, "-m", "models.serve", "--checkpoint", str(CHECKPOINT), "--port", "0", *options]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", tenants.KEY: KEY}
-    with subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        timer = threading.Timer(TIMEOUT, process.kill)
-        timer.start()
-        assert any(found.startswith(line) for found in iter(process.stderr.readline, ""))
-        process.send_signal(end)
-        rest = process.stderr.read()
-        timer.cancel()
-    return process.returncode, rest
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("line", ["compiling", "serving at"])
 def test_a_signal_ends_the_server_whenever_it_comes(line, end, tmp_path):
-    folder = tmp_path / "saved"
-    rest = "0 blocks are saved\n" if line == "serving at" else ""
-    assert begun(line, end, "--save", str(folder), "--grace", "0") == (0, rest)
+    folder, says = tmp_path / "saved", "0 blocks are saved\n" if line == "serving at" else ""
+    with started(CHECKPOINT, "--save", str(folder), "--grace", "0", line=line, says=says) as (process, _):
+        process.send_signal(end)
     assert (folder / "manifest.json").exists() == (line == "serving at")
 
 
@@ -238,7 +220,7 @@ HOSTILE = (drop, send_header, leave_unread, send_text, say_nothing)
 def test_120_clients_of_which_most_are_hostile():
     """Every answer is the right one and there within 3 s; memory and open files are as before."""
     seconds, num_honest = 30, 20
-    batch()
+    [answer_about(person) for person in PEOPLE]
     with started(CHECKPOINT, "--timeout", "30") as (process, address):
         url, usage, waits, same = address.removesuffix("/v1"), Usage(process.pid), list[float](), list[bool]()
         port = int(url.rsplit(":", 1)[1])
@@ -261,7 +243,7 @@ def test_120_clients_of_which_most_are_hostile():
                     person, begin = rng.choice(PEOPLE), time.monotonic()
                     response = client.post(COMPLETIONS, json=body_of(prompt_of(person), max_tokens=8, **ON))
                     waits.append(time.monotonic() - begin)
-                    same.append(batch()[person].agrees(response.json()["choices"][0]["text"]))
+                    same.append(answer_about(person).begins(response.json()["choices"][0]["text"]))
                     begin = time.monotonic()
                     assert client.get("/health").status_code == 200
                     waits.append(time.monotonic() - begin)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from models.serve_http import HEADER_BYTES, LEAST_READ, Clients, HttpServer, Patience, only_hosts
+from models.serve_http import HEADER_BYTES, LEAST_READ, HttpServer, Patience, only_hosts
 
 SOON, LONG = 0.3, 30.0  # seconds of a limit that is to be reached, and of the others
 PIECE = b"a" * LEAST_READ
@@ -166,21 +166,31 @@ HALF_HEADER, HALF_BODY = b"POST / HTTP/1.1\r\nhost", request_of("/", b"a" * 100)
 HALF_CHUNK = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab"
 
 
+@pytest.mark.parametrize("is_second", [False, True], ids=["first", "second of a connection"])
 @pytest.mark.parametrize(
     ("limit", "data"),
     [
-        ("header_seconds", b""),
+        ("header_seconds", b"\r\n"),
         ("header_seconds", HALF_HEADER),
         ("body_seconds", HALF_BODY),
         ("body_seconds", HALF_CHUNK),
     ],
 )
-def test_a_request_without_its_end_has_some_seconds(limit, data):
+def test_a_request_without_its_end_has_some_seconds(limit, data, is_second):
     with serving(**{limit: SOON}) as server, server.connect() as connection:
+        if is_second:
+            connection.sendall(request_of("/", b"abc"))
+            assert read_answer(connection).endswith(b"3")
+            time.sleep(2 * SOON)  # the limit is none on a connection without a request
         begun = time.monotonic()
         connection.sendall(data)
         assert error_of(read_all(connection), 408) == "the request did not come within 0.3 s"
-        assert SOON <= time.monotonic() - begun < LONG / 2
+        assert (SOON if not is_second else 0) <= time.monotonic() - begun < LONG / 2
+
+
+def test_a_connection_that_says_nothing_has_some_seconds():
+    with serving(header_seconds=SOON) as server, server.connect() as connection:
+        assert error_of(read_all(connection), 408)
 
 
 @pytest.mark.parametrize(("limit", "data"), [("header_seconds", HALF_HEADER), ("body_seconds", HALF_BODY)])
@@ -197,16 +207,6 @@ def test_bytes_one_by_one_give_no_more_time(limit, data):
         assert time.monotonic() - begun < LONG / 2
 
 
-@pytest.mark.parametrize("data", [b"\r\n", HALF_HEADER, HALF_BODY])
-def test_so_has_the_second_request_of_a_connection(data):
-    with serving(header_seconds=SOON, body_seconds=SOON) as server, server.connect() as connection:
-        connection.sendall(request_of("/", b"abc"))
-        assert read_answer(connection).endswith(b"3")
-        time.sleep(2 * SOON)  # the limit is none on a connection without a request
-        connection.sendall(data)
-        assert error_of(read_all(connection), 408)
-
-
 def test_a_request_that_begins_during_an_answer_does_not_cut_it():
     with serving(header_seconds=SOON, body_seconds=SOON) as server, server.connect() as connection:
         connection.sendall(request_of("/slow", b"abc") + HALF_HEADER)
@@ -215,25 +215,16 @@ def test_a_request_that_begins_during_an_answer_does_not_cut_it():
 
 
 @pytest.mark.parametrize("path", ["/whole", "/pieces"])
-def test_a_client_that_does_not_read_loses_its_connection(path):
-    with serving(read_seconds=SOON) as server, server.connect(receives=4096) as connection:
-        connection.sendall(request_of(path, b""))
-        server.wait_for(lambda: server.num_connections)
-        begun = time.monotonic()
-        server.wait_for(lambda: not server.num_connections)
-        assert time.monotonic() - begun < LONG / 2
-        assert not server.server.server_state.tasks
-
-
-@pytest.mark.parametrize("path", ["/whole", "/pieces"])
-def test_so_does_one_that_reads_byte_by_byte(path):
+@pytest.mark.parametrize("reads", [False, True], ids=["nothing", "byte by byte"])
+def test_a_client_that_hardly_reads_loses_its_connection(path, reads):
     with serving(read_seconds=SOON) as server, server.connect(receives=4096) as connection:
         connection.sendall(request_of(path, b""))
         server.wait_for(lambda: server.num_connections)
         begun = time.monotonic()
         while server.num_connections:
-            assert connection.recv(1) and time.monotonic() - begun < LONG / 2
+            assert time.monotonic() - begun < LONG / 2 and (not reads or connection.recv(1))
             time.sleep(SOON / 20)
+        server.wait_for(lambda: not server.server.server_state.tasks)
 
 
 @pytest.mark.parametrize("path", ["/whole", "/pieces"])
@@ -298,8 +289,3 @@ def test_another_host_is_refused(host, status):
         assert answer.startswith(f"HTTP/1.1 {status} ".encode())
         if status == 403:
             assert error_of(answer, 403).endswith("is not one of --allowed-hosts")
-
-
-def test_the_limits_are_shared_by_all_connections():
-    clients = Clients(Patience())
-    assert clients.waiting == {} and clients.patience.connections == 512

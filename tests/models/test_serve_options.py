@@ -3,27 +3,39 @@
 
 import concurrent.futures
 import contextlib
+import importlib.util
 import re
+import socket
 import time
 
+import httpx
+import openai
 import pytest
 from flax import nnx
 
+from kvjax.interop.vllm import Subscriber
 from models import memory, recall, serve, session
 from models.recall import CHECKPOINT
 from models.serve_http import HEADER_BYTES, LEAST_READ, Patience
 from models.tenants import salt_of
 from tests import wire_kit
 from tests.drive import ROOT
-from tests.models.serve_kit import GREEDY, KEY, PATIENCE, PEOPLE, Running, batch, prompt_of, with_template
+from tests.models.serve_kit import (
+    GREEDY,
+    KEY,
+    PATIENCE,
+    PEOPLE,
+    Running,
+    answer_about,
+    prompt_of,
+    with_template,
+)
 
 PAGE = ROOT / "docs/howto/serving.md"
 PUBLISH = ("--publish", wire_kit.ANY, "--replay", wire_kit.ANY)
 
 
 def client_of(server):
-    import openai
-
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
@@ -84,8 +96,6 @@ def test_the_router_of_the_page_sends_prompts_where_they_are_cached(started):
 
 @pytest.mark.long
 def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_path):
-    from kvjax.interop.vllm import Subscriber
-
     options = ("--save", str(tmp_path / "saved"))
     first, *_ = started(*options)
     prompt = prompt_of(PEOPLE[0])
@@ -101,7 +111,7 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
         for salt, cached in (("b", most), ("a", most), ("c", 0)):
             found = client.completions.create(prompt=prompt, max_tokens=16, extra_body={"cache_salt": salt}, **GREEDY)
             assert found.usage.prompt_tokens_details.cached_tokens == cached
-            assert batch()[PEOPLE[0]].agrees(found.choices[0].text)
+            assert answer_about(PEOPLE[0]).begins(found.choices[0].text)
 
 
 @pytest.mark.long
@@ -110,9 +120,6 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
 )
 def test_a_template_that_fails_costs_chats_and_nothing_else(started, tmp_path, template):
     """Neither the start, nor completions, nor the time of others while it is rendered."""
-    import httpx
-    import openai
-
     folder = with_template(tmp_path / "recall")
     (folder / "chat_template.jinja").write_text(template)
     server, *_ = started("--checkpoint", str(folder))
@@ -126,7 +133,7 @@ def test_a_template_that_fails_costs_chats_and_nothing_else(started, tmp_path, t
         with pytest.raises(openai.BadRequestError, match=r"chat template: (Expected an expression|it takes more than)"):
             chat.result()
         found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
-        assert batch()[PEOPLE[0]].agrees(found.choices[0].text)
+        assert answer_about(PEOPLE[0]).begins(found.choices[0].text)
 
 
 @pytest.mark.slow
@@ -136,26 +143,24 @@ def test_a_mesh_gives_the_same_answers(started, options, devices):
     with client_of(server) as client:
         for person in PEOPLE[:3]:
             found = client.completions.create(prompt=prompt_of(person), max_tokens=8, **GREEDY)
-            assert batch()[person].agrees(found.choices[0].text)
+            assert answer_about(person).begins(found.choices[0].text)
     (leaf, *_) = server.engine.close().pools.arrays[0]
     assert len(leaf.sharding.device_set) == devices
 
 
 @pytest.mark.long
 def test_keys_share_no_prefixes_unless_they_are_to(started, tmp_path):
-    import httpx
-
     tokens = recall.encode(prompt_of(PEOPLE[0]))
     whole, most = len(tokens) // 16 * 16, len(tokens) - 1
     file = tmp_path / "keys"
     file.write_text("other\n")
 
-    def cached(server, key, salt=None):
-        headers = {"authorization": f"Bearer {key}"}
+    def ask(server, key, salt=None):
         body = {"prompt": tokens, "max_tokens": 1, "cache_salt": salt, **GREEDY}
-        found = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
-        assert found.status_code == 200
-        return found.json()["usage"].get("prompt_tokens_details", {}).get("cached_tokens")
+        return server.post(body, authorization=f"Bearer {key}")
+
+    def cached(*use):
+        return ask(*use).json()["usage"].get("prompt_tokens_details", {}).get("cached_tokens")
 
     def prompts_shown(server, key):
         page = httpx.get(f"{server.url}/cache", auth=("", key)).text
@@ -167,12 +172,8 @@ def test_keys_share_no_prefixes_unless_they_are_to(started, tmp_path):
     assert [cached(server, *use) for use in uses] == [most] * 5
     assert (prompts_shown(server, KEY), prompts_shown(server, "other")) == (2, 3)
     for salt in (salt_of(KEY), salt_of(KEY, "a")):
-        body = {"prompt": tokens, "max_tokens": 1, "cache_salt": salt, **GREEDY}
-        headers = {"authorization": "Bearer other"}
-        found = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+        found = ask(server, "other", salt)
         assert found.status_code == 400 and found.json()["error"]["param"] == "cache_salt"
-    from kvjax.interop.vllm import Subscriber
-
     with Subscriber(publish, replay) as mirror:  # a router knows the salts of keys
         for salt in [salt_of(*use) for use in uses]:
             assert mirror.wait(lambda one, salt=salt: one.lookup(tokens, salt).tokens == whole, timeout=PATIENCE)
@@ -220,37 +221,57 @@ def test_a_budget_is_weights_steps_and_as_many_blocks_as_fit(options):
         assert ("K/V on the host" in line) == ("--host-blocks" in options)
 
 
-def test_a_small_budget_shortens_the_rows_and_a_smaller_one_is_refused(capsys):
+def test_a_small_budget_shortens_the_rows():
     parser = serve.make_parser()
-
-    def spec_of(*options):
-        args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--rows", "1", "--chunk", "16", *options])
-        model, _ = session.load_model(parser, args)
-        return serve._spec(parser, args, model, {})
-
-    small = spec_of("--budget", "1.5MB")
-    assert small.max_length <= small.groups[0].num_blocks * 16 < 1024
-    for options, wanted in (
-        (("--budget", "1MB"), r"--budget: got 1,000,000 bytes, wanted at least [\d,]+, the least for one block of"),
-        (("--budget", "1.5MB", "--max-length", "1000"), "--max-length: got 1000, wanted at most"),
-        (("--budget", "1.5MB", "--blocks", "9"), "--blocks: not allowed with argument --budget"),
-        (("--budget", "much"), "--budget: got 'much', wanted a size such as 500MB or 10GiB"),
-    ):
-        with pytest.raises(SystemExit):
-            spec_of(*options)
-        assert re.match(f"python -m models.serve: {wanted}", capsys.readouterr().err)
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), *SMALL])
+    spec = serve._spec(parser, args, session.load_model(parser, args)[0], {})
+    assert spec.max_length <= spec.groups[0].num_blocks * 16 < 1024
 
 
-def test_options_that_cannot_be_are_errors_of_one_line(capsys, monkeypatch, tmp_path):
+SMALL = ("--rows", "1", "--chunk", "16", "--budget", "1.5MB")
+TOO_SMALL = r"--budget: got 1,000,000 bytes, wanted at least [\d,]+, the least for one block of"
+DEVICES = "wanted at most 8, the devices that there are"
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ([*SMALL, "--budget", "1MB"], TOO_SMALL),
+        ([*SMALL, "--max-length", "1000"], "--max-length: got 1000, wanted at most"),
+        ([*SMALL, "--blocks", "9"], "--blocks: not allowed with argument --budget"),
+        (["--budget", "much"], "--budget: got 'much', wanted a size such as 500MB or 10GiB"),
+        (["--max-length", "2000"], "--max-length: got 2000, wanted at most 1024"),
+        (["--mesh", "64"], f"--mesh: got 64, {DEVICES}"),
+        (["--mesh", "4", "--context", "4"], f"--mesh times --context: got 16, {DEVICES}"),
+        (["--context", "3"], "--context: got axis 'context' of 3 devices, wanted one that divides blocks of"),
+        (["--mesh", "3"], "--mesh: got 3 devices along 'heads', wanted a divisor of"),
+        (["--save", "{other}"], "--save: got '{other}' without manifest.json"),
+        (["--checkpoint", "{other}/x"], "--checkpoint: {other}/x: no such folder$"),
+        (["--chat-template", "{other}/broken"], "--chat-template: chat template: Expected an expression"),
+        (["--port", "65536"], "--port: got '65536', wanted"),
+        (["--port", "{taken}"], "--port: 127.0.0.1:{taken}: address already in use$"),
+        (["--api-keys", "{other}/none"], "--api-keys: {other}/none has no key$"),
+        (["--api-keys", "{other}/x"], "--api-keys: {other}/x: no such file or directory$"),
+        (["--api-key", ""], "--api-key: got one that no header can have, wanted ASCII letters, digits and signs$"),
+        (["--api-key", "a", "--api-key", "\xe4"], "--api-key: got one that no header can have"),
+    ],
+)
+def test_options_that_cannot_be_are_errors_of_one_line(options, wanted, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(serve.commands.jax.config, "update", lambda *_: None)  # of this process
-    (tmp_path / "other").write_text("no save")
-    for options, wanted in (
-        (("--mesh", "64"), "--mesh: got 64, wanted at most 8, the devices that there are"),
-        (("--mesh", "4", "--context", "4"), "--mesh times --context: got 16, wanted at most 8, the devices that there"),
-        (("--context", "3"), "--context: got axis 'context' of 3 devices, wanted one that divides blocks of"),
-        (("--mesh", "3"), "--mesh: got 3 devices along 'heads', wanted a divisor of"),
-        (("--save", str(tmp_path)), f"--save: got {str(tmp_path)!r} without manifest.json"),
-    ):
-        with pytest.raises(SystemExit):
-            serve.main(["--checkpoint", str(CHECKPOINT), "--port", "0", "--no-compile-cache", *options])
-        assert capsys.readouterr().err.removeprefix("python -m models.serve: ").startswith(wanted)
+    (tmp_path / "broken").write_text("{% if %}")
+    (tmp_path / "none").write_text("# none\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"other": str(tmp_path), "taken": taken.getsockname()[1]}
+        given = [option.format(**names) for option in options]
+        with pytest.raises(SystemExit) as caught:
+            serve.main(["--checkpoint", str(CHECKPOINT), "--port", "0", "--no-compile-cache", *given])
+    line = capsys.readouterr().err.removeprefix("python -m models.serve: ")
+    assert caught.value.code == 2 and line.count("\n") == 1 and re.match(wanted.format(**names), line)
+
+
+def test_packages_that_are_not_installed_are_named(capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name))
+    with pytest.raises(SystemExit):
+        serve.main(["--checkpoint", str(CHECKPOINT)])
+    assert 'needs starlette, uvicorn and prometheus-client: pip install "kvjax[serve]"' in capsys.readouterr().err

@@ -200,21 +200,6 @@ def test_new_weights_find_nothing_old_and_compile_nothing():
     assert rollout.model() is not module
 
 
-def test_weights_that_a_trainer_shares_are_a_new_version_once_they_change():
-    module, other = make(0), make(1)
-    rollout = engine(module)
-    assert rollout.model() is module
-    rollout.generate(PROMPTS, GREEDY)
-    programs = rollout.sampler.programs.sample._cache_size()
-    nnx.update(module, nnx.state(other))
-    found = rollout.generate(PROMPTS, GREEDY)
-    assert rollout.sampler.version == 1 and rollout.cached[0] == 0
-    rollout.generate(PROMPTS, GREEDY)
-    assert rollout.sampler.version == 1 and rollout.cached[0] > 0
-    assert rollout.sampler.programs.sample._cache_size() == programs
-    assert found.text == engine(other).generate(PROMPTS, GREEDY).text
-
-
 class Apart(Letters):
     """The same with padding that no model chooses."""
 

@@ -192,10 +192,8 @@ def projected(
         start = _start(wired, namespace, path, spec.block_size, group)
         after = None
         if start:
-            after = hashing.root_hash(None, salt, lora, key=key)
-            for at in range(0, start, spec.block_size):
-                after = hashing.block_hash(after, path[at : at + spec.block_size], key=key)
-            wire, after = None, first_64_bits(after)
+            root = hashing.root_hash(None, salt, lora, key=key)
+            wire, after = None, first_64_bits(digest_of(path[:start], spec.block_size, root, key=key))
         tokens = tuple(token for token, _ in items)[start:]
         extra = tuple(
             (at - start, extra_name(ids))
@@ -224,23 +222,30 @@ def written(
         if salt is not None and salts == "digest":
             wire = hashing.salt_hash(salt, key=key)
         start = _start(wired, namespace, path, size, group)
-        for at in range(0, start, size):
-            some = path[at : at + size]
-            text = [list(part) for part in zip(*some, strict=True)] if spec.extra_ids else [some]
-            after = hashing.block_hash(after or hashing.root_hash(None, salt, lora, key=key), *text, key=key)
+        if start:
+            root = hashing.root_hash(None, salt, lora, key=key)
+            after = first_64_bits(digest_of(path[:start], size, root, extra=spec.extra_ids, key=key))
         tokens = path[start:] if spec.extra_ids else tuple((token, 0) for token in path[start:])
         window = spec.groups[group].window
         window = spec.max_length if window is None else min(window, spec.max_length - 1)
-        prefix = trtllm.Prefix(window, group, lora, wire, tokens, None if after is None else first_64_bits(after))
-        found[prefix] = level, priority
+        found[trtllm.Prefix(window, group, lora, wire, tokens, after)] = level, priority
     return found
+
+
+def digest_of(path: tuple, size: int, root: bytes, *, extra: bool = False, key: bytes = b"") -> bytes:
+    """The hash of a prefix, from that of its root; with `extra` its items are (token, extra id)."""
+    for at in range(0, len(path), size):
+        some = path[at : at + size]
+        root = hashing.block_hash(root, *(map(list, zip(*some, strict=True)) if extra else [some]), key=key)
+    return root
 
 
 class Lines:
     """A writer of TensorRT-LLM's lines, and a mirror that reads them."""
 
-    def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces):
-        self.names, self.writer, self.mirror = names, trtllm.Writer(spec, names=names), trtllm.Mirror()
+    def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b""):
+        self.names, self.key, self.mirror = names, key, trtllm.Mirror()
+        self.writer = trtllm.Writer(spec, names=names, key=key)
         self.follow([])  # the groups
 
     def follow(self, events: Any) -> None:
@@ -248,7 +253,7 @@ class Lines:
 
     def agrees(self, mirror: Mirror) -> bool:
         """Whether the mirror equals the part of an index that the form carries, and is complete."""
-        wanted = written(mirror, self.writer.nodes.spec, self.names)
+        wanted = written(mirror, self.writer.nodes.spec, self.names, key=self.key)
         assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
         return self.mirror.complete and self.mirror.counts["refused"] == 0
 
@@ -268,23 +273,12 @@ def named(
     key: bytes = b"", model: str | None = None, loras: dict[int, str] | None = None,
 ) -> dict[tuple[int, str], int]:  # fmt: skip
     """The part of an index that the agent's wire carries: {(group, cache id): level}, by default of one group."""
-    groups = {int(spec.bare)} if groups is None else set(groups)
-    found, digests = {}, {}
-
-    def digest(namespace: int, path: tuple) -> bytes:
-        if (namespace, path) not in digests:
-            if not path:
-                salt, number = names.describe(namespace)
-                lora = None if number is None else (loras or {}).get(number, str(number))
-                digests[namespace, path] = hashing.root_hash(model, salt, lora, key=key)
-            else:
-                block = path[-spec.block_size :]
-                parts = zip(*block, strict=True) if spec.extra_ids else [block]
-                above = digest(namespace, path[: -spec.block_size])
-                digests[namespace, path] = hashing.block_hash(above, *map(list, parts), key=key)
-        return digests[namespace, path]
-
+    groups, found = {int(spec.bare)} if groups is None else set(groups), {}
     for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
         if group in groups and len(path) % spec.block_size == 0 and namespace in names:
-            found[group, str(first_64_bits(digest(namespace, path)))] = level
+            salt, number = names.describe(namespace)
+            lora = None if number is None else (loras or {}).get(number, str(number))
+            root = hashing.root_hash(model, salt, lora, key=key)
+            digest = digest_of(path, spec.block_size, root, extra=spec.extra_ids, key=key)
+            found[group, str(first_64_bits(digest))] = level
     return found

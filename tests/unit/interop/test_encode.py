@@ -192,22 +192,6 @@ def test_moves_in_any_order_are_published_children_first_and_then_parents_first(
     ]  # fmt: skip
 
 
-def test_a_block_may_be_updated_and_removed_in_one_transition():
-    found = sent([[STORE_A, STORE_B], [updated(2, 1, 1), removed(2, 1), updated(1, 1, 1)]])
-    assert found == [
-        ("Removed", "GPU", [h(B)]), ("Stored", "CPU", [h(B)]), ("Removed", "CPU", [h(B)]),
-        ("Removed", "GPU", [h(A)]), ("Stored", "CPU", [h(A)]),
-    ]  # fmt: skip
-
-
-def test_a_block_that_is_used_again_within_a_log_is_removed_and_stored_in_turn():
-    again = [STORE_A, removed(1, 1), stored(1, 2, 0, [1, 2, 3, 300]), stored(2, 5, (1, 2), [5] * 4), removed(2, 5)]
-    assert sent([again]) == [
-        ("Stored", "GPU", [h(A)]), ("Removed", "GPU", [h(A)]), ("Stored", "GPU", [h(A), h(name([5] * 4, A))]),
-        ("Removed", "GPU", [h(name([5] * 4, A))]),
-    ]  # fmt: skip
-
-
 def test_all_is_cleared_only_when_no_group_keeps_anything():
     spec = spec_of("windows")
     encoder = Encoder(spec)
@@ -252,17 +236,6 @@ def test_kinds_of_layers_have_vllms_words(form):
             assert windows == [None, 2 if wanted[1] == "sliding_window" else None]
 
 
-def test_a_bare_first_group_is_not_published():
-    encoder = Encoder(spec_of("bare"))
-    events = [stored(1, 1, 0, [1] * 4), stored(5, 1, 0, [1] * 4, 1), stored(2, 1, (1, 1), [2] * 4)]
-    found = events_of(encoder.encode([*events, stored(6, 1, (1, 1), [2] * 4, 2)]))
-    first = name([1] * 4)
-    assert [(event["group_idx"], event["block_hashes"], event["parent_block_hash"]) for event in found] == [
-        (1, [h(first)], None), (2, [h(name([2] * 4, first))], h(first)),
-    ]  # fmt: skip
-    assert encoder.left_out == {}
-
-
 def test_adapters_and_salts():
     names, sql = namespaces(), {3: "sql"}
     store = [stored(b, 1, b, [1] * 4) for b in range(4)] + [
@@ -285,13 +258,6 @@ def test_adapters_and_salts():
     assert [event.get("cache_salt") for event in plain[:4]] == [None, "tenant a", None, "tenant b"]
     omitted = Encoder(SPEC, names=names, salts="omit")
     assert len(events_of(omitted.encode(store))) == 2 and omitted.left_out == {"salt_omitted": 4}
-
-
-def test_salts_in_arrays_are_keys_of_the_first_block():
-    names = namespaces()
-    store = [stored(1, 1, 1, [1] * 4), stored(4, 1, (1, 1), [2] * 4), stored(5, 1, (1, 1), [3] * 4)]
-    found = events_of(Encoder(SPEC, names=names, form="array", salts="plain").encode(store))
-    assert [event[8] for event in found] == [[["dynamo-cache-salt:tenant a"], None], None]
 
 
 def test_a_form_without_fields_leaves_out_who_needs_them():
@@ -385,23 +351,6 @@ def test_messages_are_split_below_the_most_bytes():
     for payload in snapshot:
         mirror.apply(decode(payload))
     assert len(mirror) == 400
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"form": "json"}, "form: got 'json', wanted 'map' or 'array' or 'array-0.11'"),
-        ({"salts": "md5"}, "salts: got 'md5', wanted 'digest' or 'plain' or 'omit'"),
-        ({"lora_names": {1: "a", 2: "a"}}, "lora_names: got .*, wanted another name for each adapter"),
-        ({"key": b"k" * 65}, "key: got 65 bytes, wanted at most 64 bytes"),
-        ({"model": 3}, "model: got 3, wanted text or None"),
-        ({"rank": None}, "rank: got None, wanted an int of at least 0"),
-        ({"max_message": 100}, "max_message: got 100, wanted an int of at least 2164"),
-    ],
-)
-def test_options_are_checked(options, complaint):
-    with pytest.raises(ValueError, match=f"^{complaint}"):
-        Encoder(SPEC, **options)
 
 
 # The law: the bytes give the index, as far as the wire carries it.

@@ -17,8 +17,8 @@ from kvjax.interop import together, trtllm
 from kvjax.interop.log import Log
 from kvjax.research import log_report
 from tests.drive import EXTRA, PLAIN, TIERS, Driver
-from tests.unit.interop.forest import Lines, named, projected, written
-from tests.wire_kit import Reader, agent, agrees, hurried, publisher, removed, subscriber
+from tests.unit.interop.forest import projected, written
+from tests.wire_kit import agrees, all_wires, hurried, publisher, subscriber
 
 __all__ = ["hurried"]
 
@@ -95,23 +95,17 @@ class FullDisk(io.StringIO):
 @pytest.mark.parametrize("spec", [PLAIN, pytest.param(TIERS, marks=pytest.mark.long)], ids=["plain", "tiers"])
 def test_what_each_consumer_has_in_the_end_is_the_index(spec):
     rng, names = random.Random(2), kvjax.Namespaces()
-    mirrored, nodes, lines = Mirrored(), NodeMap(spec), Lines(spec, names)
-    every = range(int(spec.bare), len(spec.groups))
-    with (
-        publisher(spec, names=names) as source, subscriber(source) as sub, agent(spec, names=names) as served,
-        Reader(served.address, every) as reader,
-    ):  # fmt: skip
-        consumers = mirrored.fold, nodes.fold, lines.follow, source.publish, served.publish
-        unkind, kind = [Unkind(consume, rng) for consume in consumers], NodeMap(spec)
+    mirrored, nodes, kind = Mirrored(), NodeMap(spec), NodeMap(spec)
+    with all_wires(spec, names) as wires:
+        unkind = [Unkind(consume, rng) for consume in (mirrored.fold, nodes.fold, *wires.listeners)]
         driver = Published(spec, *(one.listen for one in unkind), kind.fold)
         for _ in range(4):
             driver.live(rng, 8)
             assert kind.index == driver.index
             while driver.listeners.is_behind:
                 driver.listeners.catch_up(driver.state)
-            assert mirrored.mirror.index == nodes.index == driver.index and lines.agrees(driver.mirror)
-            assert agrees(sub, projected(driver.mirror, spec, names))
-            assert reader.agrees(named(driver.mirror, spec, names, groups=every))
+            assert mirrored.mirror.index == nodes.index == driver.index
+            wires.agree(driver.mirror)
     counts = driver.listeners.counts
     assert counts["failures"] > counts["snapshots"] > 5 and counts["missed"]
 
@@ -166,30 +160,19 @@ def test_a_listener_that_raises_keeps_no_events_from_the_others(caplog):
     assert first.exc_info and not second.exc_info and "works again" in third.getMessage()
 
 
-def test_impossible_events_end_no_wire_for_good():
-    """Of a publisher that is driver of them, and of a name that is no text, which its thread finds."""
-    extra_names, spec = ["image {}".format], EXTRA
+def test_a_name_that_is_no_text_ends_no_wire_for_good():
+    """The publisher's thread finds it."""
+    extra_names, spec, names = ["image {}".format], EXTRA, kvjax.Namespaces()
     with publisher(spec, extra_name=lambda number: extra_names[-1](number)) as source, subscriber(source) as sub:
-        lines = trtllm.Writer(spec)
-        driver = Published(spec, source.publish, lines.lines)
+        driver = Published(spec, source.publish)
         driver.start(0, range(9))
-        for one in (source.publish, lines.lines):
-            try:
-                one([removed(7, 77)])
-            except ValueError as error:
-                assert one == lines.lines and "removed of node" in str(error)  # noqa: PT017
-        assert sub.wait(lambda one: one.complete and not one.index, 20.0)
-        driver.do("release", 0)
-        assert driver.listeners.is_behind
-        driver.listeners.catch_up(driver.state)
-        names = kvjax.Namespaces()
-        assert agrees(sub, projected(driver.mirror, spec, names, extra_name="image {}".format))
-        assert lines.nodes.index == driver.index and source.counts["ignored"] == 1
         extra_names.append(lambda number: None)
         assert driver.admit(1, range(20, 29), extra_ids=np.full(spec.max_length + 1, 5, np.int32)) == ["OK"]
         driver.write({1: range(20, 29)}, extra_ids=np.full((spec.max_seqs, spec.max_length), 5, np.int32))
         assert sub.wait(lambda one: one.complete and not one.index, 20.0)
         driver.do("release", 1)
+        assert driver.listeners.is_behind
         extra_names.pop()
         driver.listeners.catch_up(driver.state)
         assert agrees(sub, projected(driver.mirror, spec, names, extra_name="image {}".format))
+        assert source.counts["ignored"] == 1

@@ -15,6 +15,8 @@ from kvjax.interop.hashing import block_hash, block_hashes, root_hash, salt_hash
 from kvjax.testing import Trial, random_requests, requests
 from tests.drive import EXTRA, PLAIN, TIERS
 from tests.unit.debug import stories
+from tests.unit.interop.forest import digest_of
+from tests.wire_kit import removed, stored, updated
 
 ROOT = root_hash()
 FIRST = block_hash(ROOT, range(16))
@@ -61,11 +63,6 @@ def test_the_first_64_bits_are_big_endian_and_never_0():
     assert first_64_bits(bytes(16)) == 1
 
 
-def test_salts_have_names_that_do_not_tell_them():
-    assert salt_hash("tenant a") == "3a779d9a0f9d58a66187a31f5f83e267"
-    assert salt_hash("tenant a", key=b"secret") == "1d9158e1b151eb6f8c248bd7de249b81"
-
-
 def test_whatever_differs_gives_another_digest():
     texts = (None, "", "a", "b", "ab")
     roots = [root_hash(*three, key=key) for three in itertools.product(texts, repeat=3) for key in (b"", b"k")]
@@ -106,35 +103,17 @@ def test_what_is_wrong_is_named(make, complaint):
 
 # From events.
 
-
-def stored(number, node, parent, tokens, **more):
-    above = {"parent": None, "namespace": parent} if isinstance(parent, int) else {"parent": parent}
-    return {
-        "kind": "stored",
-        "group": number,
-        "block": node[0],
-        "generation": node[1],
-        **above,
-        "tokens": tokens,
-        **more,
-    }
-
-
-def removed(number, node):
-    return {"kind": "removed", "group": number, "block": node[0], "generation": node[1]}
-
-
 A, B, C = (2, 5), (3, 1), (2, 6)
 ONE = block_hash(ROOT, [1, 2])
 TWO = block_hash(ONE, [3])
 
 
 def test_digests_follow_the_events():
-    first = block_hashes([{"kind": "created", "group": 0}, stored(0, A, 0, [1, 2]), stored(0, B, A, [3])])
+    first = block_hashes([{"kind": "created", "group": 0}, stored(*A, 0, [1, 2]), stored(*B, A, [3])])
     assert first == {(0, *A): ONE, (0, *B): TWO}
-    moved = {"kind": "updated", "group": 0, "block": 3, "generation": 1, "level": 1, "priority": 9}
+    moved = updated(*B, 1, priority=9)
     # Block 2 is used again within the same events, after another prefix.
-    events = [moved, removed(0, B), removed(0, A), stored(0, C, 0, [7]), {"kind": "copied", "group": 0, "block": 2}]
+    events = [moved, removed(*B), removed(*A), stored(*C, 0, [7]), {"kind": "copied", "group": 0, "block": 2}]
     labelled, second = with_hashes(events, first)
     assert second == {(0, *C): block_hash(ROOT, [7])} and len(first) == 2
     assert [event.get("block_hash") for event in labelled] == [TWO, TWO, ONE, block_hash(ROOT, [7]), None]
@@ -144,36 +123,35 @@ def test_digests_follow_the_events():
 
 
 def test_a_window_groups_block_has_the_digest_of_the_whole_prefix():
-    events = [stored(0, A, 0, [1, 2]), stored(0, B, A, [3]), stored(1, A, A, [3])]
+    events = [stored(*A, 0, [1, 2]), stored(*B, A, [3]), stored(*A, A, [3], group=1)]
     hashes = block_hashes(events)
     assert hashes[1, *A] == hashes[0, *B] == TWO
-    assert block_hashes([removed(1, A), {"kind": "cleared", "group": 1}], hashes) == block_hashes(events[:2])
+    assert block_hashes([removed(*A, 1), {"kind": "cleared", "group": 1}], hashes) == block_hashes(events[:2])
     assert block_hashes([{"kind": "cleared", "group": 0}], hashes) == {(1, *A): TWO}
 
 
 def test_salts_and_adapters_are_hashed_by_their_names():
     names = kvjax.Namespaces()
     number = names("tenant a", 3)
-    events = [stored(0, A, number, [1, 2])]
+    events = [stored(*A, number, [1, 2])]
     found = block_hashes(events, names=names, loras={3: "sql", 4: "chat"}, model="m", key=b"k")
     assert found[0, *A] == block_hash(root_hash("m", "tenant a", "sql", key=b"k"), [1, 2], key=b"k")
     other = kvjax.Namespaces()
     other("tenant b"), other("tenant a", 0)
     assert (
-        block_hashes([stored(0, B, 2, [1, 2])], names=other, loras={0: "sql"}, model="m", key=b"k")[0, *B]
-        == found[0, *A]
+        block_hashes([stored(*B, 2, [1, 2])], names=other, loras={0: "sql"}, model="m", key=b"k")[0, *B] == found[0, *A]
     )
 
 
 @pytest.mark.parametrize(
     ("events", "options", "complaint"),
     [
-        ([removed(0, A)], {}, r"events: got removed of node \(0, 2, 5\), wanted one that `hashes` has"),
-        ([stored(0, B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted one that `hashes` has"),
-        ([stored(0, A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted one that is new"),
-        ([stored(0, A, 2, [1])], {}, "names: got none of namespace 2, wanted the Namespaces that gave it out"),
-        ([stored(0, A, 1, [1])], {"lora": 3}, "loras: got no name of adapter 3, wanted one for each adapter in use"),
-        ([stored(0, A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name of adapter 3"),
+        ([removed(*A)], {}, r"events: got removed of node \(0, 2, 5\), wanted one that `hashes` has"),
+        ([stored(*B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted one that `hashes` has"),
+        ([stored(*A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted one that is new"),
+        ([stored(*A, 2, [1])], {}, "names: got none of namespace 2, wanted the Namespaces that gave it out"),
+        ([stored(*A, 1, [1])], {"lora": 3}, "loras: got no name of adapter 3, wanted one for each adapter in use"),
+        ([stored(*A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name of adapter 3"),
         ([], {"loras": {3: "sql", 4: "sql"}}, "loras: got .*, wanted another name for each adapter"),
     ],
 )
@@ -194,14 +172,9 @@ def test_digests_want_decoded_events():
 # From caches with random histories.
 
 
-def of_path(namespace, path, size, extra, names):
+def of_path(namespace, path, spec, names):
     """The digest of a token path, by `root_hash` and `block_hash` alone."""
-    digest = root_hash("m", *names.describe(namespace))
-    for start in range(0, len(path), size):
-        piece = path[start : start + size]
-        tokens, ids = zip(*piece, strict=True) if extra else (piece, None)
-        digest = block_hash(digest, tokens, ids)
-    return digest
+    return digest_of(path, spec.block_size, root_hash("m", *names.describe(namespace)), extra=spec.extra_ids)
 
 
 def after(trial, history, names):
@@ -216,12 +189,12 @@ def after(trial, history, names):
             if event["kind"] in ("removed", "updated"):
                 node = event["group"], event["block"], event["generation"]
                 entry = before.nodes.get(node) or trial.mirror.nodes[node]
-                assert event["block_hash"] == of_path(*entry[:2], spec.block_size, spec.extra_ids, names)
+                assert event["block_hash"] == of_path(*entry[:2], spec, names)
         assert hashes == block_hashes(kvjax.events.snapshot(trial.state), names=names, model="m")
         assert hashes.keys() == trial.mirror.nodes.keys()
         for node, digest in hashes.items():
             namespace, path, *_ = trial.mirror.nodes[node]
-            assert digest == of_path(namespace, path, spec.block_size, spec.extra_ids, names)
+            assert digest == of_path(namespace, path, spec, names)
             ever[names.describe(namespace), path] = digest
     return ever
 
@@ -258,7 +231,7 @@ def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
     assert {event["kind"] for event in story.recorded} >= {"stored", "updated"}
     for node, digest in hashes.items():
         namespace, path, *_ = story.mirror.nodes[node]
-        assert digest == of_path(namespace, path, TIERS.block_size, TIERS.extra_ids, names)
+        assert digest == of_path(namespace, path, TIERS, names)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@
 Windows, tiers, namespaces, failed moves, Ctrl-C, abandoned streams, and a listener that raises.
 """
 
-import contextlib
 import random
 import warnings
 
@@ -30,8 +29,7 @@ from tests.serving_kit import (
     start,
     state_of,
 )  # fmt: skip
-from tests.unit.interop.forest import Lines, named, projected
-from tests.wire_kit import Lossy, Reader, agent, agrees, hurried, publisher, subscriber
+from tests.wire_kit import all_wires, hurried
 
 ENDS = {"length", "closed", "KeyboardInterrupt", "MemoryError", "failed moves", "behind"}
 __all__ = ["ctrl_c_acts", "hurried"]
@@ -100,23 +98,15 @@ class Runs:
 
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", 24), pytest.param("windows", 40, marks=pytest.mark.slow)])
-def test_events_give_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
+def test_events_give_the_index_and_so_do_readers(kind, runs, monkeypatch):
     names, spec = kvjax.Namespaces(), make_spec(kind, host=HOST)
     names(salt="tenant a"), names(lora=3)
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(publisher(spec, names=names, buffer_batches=5))
-        subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
-        every = range(int(spec.bare), len(spec.groups))
-        served = stack.enter_context(agent(spec, names=names))
-        readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
-        lossy, nodes, mirror = Lossy(subs[1], 1), NodeMap(spec), kvjax.events.Mirror()
-        lines = Lines(spec, names)
+    nodes, mirror = NodeMap(spec), kvjax.events.Mirror()
+    with all_wires(spec, names, buffer_batches=5) as wires:
 
         def listener(events):
             nonlocal mirror
-            source.publish(events)
-            served.publish(events)
-            lines.follow(events)
+            wires.publish(events)
             nodes.fold(events)
             mirror = kvjax.fold(kvjax.to_list(events), mirror)
 
@@ -130,16 +120,7 @@ def test_events_give_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
             assert np.count_nonzero(state.seqs.length) == 2  # the rows of no generation
             assert mirror.index == nodes.index == kvjax.events.index_of(state)
             if number == runs // 2:
-                subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
-                readers.append(stack.enter_context(Reader(served.address, every)))
-            if number % 4 == 3:
-                assert all(agrees(sub, projected(mirror, spec, names)) for sub in subs) and lines.agrees(mirror)
-                assert readers[0].agrees(named(mirror, spec, names))
-                assert all(reader.agrees(named(mirror, spec, names, groups=every)) for reader in readers[1:])
-        assert lines.agrees(mirror)
-        mirror = kvjax.fold(kvjax.events.snapshot(state))
-        wanted = projected(mirror, spec, names)
-        assert wanted and all(agrees(sub, wanted) for sub in subs) and lossy.lost
-        wanted = named(mirror, spec, names, groups=every)
-        assert wanted and all(reader.agrees(wanted) for reader in readers[1:])
-        assert lives.ended >= ENDS
+                wires.join()
+            if number % 4 == 3 or number == runs - 1:
+                wires.agree(mirror)
+        assert mirror.index and wires.lossy.lost and lives.ended >= ENDS

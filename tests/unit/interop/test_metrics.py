@@ -53,38 +53,19 @@ def life():
     return story
 
 
-@pytest.fixture(scope="module")
-def story():
-    found = life()
-    found.metrics.set(found.state)
-    return found
-
-
 @pytest.mark.long
-def test_totals_are_those_of_the_events(story):
+def test_what_is_exported_are_the_numbers_of_the_events_and_of_stats():
+    story = life()
+    story.metrics.set(story.state)
     for name, value in vars(story.totals).items():
         assert story.value(f"kvjax_{name}_total") == value
-    assert story.totals.refused == 1 and story.totals.offloaded_blocks and story.totals.onboarded_blocks
-
-
-@pytest.mark.long
-def test_hits_are_counted_by_tier(story):
-    device, host = (story.value("kvjax_hit_tokens_total", tier=tier) for tier in ("device", "host"))
-    assert (device, host) == (12, 12) and story.totals.reused_tokens == 24
-
-
-@pytest.mark.long
-def test_bytes_are_those_of_the_blocks_that_moved(story):
-    to_host = sum(story.value("kvjax_moved_bytes_total", group=group, to="host") for group in (0, 1))
-    to_device = sum(story.value("kvjax_moved_bytes_total", group=group, to="device") for group in (0, 1))
-    [pool] = TIERS.groups[0].pools
-    size = pool.block_bytes(TIERS.block_size)
+    assert story.totals.refused == 1 and story.totals.reused_tokens == 24
+    assert [story.value("kvjax_hit_tokens_total", tier=tier) for tier in ("device", "host")] == [12, 12]
+    size = TIERS.groups[0].pools[0].block_bytes(TIERS.block_size)
     assert TIERS.groups[1].pools[0].block_bytes(TIERS.block_size) == size
-    assert to_host == size * story.totals.offloaded_blocks and to_device == size * story.totals.onboarded_blocks
-
-
-@pytest.mark.long
-def test_blocks_and_slots_are_those_of_stats(story):
+    for tier, blocks in (("host", story.totals.offloaded_blocks), ("device", story.totals.onboarded_blocks)):
+        moved = sum(story.value("kvjax_moved_bytes_total", group=group, to=tier) for group in (0, 1))
+        assert moved == size * blocks > 0
     assert story.value("kvjax_block_size") == TIERS.block_size
     for group in (0, 1):
         wanted = kvjax.debug.stats(story.state, group)
@@ -92,16 +73,13 @@ def test_blocks_and_slots_are_those_of_stats(story):
             for condition in ("active", "cached", "empty"):
                 got = story.value("kvjax_blocks", group=group, tier=tier, condition=condition)
                 assert got == getattr(wanted, f"{prefix}{condition}_blocks")
-        slots = {
-            c: story.value("kvjax_filled_slots", group=group, tier="device", condition=c) for c in ("active", "cached")
-        }
-        assert slots == {"active": wanted.written_slots, "cached": wanted.cached_slots}
+        for condition, slots in (("active", wanted.written_slots), ("cached", wanted.cached_slots)):
+            assert story.value("kvjax_filled_slots", group=group, tier="device", condition=condition) == slots
         assert story.value("kvjax_in_transit_blocks", group=group) == wanted.in_transit_blocks
-    assert kvjax.debug.stats(story.state).host_cached_blocks
     host = [path for (group, _, path), (level, _) in story.mirror.index.items() if group == 0 and level]
     filled = story.value("kvjax_filled_slots", group=0, tier="host", condition="cached")
     assert filled == sum((len(path) - 1) % TIERS.block_size + 1 for path in host) > 0
-    assert story.value("kvjax_rows", condition="active") == 1 and story.value("kvjax_rows", condition="free") == 3
+    assert [story.value("kvjax_rows", condition=condition) for condition in ("active", "free")] == [1, 3]
 
 
 def test_what_was_never_set_is_not_exported_and_its_age_is():

@@ -4,7 +4,6 @@
 import gc
 import io
 import json
-import random
 import tracemalloc
 
 import hypothesis
@@ -16,8 +15,7 @@ from kvjax import LayerSpec
 from kvjax.blocks.hashes import first_64_bits
 from kvjax.interop import hashing
 from kvjax.interop.trtllm import Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, Writer, parse
-from tests.unit.debug import stories
-from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, spec_of, written
+from tests.unit.interop.forest import namespaces, spec_of
 from tests.wire_kit import removed, stored, updated
 
 SPEC = spec_of("plain")
@@ -159,29 +157,6 @@ def test_a_file_gets_the_lines():
         Writer(SPEC).write([STORE_A])
 
 
-@pytest.mark.parametrize(
-    "story", [stories.plain, pytest.param(stories.tiers, marks=pytest.mark.long)], ids=["plain", "tiers"]
-)
-def test_a_writer_is_attached_to_a_cache(story):
-    """Also a writer that had another cache, and one that got impossible events."""
-    state, names = story().state, kvjax.Namespaces()
-    file, mirror, wanted = io.StringIO(), Mirror(), written(story().mirror, state.spec, names)
-    writer = Writer(state.spec, file)
-    writer.write([stored(0, 9, 0, [1] * state.spec.block_size)])
-    writer.attach(state)
-    with pytest.raises(ValueError, match=r"^events: got removed of node"):
-        writer.write([removed(0, 77)])
-    with pytest.raises(ValueError, match=r"^events: got more after some that cannot have happened"):
-        writer.write([])
-    late = Mirror()
-    late.follow(writer.attach(state))
-    mirror.follow(file.getvalue().splitlines())
-    assert mirror.index == late.index == wanted != {} and mirror.complete
-    kinds = [event.data.__class__ for event in parse(file.getvalue())]
-    assert kinds[: 2 + len(writer.groups)].count(Created) == len(writer.groups) and Removed in kinds
-    assert {name: count for name, count in mirror.counts.items() if count} == {"events": len(kinds)}
-
-
 def test_the_blocks_in_use_are_the_states():
     state = kvjax.init(SPEC, num_blocks=7)
     [line] = Writer(SPEC).attach(state)
@@ -190,66 +165,12 @@ def test_the_blocks_in_use_are_the_states():
         Writer(spec_of("windows")).attach(state)
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"rank": -1}, "rank: got -1, wanted an int of at least 0"),
-        ({"rank": True}, "rank: got True, wanted"),
-        ({"salts": "md5"}, "salts: got 'md5', wanted 'digest' or 'plain' or 'omit'"),
-        ({"key": b"k" * 65}, "key: got 65 bytes, wanted at most 64 bytes"),
-    ],
-)
-def test_options_are_checked(options, complaint):
-    with pytest.raises(ValueError, match=f"^{complaint}"):
-        Writer(SPEC, **options)
-
-
 def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2]), removed(3, 1)]
     writer = Writer(SPEC, names=kvjax.Namespaces())
     assert len(writer.lines(store)) == 1 and writer.left_out == {"unknown_namespace": 3}
     writer = Writer(SPEC, names=namespaces(), salts="omit")
     assert len(writer.lines(store)) == 1 and writer.left_out == {"salt_omitted": 3}
-
-
-# The law: the lines give the index.
-
-
-FOREIGN = [
-    {"type": "moved"}, {"type": "removed", "block_hashes": ["unknown"]}, {"type": "removed", "block_hashes": 7},
-    {"type": "updated", "block_hash": "unknown", "cache_level": {"new_value": 1, "old_value": 0}},
-    {"type": "stored", "parent_hash": None, "blocks": [
-        {"block_hash": "unknown", "tokens": [], "cache_level": 1, "priority": 35}]},
-    {"type": "stored", "parent_hash": None, "blocks": [
-        {"block_hash": "unknown", "tokens": ["1"], "cache_level": 1, "priority": 35}]},
-]  # fmt: skip
-
-
-def with_foreign(lines, rng, first):
-    """The lines with others among them, which leave the index as it is, numbered from `first` on."""
-    found = []
-    for line in map(json.loads, lines):
-        found += [{**line, "data": rng.choice(FOREIGN)}, line]
-    return [json.dumps({**line, "event_id": first + number}) for number, line in enumerate(found)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_written_tells_the_index(shape):
-    spec, names = spec_of(shape), namespaces()
-    for seed in range(3):
-        writer, mirror, forest = Writer(spec, names=names), Mirror(), Forest(spec, seed)
-        among_others, rng, num_lines = Mirror(), random.Random(seed), 0
-        for _ in range(15):
-            events = forest.draw(forest.rng.randrange(1, 25))
-            lines = writer.lines(arrays_of(events, spec))
-            mirror.follow(lines)
-            among_others.follow(with_foreign(lines, rng, num_lines))
-            num_lines += 2 * len(lines)
-            assert mirror.index == written(forest.mirror, spec, names) and mirror.complete
-            assert among_others.index == mirror.index
-        counts = among_others.counts
-        assert counts["skipped"] and counts["unknown"] and not counts["gaps"] and not counts["refused"]
-        assert mirror.counts["events"] == writer.next_id == mirror.last + 1
 
 
 # Reading.

@@ -163,15 +163,6 @@ def test_prefixes_are_found_by_tokens_salt_adapter_and_keys():
     assert Prefix(0, None, "s", (1, 2, 3, 4), ((3, "image"),)) in mirror.index
 
 
-def test_a_block_may_be_on_several_media_and_goes_with_the_last():
-    mirror = mirror_of(stored([1], None, [1, 2]), stored([1], None, [1, 2], medium="STORAGE"))
-    assert mirror.lookup([1, 2], None, None, None) == (2, {"GPU": 2, "STORAGE": 2})
-    mirror.apply(Batch(0.0, [Removed([1], "GPU", 0), Removed([9], "GPU", 0), Removed([1], "CPU", 0)], 0))
-    assert mirror.lookup([1, 2], None, None, None) == (2, {"STORAGE": 2})
-    mirror.apply(Batch(0.0, [Removed([1], "STORAGE", 0), Removed([1], "GPU", 3)], 0))
-    assert len(mirror) == 0 and mirror.index == {} and mirror.lookup([1, 2], None, None, None) == (0, {})
-
-
 def test_a_window_is_not_looked_up_and_its_removals_leave_the_full_block():
     window = {"group": 1, "kind": "sliding_window", "window": 8}
     mirror = mirror_of(stored([1], None, [1, 2], kind="full_attention"), stored([1], None, [1, 2], **window))

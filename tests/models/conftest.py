@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server for all files that ask for no options of their own, and OpenAI's client of it.
+
+Other tests of models run without the packages that these import.
+"""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A server with a template of chats, of whose answers none is open at the end."""
+    from tests.models.serve_kit import GREEDY, MAX_BODY, MAX_OPEN, Running, with_template
+
+    limits = ("--max-open", str(MAX_OPEN), "--max-waiting", "256", "--max-body", str(MAX_BODY))
+    running = Running(with_template(tmp_path_factory.mktemp("served") / "recall"), *limits)
+    yield running
+    status = running.post({"prompt": ["alice"] * (MAX_OPEN // 4), "n": 4, "max_tokens": 1, **GREEDY}).status_code
+    running.close()
+    assert status == 200
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    import openai
+
+    from tests.models.serve_kit import KEY
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture
+def watch(server, monkeypatch):
+    """The requests of the server's engine, and its turns."""
+    from tests.models.serve_kit import watched
+
+    with watched(server, monkeypatch) as found:
+        yield found

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs of Hugging Face: fields, their older and newer forms, defaults, and refusals.
+
+The reference outputs (`test_goldens.py`) tell whether ropes are right.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import Decoder, LayerConfig, ModelConfig, Rope
+from models.families import num_layers, read_config
+from models.yarn import Yarn
+from tests.models.families import FULL, GEMMA4, GOLDENS, SLIDING, SMALL, config
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+GEMMA3 = {**SMALL, "model_type": "gemma3_text", "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 5}
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "max_position_embeddings": 163840, "num_nextn_predict_layers": 1, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen3_next", "full_attention_interval": 4, "max_position_embeddings": 262144, "rope_theta": 10000000,
+    "partial_rotary_factor": 0.25, "rope_scaling": None, "mlp_only_layers": [], "decoder_sparse_step": 1,
+}  # fmt: skip
+FULL_KIMI = [4, 8, 12, 16, 20, 24, 27]
+KIMI = {
+    "model_type": "kimi_linear", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "rope_scaling": None,
+    "linear_attn_config": {
+        "full_attn_layers": FULL_KIMI, "kda_layers": sorted({*range(1, 28)} - {*FULL_KIMI}), "head_dim": 128,
+        "num_heads": 32, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "experts_per_token": 4,
+    "attention_bias": True, "rope_theta": 150000, "eos_token_id": 200002,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
+RELEASED = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN, "kimi_linear": KIMI, "gpt_oss": GPT_OSS}
+
+
+def test_windows_are_read_per_layer():
+    def windows(**fields):
+        return [layer.window for layer in config(**fields).layers]
+
+    qwen = {"model_type": "qwen2", "sliding_window": 6}
+    assert windows(model_type="mistral") == [4096] * 3
+    assert windows(model_type="mistral", sliding_window=None) == [None] * 3
+    assert windows(**qwen) == [None] * 3
+    assert windows(**qwen, use_sliding_window=True, max_window_layers=2) == [None, None, 6]
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(**qwen, use_sliding_window=True, layer_types=types) == [6, None, 6]
+    assert [spec.window for spec in Decoder(config(**qwen), rngs=nnx.Rngs(0)).layer_specs()] == [None] * 3
+
+
+def test_defaults_where_the_config_is_silent():
+    assert config(num_key_value_heads=None).layers[0] == LayerConfig(4, 4)
+    assert config(head_dim=10).layers[0].head_dim == 10
+    assert config(model_type="qwen3").layers[0].head_dim == 128
+    assert config(model_type="qwen2").qkv_bias and not config(model_type="qwen2").out_bias
+    assert config(eos_token_id=[3, 4]).eos_token_ids == (3, 4)
+    assert config(eos_token_id=2).eos_token_ids == (2,)
+
+
+def test_rope_in_old_and_new_form():
+    old = config(rope_theta=5e5, rope_scaling=LLAMA3)
+    assert old == config(rope_parameters={**LLAMA3, "rope_theta": 5e5})
+    assert config(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4}).layers[0].rope == Rope(
+        5e5, "linear", 4.0
+    )
+    assert config(rope_scaling=None).layers[0].rope == Rope(10000.0)
+
+
+def test_gemma_configs_in_old_and_new_form():
+    """The forms of transformers 4.50 and 5.23, with and without optional fields."""
+
+    def gemma3(**fields):
+        return config(**{**GEMMA3, "num_hidden_layers": 7, **fields})
+
+    types = [SLIDING] * 5 + [FULL, SLIDING]
+    new = {FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}, SLIDING: {"rope_theta": 1e3}}
+    one = gemma3(layer_types=types, rope_parameters=new)
+    assert [layer.window for layer in one.layers] == [5] * 5 + [None, 5]
+    assert one.layers[5].rope == Rope(5e5, "linear", 8.0) and one.layers[6].rope == Rope(1e3)
+    assert one.attention_scale == 10**-0.5 and one.embed_scale == 4.0
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 1e3, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    assert gemma3(sliding_window_pattern=6, **old) == gemma3(**old) == one
+    assert gemma3(rope_parameters={FULL: None}).layers[5].rope == gemma3().layers[5].rope == Rope(1e6)
+    assert [layer.window for layer in gemma3(sliding_window_pattern=3).layers][:4] == [5, 5, None, 5]
+    # The released files have few fields, and those with towers have them one level down.
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    released = ModelConfig.from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    assert (released.num_heads, released.vocab_size, released.eos_token_ids) == (8, 262208, (1, 106))
+    assert released.layers[5] == LayerConfig(4, 256, rope=Rope(1e6)) and released.layers[0].window == 1024
+    assert released.tie_word_embeddings and released.attention_scale == 1 / 16
+
+
+def test_gemma4_layers():
+    def layers(num_layers=6, **fields):
+        return config(**{**GEMMA4, "num_hidden_layers": num_layers, **fields}).layers
+
+    rope = Rope(1e6, "proportional", share=0.25)
+    assert layers()[4:] == (LayerConfig(2, 6, 5, Rope(1e4)), LayerConfig(2, 8, None, rope))
+    assert layers(8)[7].window is None  # the last one is full whatever the pattern says
+    assert layers(num_global_key_value_heads=1)[5].kv_heads == 2  # only where keys are values
+    assert layers(num_global_key_value_heads=1, attention_k_eq_v=True)[5] == LayerConfig(1, 8, None, rope, True)
+    # A layer's own shape replaces that of the full layers. Keys may have leading zeros.
+    own = layers(12, per_layer_config={"05": {"head_dim": 10}, "11": {"num_key_value_heads": 4, "hidden_size": 16}})
+    assert [(layer.kv_heads, layer.head_dim) for layer in own] == [(2, 6)] * 5 + [(2, 10)] + [(2, 6)] * 5 + [(4, 6)]
+    assert layers(per_layer_config={})[5].head_dim == 6
+    shared = layers(9, layer_types=[SLIDING, SLIDING, FULL] * 3, num_kv_shared_layers=4, attention_k_eq_v=True)
+    assert [layer.reuses for layer in shared] == [None] * 5 + [2, 4, 4, 2]
+
+
+def fields_of(family: str) -> dict:
+    return json.loads((GOLDENS / family / "config.json").read_text())
+
+
+def test_released_configs():
+    """The fields of the released files, and the defaults of each family's code for the rest."""
+    deepseek, qwen, kimi, gpt_oss = (read_config(fields) for fields in RELEASED.values())
+    assert deepseek.latents.rope == Yarn(10000.0, 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+    assert deepseek.latents.interleaved and deepseek.latents.query_rank == 1536
+    assert (deepseek.num_layers, deepseek.num_dense, deepseek.experts.num_groups) == (61, 3, 8)
+    assert deepseek.latents.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert read_config({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}).num_heads == 64
+    assert qwen.rope == Rope(1e7) and qwen.rotated == 64
+    assert qwen.types.count("full_attention") == 12 and qwen.types[3] == "full_attention"
+    assert qwen.delta.shapes == {"conv": (3, 8192), "memory": (32, 128, 128)}
+    assert [n for n, kind in enumerate(kimi.types, 1) if kind == "full_attention"] == FULL_KIMI
+    assert kimi.latents.rope is None and kimi.dense == (0,) and kimi.rms_norm_eps == 1e-5
+    assert kimi.eos_token_ids == (163586,) and kimi.max_positions == 1048576
+    assert gpt_oss.rope == Yarn(150000.0, 32.0, 4096, truncate=False) == read_config({"model_type": "gpt_oss"}).rope
+    assert gpt_oss.types[:2] == ("sliding_attention", "full_attention") and gpt_oss.window == 128
+    assert [num_layers(fields) for fields in RELEASED.values()] == [61, 48, 27, 24]
+
+
+def test_configs_in_other_forms():
+    """Names that other families have, types instead of numbers, a share of rope and yarn at either place."""
+    fields = {name: value for name, value in fields_of("kimi_linear").items() if name != "linear_attn_config"}
+    for name, other in (("num_experts", "num_local_experts"), ("model_max_length", "max_position_embeddings")):
+        fields[other] = fields.pop(name)
+    assert read_config(fields) == read_config(fields_of("kimi_linear"))
+    dense = {name: value for name, value in fields_of("kimi_linear").items() if name != "mlp_layer_types"}
+    assert read_config(dense) == read_config(fields)
+    assert read_config({**QWEN, "decoder_sparse_step": 24, "mlp_only_layers": [23]}).dense == tuple(range(47))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 262144}
+    new = {**QWEN, "rope_theta": None, "rope_parameters": {**yarn, "partial_rotary_factor": 0.5}}
+    assert read_config(new).rope == Yarn(1e7, 4.0, 262144) and read_config(new).rotated == 128
+
+
+def test_configs_survive_the_way_through_hugging_face_fields():
+    configs = [
+        config(attention_bias=True, mlp_bias=True, eos_token_id=7),
+        config(rope_theta=5e5, rope_scaling=LLAMA3),
+        config(model_type="mistral", sliding_window=9),
+        config(model_type="mistral", sliding_window=None),
+        config(model_type="qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        config(model_type="qwen3", rope_scaling={"type": "linear", "factor": 2.0}, tie_word_embeddings=True),
+        config(**GEMMA3),
+        config(**GEMMA3, layer_types=[FULL] * 3, final_logit_softcapping=3.0, attention_bias=True),
+        config(**{**GEMMA3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 144, "eos_token_id": [1, 30]}),
+        config(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+        config(**GEMMA4, layer_types=[SLIDING, FULL, FULL], num_kv_shared_layers=1, use_double_wide_mlp=True),
+        config(**{**GEMMA4, "hidden_size_per_layer_input": 0, "per_layer_config": {}, "tie_word_embeddings": False}),
+        *(read_config(fields) for name, released in RELEASED.items() for fields in (released, fields_of(name))),
+    ]
+    for one in configs:
+        assert read_config(json.loads(json.dumps(one.to_hf()))) == one
+
+
+REFUSED = [
+    (SMALL, [
+        ({"model_type": "gemma2"}, "model_type: got 'gemma2', wanted 'llama' or"),
+        ({"model_type": None}, "model_type: got None"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', wanted 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: got 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type: got 'dynamic'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: got"),
+        ({"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}, "rope_scaling: got"),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, "rope_scaling.factor: got None"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor: got 1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: got"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor"),
+        ({"head_dim": 5}, "head_dim: got 5, wanted an even number"),
+        ({"hidden_size": None}, "hidden_size: got None, wanted an int"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: got 0, wanted a positive number"),
+        ({"attention_bias": "yes"}, "attention_bias: got 'yes'"),
+        ({"eos_token_id": 3.5}, "eos_token_id: got 3.5, wanted token ids"),
+        ({"eos_token_id": [1, "</s>"]}, "eos_token_id: got [1, '</s>'], wanted token ids"),
+        ({"layer_types": 3}, "layer_types: got 3, wanted a list"),
+        ({"layer_types": ["full_attention"]}, "layer_types: got 1 entries"),
+        ({"layer_types": ["full_attention"] * 2 + ["linear_attention"]}, "layer_types[2]: got 'linear_attention'"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types[0]: got 'sliding_attention'"),
+        ({"model_type": "deepseek_v32"}, "model_type: got 'deepseek_v32', which cannot be served: its indexer"),
+        ({"model_type": "deepseek_v2"}, "model_type: got 'deepseek_v2', wanted 'llama' or"),
+    ]),
+    (GEMMA3, [
+        ({"hidden_activation": "relu"}, "hidden_activation: got 'relu', wanted 'gelu_pytorch_tanh'"),
+        ({"sliding_window": None}, "sliding_window: got None, wanted an int"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types[0]: got 'chunked_attention', wanted 'full_attention"),
+        ({"layer_types": 3}, "layer_types: got 3, wanted a list"),
+        ({"layer_types": [FULL]}, "layer_types: got 1 entries, wanted num_hidden_layers=3"),
+        ({"rope_parameters": LLAMA3}, "rope_parameters: got {"),
+        ({"rope_parameters": {SLIDING: {"rope_type": "yarn"}}}, f"rope_parameters.{SLIDING}.rope_type: got 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear"}, "sliding_window_pattern": 2}, "rope_scaling.factor: got None"),
+        ({"rope_scaling": 8.0}, "rope_scaling: got 8.0, wanted a set of fields"),
+        ({"rope_parameters": {FULL: LLAMA3}, "rope_scaling": LLAMA3}, "rope_scaling: got"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: got True, wanted False"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping: got -1.0"),
+        ({"model_type": "gemma3"}, "text_config: got None"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "llama"}}, "text_config.model_type: got 'llama'"),
+    ]),
+    (GEMMA4, [
+        ({"enable_moe_block": True}, "enable_moe_block: got True, wanted False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: got 'all'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor"),
+        ({"global_head_dim": 7}, "head_dim: got 7, wanted an even number"),
+        ({"per_layer_config": {"3": {"head_dim": 8}}}, "per_layer_config.3: wanted layer numbers 0 to 2"),
+        ({"per_layer_config": {"1": {"head_dim": 0}}}, "per_layer_config.1.head_dim: got 0"),
+        ({"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config.1.hidden_size: got 8, wanted 16"),
+        ({"per_layer_config": [{}]}, "per_layer_config: got [{}]"),
+        ({"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+         f"rope_parameters.{FULL}.partial_rotary_factor: got 1.5, wanted at most 1"),
+        ({"layer_types": [FULL, FULL, SLIDING]}, "layer_types[2]: got 'sliding_attention', wanted 'full_attention'"),
+        ({"num_hidden_layers": 6, "num_kv_shared_layers": 5},
+         "num_kv_shared_layers: got 5 of 6 layers, wanted some 'full_atten"),
+        ({"num_hidden_layers": 6, "layer_types": [SLIDING, SLIDING, FULL] * 2, "num_kv_shared_layers": 1,
+          "per_layer_config": {"5": {"head_dim": 8}}},
+         "per_layer_config: got other K/V in layer 5 than in layer 2, which it reuses"),
+    ]),
+    (DEEPSEEK, [
+        ({"index_topk": 2048}, "index_topk: got 2048, wanted None"),
+        ({"topk_method": "greedy"}, "topk_method: got 'greedy', wanted 'noaux_tc'"),
+        ({"scoring_func": "softmax"}, "scoring_func: got 'softmax', wanted 'sigmoid'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: got"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: got 8, wanted 128"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: got 63, wanted an even number"),
+        ({"attention_bias": True}, "attention_bias: got True, wanted False"),
+        ({"topk_group": 9}, "topk_group: got 9, wanted at most n_group=8"),
+        ({"n_group": 5}, "n_group: got 5, wanted a divisor of the 256 experts"),
+        ({"n_group": 256}, "n_group: got 256, wanted a divisor of the 256 experts, two to a group"),
+        ({"num_experts_per_tok": 200}, "num_experts_per_tok: got 200, wanted at most 128"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type: got 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embe"),
+        ({"rope_scaling": {**DEEPSEEK["rope_scaling"], "truncate": 2}}, "rope_scaling.truncate: got 2"),
+    ]),
+    (QWEN, [
+        ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor of"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads: got 24, wanted a multiple of"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: got 1, wanted an int of at least 2"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: got 1.5"),
+        ({"layer_types": ["full_attention"]}, "layer_types: got 1 entries, wanted num_hidden_layers=48"),
+        ({"layer_types": ["mamba"] * 48}, "layer_types[0]: got 'mamba', wanted 'full_attention' or"),
+        ({"mlp_only_layers": [48]}, "mlp_only_layers[0]: got 48, wanted a layer's number"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', wanted 'silu'"),
+    ]),
+    (KIMI, [
+        ({"mla_use_nope": False}, "mla_use_nope: got False, wanted True"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate: got True, wanted False"),
+        ({"attn_res_block_size": 4}, "attn_res_block_size: got 4, wanted 0"),
+        ({"linear_attn_config": 3}, "linear_attn_config: got 3, wanted a set of fields"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config: got {'kda_layers': [1]}, wanted"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types: got 1 entries, wanted num_hidden_layers=27"),
+        ({"mlp_layer_types": ["moe"] * 27}, "mlp_layer_types[0]: got 'moe', wanted 'dense' or 'sparse'"),
+    ]),
+    (GPT_OSS, [
+        ({"attention_bias": False}, "attention_bias: got False, wanted True"),
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok: got 33, wanted at most num_local_experts=32"),
+        ({"head_dim": 63}, "head_dim: got 63, wanted an even number"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor of"),
+        ({"layer_types": ["full_attention"]}, "layer_types: got 1 entries, wanted num_hidden_layers=24"),
+        ({"layer_types": ["mamba"] * 24}, "layer_types[0]: got 'mamba', wanted 'full_attention' or"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: got"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "fields", "message"), [(base, *row) for base, rows in REFUSED for row in rows])
+def test_configs_that_cannot_be_served_are_refused_by_name(base, fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config({**base, **fields})
