@@ -11,14 +11,10 @@ cache, and one that finds the programs of the first; their seconds count imports
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +25,7 @@ import jax.numpy as jnp
 
 import kvjax
 from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks.common import Bar, benchmark
 from kvjax import Cache
 from kvjax.events import init_log
 from kvjax.serving import Scheduler, init_serving, serve, submit, worst_step
@@ -248,51 +244,32 @@ def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
             print(f"{number:>7,}  {name}")
 
 
-def first_answer(folder: str) -> float:
-    """CPU seconds of a process that generates for the first time, and keeps programs in a folder."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": folder}
-    before = os.times()
-    subprocess.run([sys.executable, "-m", "benchmarks.compile", "--generate"], env=environment, check=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
-
-
-def generate() -> None:
-    """Answers a prompt, as a new process does."""
+def first_answer() -> float:
+    """CPU seconds of a process so far, which answers a prompt for the first time."""
     kvjax.keep_programs()
     cache = Cache.create(_spec())
     (output,), _, _ = kvjax.generate(_model(), cache, [list(range(1, PROMPT))], max_new_tokens=BLOCK)
     common.require(len(output.tokens) == BLOCK, f"got {len(output.tokens)} tokens, wanted {BLOCK}")
+    return time.process_time()
 
 
-def main() -> None:
-    args = common.parse("compile", __doc__, _options)
-    if args.generate:
-        generate()
-        return
+# `top`: the number of functions to print that `serve` owes most to. `counts`: leave out the processes that generate.
+@benchmark(BARS, {"top": 0, "counts": (False, True), "programs": (["serve", "submit", *VERBS], ["fork", "trim"])})
+def measure(size):
     jax.config.update("jax_enable_compilation_cache", False)
     compile_program(_verb("fork"))  # what a process does once belongs to no program
     jax.clear_caches()
-    metrics: dict[str, float] = {}
     for name, make in programs().items():
-        lowered, compiled, seconds = compile_program(make())
-        counts = count(lowered, compiled)
-        metrics |= {f"{name}_{field}": value for field, value in counts._asdict().items()}
-        metrics |= {f"{name}_{field}_s": value for field, value in seconds._asdict().items()}
-        if name == "serve" and args.top:
-            print_functions(compiled, args.top)
-    if not args.counts:
+        if name in size.programs:
+            lowered, compiled, seconds = compile_program(make())
+            counts = count(lowered, compiled)
+            yield {f"{name}_{field}": value for field, value in counts._asdict().items()}
+            yield {f"{name}_{field}_s": value for field, value in seconds._asdict().items()}
+            if name == "serve" and size.top:
+                print_functions(compiled, size.top)
+    if not size.counts:
         with tempfile.TemporaryDirectory() as folder:
-            metrics["first_cold_s"] = first_answer(folder)
-            metrics["first_warm_s"] = first_answer(folder)
-    common.report("compile", metrics, args.json, bars=BARS)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--top", type=int, default=0, metavar="N", help="the N functions that `serve` owes most to")
-    parser.add_argument("--counts", action="store_true", help="leave out the processes that generate")
-    parser.add_argument("--generate", action="store_true", help=argparse.SUPPRESS)
-
-
-if __name__ == "__main__":
-    main()
+            apart = functools.partial(
+                common.apart, "compile", "first_answer", JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=folder
+            )
+            yield {"first_cold_s": apart(), "first_warm_s": apart()}

@@ -13,14 +13,14 @@ metrics, TensorRT-LLM's lines, log and trace), in turn with one without (`benchm
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import kvjax
 from benchmarks import common, listeners
-from benchmarks.common import Bar
+from benchmarks.common import Bar, benchmark
 from kvjax.events import EventKind, Events
 from kvjax.interop import trtllm
 from kvjax.interop.vllm import Encoder, Mirror, decode
@@ -43,9 +43,9 @@ BARS = {
 NOTES = """
 `generate` calls listeners while the next loop runs, so that a spare core hides a part of them. Listener cost grows with
 the number of events, not with the model. The demo's model computes for less than a millisecond of CPU per event, so
-that its ratio is near the worst case. For the same events alone a listener takes 8 to 21 µs of each: TensorRT-LLM's
-lines and publisher most, trace and log least; the command prints the time of each. All together take less than their
-sum, since events are read, folded into an index and hashed once for all of them.
+that its ratio is near the worst case. For the same events alone a listener took 8 to 21 µs of each: TensorRT-LLM's
+lines and publisher most, trace and log least. All together take less than their sum, since events are read, folded into
+an index and hashed once for all of them.
 """
 
 
@@ -72,7 +72,7 @@ def events(rows: np.ndarray, size: int, rng: np.random.Generator) -> Events:
 
 
 class Traffic:
-    """A cache's events, batch by batch: `stored`, then `exchanged` with as many removed, then `removed`."""
+    """A cache's events, batch by batch."""
 
     def __init__(self, batches: int, size: int, chain: int):
         self.size, self.chain, self.rng = size, chain, np.random.default_rng(0)
@@ -85,21 +85,16 @@ class Traffic:
         """The block that all others follow, and with it the namespace."""
         return events(stored(np.array([0]), 1, 1, self.size, (-1, 0)), self.size, self.rng)
 
-    def _rows(self, removed: bool, added: bool) -> Iterator[Events]:
+    def batches(self, removed: bool, added: bool) -> list[Events]:
+        """Batches of as many blocks removed, added, or both."""
         old, self.generation = self.generation, self.generation + added
-        for blocks in self.parts:
-            rows = [records(EventKind.REMOVED, blocks[::-1], old)] * removed
-            rows += [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
-            yield events(np.concatenate(rows), self.size, self.rng)
+        rows = ([records(EventKind.REMOVED, blocks[::-1], old)] * removed
+                + [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
+                for blocks in self.parts)  # fmt: skip
+        return [events(np.concatenate(each), self.size, self.rng) for each in rows]
 
-    def stored(self) -> list[Events]:
-        return list(self._rows(removed=False, added=True))
 
-    def exchanged(self) -> list[Events]:
-        return list(self._rows(removed=True, added=True))
-
-    def removed(self) -> list[Events]:
-        return list(self._rows(removed=True, added=False))
+KINDS = {"stored": (False, True), "exchanged": (True, True), "removed": (True, False)}  # removed, added
 
 
 def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -114,25 +109,23 @@ def sum_stored(batches: list[Events]) -> int:
     return sum(int(batch.text.tokens[batch.kind == EventKind.STORED].astype(np.int64).sum()) for batch in batches)
 
 
-def sum_mirrored(mirror: Mirror, size: int, root: int) -> int:
-    """The sum of the tokens of all mirrored blocks but the root."""
-    return sum(sum(prefix.tokens[-size:]) for prefix in mirror.index) - root
+def sum_mirrored(mirror: Mirror, size: int) -> int:
+    """The sum of the tokens of all mirrored blocks."""
+    return sum(sum(prefix.tokens[-size:]) for prefix in mirror.index)
 
 
 def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[str, float]:
     """Events a second: stored alone; with as many removed; and read back into a mirror."""
-    traffic = Traffic(batches, size, chain)
-    encoder, mirror, least = Encoder(traffic.spec), Mirror(), dict.fromkeys(("stored", "exchanged", "mirrored"), np.inf)
-    first = traffic.root()
-    root = sum_stored([first])
+    traffic, least = Traffic(batches, size, chain), dict.fromkeys((*KINDS, "mirrored"), np.inf)
+    encoder, mirror, first = Encoder(traffic.spec), Mirror(), traffic.root()
     for payload in encoder.encode(first):
         mirror.apply(decode(payload))
     for _ in range(repeats):
-        for name in ("stored", "exchanged", "removed"):
-            sent = getattr(traffic, name)()
+        for name, kind in KINDS.items():
+            sent = traffic.batches(*kind)
             seconds, payloads = cpu(lambda sent=sent: [encoder.encode(batch) for batch in sent])
-            least[name] = min(least.get(name, np.inf), seconds)
-            read, _ = cpu(lambda payloads=payloads: [mirror.apply(decode(one)) for some in payloads for one in some])
+            least[name] = min(least[name], seconds)
+            read, _ = cpu(lambda payloads=payloads: [mirror.apply(decode(each)) for some in payloads for each in some])
             if name == "stored":
                 least["mirrored"] = min(least["mirrored"], read)
             late = Mirror()
@@ -141,34 +134,27 @@ def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[
             wanted = 1 if name == "removed" else 1 + batches * BATCH
             common.require(len(mirror) == len(late) == wanted, f"{len(mirror)} blocks are mirrored, not {wanted}")
             common.require(late.index == mirror.index, "an index read one by one is not the one of a snapshot")
-            common.require(
-                name == "removed" or sum_mirrored(mirror, size, root) == sum_stored(sent),
-                "the tokens read are not those stored",
-            )
+            same = name == "removed" or sum_mirrored(mirror, size) == sum_stored([first, *sent])
+            common.require(same, "the tokens read are not those stored")
     number = batches * BATCH
-    return {"stored": number / least["stored"], "exchanged": 2 * number / least["exchanged"],
-            "mirrored": number / least["mirrored"]}  # fmt: skip
+    return {name: (2 if name == "exchanged" else 1) * number / seconds for name, seconds in least.items()}
 
 
 def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
     """Events a second that are written as TensorRT-LLM's JSON lines: stored alone."""
     traffic, least = Traffic(batches, size, chain), np.inf
-    writer, mirror = trtllm.Writer(traffic.spec), trtllm.Mirror()
-    mirror.follow(writer.lines(traffic.root()))
-    [(path, _)] = mirror.index.items()
+    writer, mirror, first = trtllm.Writer(traffic.spec), trtllm.Mirror(), traffic.root()
+    mirror.follow(writer.lines(first))
     for _ in range(repeats):
-        sent = traffic.stored()
+        sent = traffic.batches(*KINDS["stored"])
         seconds, lines = cpu(lambda sent=sent: [writer.lines(batch) for batch in sent])
         least = min(least, seconds)
         for some in lines:
             mirror.follow(some)
         total = sum(token for prefix in mirror.index for token, _ in prefix.tokens[-size:])
         common.require(len(mirror) == 1 + batches * BATCH and mirror.complete, f"{len(mirror)} blocks were read")
-        common.require(
-            total == sum_stored(sent) + sum(token for token, _ in path.tokens),
-            "the tokens read are not those stored",
-        )
-        for batch in traffic.removed():
+        common.require(total == sum_stored([first, *sent]), "the tokens read are not those stored")
+        for batch in traffic.batches(*KINDS["removed"]):
             mirror.follow(writer.lines(batch))
         common.require(len(mirror) == 1, f"{len(mirror)} blocks are left")
     return batches * BATCH / least
@@ -177,7 +163,7 @@ def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
 def measure_resync(blocks: int, repeats: int) -> float:
     """CPU seconds of the payloads of an index."""
     traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
-    sent = [traffic.root(), *traffic.stored()]
+    sent = [traffic.root(), *traffic.batches(*KINDS["stored"])]
     for _ in range(repeats):
         encoder, mirror = Encoder(traffic.spec), Mirror()
         for batch in sent:
@@ -190,35 +176,22 @@ def measure_resync(blocks: int, repeats: int) -> float:
     return least
 
 
-def main() -> None:
-    def add(parser):
-        parser.add_argument("--repeats", type=int, default=10)
-        parser.add_argument("--quick", action="store_true", help="tiny sizes: a test of the benchmark")
+SIZES = {"batches": (16, 2), "blocks": (65_536, 512), "documents": (3, 1), "questions": (16, 2), "pairs": (41, 1)}
 
-    args = common.parse("events", __doc__, add)
-    batches, repeats, blocks = (2, 2, 512) if args.quick else (16, args.repeats, 65_536)
-    (documents, questions), pairs = ((1, 2), 1) if args.quick else ((3, 16), 4 * args.repeats + 1)
-    prompts, rows = (measure_encoding(batches, 16, chain, repeats) for chain in (PROMPT, 1))
-    long = measure_encoding(batches, 64, PROMPT, repeats)
-    for name, found in (("prompts", prompts), ("decoding rows", rows), ("prompts, blocks of 64", long)):
-        print(f"{name:>22}: " + ", ".join(f"{kind} {rate:,.0f}/s" for kind, rate in found.items()))
-    lines = [measure_lines(batches, 16, chain, repeats) for chain in (PROMPT, 1)]
-    print("TensorRT-LLM's lines: " + ", ".join(f"stored {rate:,.0f}/s" for rate in lines))
-    work = listeners.make_work(documents, questions)
-    metrics = {
+
+@benchmark(BARS, SIZES, rounds=(10, 2))
+def measure(size):
+    prompts, rows = (measure_encoding(size.batches, 16, chain, size.rounds) for chain in (PROMPT, 1))
+    long = measure_encoding(size.batches, 64, PROMPT, size.rounds)
+    yield {
         "encode_per_s": min(prompts["stored"], rows["stored"]),
         "encode_removed_per_s": min(prompts["exchanged"], rows["exchanged"]),
         "encode_64_per_s": long["stored"],
         "mirror_per_s": min(prompts["mirrored"], rows["mirrored"]),
-        "trtllm_per_s": min(lines),
-        "resync_s": measure_resync(blocks, min(repeats, 3)),
+        "trtllm_per_s": min(measure_lines(size.batches, 16, chain, size.rounds) for chain in (PROMPT, 1)),
+        "resync_s": measure_resync(size.blocks, min(size.rounds, 3)),
     }
+    work = listeners.make_work(size.documents, size.questions)
     for name, way in (("listener", listeners.a_publisher), ("all_listeners", listeners.all_at_once)):
-        ratio = listeners.measure(work, way, pairs)
-        metrics |= {f"{name}_ratio": ratio.wall, f"{name}_cpu_ratio": ratio.cpu}
-    print(f"{'a generation':>22}: {listeners.profile(work, repeats)}")
-    common.report("events", metrics, args.json, bars=BARS)
-
-
-if __name__ == "__main__":
-    main()
+        wall, cpu = listeners.measure(work, way, size.pairs)
+        yield {f"{name}_ratio": wall, f"{name}_cpu_ratio": cpu}

@@ -101,7 +101,6 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
     args = (case.pool, case.scales, case.tables, case.lengths)
     pairs = shape.chunk * (shape.length - shape.chunk) + shape.chunk * (shape.chunk + 1) // 2
     flops = 4.0 * shape.heads[0] * shape.heads[2] * pairs
-    record.result["shapes"][f"{kind}_{name}"] = {**shape._asdict(), "read_bytes": case.read_bytes, "flops": flops}
 
     def rates(who: str, seconds: float, flops: float = flops) -> None:
         record.add(who, f"{kind}_{name}_us", 1e6 * seconds)

@@ -24,8 +24,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from pallas_kernels.tuning import SWITCHES
 
@@ -35,58 +35,33 @@ MINUTES, RESULTS = 9.0, pathlib.Path("benchmarks/results")
 KINDS = ("wrong", "raising", "hanging")
 
 
-class Section(NamedTuple):
-    """Something to measure.
-
-    Attributes:
-      run: measures it, given a `benchmarks.gpu.Record`.
-      seconds: that it may take.
-    """
-
-    run: Callable[[Any], None]
-    seconds: float = 120
-
-
-# Sections of `benchmarks.kernels` and others, by how they begin; what is not among them comes last.
+# Sections by how they begin, the most telling first; what is not among them comes last.
 ORDER = (
     "device", "check", "loop, ", "ceilings", "decode_32x4096_b16", "decode_32x4096_int8", "decode_32x4096_fp8",
     "decode_ragged", "decode_skewed", "step_8b_b32", "tuning", "decode_one_layer", "prefill", "moves", "",
 )  # fmt: skip
+SECONDS = {"device": 60, "check": 90, "tuning": 180, "": 120}  # that a section may take, by how it begins
 
 
-def sections(quick: bool) -> dict[str, Section]:
-    """All sections, in their order."""
-    from benchmarks import gpu_checks, gpu_tuning, kernels
+def sections(quick: bool) -> dict[str, Callable[[Any], None]]:
+    """All sections, in their order: each measures, given a `benchmarks.gpu.Record`."""
+    from benchmarks import kernels
+    from tests.kernels import on_gpu
 
-    size = kernels.QUICK if quick else kernels.FULL
-
-    def checked(function: str, who: str) -> Section:
+    def checked(function: str, who: str) -> Callable[[Any], None]:
         def run(record: Any) -> None:
-            gpu_checks.check(function, who)
+            on_gpu.check(function, who)
             record.add(who, f"{function}_is_right", 1.0)
 
-        return Section(run, 90)
+        return run
 
-    def loops(record: Any) -> None:
-        from benchmarks import gpu_step  # late: it needs flax
+    found = {"device": describe, **{check_name(*check): checked(*check) for check in on_gpu.CHECKS}}
+    found |= kernels.sections(kernels.QUICK if quick else kernels.FULL)
+    return {name: found[name] for name in sorted(found, key=lambda name: ORDER.index(_begins(name, ORDER)))}
 
-        gpu_step.measure_loops(record, "tiny", 2, quick=True)
 
-    found = {
-        "device": Section(describe, 60),
-        "loop, twice, with command buffers and without": Section(loops),
-        "tuning": Section(
-            lambda record: gpu_tuning.measure(record, gpu_tuning.QUICK if quick else gpu_tuning.CHOICES, size.effort),
-            180,
-        ),
-        **{check_name(function, who): checked(function, who) for function, who in gpu_checks.CHECKS},
-        **{name: Section(run) for name, run in kernels.sections(size, quick).items()},
-    }
-
-    def rank(name: str) -> int:
-        return next(number for number, start in enumerate(ORDER) if name.startswith(start))
-
-    return {name: found[name] for name in sorted(found, key=rank)}
+def _begins(name: str, starts: Iterable[str]) -> str:
+    return next(start for start in starts if name.startswith(start))
 
 
 def check_name(function: str, who: str) -> str:
@@ -96,7 +71,7 @@ def check_name(function: str, who: str) -> str:
 
 def switches(failed: Collection[str]) -> dict[str, str]:
     """What serves the functions whose checks are among the sections that failed: Triton's kernel, if it has not."""
-    from benchmarks.gpu_checks import CHECKS
+    from tests.kernels.on_gpu import CHECKS
 
     found = {}
     for function, who in CHECKS:
@@ -122,33 +97,28 @@ def work(names: Sequence[str], quick: bool, planted: str | None, ceilings: dict[
 
     `ceilings` are those of the device, if they are measured.
     """
-    from benchmarks import common
-    from benchmarks.gpu import Record
+    import jax
+
+    from benchmarks import common, gpu
 
     if planted is not None:
         plant(*planted.split("="))
-    chosen = sections(quick)
+    chosen, about = sections(quick), {"device": jax.devices()[0].device_kind, "driver": gpu.driver(), **common.where()}
     for name in names:
         print(f"{BEGIN}{name}", flush=True)
-        began, record = time.monotonic(), Record("gpu_first", [], None, quick=quick)
-        record.result["metrics"]["device"].update(ceilings)
+        began, record = time.monotonic(), gpu.Record(ceilings)
         with record.guard(name):
-            try:
-                chosen[name].run(record)
-            except ModuleNotFoundError as missing:
-                record.skip(name, missing)
-        result = {key: record.result[key] for key in ("metrics", "not_measured", "errors", "kernels_us", "faster")
-                  if record.result.get(key)}  # fmt: skip
+            chosen[name](record)
         if name == "ceilings":
-            ceilings = record.result["metrics"]["device"]
-        elif "metrics" in result:  # they are that section's
-            own = {metric: value for metric, value in result["metrics"]["device"].items() if metric not in ceilings}
-            result["metrics"] = {**result["metrics"], "device": own}
-            result["metrics"] = {who: metrics for who, metrics in result["metrics"].items() if metrics}
-        about = {key: record.result[key] for key in ("device", "driver", "versions", "cpu")}
+            ceilings = record.metrics["device"]
+        else:  # the ceilings are those of that section
+            for metric in ceilings:
+                record.metrics["device"].pop(metric, None)
+        record.metrics = {who: metrics for who, metrics in record.metrics.items() if metrics}
+        result = {key: value for key, value in vars(record).items() if value}
         result |= {"seconds": common.rounded(time.monotonic() - began), "about": about}
         print(f"{END}{json.dumps(result)}", flush=True)
-        if record.result["errors"]:
+        if record.errors:
             raise SystemExit(1)  # a broken device would fail all that follows
 
 
@@ -187,13 +157,13 @@ class Watch:
         with contextlib.suppress(FileNotFoundError):
             self.result = json.loads(file.read_text())
 
-    def run(self, chosen: dict[str, Section], scale: float) -> None:
+    def run(self, chosen: Collection[str], scale: float) -> None:
         """Runs what is not done yet; `scale` multiplies the seconds that sections may take."""
         while left := [name for name in chosen if name not in self.result["sections"]]:
-            if time.monotonic() >= self.end or not self._some(left, chosen, scale):
+            if time.monotonic() >= self.end or not self._some(left, scale):
                 return
 
-    def _some(self, names: Sequence[str], chosen: dict[str, Section], scale: float) -> bool:
+    def _some(self, names: Sequence[str], scale: float) -> bool:
         """Runs sections in one process until one fails; False if the time is over."""
         ceilings = json.dumps(self.result["sections"].get("ceilings", {}).get("metrics", {}).get("device", {}))
         command = [sys.executable, "-m", "benchmarks.gpu_first", *self.options, "--ceilings", ceilings]
@@ -206,7 +176,7 @@ class Watch:
             while (line := lines.get(timeout=max(min(deadline, self.end) - time.monotonic(), 0.01))) is not None:
                 if line.startswith(BEGIN):
                     name, began = line.removeprefix(BEGIN), time.monotonic()
-                    deadline = began + chosen[name].seconds * scale
+                    deadline = began + SECONDS[_begins(name, SECONDS)] * scale
                     print(name, flush=True)
                 elif line.startswith(END):
                     self._note(name, json.loads(line.removeprefix(END)))
@@ -243,7 +213,7 @@ class Watch:
 
         write(self.result, self.file)
 
-    def summary(self, chosen: dict[str, Section]) -> list[str]:
+    def summary(self, chosen: Collection[str]) -> list[str]:
         """At most forty lines: what is wrong, how much slower than a copy, what would be faster, what is left."""
         done = self.result["sections"]
         wrong = [f"FAILED {name}: {error}" for one in done.values() for name, error in one.get("errors", {}).items()]
@@ -296,7 +266,7 @@ def main() -> None:
         return
     end = time.monotonic() + 60 * args.minutes
     options = [*(["--quick"] if args.quick else []), *(["--plant", args.plant] if args.plant else [])]
-    chosen = {name: one for name, one in sections(args.quick).items() if name.startswith(tuple(args.only))}
+    chosen = [name for name in sections(args.quick) if name.startswith(tuple(args.only))]
     watch = Watch(args.out / FILE, options, end)
     for name in [name for name in watch.result["sections"] if name.startswith(tuple(args.again))]:
         del watch.result["sections"][name]

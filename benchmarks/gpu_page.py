@@ -126,12 +126,10 @@ def measured(table: Table) -> str:
         for metric, value in metrics.items()
     }
     rows = []
-    for metric, bound, implementations, at_most in kernels.BARS:
-        bar = Bar(metric, "", **{"at_most" if at_most else "at_least": bound})
-        for who in implementations:
-            value = figures.get((who, metric))
-            text = "not measured" if value is None else f"{bar.shown(value)}: {bar.verdict(value)}"
-            rows.append([f"`{metric}`", who, text, bar.bounds()])
+    for (who, metric), bar in kernels.BARS.items():
+        value = figures.get((who, metric))
+        text = "not measured" if value is None else f"{bar.shown(value)}: {bar.verdict(value)}"
+        rows.append([f"`{metric}`", who, text, bar.bounds()])
     shown = table(("metric", "by", "value", "bar"), rows)
     if not done:
         return f"{shown}\n\n**Nothing is measured yet.** No GPU has run these kernels, nor the programs above."

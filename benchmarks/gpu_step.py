@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
-from benchmarks import common, gpu
-from benchmarks.decode_loop import no_model
+from benchmarks import caches, common, gpu
 from benchmarks.gpu import Record
 from kvjax import serving
 from models.config import LayerConfig, ModelConfig
@@ -46,7 +45,6 @@ class Size(NamedTuple):
 
 
 QUICK = Size(48, 8, 1)
-NO_MODEL = jax.tree_util.Partial(no_model)
 
 
 class Timed(NamedTuple):
@@ -64,14 +62,11 @@ def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     common.require(error <= TOLERANCE, f"the paged model's logits differ from the dense one's by {error}")
     model, state, pools = begin(config, rows, size)
     seconds, pools, _ = time_loop(model, state, pools, size)
-    bookkeeping, *_ = time_loop(NO_MODEL, state, pools, size)
+    bookkeeping, *_ = time_loop(caches.reads_the_view, state, pools, size)
 
-    weights = weight_bytes(model)
-    kv = rows * size.context * sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in config.layers)
-    record.result["shapes"][metric] = {"rows": rows, **size._asdict(), "weight_bytes": weights, "kv_bytes": kv}
     record.add("kvjax", f"{metric}_us", 1e6 * seconds)
     record.add("kvjax", f"{metric}_tokens_s", rows / seconds)
-    record.rate("kvjax", metric, (weights + kv) / seconds, "copy_tb_s")
+    record.rate("kvjax", metric, (weight_bytes(model) + kv_bytes(config, rows, size)) / seconds, "copy_tb_s")
     record.add("kvjax", f"{metric}_bookkeeping_us", 1e6 * bookkeeping)
     record.add("kvjax", f"{metric}_bookkeeping_share", bookkeeping / seconds)
 
@@ -85,6 +80,11 @@ def weight_bytes(model: Decoder) -> int:
     return size(model) - (0 if model.config.tie_word_embeddings else size(model.embed_tokens))
 
 
+def kv_bytes(config: ModelConfig, rows: int, size: Size) -> int:
+    """Bytes of K/V of bfloat16 that a step has to read."""
+    return rows * size.context * sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in config.layers)
+
+
 def measure_loops(record: Record, name: str, rows: int, quick: bool) -> None:
     """One model's loop, by steps at a time and by who decides how it goes on."""
     size = QUICK if quick else Size()
@@ -92,7 +92,7 @@ def measure_loops(record: Record, name: str, rows: int, quick: bool) -> None:
     for k in (1, state.spec.block_size):
         tokens = {}
         for who, options in gpu.DECIDES.items():
-            for kind, called in (("", model), ("_bookkeeping", NO_MODEL)):
+            for kind, called in (("", model), ("_bookkeeping", caches.reads_the_view)):
                 metric = f"loop_{name}_b{rows}_k{k}_{who}{kind}"
                 seconds, pools, found = time_loop(called, state, pools, size, k, options)
                 common.require(bool(jnp.all(found == found[:1])), f"{metric}: two runs chose different tokens")
@@ -170,13 +170,9 @@ def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> k
 
 
 def time_loop(
-    model: Any,
-    state: kvjax.CacheState,
-    pools: kvjax.pools.Pools,
-    size: Size,
-    k: int | None = None,
+    model: Any, state: kvjax.CacheState, pools: kvjax.pools.Pools, size: Size, k: int | None = None,
     options: dict[str, str] | None = None,
-) -> Timed:
+) -> Timed:  # fmt: skip
     """Times the decode loop from a state, k steps at a time, compiled with these options of XLA."""
     spec = state.spec
     one = jnp.ones((spec.max_seqs,), jnp.int32)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -56,9 +55,8 @@ def make_work(documents: int, questions: int) -> Work:
     """So many questions about each of so many documents."""
     model, _ = load(recall.CHECKPOINT)
     spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320,
-        block_size=8, dtype="float32",
-    )  # fmt: skip
+        model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320, block_size=8, dtype="float32"
+    )
     rng = np.random.default_rng(0)
     texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
     chosen = [one for text in texts for one in demo.questions(text, list(text.facts)[:questions])]
@@ -73,7 +71,7 @@ def nobody(spec: kvjax.CacheSpec) -> Iterator[Listening]:
 
 @contextlib.contextmanager
 def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
-    """One that publishes as vLLM does."""
+    """A publisher as vLLM's."""
 
     def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
         index = kvjax.events.index_of(cache.state)
@@ -169,17 +167,17 @@ def _check_trace(text: str, calls: int, index: Entries, size: int) -> None:
     )
 
 
-def measure(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> common.Took:
+def measure(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> tuple[float, float]:
     """Wall and CPU time of `generate` with listeners, to one without: the medians of pairs."""
 
-    def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> common.Took:
+    def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> np.ndarray:
         cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
         with opened(work.spec) as own:
-            cpu, wall = time.process_time(), time.perf_counter()
+            before = np.array([time.perf_counter(), time.process_time()])
             outputs, cache, _ = kvjax.generate(
                 work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=own.listener
             )
-            took = common.Took(time.process_time() - cpu, time.perf_counter() - wall)
+            took = np.array([time.perf_counter(), time.process_time()]) - before
             right = sum(output.tokens[0] == answer for output, answer in zip(outputs, work.answers, strict=True))
             common.require(right >= 0.98 * len(work.prompts), f"{right} of {len(work.prompts)} answers are right")
             own.check(cache, outputs)
@@ -189,58 +187,6 @@ def measure(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int)
     for _ in range(pairs + 1):  # the first one compiles
         ways.reverse()
         took = {way: timed(way) for way in ways}
-        ratios.append(common.Took(*(a / b for a, b in zip(took[listening], took[nobody], strict=True))))
-    return common.Took(*map(statistics.median, zip(*ratios[1:], strict=True)))
-
-
-def profile(work: Work, repeats: int) -> str:
-    """CPU time of a run, and of listeners that get its events afterwards, alone and together: the least of some."""
-    calls, cpu = [], time.process_time()
-    cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
-    kvjax.generate(
-        work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False,
-        listener=lambda events: calls.append(jax.tree.map(np.array, events)),
-    )  # fmt: skip
-    cpu = time.process_time() - cpu
-    number = sum(len(kvjax.to_list(events)) for events in calls)
-
-    def least(*names: str) -> float:
-        def once() -> float:
-            with contextlib.ExitStack() as stack:
-                made, flushes = zip(*(MAKERS[name](work.spec, stack) for name in names), strict=True)
-                listener = together(work.spec, *made)
-                for flush in flushes:
-                    flush()
-                start = time.process_time()
-                for events in calls:
-                    listener(events)
-                for flush in flushes:
-                    flush()
-                return time.process_time() - start
-
-        return 1e6 * min(once() for _ in range(repeats)) / number
-
-    each = ", ".join(f"{name} {least(name):.1f}" for name in MAKERS)
-    return (
-        f"{number} events in {len(calls)} calls, {1e6 * cpu / number:.0f} us of CPU an event; listeners, each: {each}; "
-        f"all together {least(*MAKERS):.1f}"
-    )
-
-
-def _fed(wire: Any) -> tuple[Callable[[Any], object], Callable[[], object]]:
-    return wire.publish, wire.flush
-
-
-def _written(listener: Callable[[Any], object]) -> tuple[Callable[[Any], object], Callable[[], object]]:
-    return listener, lambda: None
-
-
-# What makes a listener, and what waits until it has done its work.
-MAKERS: dict[str, Callable[[kvjax.CacheSpec, contextlib.ExitStack], Any]] = {
-    "publisher": lambda spec, stack: _fed(stack.enter_context(Publisher(spec, bind=ANY, replay=ANY))),
-    "agent": lambda spec, stack: _fed(stack.enter_context(Agent(spec, port=0))),
-    "metrics": lambda spec, stack: _written(Metrics(prometheus_client.CollectorRegistry(), spec).observe),
-    "TensorRT-LLM's lines": lambda spec, stack: _written(trtllm.Writer(spec, io.StringIO()).write),
-    "log": lambda spec, stack: _written(Log(io.StringIO()).write),
-    "trace": lambda spec, stack: _written(Trace(spec, io.StringIO()).write),
-}
+        ratios.append(took[listening] / took[nobody])
+    wall, cpu = np.median(ratios[1:], axis=0).tolist()
+    return wall, cpu

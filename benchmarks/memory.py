@@ -16,17 +16,18 @@ import dataclasses
 import functools
 import pathlib
 import re
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import kvjax
-from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks import caches, common
+from benchmarks.common import Bar, benchmark
+from kvjax import serving
 from kvjax._arrays import Pytree
+from models.decoder import Decoder
 
 ROWS, CHUNK, STEPS, NUM_BLOCKS, BLOCK_SIZE = 64, 512, 32, 131_072, 16
 UNUSED = {
@@ -137,10 +138,6 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
             state, _ = release(state, seq)
             work.request[seq] = work.prompt[seq] = work.total[seq] = 0
             finished += 1
-        if sys.stdout.isatty():
-            print(f"\r  {finished} of {len(lengths)} requests", end="", flush=True)
-    if sys.stdout.isatty():
-        print("\r", end="")
     return {phase: np.array([m[phase] for m in moments], np.int64) for phase in moments[0]}
 
 
@@ -169,14 +166,7 @@ def unused(lengths: np.ndarray) -> dict[str, float]:
 
 def in_place() -> dict[str, float]:
     """Compiles the decode loop without running it; temporaries and donated bytes as a percentage of the pools."""
-    from flax import nnx
-
-    from kvjax import serving
-    from models.config import LayerConfig, ModelConfig
-    from models.decoder import Decoder
-
-    config = ModelConfig("llama", 8192, 256, 768, 8, (LayerConfig(4, 32),) * 8)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(caches.LLAMA, rngs=nnx.Rngs(0)))
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=1024, max_seqs=16, max_length=1024, dtype="float32")
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
     log = jax.eval_shape(lambda: serving.decode_log(spec, STEPS))
@@ -199,16 +189,9 @@ def in_place() -> dict[str, float]:
     }
 
 
-def main() -> None:
-    args = common.parse("memory", __doc__)
-    lengths = read_lengths()
+@benchmark(BARS, {"requests": (502, 3)}, strict=True)
+def measure(size):
+    lengths = read_lengths()[: size.requests]
     print(f"memory: {len(lengths)} requests, {lengths.sum():,} tokens, {ROWS} at a time, blocks of {BLOCK_SIZE} tokens")
-    began = time.perf_counter()
-    metrics = unused(lengths) | in_place()
-    print(f"  ({time.perf_counter() - began:.0f} s)")
-    common.report("memory", metrics, args.json, bars=BARS)
-    common.require_bars(metrics, BARS)
-
-
-if __name__ == "__main__":
-    main()
+    yield unused(lengths)
+    yield in_place()

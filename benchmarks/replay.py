@@ -15,7 +15,6 @@ same tokens in its cache, and choose each request's first and last token in the 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import pathlib
@@ -24,15 +23,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 from benchmarks import common
-from benchmarks.batch_job import oracle_options
-from benchmarks.common import Bar
-from benchmarks.steady_step import NoModel
+from benchmarks.caches import NoModel, copy_of
+from benchmarks.common import Bar, Size, benchmark
 from benchmarks.trace import MS_A_STEP, TRACE, Request, read_trace
+from benchmarks.workload import BLOCK, oracle_options
 from kvjax import Cache
 from kvjax._pictures import AMBER, BLUE, finish, legend_below, new_figure, picture
 from kvjax.events import init_log
@@ -41,22 +39,7 @@ from tests.oracle import scheduler as oracle
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask
 
-BLOCK = 16
 AT_ONCE = 64  # steps between two looks at the clock, at most
-
-
-class Size(NamedTuple):
-    """The cache; tokens of prompts that a step computes, of a row and of all; requests, and those that Python runs."""
-
-    rows: int = 32
-    num_blocks: int = 8192
-    chunk: int = 256
-    chunks: int = 512
-    requests: int = 2000
-    checked: int = 60
-
-
-QUICK = Size(rows=4, num_blocks=400, requests=12, checked=12)
 # How blocks are reserved, and whether a request waits for a prefix that a row is about to compute.
 WAYS = list(itertools.product(("max_tokens", "num_tokens", "batch"), (True, False)))
 
@@ -100,12 +83,8 @@ class Library:
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
         self.width = max(len(request.prompt) for request in requests)
         max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
-        spec = kvjax.make_spec(
-            num_blocks=size.num_blocks,
-            max_seqs=size.rows,
-            max_length=-(-max(max_tokens) // BLOCK) * BLOCK,
-            block_size=BLOCK,
-        )
+        longest = -(-max(max_tokens) // BLOCK) * BLOCK
+        spec = kvjax.make_spec(num_blocks=size.num_blocks, max_seqs=size.rows, max_length=longest, block_size=BLOCK)
         self.serving = init_serving(Cache.create(spec), max_tokens, greedy=True)
         # Enough that the log never ends a block of steps: plain Python has none.
         blocks = AT_ONCE * (size.chunks // BLOCK + size.rows) + 4 * spec.max_blocks_per_seq
@@ -201,7 +180,7 @@ def require_same(ours: Ended, theirs: Ended) -> None:
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
     """Replays the first requests, which compiles, also in plain Python; then all of them, which is timed."""
     first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
-    initial = jax.tree.map(jnp.copy, system.serving)
+    initial = copy_of(system.serving)()
     replay(system, first)
     if size.checked:
         plain = Plain(requests, size, scheduler)
@@ -220,30 +199,6 @@ def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -
         "reused": int(np.sum(ended.cached)),
         "preemptions": int(np.sum(ended.preemptions)),
     }
-
-
-def measure(requests: Sequence[Request], size: Size) -> dict[str, dict[str, float]]:
-    """What each of `WAYS` makes of the requests."""
-    found = {}
-    for reserve, waits in WAYS:
-        budget = size.rows + size.chunks
-        scheduler = Scheduler(reserve=reserve, wait_for_prefix=waits, chunk=size.chunk, budget=budget)
-        found[way_name(reserve, waits)] = measure_way(requests, size, scheduler)
-        show(found, len(found) == 1)
-    return found
-
-
-def show(found: dict[str, dict[str, float]], head: bool) -> None:
-    """A line for the last way, below a head if it is the first."""
-    name, values = list(found.items())[-1]
-    if head:
-        names = ("tokens/s", "virtual", "first token p50", "p99", "reused", "preempted")
-        print(f"  {'':13} {'{:>9} {:>8} {:>16} {:>6} {:>9} {:>9}'.format(*names)}")
-    real, virtual, p50, p99, reused, preemptions = values.values()
-    print(
-        f"  {name:13} {real:9,.0f} {virtual:8.1f} {p50:10,.0f} steps {p99:6,.0f} {reused:9,} {preemptions:9,}",
-        flush=True,
-    )
 
 
 def by_way(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -277,27 +232,18 @@ def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
     figure.savefig(file)
 
 
-def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--trace", type=pathlib.Path, default=TRACE, metavar="FILE", help="another trace")
-        parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the figures there")
-        parser.add_argument("--requests", type=int, help="how many of the trace")
-        parser.add_argument("--checked", type=int, help="how many of them plain Python runs too")
-        parser.add_argument("--quick", action="store_true", help="a dozen requests: whether it runs, not how fast")
-
-    args = common.parse("replay", __doc__, options)
-    size = QUICK if args.quick else Size()
-    chosen = {name: getattr(args, name) for name in ("requests", "checked") if getattr(args, name) is not None}
-    size = size._replace(**chosen)
-    requests = read_trace(args.trace, size.requests)
-    tokens, due = sum(len(request.prompt) for request in requests), requests[-1].due
-    print(f"replay: {len(requests):,} requests of {tokens:,} tokens within {due:,} steps, {size.num_blocks:,} blocks")
-    found = measure(requests, size)
-    if args.plot is not None:
-        plot(found, args.plot)
-    metrics = {f"{way}_{name}": value for way, values in found.items() for name, value in values.items()}
-    common.report("replay", metrics, args.json, bars=BARS)
+# The cache; tokens of prompts that a step computes, of a row and of all; requests, and those that Python runs.
+SIZES = {
+    "rows": (32, 4), "num_blocks": (8192, 400), "chunk": 256, "chunks": 512, "requests": (2000, 12),
+    "checked": (60, 12), "trace": TRACE,
+}  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(BARS, SIZES)
+def measure(size):
+    requests = read_trace(size.trace, size.requests)
+    for reserve, waits in WAYS:
+        scheduler = Scheduler(reserve=reserve, wait_for_prefix=waits, chunk=size.chunk, budget=size.rows + size.chunks)
+        name = way_name(reserve, waits)
+        print(name, flush=True)
+        yield {f"{name}_{figure}": value for figure, value in measure_way(requests, size, scheduler).items()}

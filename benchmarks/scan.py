@@ -11,7 +11,7 @@ agree. A missed bar ends the benchmark.
 import functools
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from flax import nnx
 
 import kvjax
 from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks.common import Bar, Size, benchmark
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder, scanned
 
@@ -42,21 +42,6 @@ is scanned, as one of 109M parameters did (`--hidden 512`).
 TOLERANCE = 1e-3
 
 
-class Size(NamedTuple):
-    """Models of `few` and of `many` layers, rows with a context of so many tokens, and rounds of timing."""
-
-    few: int = 4
-    many: int = 32
-    hidden: int = 256
-    rows: int = 16
-    context: int = 256
-    compiles: int = 2
-    rounds: int = 20
-
-
-QUICK = Size(few=2, many=4, hidden=32, rows=2, context=16, compiles=1, rounds=1)
-
-
 def config_of(num_layers: int, size: Size) -> ModelConfig:
     """A model whose K/V heads are as wide as they are many."""
     return ModelConfig("llama", 8192, size.hidden, 3 * size.hidden, 8, (LayerConfig(4, size.hidden // 8),) * num_layers)
@@ -66,12 +51,9 @@ def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
     """A spec with blocks for all rows and the tokens that are decoded."""
     length = size.context + size.rounds + 2
     return kvjax.make_spec(
-        model.layer_specs(),
-        num_blocks=size.rows * -(-length // 16),
-        max_seqs=size.rows,
-        max_length=length,
+        model.layer_specs(), num_blocks=size.rows * -(-length // 16), max_seqs=size.rows, max_length=length,
         dtype="float32",
-    )
+    )  # fmt: skip
 
 
 def step(model: Decoder, cache: kvjax.Cache, tokens: jax.Array):
@@ -151,32 +133,20 @@ def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
     return least
 
 
-def measure(size: Size) -> dict[str, float]:
-    """All of it; the bars are left to `main`."""
-    metrics, programs = {}, {}
+SIZES = {
+    "few": (4, 2), "many": (32, 4), "hidden": (256, 32), "rows": (16, 2), "context": (256, 16), "compiles": (2, 1),
+}  # fmt: skip
+
+
+@benchmark(BARS, SIZES, rounds=(20, 1), strict=True)
+def measure(size):
+    jax.config.update("jax_enable_compilation_cache", False)
+    programs = {}
     for name, scan in (("scanned", True), ("unrolled", False)):
         seconds, programs[name] = compile_steps(scan, size)
-        metrics |= {f"{name}_compile_{layers}_s": seconds[layers] for layers in seconds}
-        metrics[f"{name}_compile_ratio"] = seconds[size.many] / seconds[size.few]
-    metrics |= compare_programs(programs["unrolled"], programs["scanned"], size)
+        yield {f"{name}_compile_{layers}_s": seconds[layers] for layers in seconds}
+        yield {f"{name}_compile_ratio": seconds[size.many] / seconds[size.few]}
+    yield compare_programs(programs["unrolled"], programs["scanned"], size)
     least = time_steps(programs, size)
-    metrics |= {f"{name}_step_ms": 1e3 * seconds for name, seconds in least.items()}
-    return metrics | {"step_ratio": least["scanned"] / least["unrolled"]}
-
-
-def main() -> None:
-    def options(parser):
-        parser.add_argument("--hidden", type=int, default=Size().hidden, help="width of the models (%(default)s)")
-        parser.add_argument("--quick", action="store_true", help="tiny models: whether it runs, not how fast")
-
-    args = common.parse("scan", __doc__, options)
-    jax.config.update("jax_enable_compilation_cache", False)
-    size = QUICK if args.quick else Size(hidden=args.hidden)
-    print(f"scan: {size.few} and {size.many} layers of {size.hidden}, {size.rows} rows of {size.context} tokens")
-    metrics = measure(size)
-    common.report("scan", metrics, args.json, bars=BARS)
-    common.require_bars({} if args.quick else metrics, BARS)
-
-
-if __name__ == "__main__":
-    main()
+    yield {f"{name}_step_ms": 1e3 * seconds for name, seconds in least.items()}
+    yield {"step_ratio": least["scanned"] / least["unrolled"]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,50 +20,14 @@ from jax import lax
 
 import kvjax
 from benchmarks import common
+from benchmarks.caches import NoModel, copy_of, full_state
+from benchmarks.common import Size
 from kvjax import Cache, CacheState
-from kvjax._arrays import Pytree
 from kvjax.events import init_log
 from kvjax.serving import Scheduler, Serving, init_serving, serve, submit, worst_step
 
 BLOCK, PROMPT, LENGTH = 16, 48, 2048
-
-
-class NoModel(Pytree):
-    """Chooses token 0, and leaves the pools as they are."""
-
-    def __call__(self, tokens, pools, view, /, *, last):
-        del tokens, view
-        return jnp.zeros((*last.shape, 1), jnp.float32), pools
-
-
-class Size(NamedTuple):
-    """Rows and blocks; steps of a call, and calls."""
-
-    rows: int = 256
-    num_blocks: int = 65_536
-    steps: int = 64
-    calls: int = 40
-
-
-QUICK = Size(rows=4, num_blocks=512, steps=16, calls=1)
-
-
-def full_cache(size: Size) -> Cache:
-    """A cache without K/V whose rows are free, and whose blocks are all findable."""
-    spec = kvjax.make_spec(num_blocks=size.num_blocks, max_seqs=size.rows, max_length=LENGTH, block_size=BLOCK)
-    zero = np.zeros(1, np.int32)
-
-    def text(state: CacheState, number: jax.Array) -> tuple[CacheState, None]:
-        tokens = (1 + number) * LENGTH + jnp.arange(LENGTH, dtype=jnp.int32)
-        state, _ = kvjax.admit(state, 0, tokens, LENGTH)
-        state, _ = kvjax.commit(state, tokens[None], zero + LENGTH, seqs=zero)
-        state, _ = kvjax.release(state, 0)
-        return state, None
-
-    texts = jnp.arange(size.num_blocks * BLOCK // LENGTH, dtype=jnp.int32)
-    state = jax.jit(lambda state: lax.scan(text, state, texts)[0], donate_argnums=0)(kvjax.init(spec))
-    common.require(int(state.groups[0].num_empty) == 0, "a block of the cache is empty")
-    return Cache(state, kvjax.init_pools(spec))
+SIZES = {"steady_rows": (256, 4), "steady_blocks": (65_536, 512), "steps": (64, 16), "calls": (40, 1)}
 
 
 def scheduler(k: int) -> Scheduler:
@@ -77,7 +41,7 @@ def steps_of(k: int, size: Size) -> Callable[..., Any]:
 
     def run(serving: Serving, steps: jax.Array) -> Any:
         spec = serving.cache.state.spec
-        usual = size.steps * size.rows // 4  # a block that is entered is one that is evicted, and is stored when full
+        usual = size.steps * size.steady_rows // 4  # a block that is entered evicts one, and is stored when full
         log = init_log(usual + 2 * worst_step(spec, scheduler(k)) + 4 * spec.max_blocks_per_seq, BLOCK)
         return serve(NoModel(), serving, log, scheduler=scheduler(k), steps=steps)
 
@@ -87,8 +51,8 @@ def steps_of(k: int, size: Size) -> Callable[..., Any]:
 @functools.partial(jax.jit, static_argnames=("k", "size"), donate_argnums=0)
 def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
     """As many steps, in blocks of k: `extend` for the tokens, and their commit."""
-    every, tokens = jnp.ones(size.rows, jnp.bool_), jnp.zeros((size.rows, k), jnp.int32)
-    counts = jnp.full(size.rows, k, jnp.int32)
+    every, tokens = jnp.ones(size.steady_rows, jnp.bool_), jnp.zeros((size.steady_rows, k), jnp.int32)
+    counts = jnp.full(size.steady_rows, k, jnp.int32)
 
     def block(_, state: CacheState) -> CacheState:
         state, _ = kvjax.extend(state, every, counts, max_tokens=k)
@@ -98,10 +62,14 @@ def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
 
 
 def decoding(size: Size) -> Serving:
-    """Requests that all decode, in a row each."""
-    lengths = PROMPT + np.arange(size.rows, dtype=np.int32) % BLOCK  # so that they do not all fill a block at once
+    """Requests that all decode, in a row each, in a cache without K/V."""
+    spec = kvjax.make_spec(
+        num_blocks=size.steady_blocks, max_seqs=size.steady_rows, max_length=LENGTH, block_size=BLOCK
+    )
+    state = full_state(spec, lambda number: (1 + number) * LENGTH + jnp.arange(LENGTH, dtype=jnp.int32))
+    lengths = PROMPT + np.arange(size.steady_rows, dtype=np.int32) % BLOCK  # they do not all fill a block at once
     line = np.random.default_rng(0).integers(1 << 24, 1 << 25, int(lengths.sum()), np.int32)
-    serving = init_serving(full_cache(size), [LENGTH] * size.rows, greedy=True)
+    serving = init_serving(Cache(state, kvjax.init_pools(spec)), [LENGTH] * size.steady_rows, greedy=True)
     submitted = jax.jit(functools.partial(submit, scheduler=scheduler(1)), donate_argnums=0)
     serving, status, *_ = submitted(serving, line, lengths, LENGTH - lengths)
     common.require(not np.any(status), "a prompt was refused")
@@ -117,29 +85,25 @@ def check(after: Serving, log: Any, state: CacheState, before: Serving, size: Si
     ours, theirs = after.cache.state, state
     same = [(ours.seqs.committed, theirs.seqs.committed), (ours.groups[0].table, theirs.groups[0].table)]
     common.require(all(np.array_equal(a, b) for a, b in same), "the scheduler has other blocks than the verbs")
-    blocks = size.rows * size.steps // BLOCK
+    blocks = size.steady_rows * size.steps // BLOCK
     counts = {name: int(kvjax.events.counts(log)[name]) for name in ("removed", "stored")}
     common.require(counts == {"removed": blocks, "stored": blocks}, f"{counts} in the log, wanted {blocks} of each")
 
 
-def measure(size: Size) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics by CPU time, and the same by the clock with what they are made of."""
-    start = decoding(size)
-    programs = {}
+def measure(size: Size) -> dict[str, float]:
+    """The figures by CPU time, and the same by the clock with what they are made of."""
+    start, programs = decoding(size), {}
     for k in (1, BLOCK):
         run = steps_of(k, size)
-        programs[f"steps_{k}"] = (
-            lambda: jax.tree.map(jnp.copy, start), lambda serving, run=run: run(serving, np.int32(size.steps))
-        )  # fmt: skip
-        programs[f"verbs_{k}"] = (
-            lambda: jax.tree.map(jnp.copy, start.cache.state), lambda state, k=k: verbs_of(state, k=k, size=size)
-        )  # fmt: skip
+        programs[f"steps_{k}"] = copy_of(start), lambda serving, run=run: run(serving, np.int32(size.steps))
+        programs[f"verbs_{k}"] = copy_of(start.cache.state), functools.partial(verbs_of, k=k, size=size)
     took, ends = common.in_turns(programs, size.calls)
     for k in (1, BLOCK):
         check(*ends[f"steps_{k}"], ends[f"verbs_{k}"], start, size)
     names = {1: "step_over_verbs", BLOCK: "block_over_verbs"}
-    metrics = {name: took[f"steps_{k}"].cpu / took[f"verbs_{k}"].cpu for k, name in names.items()}
-    metrics["step_us"] = 1e6 * took["steps_1"].cpu / size.steps
-    details = {f"{name}_wall": took[f"steps_{k}"].wall / took[f"verbs_{k}"].wall for k, name in names.items()}
-    details |= {f"{name}_us": 1e6 * seconds.cpu / size.steps for name, seconds in took.items()}
-    return metrics, details
+    return {
+        **{name: took[f"steps_{k}"].cpu / took[f"verbs_{k}"].cpu for k, name in names.items()},
+        **{f"{name}_wall": took[f"steps_{k}"].wall / took[f"verbs_{k}"].wall for k, name in names.items()},
+        **common.times(took, "us", "cpu", size.steps),
+        "step_us": 1e6 * took["steps_1"].cpu / size.steps,
+    }
