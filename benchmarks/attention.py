@@ -24,7 +24,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import common
-from benchmarks.common import Bar, Program, benchmark
+from benchmarks.common import Bar, Program, Size, benchmark
 
 
 class Shape(NamedTuple):
@@ -46,18 +46,15 @@ SHAPES = {
     "one_row_4k": Shape(1, 4096, 8, 4, 64, 6),
 }
 SKEWED = Shape(32, 4096, 8, 4, 64, 1)  # of the longest row
-LARGE, SMALL = "32 / 8 heads of 128", "8 / 4 heads of 64"
+LARGE_2K = "decode attention, 16 rows of 2,048 tokens, 32 / 8 heads of 128"
+SMALL_1K = "decode attention, 16 rows of 1,024 tokens, 8 / 4 heads of 64"
 BARS = {
-    "large_2k_over_sum": Bar(f"decode attention, 16 rows of 2,048 tokens, {LARGE}, to a plain sum", at_most=4),
-    "large_2k_over_contiguous": Bar(f"decode attention, 16 rows of 2,048 tokens, {LARGE}, to contiguous K/V"),
-    "small_1k_over_sum": Bar(f"decode attention, 16 rows of 1,024 tokens, {SMALL}, to a plain sum", at_most=4),
-    "small_1k_over_contiguous": Bar(f"decode attention, 16 rows of 1,024 tokens, {SMALL}, to contiguous K/V"),
-    "small_1k_bf16_over_sum": Bar(
-        f"decode attention, 16 rows of 1,024 tokens, {SMALL}, bfloat16, to a plain sum", at_most=4
-    ),
-    "small_1k_bf16_over_contiguous": Bar(
-        f"decode attention, 16 rows of 1,024 tokens, {SMALL}, bfloat16, to contiguous K/V"
-    ),
+    "large_2k_over_sum": Bar(f"{LARGE_2K}, to a plain sum", at_most=4),
+    "large_2k_over_contiguous": Bar(f"{LARGE_2K}, to contiguous K/V"),
+    "small_1k_over_sum": Bar(f"{SMALL_1K}, to a plain sum", at_most=4),
+    "small_1k_over_contiguous": Bar(f"{SMALL_1K}, to contiguous K/V"),
+    "small_1k_bf16_over_sum": Bar(f"{SMALL_1K}, bfloat16, to a plain sum", at_most=4),
+    "small_1k_bf16_over_contiguous": Bar(f"{SMALL_1K}, bfloat16, to contiguous K/V"),
     "mixed_over_apart": Bar("32 decode rows and 4 chunks of 64 in one flat batch, to two calls", at_most=1.15),
     "mixed_as_ragged_over_apart": Bar("such a batch in ragged form, a decode row as a chunk, to two calls"),
     "skewed_over_loop": Bar("a row of 4,096 tokens and 31 of 128, to a loop over the longest row", at_most=0.25),
@@ -156,20 +153,7 @@ def close(one: Any, other: Any, tolerance: float = 1e-4) -> bool:
     return np.allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), tolerance, tolerance)
 
 
-class Line(NamedTuple):
-    """Rows that decode and rows with a chunk, all of `length` tokens; of one layer."""
-
-    rows: int = 32
-    chunks: int = 4
-    chunk: int = 64
-    length: int = 512
-    heads: int = 8
-    kv_heads: int = 4
-    width: int = 64
-    block_size: int = 16
-
-
-def make_line(line: Line):
+def make_line(line: Size):
     """Queries [1, T, Q, D], pools, and the state of a cache whose rows lack one token, or a chunk."""
     rng, rows = np.random.default_rng(0), line.rows + line.chunks
     spec = kvjax.make_spec(
@@ -186,7 +170,7 @@ def make_line(line: Line):
     return jnp.asarray(q), pools, state.replace(groups=(group.replace(table=table),), seqs=seqs)
 
 
-def measure_mixed(line: Line, rounds: int) -> dict[str, float]:
+def measure_mixed(line: Size) -> dict[str, float]:
     """The time of a mixed line, to that of both calls apart."""
     q, pools, state = make_line(line)
     rows, size = state.spec.max_seqs, line.chunks * line.chunk
@@ -203,7 +187,7 @@ def measure_mixed(line: Line, rounds: int) -> dict[str, float]:
         ),
         "chunks": functools.partial(attend, q[:, rows:], pools, kvjax.ragged(state, counts, size, chunks)),
     }
-    took, results = common.in_turns(programs, rounds)
+    took, results = common.in_turns(programs, line.rounds)
     answers = {name: np.asarray(result).reshape(-1, *q.shape[2:]) for name, result in results.items()}
     answers["apart"] = np.concatenate([answers.pop("decode"), answers.pop("chunks")])
     common.require_same(answers, close)
@@ -244,14 +228,15 @@ def shortened(view, lengths, pools):
 TINY = Shape(2, 64, 4, 2, 8, 2)
 SIZES = {
     "shapes": (SHAPES, {name: TINY._replace(dtype=shape.dtype) for name, shape in SHAPES.items()}),
-    "line": (Line(), Line(2, 2, 8, 64, 4, 2, 8)),
-    "skewed": (SKEWED, Shape(8, 2048, 2, 1, 8, 1)),
-}
+    # Of a mixed line, rows that decode and rows with a chunk, all of `length` tokens; of one layer.
+    "rows": (32, 2), "chunks": (4, 2), "chunk": (64, 8), "length": (512, 64), "heads": (8, 4), "kv_heads": (4, 2),
+    "width": (64, 8), "block_size": 16, "skewed": (SKEWED, Shape(8, 2048, 2, 1, 8, 1)),
+}  # fmt: skip
 
 
 @benchmark(BARS, SIZES, rounds=(30, 1))
 def measure(size):
     for name, shape in size.shapes.items():
         yield measure_shape(name, shape, size.rounds)
-    yield measure_mixed(size.line, size.rounds)
+    yield measure_mixed(size)
     yield measure_lengths(size.skewed, 5 * size.rounds)  # its bar is close

@@ -64,17 +64,9 @@ def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
 def warm(num_blocks: int) -> kvjax.CacheState:
     """A cache whose blocks are all findable, 256 rows holding some of them."""
     spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK)
-
-    def admit(state):
-        rows = jnp.arange(ROWS, dtype=jnp.int32)
-        lengths = START + rows // 2 % BLOCK
-        tokens = tokens_of(rows[:, None], jnp.arange(START + BLOCK, dtype=jnp.int32)[None])
-        state, admitted = kvjax.admit(state, rows, tokens, lengths)
-        state, committed = kvjax.commit(state, tokens, lengths)
-        return state, admitted.ok & committed.ok
-
-    state = caches.full_state(spec, long_text)
-    state, ok = jax.jit(admit, donate_argnums=0)(state)
+    rows = jnp.arange(ROWS, dtype=jnp.int32)
+    tokens = tokens_of(rows[:, None], jnp.arange(START + BLOCK, dtype=jnp.int32)[None])
+    state, ok = caches.hold(caches.full_state(spec, long_text), tokens, START + rows // 2 % BLOCK)
     common.require(bool(ok), "the rows could not be admitted")
     return state
 
@@ -84,56 +76,42 @@ def long_text(number) -> jax.Array:
     return (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + number * 104_729) % 50_021 + 50_021
 
 
-def step(state: kvjax.CacheState, number: jax.Array):
-    """One decode step; the state, with counts (ok, removed, stored, merged) and events."""
-    rows = jnp.arange(ROWS, dtype=jnp.int32)
-    tokens = tokens_of(rows, state.seqs.committed)[:, None]
-    state, extended = kvjax.extend(state, jnp.ones((ROWS,), jnp.bool_))
+def block(state: kvjax.CacheState, k: int):
+    """A block of k decode steps, all of whose tokens are used; the state, (ok, removed, stored, merged) and events."""
+    rows, every, counts = (
+        jnp.arange(ROWS, dtype=jnp.int32),
+        jnp.ones((ROWS,), jnp.bool_),
+        jnp.full((ROWS,), k, jnp.int32),
+    )
+    positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
+    state, extended = kvjax.extend(state, every, counts, max_tokens=k)
     empty = state.groups[0].num_empty
-    state, committed = kvjax.commit(state, tokens, jnp.ones((ROWS,), jnp.int32))
-    ok = (extended.ok & committed.ok).astype(jnp.int32)
-    merged = state.groups[0].num_empty - empty
-    done = jnp.stack([ok, kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"], merged])
-    return state, (done, extended, committed)
+    state, committed = kvjax.commit(state, tokens_of(rows[:, None], positions), counts)
+    ok, merged = (extended.ok & committed.ok).astype(jnp.int32), state.groups[0].num_empty - empty
+    if k > 1:
+        state, _ = kvjax.trim(state, every, max_tokens=k)
+    removed, stored = kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"]
+    return state, jnp.stack([k * ok, removed, stored, merged]), (extended, committed)
 
 
-def steps(state: kvjax.CacheState):
-    """STEPS steps in one program; the state, and the sums of the counts."""
+def steps(state: kvjax.CacheState, k: int = 1):
+    """STEPS steps in one program, in blocks of k; the state, and the sums of the counts."""
 
     def one(carry, number):
-        state, (done, *_) = step(carry[0], number)
+        state, done, _ = block(carry[0], k)
         return (state, carry[1] + done), None
 
-    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS))[0]
+    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS // k))[0]
 
 
 def steps_with_log(state: kvjax.CacheState):
     """The same with every event kept in a log, as a decode loop does."""
 
     def one(carry, number):
-        state, (_, extended, committed) = step(carry[0], number)
-        return (state, kvjax.events.append(carry[1], extended, committed)), None
+        state, _, events = block(carry[0], 1)
+        return (state, kvjax.events.append(carry[1], *events)), None
 
     return lax.scan(one, (state, kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
-
-
-def blocks_of_steps(state: kvjax.CacheState, k: int):
-    """The same in blocks of k steps; all k tokens of each row are used."""
-    rows, every = jnp.arange(ROWS, dtype=jnp.int32), jnp.ones((ROWS,), jnp.bool_)
-
-    def one(carry, number):
-        state, total = carry
-        positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
-        state, extended = kvjax.extend(state, every, jnp.full((ROWS,), k, jnp.int32), max_tokens=k)
-        empty = state.groups[0].num_empty
-        state, committed = kvjax.commit(state, tokens_of(rows[:, None], positions), jnp.full((ROWS,), k, jnp.int32))
-        ok, merged = extended.ok & committed.ok, state.groups[0].num_empty - empty
-        if k > 1:
-            state, _ = kvjax.trim(state, every, max_tokens=k)
-        removed, stored = kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"]
-        return (state, total + jnp.stack([k * ok.astype(jnp.int32), removed, stored, merged])), None
-
-    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS // k))[0]
 
 
 def admissions(state: kvjax.CacheState):
@@ -162,16 +140,14 @@ def compiled_steps(state: kvjax.CacheState, run=steps):
     """The program of steps, in which no array of the cache's size may be copied."""
     compiled = jax.jit(run, donate_argnums=0).lower(state).compile()
     copies = copies_of_blocks(compiled, state)
-    common.require(
-        not copies, f"the compiled program copies arrays of {state.spec.groups[0].num_blocks} blocks: {copies}"
-    )
+    common.require(not copies, f"the compiled program copies arrays that have an entry for each block: {copies}")
     return compiled
 
 
-def least_s(state: kvjax.CacheState, run, rounds: int):
-    """The least seconds of a program, given a copy of the state each time, and its last result."""
+def least_us(state: kvjax.CacheState, run, rounds: int, calls: int):
+    """The least microseconds of a program's `calls`, given a copy of the state each time, and its last result."""
     took, results = common.in_turns({"": (caches.copy_of(state), run)}, rounds)
-    return took[""].least, results[""]
+    return 1e6 * took[""].least / calls, results[""]
 
 
 def require_steps(num_blocks: int, state: kvjax.CacheState, done: jax.Array) -> None:
@@ -188,24 +164,23 @@ def require_steps(num_blocks: int, state: kvjax.CacheState, done: jax.Array) -> 
 def measure_steps(num_blocks: int, rounds: int) -> float:
     """Microseconds a step."""
     state = warm(num_blocks)
-    seconds, done = least_s(state, compiled_steps(state), rounds)
+    micros, done = least_us(state, compiled_steps(state), rounds, STEPS)
     require_steps(num_blocks, *done)
-    return 1e6 * seconds / STEPS
+    return micros
 
 
 def measure_blocks_of_steps(num_blocks: int, rounds: int) -> dict[str, float]:
     """Microseconds a step with a log, and in blocks of 1, 4 and 16 steps, in turns, and the latter two to the first."""
     state = warm(num_blocks)
-    seconds, _ = least_s(state, compiled_steps(state, steps_with_log), rounds)
+    with_log, _ = least_us(state, compiled_steps(state, steps_with_log), rounds, STEPS)
     programs: dict[str, Program] = {
-        f"k{k}": (caches.copy_of(state), compiled_steps(state, functools.partial(blocks_of_steps, k=k)))
-        for k in (1, 4, 16)
+        f"k{k}": (caches.copy_of(state), compiled_steps(state, functools.partial(steps, k=k))) for k in (1, 4, 16)
     }
     took, answers = common.in_turns(programs, rounds)
     for after, done in answers.values():
         require_steps(num_blocks, after, done)
     return {
-        "step_with_log_us": 1e6 * seconds / STEPS,
+        "step_with_log_us": with_log,
         **{f"step_us_{name}": 1e6 * each.least / STEPS for name, each in took.items()},
         **{f"{name}_to_k1": took[name].least / took["k1"].least for name in ("k4", "k16")},
     }
@@ -216,25 +191,23 @@ def measure_admit(num_blocks: int, rounds: int) -> float:
     state, _ = jax.jit(kvjax.release)(warm(num_blocks), jnp.arange(ROWS, dtype=jnp.int32))
     # In a small pool the first prompts are evicted by now: the shared half is cached again.
     state, _ = caches.serve_alone(state, long_text(1), LENGTH)
-    seconds, (state, done) = least_s(state, compiled_steps(state, admissions), rounds)
+    micros, (state, done) = least_us(state, compiled_steps(state, admissions), rounds, ROWS)
     ok, removed, cached = done.tolist()
-    each = f"{cached / ROWS:,.0f} tokens reused each"
-    print(f"{num_blocks:>9,} blocks: {ROWS} admissions, {removed:,} blocks evicted, {each}")
     common.require(ok == ROWS and removed > 0 and cached == ROWS * LENGTH // 2, "an admission went wrong")
     kvjax.check(state)
-    return 1e6 * seconds / ROWS
+    return micros
 
 
 def measure_calls(num_blocks: int, rounds: int) -> float:
     """Microseconds of a step as a jitted call of its own, state donated."""
-    call = jax.jit(lambda state, number: step(state, number)[0], donate_argnums=0)
+    call = jax.jit(lambda state: block(state, 1)[0], donate_argnums=0)
 
     def run(state):
-        for number in range(CALLS):
-            state = call(state, jnp.int32(number))
+        for _ in range(CALLS):
+            state = call(state)
         return state
 
-    return 1e6 * least_s(warm(num_blocks), run, rounds)[0] / CALLS
+    return least_us(warm(num_blocks), run, rounds, CALLS)[0]
 
 
 def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests: int):
@@ -269,12 +242,13 @@ def measure_caches(num_blocks: int, copies: int, rounds: int) -> float:
         numbers = numbers[0]
     state, _ = jax.jit(fill)(state, numbers, jnp.int32(0))
     compiled = jax.jit(run, donate_argnums=0).lower(state, numbers, jnp.int32(start)).compile()
-    seconds, (state, done) = least_s(state, lambda state: compiled(state, numbers, jnp.int32(start)), rounds)
+    run = lambda state: compiled(state, numbers, jnp.int32(start))  # noqa: E731
+    micros, (state, done) = least_us(state, run, rounds, REQUESTS * copies)
     served, removed, cached = np.atleast_2d(np.asarray(done)).T
     common.require((served == REQUESTS).all() and (removed > 0).all() and (cached > 0).all(), "a request went wrong")
     for number in (0, copies - 1):
         kvjax.check(state if copies == 1 else jax.tree.map(lambda x, number=number: x[number], state))
-    return 1e6 * seconds / REQUESTS / copies
+    return micros
 
 
 SIZES = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,14 @@ def serve_alone(
     state, committed = kvjax.commit(state, jnp.roll(tokens, -cached)[None], zero + length - cached, seqs=zero)
     state, released = kvjax.release(state, 0)
     return state, (admitted.ok & committed.ok & released.ok, admitted)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def hold(state: kvjax.CacheState, tokens: jax.Array, lengths: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
+    """Lets every row hold a prompt, of tokens i32[S, T], and says whether the cache did all of it."""
+    state, admitted = kvjax.admit(state, jnp.arange(state.spec.max_seqs, dtype=jnp.int32), tokens, lengths)
+    state, committed = kvjax.commit(state, tokens, lengths)
+    return state, admitted.ok & committed.ok
 
 
 def full_state(spec: kvjax.CacheSpec, prompt: Callable[[jax.Array], jax.Array]) -> kvjax.CacheState:

@@ -100,6 +100,8 @@ class Benchmark(NamedTuple):
             parser.add_argument(option, action="store_true", default=None)
         elif full is None or isinstance(full, int | float | str | pathlib.Path):
             parser.add_argument(option, type=int if full is None else type(full), help=f"in place of {full}")
+        elif isinstance(full, list):
+            parser.add_argument(option, type=type(full[0]), nargs="+", help=f"in place of {full}")
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
@@ -146,7 +148,7 @@ class Took(NamedTuple):
 def in_turns(
     programs: Mapping[str, Program], rounds: int, same: Callable[[Any, Any], Any] | None = None
 ) -> tuple[dict[str, Took], dict[str, Any]]:
-    """Times programs that take turns, and returns what each returned last. The first round, which compiles, is left out.
+    """Times programs that take turns, and returns what each returned last. The first round does not count: it compiles.
 
     Args:
       programs: by name.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -121,23 +120,17 @@ def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
     shuffled = jnp.asarray(rng.permutation(spec.groups[0].num_blocks), jnp.int32)
     state = state.replace(groups=(state.groups[0].replace(empty=shuffled),))
     tokens = jnp.asarray(rng.integers(0, size.config.vocab_size, (size.rows, size.context)), jnp.int32)
-    rows, lengths = jnp.arange(size.rows), jnp.full((size.rows,), size.context)
-
-    def fill(state):
-        state, admitted = kvjax.admit(state, rows, tokens, lengths)
-        state, _ = kvjax.commit(state, tokens, lengths)
-        state, released = kvjax.release(state, rows)
-        return state, admitted.ok & released.ok
-
-    state, ok = jax.jit(fill, donate_argnums=0)(state)
-    common.require(bool(ok) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")
+    state, ok = caches.hold(state, tokens, jnp.full((size.rows,), size.context))
+    state, released = jax.jit(kvjax.release, donate_argnums=0)(state, jnp.arange(size.rows, dtype=jnp.int32))
+    full = bool(ok & released.ok) and int(state.groups[0].num_empty) == 0
+    common.require(full, "the cache could not be filled")
     return kvjax.Cache(state, kvjax.init_pools(spec))
 
 
 def make_start(model: Decoder, size: Size) -> Start:
     """Random prompts, computed through the paged cache and copied from there to the contiguous one."""
     length, each = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
-    prompts = np.random.default_rng(1).integers(0, size.config.vocab_size, (size.rows, length), dtype=np.int32)
+    prompts = caches.random_prompts(size.config.vocab_size, (size.rows, length), 1)
     admit, step = (jax.jit(method, donate_argnums=at) for method, at in ((kvjax.Cache.admit, 0), (kvjax.step, 1)))
     cache, admitted = admit(full_cache(model, size), each, prompts, jnp.full((size.rows,), length))
     common.require(bool(admitted.ok), "the prompts were not admitted")
@@ -149,12 +142,6 @@ def make_start(model: Decoder, size: Size) -> Start:
     seeds = each.astype(jnp.uint32)
     rows = serving.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
     return Start(cache, rows, jax.jit(contiguous_kv)(cache))
-
-
-def paged_logits(model: Decoder, cache: kvjax.Cache, token):
-    """Logits f32[S, V] after one more token of each row."""
-    cache, _ = cache.extend(jnp.ones(token.shape, jnp.bool_))
-    return model(token[:, None], cache.pools, cache.view(1), last=jnp.zeros_like(token))[0]
 
 
 def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[str, float], dict[str, Any]]:
@@ -235,7 +222,13 @@ def attentions(cache: kvjax.Cache, layers, size: Size) -> dict[str, Program]:
 
 def compare_logits(model: Decoder, start: Start) -> float:
     """The largest difference between both ways' logits for the first token."""
-    paged = jax.jit(paged_logits)(model, start.cache, start.rows.token)
+
+    @jax.jit
+    def of_pages(model, cache, token):
+        cache, _ = cache.extend(jnp.ones(token.shape, jnp.bool_))
+        return model(token[:, None], cache.pools, cache.view(1), last=jnp.zeros_like(token))[0]
+
+    paged = of_pages(model, start.cache, start.rows.token)
     contiguous, _ = jax.jit(contiguous_step)(model, start.layers, start.rows.token, start.lengths)
     np.testing.assert_allclose(paged, contiguous, rtol=TOLERANCE, atol=TOLERANCE)
     return float(jnp.max(jnp.abs(paged - contiguous)))

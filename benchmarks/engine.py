@@ -17,8 +17,8 @@ import bisect
 import collections
 import contextlib
 import gc
-import os
-import pathlib
+import itertools
+import operator
 import random
 import socket
 import statistics
@@ -172,7 +172,8 @@ def measure_first_tokens(size: Size) -> dict[str, float]:
         assert times.first_token is not None
         for other, before in zip(prompts, handles, strict=True):
             if before.times.first_token is not None and before.times.first_token <= times.queued:
-                computed = max(computed, len(os.path.commonprefix([prompt[:-1], other])))
+                same = itertools.takewhile(bool, map(operator.eq, prompt[:-1], other))
+                computed = max(computed, sum(same))
         chunks = -(-(len(prompt) - computed) // size.scheduler.chunk)
         waited = bisect.bisect(turns.done, times.first_token) - bisect.bisect(turns.done, times.queued)
         steps.append(waited - chunks)

@@ -7,24 +7,37 @@ A resync is the payloads of a whole index. The batches of stored blocks are writ
 What is read back is compared with the events; of prompts and decoding rows the slower rate counts.
 
 `generate` of the demo's model runs with a publisher as its listener, and with all listeners at once (publisher, agent,
-metrics, TensorRT-LLM's lines, log and trace), in turn with one without (`benchmarks/listeners.py`).
+metrics, TensorRT-LLM's lines, log and trace), in turn with one without. Each of a pair begins with an empty cache,
+pairs alternate in who comes first, and the median pair counts. What publisher, metrics, lines and log have is compared
+with the cache after each run; this takes no part in the time, and so does no subscriber.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import prometheus_client
 
 import kvjax
-from benchmarks import common, listeners
+from benchmarks import common
 from benchmarks.common import Bar, benchmark
+from benchmarks.workload import load_recall
 from kvjax.events import EventKind, Events
-from kvjax.interop import trtllm
-from kvjax.interop.vllm import Encoder, Mirror, decode
+from kvjax.interop import together, trtllm
+from kvjax.interop.agent import Agent
+from kvjax.interop.log import Log
+from kvjax.interop.metrics import Metrics
+from kvjax.interop.trace import Trace
+from kvjax.interop.vllm import Encoder, Mirror, Publisher, Subscriber, decode
 from kvjax.state import Text
+from models import demo, recall
 
 BATCH, PROMPT = 256, 8  # blocks of a batch, and those of a prompt that follow each other
 VOCABULARY = 128_000
@@ -176,6 +189,135 @@ def measure_resync(blocks: int, repeats: int) -> float:
     return least
 
 
+NEW_TOKENS, ANY = 32, "tcp://127.0.0.1:*"
+
+Entries = dict[tuple[int, int, tuple], tuple[int, int]]  # as `events.index_of` has them
+
+
+class Work(NamedTuple):
+    """What is generated, and the right first token of each answer."""
+
+    model: Any
+    spec: kvjax.CacheSpec
+    prompts: Sequence[list[int]]
+    answers: Sequence[int]
+
+
+class Listening(NamedTuple):
+    """A listener, and a check of what it has against a cache and what was generated."""
+
+    listener: Callable[[Any], object] | None
+    check: Callable[[kvjax.Cache, list[kvjax.serving.Output]], object]
+
+
+def make_work(documents: int, questions: int) -> Work:
+    """So many questions about each of so many documents."""
+    model, _ = load_recall()
+    spec = kvjax.make_spec(
+        model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320, block_size=8, dtype="float32"
+    )
+    rng = np.random.default_rng(0)
+    texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
+    chosen = [one for text in texts for one in demo.questions(text, list(text.facts)[:questions])]
+    return Work(model, spec, *zip(*chosen, strict=True))
+
+
+@contextlib.contextmanager
+def nobody(spec: kvjax.CacheSpec) -> Iterator[Listening]:
+    """No listener."""
+    yield Listening(None, lambda *_: None)
+
+
+@contextlib.contextmanager
+def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
+    """A publisher as vLLM's."""
+
+    def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
+        index = kvjax.events.index_of(cache.state)
+        wanted = sorted(path for _, _, path in index if len(path) % spec.block_size == 0)
+        with Subscriber(source.endpoint, source.replay_endpoint) as sub:
+            reached = sub.wait(lambda one: one.complete and sorted(prefix.tokens for prefix in one.index) == wanted, 60)
+            common.require(reached, f"{len(sub)} blocks were published of {len(wanted)}")
+
+    with Publisher(spec, bind=ANY, replay=ANY) as source:
+        source.flush()
+        yield Listening(source.publish, check)
+
+
+@contextlib.contextmanager
+def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Listening]:
+    """All of them, as `models.generate` puts them together, and TensorRT-LLM's lines."""
+    registry, lines, logged = prometheus_client.CollectorRegistry(), io.StringIO(), io.StringIO()
+    with (
+        a_publisher(spec) as published, Agent(spec, port=0) as agent, Metrics(registry, spec) as metrics,
+        Trace(spec, io.StringIO()) as trace,
+    ):  # fmt: skip
+        writer, log = trtllm.Writer(spec, lines), Log(logged)
+        listeners = [log.write, trace.write, published.listener, agent.publish, metrics.observe, writer.write]
+        agent.flush()
+
+        def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
+            index = kvjax.events.index_of(cache.state)
+            published.check(cache, outputs)
+            _check_lines(lines.getvalue(), index)
+            entries = [json.loads(line) for line in logged.getvalue().splitlines()]
+            _check_log(entries, index)
+            _check_metrics(registry, entries, outputs)
+
+        yield Listening(together(spec, *listeners), check)
+
+
+def _check_lines(lines: str, index: Entries) -> None:
+    mirror = trtllm.Mirror()
+    mirror.follow(lines.splitlines())
+    entries = {tuple(token for token, _ in prefix.tokens): entry for prefix, entry in mirror.index.items()}
+    common.require(
+        mirror.complete and entries == {path: entry for (_, _, path), entry in index.items()},
+        f"{len(entries)} blocks are in TensorRT-LLM's lines of {len(index)}",
+    )
+
+
+def _check_log(entries: list[dict[str, Any]], index: Entries) -> None:
+    found = kvjax.fold([event for entry in entries for event in entry["events"]]).index
+    common.require(found == index, f"{len(found)} blocks are in the log of {len(index)}")
+
+
+def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[kvjax.serving.Output]) -> None:
+    """Counters equal what was logged and what was generated."""
+    kinds = [event["kind"] for entry in entries for event in entry["events"]]
+    wanted = {f"{kind}_blocks": kinds.count(kind) for kind in ("stored", "removed", "copied")} | {
+        "queried_tokens": sum(output.prompt_tokens for output in outputs),
+        "reused_tokens": sum(output.cached_tokens for output in outputs),
+    }
+    counted = {name: registry.get_sample_value(f"kvjax_{name}_total") for name in wanted}
+    common.require(counted == wanted, f"{counted} were counted of {wanted}")
+
+
+def measure_listeners(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> tuple[float, float]:
+    """Wall and CPU time of `generate` with listeners, to one without: the medians of pairs."""
+
+    def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> np.ndarray:
+        cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
+        with opened(work.spec) as own:
+            before = np.array([time.perf_counter(), time.process_time()])
+            outputs, cache, _ = kvjax.generate(
+                work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=own.listener
+            )
+            took = np.array([time.perf_counter(), time.process_time()]) - before
+            right = sum(output.tokens[0] == answer for output, answer in zip(outputs, work.answers, strict=True))
+            common.require(right >= 0.98 * len(work.prompts), f"{right} of {len(work.prompts)} answers are right")
+            own.check(cache, outputs)
+        return took
+
+    ways, ratios = [nobody, listening], []
+    for _ in range(pairs + 1):  # the first one compiles
+        ways.reverse()
+        took = {way: timed(way) for way in ways}
+        ratios.append(took[listening] / took[nobody])
+    wall, cpu = np.median(ratios[1:], axis=0).tolist()
+    return wall, cpu
+
+
 SIZES = {"batches": (16, 2), "blocks": (65_536, 512), "documents": (3, 1), "questions": (16, 2), "pairs": (41, 1)}
 
 
@@ -191,7 +333,7 @@ def measure(size):
         "trtllm_per_s": min(measure_lines(size.batches, 16, chain, size.rounds) for chain in (PROMPT, 1)),
         "resync_s": measure_resync(size.blocks, min(size.rounds, 3)),
     }
-    work = listeners.make_work(size.documents, size.questions)
-    for name, way in (("listener", listeners.a_publisher), ("all_listeners", listeners.all_at_once)):
-        wall, cpu = listeners.measure(work, way, size.pairs)
+    work = make_work(size.documents, size.questions)
+    for name, way in (("listener", a_publisher), ("all_listeners", all_at_once)):
+        wall, cpu = measure_listeners(work, way, size.pairs)
         yield {f"{name}_ratio": wall, f"{name}_cpu_ratio": cpu}

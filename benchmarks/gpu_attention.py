@@ -70,18 +70,17 @@ def make_case(shape: Shape) -> Case:
     return Case(q, pool, scales, tables, lengths, float(jnp.sum(lengths)) * token_bytes)
 
 
-def attend(who: str, shape: Shape, q, layer, pool, scales, tables, lengths):
-    """Attention of one layer: decode if the shape's chunk is 0, else prefill."""
-    name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
-    if shape.chunk:
-        name, options["max_count"] = "prefill_attention", shape.chunk
-        more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
-    return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
-
-
 def caller(who: str, shape: Shape) -> Callable[..., Any]:
-    """`attend` by one implementation, for `chain`."""
-    return functools.partial(attend, who, shape)
+    """Attention of a layer by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
+
+    def attend(q, layer, pool, scales, tables, lengths):
+        name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
+        if shape.chunk:
+            name, options["max_count"] = "prefill_attention", shape.chunk
+            more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
+        return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
+
+    return attend
 
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:

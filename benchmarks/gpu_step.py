@@ -152,19 +152,11 @@ def pools_of(spec: kvjax.CacheSpec) -> kvjax.pools.Pools:
 def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> kvjax.CacheState:
     """Metadata of a cache where no block is empty and each row holds so many tokens."""
     rows = jnp.arange(spec.max_seqs, dtype=jnp.int32)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def hold(state, tokens, length):
-        lengths = jnp.full(rows.shape, length)
-        state, admitted = kvjax.admit(state, rows, tokens, lengths)
-        state, committed = kvjax.commit(state, tokens, lengths)
-        return state, admitted.ok & committed.ok
-
     old, new = jax.random.randint(gpu.key(2), (2, spec.max_seqs, spec.max_length), 0, vocabulary, jnp.int32)
-    state, filled = hold(kvjax.init(spec), old, jnp.int32(spec.max_length))
+    state, filled = caches.hold(kvjax.init(spec), old, jnp.full(rows.shape, spec.max_length))
     state, _ = jax.jit(kvjax.release, donate_argnums=0)(state, rows)
     common.require(bool(filled) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")
-    state, held = hold(state, new, jnp.int32(length))
+    state, held = caches.hold(state, new, jnp.full(rows.shape, length))
     common.require(bool(held), "the rows could not be admitted")
     return state
 

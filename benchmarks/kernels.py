@@ -294,7 +294,6 @@ def returning(function: str, value: Any) -> Iterator[None]:
 
 def tune(record: Record, size: Size) -> None:
     """Microseconds by each candidate, and in `faster` those that win, with the line that they would change."""
-
     for function, who, shape, candidates in size.choices:
         case, calls, took = gpu_attention.make_case(shape), min(shape.layers, 8) if who != "xla" else 1, {}
         args = case.pool, case.scales, case.tables, case.lengths

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import attention, common
-from benchmarks.common import Bar, Program, benchmark
+from benchmarks.common import Bar, Program, Size, benchmark
 from benchmarks.trace import TRACE, read_trace
 from models.recurrence import DeltaCell, DeltaConfig, DeltaInputs
 from tests.oracle.cache import Oracle
@@ -46,40 +46,31 @@ contiguous ones. Tile and run lengths, and products with K first, changed little
 """
 
 
-class Latents(NamedTuple):
-    rows: int = 8
-    length: int = 1024
-    heads: int = 16
-    width: int = 576
-    values: int = 512
-
-
 def contiguous_latents(q, latents, lengths, values, first, whole):
     """Attention of q [R, 1, Q, D] over latents [R, 1, T, D]; with `whole` V's product has the columns of K too."""
     v = latents if whole else latents[..., :values]
     return attention.attend_contiguous(q, latents, v, lengths, first)[..., :values]
 
 
-def measure_latents(shape: Latents, rounds: int) -> dict[str, float]:
+def measure_latents(shape: attention.Shape, values: int, rounds: int) -> dict[str, float]:
     """The figures, and times in milliseconds."""
-    case = attention.Shape(shape.rows, shape.length, shape.heads, 1, shape.width, 1)
-    q, of_kv, view, [(k, _)] = attention.make_case(case)
+    q, of_kv, view, [(k, _)] = attention.make_case(shape)
     ((array,),) = of_kv.arrays
     (group,) = of_kv.spec.groups
     spec = kvjax.make_spec(
-        [kvjax.LayerSpec.latent(shape.width, shape.values)], num_blocks=group.num_blocks, max_seqs=shape.rows,
+        [kvjax.LayerSpec.latent(shape.width, values)], num_blocks=group.num_blocks, max_seqs=shape.rows,
         max_length=shape.length, block_size=of_kv.spec.block_size, dtype="float32",
     )  # fmt: skip
     of_latents = kvjax.pools.Pools(((array[:, :, :1],),), spec)
     doubled = of_kv.replace(arrays=((jnp.concatenate([array[:, :, :1]] * 2, axis=2),),))
-    paged = jax.jit(lambda q, pools: kvjax.attend(q, pools, 0, view)[..., : shape.values])
+    paged = jax.jit(lambda q, pools: kvjax.attend(q, pools, 0, view)[..., :values])
     programs: dict[str, Program] = {
         "latent": functools.partial(paged, q, of_latents), "doubled": functools.partial(paged, q, doubled),
     }  # fmt: skip
     forms = [f"{form}_{first}" for form in ("sliced", "whole") for first in ("q", "k")]
     for name in forms:
         form, first = name.split("_")
-        run = functools.partial(contiguous_latents, values=shape.values, first=first, whole=form == "whole")
+        run = functools.partial(contiguous_latents, values=values, first=first, whole=form == "whole")
         programs[name] = functools.partial(jax.jit(run), q, k, view.lengths)
     took, _ = common.in_turns(programs, rounds, functools.partial(np.allclose, rtol=1e-4, atol=1e-4))
     least = {name: each.least for name, each in took.items()}
@@ -92,34 +83,6 @@ def measure_latents(shape: Latents, rounds: int) -> dict[str, float]:
     }
 
 
-class Line(NamedTuple):
-    """Rows that decode, chunks beside them and their tokens; tokens of every row before; P; heads of a layer."""
-
-    rows: int = 16
-    chunks: int = 2
-    chunk: int = 64
-    before: int = 100
-    block_size: int = 64
-    heads: int = 8
-    width: int = 64
-
-
-class Case(NamedTuple):
-    """A layer with rows that have some tokens before: in the cache, and as states of their own.
-
-    Attributes:
-      cell: of the layer.
-      cache: the rows' snapshots are in its pools.
-      states: the same of all rows.
-      decodes: bool[rows + chunks]; rows that decode.
-    """
-
-    cell: DeltaCell
-    cache: kvjax.Cache
-    states: dict[str, jax.Array]
-    decodes: np.ndarray
-
-
 def make_inputs(config: DeltaConfig, rows: int, length: int) -> DeltaInputs:
     """Random inputs of a cell."""
     rng = np.random.default_rng(rows)
@@ -129,8 +92,12 @@ def make_inputs(config: DeltaConfig, rows: int, length: int) -> DeltaInputs:
     return DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in (qkv - 0.5, -decay[..., None], beta)))
 
 
-def make_case(line: Line) -> Case:
-    """All rows begin inside a block, but for the last chunk's, which begins at the end of one."""
+def make_case(line: Size) -> tuple[DeltaCell, kvjax.Cache, dict[str, jax.Array], np.ndarray]:
+    """A layer whose rows have some tokens before: they begin inside a block, but for the last chunk's, at its end.
+
+    Returns:
+      The cell; a cache that has the rows' snapshots; the same states by themselves; which rows decode, bool[rows].
+    """
     total, size = line.rows + line.chunks, line.block_size
     config = DeltaConfig(line.heads, line.heads, line.width, line.width, 4)
     filters = np.random.default_rng(0).standard_normal((4, sum(config.parts)))
@@ -150,10 +117,10 @@ def make_case(line: Line) -> Case:
     )
     cache, _ = cache.replace(pools=pools).commit(tokens, starts)
     _, states = jax.jit(cell)(cell.zeros(total), early, starts)
-    return Case(cell, cache, states, decodes)
+    return cell, cache, states, decodes
 
 
-def measure_recur(line: Line, rounds: int) -> dict[str, float]:
+def measure_recur(line: Size) -> dict[str, float]:
     """Of decode rows alone and with chunks, to the same cell on states of its own; and times in milliseconds."""
     cell, cache, states, decodes = make_case(line)
     chunks = np.flatnonzero(~decodes)
@@ -197,7 +164,7 @@ def measure_recur(line: Line, rounds: int) -> dict[str, float]:
     programs: dict[str, Program] = {
         f"{kind}_{name}": functools.partial(run, kind, name) for name in views for kind in ("recur", "cell")
     }
-    took, _ = common.in_turns(programs, rounds)
+    took, _ = common.in_turns(programs, line.rounds)
     ratios = {f"recur_{name}": took[f"recur_{name}"].least / took[f"cell_{name}"].least for name in views}
     return ratios | common.times(took, "ms", "least")
 
@@ -247,8 +214,7 @@ def measure_row(length: int = 4096, chunk: int = 256, size: int = 64) -> dict[st
     return most
 
 
-CHUNK, SIZE = 512, 16
-CHECKED = 200  # the first requests, which plain Python serves too
+CHUNK, SIZE, CHECKED = 512, 16, 200  # tokens; the first requests, which plain Python serves too
 
 
 def spec_of(prompts: Sequence[np.ndarray], num_snapshots: int, window: bool = False) -> kvjax.CacheSpec:
@@ -315,18 +281,13 @@ def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
     return found
 
 
-def trace_prompts(number: int) -> list[np.ndarray]:
-    """The prompts of a trace: their whole blocks, and a token of their own."""
-    found = []
-    for own, request in enumerate(read_trace(TRACE, number)):
-        whole = request.prompt[: len(request.prompt) // 32 * 32]
-        found.append(np.append(whole, np.int32(2**30 + own)))
-    return found
-
-
 def measure_found(number: int, num_snapshots: int) -> dict[str, float]:
-    """Tokens of a trace that are found with so many snapshots, to those found where they leave by age alone."""
-    prompts = trace_prompts(number)
+    """Tokens of a trace that are found with so many snapshots, to those found where they leave by age alone.
+
+    Prompts have their whole blocks, and a token of their own.
+    """
+    whole = [request.prompt[: len(request.prompt) // 32 * 32] for request in read_trace(TRACE, number)]
+    prompts = [np.append(prompt, np.int32(2**30 + own)) for own, prompt in enumerate(whole)]
     ways = {"found": (num_snapshots, False), "found_by_age": (num_snapshots, True), "findable": (100_000, False)}
     each = {name: snapshots_found(prompts, spec_of(prompts, *way)) for name, way in ways.items()}
     checked = prompts[:CHECKED]  # with blocks for these alone plain Python takes half the time
@@ -337,14 +298,16 @@ def measure_found(number: int, num_snapshots: int) -> dict[str, float]:
 
 
 SIZES = {
-    "latents": (Latents(), Latents(2, 64, 4, 40, 24)), "line": (Line(), Line(2, 2, 8, 12, 8, 2, 8)),
-    "requests": (2000, 60), "snapshots": (1000, 100),
+    "latents": (attention.Shape(8, 1024, 16, 1, 576, 1), attention.Shape(2, 64, 4, 1, 40, 1)), "values": (512, 24),
+    # Rows that decode, chunks next to them and their tokens; tokens of every row before; P; heads of a layer.
+    "rows": (16, 2), "chunks": 2, "chunk": (64, 8), "before": (100, 12), "block_size": (64, 8), "heads": (8, 2),
+    "width": (64, 8), "requests": (2000, 60), "snapshots": (1000, 100),
 }  # fmt: skip
 
 
 @benchmark(BARS, SIZES, rounds=(300, 2))
 def measure(size):
-    yield measure_latents(size.latents, size.rounds)
-    yield measure_recur(size.line, size.rounds)
+    yield measure_latents(size.latents, size.values, size.rounds)
+    yield measure_recur(size)
     yield measure_row()
     yield measure_found(size.requests, size.snapshots)

@@ -12,7 +12,6 @@ copied. A missed bar ends the benchmark.
 """
 
 import csv
-import dataclasses
 import functools
 import pathlib
 import re
@@ -63,8 +62,7 @@ class Work(Pytree):
 
 def tokens_at(work: Work, start: jax.Array, count: int) -> jax.Array:
     """i32[S, count]; tokens that no other request has at any position."""
-    longest = NUM_BLOCKS
-    return work.request[:, None] * longest + start[:, None] + jnp.arange(count, dtype=jnp.int32)
+    return work.request[:, None] * NUM_BLOCKS + start[:, None] + jnp.arange(count, dtype=jnp.int32)
 
 
 def usage(state: kvjax.CacheState, rows: jax.Array) -> jax.Array:
@@ -96,13 +94,8 @@ def advance(state: kvjax.CacheState, work: Work):
     (state, ok), _ = jax.lax.scan(step, (state, ok), length=STEPS)
     done = busy & (state.seqs.committed >= work.total)
     decoding = busy & ~prefilling & ~done
-    phases = {
-        "in_flight": in_flight,
-        "prefill": during_prefill,
-        "decode": usage(state, decoding),
-        "end": usage(state, done),
-    }
-    return state, ok, done, phases | {"all": usage(state, busy)}
+    phases = {name: usage(state, rows) for name, rows in (("decode", decoding), ("end", done), ("all", busy))}
+    return state, ok, done, {"in_flight": in_flight, "prefill": during_prefill, **phases}
 
 
 def written_well(events: kvjax.Events, rows: jax.Array) -> jax.Array:
@@ -124,30 +117,21 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
         for seq in np.flatnonzero(work.total == 0)[: len(waiting)].tolist():
             number = waiting.pop()
             work.request[seq], work.prompt[seq], work.total[seq] = number, lengths[number, 0], lengths[number].sum()
-            prompt = tokens_at(
-                Work(*(x[seq : seq + 1] for x in dataclasses.astuple(work))), jnp.zeros(1, jnp.int32), prompt_slots
-            )
-            state, events = admit(state, seq, prompt[0], int(lengths[number, 0]))
+            prompt = tokens_at(work, jnp.zeros(ROWS, jnp.int32), prompt_slots)[seq]
+            state, events = admit(state, seq, prompt, int(lengths[number, 0]))
             common.require(bool(events.ok), f"request {number} was not admitted: {events.status}")
         state, ok, done, phases = advance(state, work)
         common.require(bool(ok), "the cache refused a step")
         moments.append(jax.device_get(phases))
         if len(moments) % 50 == 1:
-            compare_with_stats(state, moments[-1]["all"])
+            seen, own = kvjax.debug.stats(state), tuple(moments[-1]["all"].tolist())
+            same = (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == own
+            common.require(same, f"kvjax.debug.stats counts {seen}, the benchmark {own}")
         for seq in np.flatnonzero(done).tolist():
             state, _ = release(state, seq)
             work.request[seq] = work.prompt[seq] = work.total[seq] = 0
             finished += 1
     return {phase: np.array([m[phase] for m in moments], np.int64) for phase in moments[0]}
-
-
-def compare_with_stats(state: kvjax.CacheState, use: np.ndarray) -> None:
-    """Requires that this benchmark's counts equal those of `stats`, which counts in another way."""
-    seen = kvjax.debug.stats(state)
-    common.require(
-        (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == tuple(use.tolist()),
-        f"kvjax.debug.stats counts {seen}, the benchmark {use}",
-    )
 
 
 def unused(lengths: np.ndarray) -> dict[str, float]:
@@ -179,13 +163,12 @@ def in_place() -> dict[str, float]:
     copies = [line for line in compiled.as_text().splitlines() if re.search(r"\bcopy(-start)?\(", line)]
     copied = sum(any(f"[{shape}]" in line for shape in shapes) for line in copies)
     memory = compiled.memory_analysis()
-    temporary, donated = memory.temp_size_in_bytes / pools, memory.alias_size_in_bytes / pools
     common.require(copied == 0, f"the compiled loop copies a pool {copied} times")
     return {
         "pool_mb": pools / 1e6,
         "step_temporaries_mb": memory.temp_size_in_bytes / 1e6,
-        "step_temporaries_percent_of_pool": 100 * temporary,
-        "donated_percent_of_pool": 100 * donated,
+        "step_temporaries_percent_of_pool": 100 * memory.temp_size_in_bytes / pools,
+        "donated_percent_of_pool": 100 * memory.alias_size_in_bytes / pools,
     }
 
 

@@ -20,7 +20,7 @@ import itertools
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,13 +68,7 @@ requests, in each of the six ways.
 """
 
 
-class Ended(NamedTuple):
-    """What came of requests, i64[requests] each; tokens are found in the cache, `first_token` and `ended` are steps."""
-
-    cached: np.ndarray
-    first_token: np.ndarray
-    ended: np.ndarray
-    preemptions: np.ndarray
+FIELDS = "cached", "first_token", "ended", "preemptions"  # what came of a request: tokens, steps, and a count
 
 
 class Library:
@@ -113,10 +107,10 @@ class Library:
         self.serving, counts = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
         self.steps, self.busy = (array.item() for array in jax.device_get(counts))
 
-    def ended(self, number: int) -> Ended:
+    def ended(self, number: int) -> dict[str, np.ndarray]:
+        """`FIELDS` of the first requests, i64[number] each."""
         requests = self.serving.requests
-        names = ("cached", "first_token", "ended", "preemptions")
-        return Ended(*(np.asarray(getattr(requests, name))[:number].astype(np.int64) for name in names))
+        return {name: np.asarray(getattr(requests, name))[:number].astype(np.int64) for name in FIELDS}
 
 
 class Plain:
@@ -145,10 +139,9 @@ class Plain:
         while self.busy and self.steps < end:
             self.scheduler.step()
 
-    def ended(self, number: int) -> Ended:
-        names = ("cached", "first_token", "ended", "preemptions")
+    def ended(self, number: int) -> dict[str, np.ndarray]:
         requests = self.scheduler.requests[:number]
-        return Ended(*(np.array([getattr(request, name) for request in requests]) for name in names))
+        return {name: np.array([getattr(request, name) for request in requests]) for name in FIELDS}
 
 
 def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.ndarray, int]:
@@ -171,10 +164,10 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
     return np.array(due), system.steps + idle
 
 
-def require_same(ours: Ended, theirs: Ended) -> None:
+def require_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
     """Ends the benchmark if the library and plain Python made different things of the requests."""
-    for name, own, other in zip(Ended._fields, ours, theirs, strict=True):
-        common.require(np.array_equal(own, other), f"{name} is {own}, and {other} in plain Python")
+    for name, own in ours.items():
+        common.require(np.array_equal(own, theirs[name]), f"{name} is {own}, and {theirs[name]} in plain Python")
 
 
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
@@ -190,14 +183,14 @@ def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -
     began = time.perf_counter()
     due, clock = replay(system, requests)
     seconds, ended = time.perf_counter() - began, system.ended(len(requests))
-    generated, waited = sum(request.new_tokens for request in requests), ended.first_token - due
+    generated, waited = sum(request.new_tokens for request in requests), ended["first_token"] - due
     return {
         "tokens_a_second": generated / seconds,
         "tokens_a_virtual_second": generated / (clock * MS_A_STEP / 1000),
         "first_token_p50": float(np.percentile(waited, 50)),
         "first_token_p99": float(np.percentile(waited, 99)),
-        "reused": int(np.sum(ended.cached)),
-        "preemptions": int(np.sum(ended.preemptions)),
+        "reused": int(np.sum(ended["cached"])),
+        "preemptions": int(np.sum(ended["preemptions"])),
     }
 
 

@@ -81,13 +81,6 @@ def computed(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[k
     return state, admitted.ok & committed.ok & released.ok & (admitted.cached[0] == 0)
 
 
-def emptied(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
-    """Admits a prompt that is not cached and releases it, which empties its blocks."""
-    state, admitted = kvjax.admit(state, 0, tokens, length)
-    state, released = kvjax.release(state, 0)
-    return state, admitted.ok & released.ok & (admitted.cached[0] == 0)
-
-
 def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
     """Adopts a prompt that is not cached."""
     columns = length // state.spec.block_size
@@ -120,12 +113,11 @@ def measure_verbs(size: Size) -> dict[str, float]:
         state, released = lax.scan(release, state, calls)
         return state, ok & released
 
-    def one_by_one(verb: Callable[..., Any]):
-        return lambda state: lax.scan(
-            lambda state, call: verb(state, tokens_of(call + full, length), length), state, calls
-        )
+    def one_by_one(verb: Callable[..., Any], state: kvjax.CacheState):
+        return lax.scan(lambda state, call: verb(state, tokens_of(call + full, length), length), state, calls)
 
-    runs = {verb.__name__: one_by_one(verb) for verb in (adopted, computed, emptied)} | {"admitted": admitted}
+    runs = {verb.__name__: functools.partial(one_by_one, verb) for verb in (adopted, computed)}
+    runs["admitted"] = admitted
     programs: dict[str, Program] = {
         name: (caches.copy_of(start), jax.jit(run, donate_argnums=0)) for name, run in runs.items()
     }
@@ -133,9 +125,9 @@ def measure_verbs(size: Size) -> dict[str, float]:
     for name, (state, ok) in results.items():
         common.require(bool(jnp.all(ok)), f"a prefix was not {name}")
         kvjax.check(state)
-    ways = {"admit": "admitted", "computed": "computed", "emptied": "emptied"}
+    ways = {"admit": "admitted", "computed": "computed"}
     ratios = {f"adopt_over_{way}": took["adopted"].wall / took[name].wall for way, name in ways.items()}
-    return {**ratios, **common.times(took, "us", calls=size.calls)}
+    return ratios | common.times(took, "us", calls=size.calls)
 
 
 class Bytes:
@@ -214,20 +206,11 @@ def measure_device(given: Bytes) -> dict[str, float]:
     return given.rates(took, dict.fromkeys(("scatter", "gather"), "device_put"), "device_put")
 
 
-class Folders:
-    """New folders on the disk, each in place of its last one."""
-
-    def __init__(self, root: pathlib.Path):
-        self.root, self.number = root, 0
-
-    def new(self, name: str) -> pathlib.Path:
-        """An empty folder; the last one of this name is deleted."""
-        for old in self.root.glob(f"{name}-*"):
-            shutil.rmtree(old)
-        self.number += 1
-        folder = self.root / f"{name}-{self.number}"
-        folder.mkdir()
-        return folder
+def new_folder(root: pathlib.Path, name: str) -> pathlib.Path:
+    """An empty folder in place of the last one of this name."""
+    shutil.rmtree(root / name, ignore_errors=True)
+    (root / name).mkdir()
+    return root / name
 
 
 def write_file(path: pathlib.Path, data: np.ndarray) -> None:
@@ -239,8 +222,8 @@ def write_file(path: pathlib.Path, data: np.ndarray) -> None:
 
 def measure_disk(given: Bytes, root: pathlib.Path) -> dict[str, float]:
     """`save`, `load`, and both ways of `DiskStore`, to one file."""
-    folders, options = Folders(root), {"names": given.names, "model": MODEL}
-    saved, stored, path = folders.new("saved") / "cache", folders.new("stored") / "store", root / "file"
+    options: Any = {"names": given.names, "model": MODEL}
+    saved, stored, path = root / "saved", root / "stored", root / "file"
     write_file(path, given.data)
     save(given.cache, saved, **options)
     rows = given.rows_in(given.cache).tolist()
@@ -255,7 +238,7 @@ def measure_disk(given: Bytes, root: pathlib.Path) -> dict[str, float]:
     def new_store() -> DiskStore:
         if "write" in opened:
             opened.pop("write").close()
-        opened["write"] = DiskStore(folders.new("written") / "store", given.spec, **options, **limits)
+        opened["write"] = DiskStore(new_folder(root, "written") / "store", given.spec, **options, **limits)
         return opened["write"]
 
     def read(store: DiskStore) -> list[Any]:
@@ -267,8 +250,8 @@ def measure_disk(given: Bytes, root: pathlib.Path) -> dict[str, float]:
 
     write(opened["read"])
     programs: dict[str, Program] = {
-        "file_write": (lambda: folders.new("file") / "file", lambda path: write_file(path, given.data)),
-        "save": (lambda: folders.new("save") / "cache", lambda folder: save(given.cache, folder, **options)),
+        "file_write": (lambda: new_folder(root, "files") / "file", lambda path: write_file(path, given.data)),
+        "save": (lambda: new_folder(root, "save") / "cache", lambda folder: save(given.cache, folder, **options)),
         "store_write": (new_store, write),
         "file_read": (lambda: drop_pages(path), lambda _: np.fromfile(path, np.float32)),
         "load": (empty, lambda cache: load(cache, saved, **options)),
@@ -411,9 +394,9 @@ def pass_through(way: str, folder: str, quick: bool) -> float:
             wanted = jax.device_get(pools.arrays[0][0])
             drop_pages(pathlib.Path(folder))
             run = functools.partial(read_all, store, blocks, wanted, size.piece)
-        with growth() as peak:
+        with growth() as grown:
             run()
-    return peak() / size.max_in_flight
+    return max(grown) / size.max_in_flight
 
 
 def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> None:
@@ -442,23 +425,21 @@ def read_all(store: DiskStore, blocks: list[Any], wanted: np.ndarray, piece: int
 
 
 @contextlib.contextmanager
-def growth() -> Iterator[Callable[[], int]]:
-    """Samples resident memory; yields () -> the most bytes by which it has grown."""
+def growth() -> Iterator[list[int]]:
+    """Samples resident memory; yields a list that gets the bytes by which it has grown."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)  # what compilation has freed
-    start = most = common.resident()
-    stop = threading.Event()
+    start, grown, stop = common.resident(), [0], threading.Event()
 
     def sample() -> None:
-        nonlocal most
         while not stop.wait(1e-3):
-            most = max(most, common.resident())
+            grown.append(common.resident() - start)
 
     thread = threading.Thread(target=sample)
     thread.start()
     try:
-        yield lambda: max(most, common.resident()) - start
+        yield grown
     finally:
         stop.set()
         thread.join()
