@@ -61,7 +61,7 @@ class Benchmark(NamedTuple):
     """
 
     name: str
-    measure: Callable[[Size], Figures | Iterable[Figures] | None]
+    measure: Callable[[Size], Figures | Iterable[Figures]]
     bars: Mapping[str, Bar]
     sizes: Mapping[str, Any]
     strict: bool
@@ -71,37 +71,32 @@ class Benchmark(NamedTuple):
         chosen = {name: each[quick] if isinstance(each, tuple) else each for name, each in self.sizes.items()}
         return Size(**{**chosen, "quick": quick, **values})
 
-    def run(self, size: Size) -> dict[str, Any] | None:
-        """All figures and notes of a run; None if it was asked for a part alone."""
-        found = self.measure(size)
-        parts = [found] if isinstance(found, Mapping) else found
-        return None if parts is None else {name: value for part in parts for name, value in part.items()}
+    def run(self, size: Size) -> dict[str, Any]:
+        """All figures and notes of a run."""
+        measured = self.measure(size)
+        parts = [measured] if isinstance(measured, Mapping) else measured
+        return {name: value for part in parts for name, value in part.items()}
 
     def main(self, arguments: list[str] | None = None) -> None:
         """Runs a command line: measures, prints and writes the figures, and ends with an error on a missed bar."""
-        module = inspect.getmodule(self.measure)
-        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=inspect.getdoc(module))
+        about = inspect.getdoc(inspect.getmodule(self.measure))
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=about)
         parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the result there")
         parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast; no bar")
-        for name in self.sizes:
-            self._add_option(parser, name)
+        for name, full in vars(self.size()).items():  # those that a line can say
+            option, kind = f"--{name.replace('_', '-')}", int if full is None else type(full)
+            if kind is bool and name != "quick":
+                parser.add_argument(option, action="store_true", default=None)
+            elif kind in (int, float, str) or issubclass(kind, pathlib.Path):
+                parser.add_argument(option, type=kind, help=f"in place of {full}")
+            elif kind is list:
+                parser.add_argument(option, type=type(full[0]), nargs="+", help=f"in place of {full}")
         args = vars(parser.parse_args(arguments))
         file, quick = args.pop("json"), args.pop("quick")
         figures = self.run(self.size(quick, **{name: value for name, value in args.items() if value is not None}))
-        if figures is not None:
-            report(self.name, figures, file, self.bars)
-            if self.strict and not quick:
-                require_bars(figures, self.bars)
-
-    def _add_option(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """An option for a size that a line can say: numbers, names, and files."""
-        full, option = self.size().__dict__[name], f"--{name.replace('_', '-')}"
-        if isinstance(full, bool):
-            parser.add_argument(option, action="store_true", default=None)
-        elif full is None or isinstance(full, int | float | str | pathlib.Path):
-            parser.add_argument(option, type=int if full is None else type(full), help=f"in place of {full}")
-        elif isinstance(full, list):
-            parser.add_argument(option, type=type(full[0]), nargs="+", help=f"in place of {full}")
+        report(self.name, figures, file, self.bars)
+        if self.strict and not quick:
+            require_bars(figures, self.bars)
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
@@ -277,7 +272,8 @@ def report(
     bars = bars or {}
     numbers = {each: rounded(value) for each, value in figures.items() if isinstance(value, int | float | np.number)}
     notes = {each: value for each, value in figures.items() if each not in numbers}
-    result: dict[str, Any] = {"benchmark": name, "command": _command(name), **where(), **notes}
+    command = re.sub(r" --json[ =]\S+", "", " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]))
+    result: dict[str, Any] = {"benchmark": name, "command": command, **where(), **notes}
     metrics = {each: numbers[each] for each in bars if each in numbers}
     details = {each: value for each, value in numbers.items() if each not in bars}
     width = max(map(len, numbers), default=0)
@@ -291,16 +287,15 @@ def report(
     write(result | ({"rows": rows} if rows else {}), file)
 
 
-def _command(benchmark: str) -> str:
-    """The command line, without the file of the result."""
-    return re.sub(r" --json[ =]\S+", "", " ".join(["python -m", f"benchmarks.{benchmark}", *sys.argv[1:]]))
-
-
 def where() -> dict[str, Any]:
-    """The time, the machine and the versions, for every result."""
+    """The time, the processor with the cores that this process may use, and the versions, for every result."""
+    info, cpu = pathlib.Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    if info.exists() and (model := re.search(r"^model name\s*: (.*)$", info.read_text(), re.M)):
+        cpu = model[1]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": date, "versions": {"python": platform.python_version(), **versions}, "cpu": _cpu()}
+    return {"date": date, "versions": {"python": platform.python_version(), **versions}, "cpu": f"{cpu}, {cores} cores"}
 
 
 def rounded(value: float) -> float:
@@ -315,16 +310,3 @@ def write(result: dict[str, Any], file: pathlib.Path | None) -> None:
         new = file.with_name(f"{file.name}.new")
         new.write_text(json.dumps(result, indent=2) + "\n")
         new.replace(file)  # at once: who is killed meanwhile leaves the old one whole
-
-
-def _cpu() -> str:
-    """The processor's name and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"

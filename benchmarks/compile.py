@@ -31,7 +31,7 @@ from kvjax.events import init_log
 from kvjax.serving import Scheduler, init_serving, serve, submit, worst_step
 
 ROWS, BLOCK = 8, 16
-SIZES: dict[str, Any] = {"num_blocks": 96, "max_seqs": ROWS, "max_length": 512, "block_size": BLOCK}
+SHAPE: dict[str, Any] = {"num_blocks": 96, "max_seqs": ROWS, "max_length": 512, "block_size": BLOCK}
 PROMPT, CHUNK, PROMPTS, STEPS = 64, 64, 8, 64
 BARS = {
     "serve_ops": Bar("operations of the scheduler's loop, bundled model, 8 rows", "", aim=10_500),
@@ -77,56 +77,51 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def programs() -> dict[str, Callable[[], Program]]:
-    """Every program that is counted, (function, shapes of its arguments), by name."""
-    return {"serve": _serve, "submit": _submit, **{name: functools.partial(_verb, name) for name in VERBS}}
-
-
+EVERY = jax.ShapeDtypeStruct((ROWS,), jnp.bool_)
 VERBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "lookup": (kvjax.lookup, (i32(PROMPT), i32())),
     "admit": (kvjax.admit, (i32(), i32(PROMPT), i32())),
-    "extend": (kvjax.extend, (jax.ShapeDtypeStruct((ROWS,), jnp.bool_),)),
+    "extend": (kvjax.extend, (EVERY,)),
     "commit": (kvjax.commit, (i32(ROWS, 1), i32(ROWS))),
-    "trim": (functools.partial(kvjax.trim, max_tokens=BLOCK), (jax.ShapeDtypeStruct((ROWS,), jnp.bool_),)),
+    "trim": (functools.partial(kvjax.trim, max_tokens=BLOCK), (EVERY,)),
     "release": (kvjax.release, (i32(),)),
     "fork": (kvjax.fork, (i32(), i32())),
     "truncate": (kvjax.truncate, (i32(), i32())),
 }
 
 
-def _spec() -> kvjax.CacheSpec:
-    return kvjax.make_spec(_model().layer_specs(), dtype="float32", **SIZES)
+def programs() -> dict[str, Callable[[], Program]]:
+    """Every program that is counted, (function, shapes of its arguments), by name."""
+    scheduler = Scheduler(chunk=CHUNK, k=BLOCK, budget=ROWS + 2 * CHUNK)
+
+    def verb(name: str) -> Program:
+        function, args = VERBS[name]
+        return function, (jax.eval_shape(lambda: kvjax.init(kvjax.make_spec(**SHAPE))), *args)
+
+    def serving() -> tuple[Any, kvjax.CacheSpec, Any]:
+        model, spec = model_and_spec()
+        return model, spec, jax.eval_shape(lambda: init_serving(Cache.create(spec), [PROMPT + STEPS] * PROMPTS))
+
+    def loop() -> Program:
+        model, spec, requests = serving()
+        log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), BLOCK))
+        run = functools.partial(serve, model, scheduler=scheduler)
+        return lambda serving, log, steps: run(serving, log, steps=steps), (requests, log, i32())
+
+    def submission() -> Program:
+        args = serving()[2], i32(PROMPTS * PROMPT), i32(PROMPTS), i32(PROMPTS)
+        return functools.partial(submit, scheduler=scheduler), args
+
+    return {"serve": loop, "submit": submission, **{name: functools.partial(verb, name) for name in VERBS}}
 
 
 @functools.cache
-def _model() -> Any:
+def model_and_spec() -> tuple[Any, kvjax.CacheSpec]:
+    """The bundled model, and a cache for it."""
     from models import loading, recall  # late: the verbs need no model
 
-    return loading.load(recall.CHECKPOINT)[0]
-
-
-def _verb(name: str) -> Program:
-    verb, args = VERBS[name]
-    return verb, (jax.eval_shape(lambda: kvjax.init(kvjax.make_spec(**SIZES))), *args)
-
-
-def _scheduler() -> Scheduler:
-    return Scheduler(chunk=CHUNK, k=BLOCK, budget=ROWS + 2 * CHUNK)
-
-
-def _serving() -> Any:
-    return jax.eval_shape(lambda: init_serving(Cache.create(_spec()), [PROMPT + STEPS] * PROMPTS))
-
-
-def _serve() -> Program:
-    log = jax.eval_shape(lambda: init_log(4 * worst_step(_spec(), _scheduler()), BLOCK))
-    run = functools.partial(serve, _model(), scheduler=_scheduler())
-    return lambda serving, log, steps: run(serving, log, steps=steps), (_serving(), log, i32())
-
-
-def _submit() -> Program:
-    run = functools.partial(submit, scheduler=_scheduler())
-    return run, (_serving(), i32(PROMPTS * PROMPT), i32(PROMPTS), i32(PROMPTS))
+    model, _ = loading.load(recall.CHECKPOINT)
+    return model, kvjax.make_spec(model.layer_specs(), dtype="float32", **SHAPE)
 
 
 def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Compiled, Seconds]:
@@ -247,8 +242,8 @@ def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
 def first_answer() -> float:
     """CPU seconds of a process so far, which answers a prompt for the first time."""
     kvjax.keep_programs()
-    cache = Cache.create(_spec())
-    (output,), _, _ = kvjax.generate(_model(), cache, [list(range(1, PROMPT))], max_new_tokens=BLOCK)
+    model, spec = model_and_spec()
+    (output,), _, _ = kvjax.generate(model, Cache.create(spec), [list(range(1, PROMPT))], max_new_tokens=BLOCK)
     common.require(len(output.tokens) == BLOCK, f"got {len(output.tokens)} tokens, wanted {BLOCK}")
     return time.process_time()
 
@@ -257,7 +252,7 @@ def first_answer() -> float:
 @benchmark(BARS, {"top": 0, "counts": (False, True), "programs": (["serve", "submit", *VERBS], ["fork", "trim"])})
 def measure(size):
     jax.config.update("jax_enable_compilation_cache", False)
-    compile_program(_verb("fork"))  # what a process does once belongs to no program
+    compile_program(programs()["fork"]())  # what a process does once belongs to no program
     jax.clear_caches()
     for name, make in programs().items():
         if name in size.programs:

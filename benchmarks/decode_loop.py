@@ -94,20 +94,14 @@ def contiguous_step(model: Decoder, layers, token, position, plain: bool = True)
 class Start(NamedTuple):
     """Where both loops begin: the prompts are computed, and the next token of each row is chosen.
 
-    Attributes:
-      cache: the paged cache.
-      rows: of the paged loop.
-      layers: the same K/V for the contiguous loop, per layer K and V [S, K, T, D].
+    The cache and the rows of the paged loop; the same K/V for the contiguous loop, per layer K and V [S, K, T, D]; and
+    i32[S], tokens of each row whose K/V are there.
     """
 
     cache: kvjax.Cache
     rows: serving.Rows
     layers: tuple[tuple[jax.Array, jax.Array], ...]
-
-    @property
-    def lengths(self) -> jax.Array:
-        """i32[S]; tokens of each row whose K/V are there."""
-        return self.cache.state.seqs.committed
+    lengths: jax.Array
 
 
 def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
@@ -141,7 +135,7 @@ def make_start(model: Decoder, size: Size) -> Start:
         token = jnp.where((left > 0) & (left <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
     seeds = each.astype(jnp.uint32)
     rows = serving.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
-    return Start(cache, rows, jax.jit(contiguous_kv)(cache))
+    return Start(cache, rows, jax.jit(contiguous_kv)(cache), cache.state.seqs.committed)
 
 
 def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[str, float], dict[str, Any]]:

@@ -3,7 +3,7 @@
 
 A program is a chain of calls of which each needs the result of the one before. It is queued many times without
 waiting, so that launching is hidden wherever the device takes longer than the host; time is the host's clock over the
-number of calls, the median of several rounds. Where the device is faster than the host, `profile` asks the profiler.
+number of calls, the median of several rounds. Where the device is faster than the host, `profiled` asks the profiler.
 """
 
 from __future__ import annotations
@@ -133,12 +133,8 @@ def time_s(program: Callable[..., Any], state: Any, args: tuple, effort: Effort,
     return statistics.median(times), state
 
 
-def profile(program: Callable[..., Any], state: Any, args: tuple, runs: int = 5) -> tuple[float, dict[str, float]]:
-    """Microseconds that a GPU was busy with one run of a compiled program, and those of each kernel.
-
-    Raises:
-      NotImplementedError: if the profiler says nothing of a GPU.
-    """
+def profiled(record: Record, who: str, name: str, program, state, args, calls: int, runs: int = 5) -> None:
+    """Adds the profiler's device time for one call of a compiled program, and that of each kernel, in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(runs):
@@ -146,20 +142,12 @@ def profile(program: Callable[..., Any], state: Any, args: tuple, runs: int = 5)
             jax.block_until_ready(state)
         files = list(pathlib.Path(folder).rglob("*.trace.json.gz"))
         events = [event for file in files for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
-    busy, kernels = busy_us(events)
-    return busy / runs, {name: us / runs for name, us in kernels.items()}
-
-
-def profiled(record: Record, who: str, name: str, program, state, args, calls: int) -> None:
-    """Adds the profiler's device time for one call of a program, and that of each kernel."""
-    try:
-        busy, kernels = profile(program, state, args)
-    except NotImplementedError as reason:
-        record.skip(f"{name}_device_us {who}", reason)
-        return
-    record.add(who, f"{name}_device_us", busy / calls)
-    shares = {kernel: common.rounded(us / calls) for kernel, us in kernels.items()}
-    record.kernels_us[f"{name} {who}"] = shares
+    with record.guard(f"{name}_device_us {who}"):
+        busy, kernels = busy_us(events)
+        record.add(who, f"{name}_device_us", busy / runs / calls)
+        record.kernels_us[f"{name} {who}"] = {
+            kernel: common.rounded(us / runs / calls) for kernel, us in kernels.items()
+        }
 
 
 def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:

@@ -47,14 +47,6 @@ class Size(NamedTuple):
 QUICK = Size(48, 8, 1)
 
 
-class Timed(NamedTuple):
-    """Median seconds of a step; the pools, which were donated; and the tokens of each run, i32[runs, S, steps]."""
-
-    seconds: float
-    pools: kvjax.pools.Pools
-    tokens: jax.Array
-
-
 def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     """One model with so many rows."""
     config, size, metric = CONFIGS[name], QUICK if quick else Size(), f"step_{name}_b{rows}"
@@ -164,8 +156,12 @@ def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> k
 def time_loop(
     model: Any, state: kvjax.CacheState, pools: kvjax.pools.Pools, size: Size, k: int | None = None,
     options: dict[str, str] | None = None,
-) -> Timed:  # fmt: skip
-    """Times the decode loop from a state, k steps at a time, compiled with these options of XLA."""
+) -> tuple[float, kvjax.pools.Pools, jax.Array]:  # fmt: skip
+    """Times the decode loop from a state, k steps at a time, compiled with these options of XLA.
+
+    Returns:
+      Median seconds of a step; the pools, which were donated; and the tokens of each run, i32[runs, S, steps].
+    """
     spec = state.spec
     one = jnp.ones((spec.max_seqs,), jnp.int32)
     rows = serving.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
@@ -181,4 +177,4 @@ def time_loop(
         common.require(bool(jnp.all(decoded.tokens >= 0)), "the loop ended early")
         pools = cache.pools
         tokens.append(decoded.tokens)
-    return Timed(statistics.median(times[1:]) / size.steps, pools, jnp.stack(tokens))
+    return statistics.median(times[1:]) / size.steps, pools, jnp.stack(tokens)

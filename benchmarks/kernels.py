@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -102,9 +102,11 @@ class Row(NamedTuple):
     """A program to time.
 
     Attributes:
-      who, name: the implementation, and the figure.
+      who, name: the implementation, and the figures' name.
       start: returns (program, state, args) for `gpu.time_s`, when the answer is right.
-      add: takes the record, the seconds and the last state, and adds the figures.
+      figures: units, and the calls or bytes of a run: NAME_us and NAME_ms are of a call, NAME_gb_s is a rate, and
+        "copy" a rate and its share of a copy's.
+      after: takes the record and the last state.
       ours: whether a failure is an error.
       most: runs that are queued at once.
     """
@@ -112,18 +114,28 @@ class Row(NamedTuple):
     who: str
     name: str
     start: Callable[[], tuple[Callable[..., Any], Any, tuple[Any, ...]]]
-    add: Callable[[Record, float, Any], None]
+    figures: dict[str, int]
+    after: Callable[[Record, Any], object] = lambda *_: None
     ours: bool = True
     most: int = 1000
 
 
-def measure_rows(record: Record, rows: Iterator[Row], effort: Effort) -> None:
-    """Times each row, also after others have failed."""
+def measure_rows(record: Record, rows: Iterable[Row], effort: Effort) -> dict[str, float]:
+    """Times each row, also after others have failed; the seconds by name."""
+    took = {}
     for row in rows:
         with record.guard(f"{row.name} {row.who}", row.ours):
             program, state, args = row.start()
             seconds, last = gpu.time_s(program, state, args, effort, row.most)
-            row.add(record, seconds, last)
+            row.after(record, last)
+            for unit, amount in row.figures.items():
+                values = {"us": 1e6 * seconds / amount, "ms": 1e3 * seconds / amount, "gb_s": amount / seconds / 1e9}
+                if unit == "copy":
+                    record.rate(row.who, row.name, amount / seconds, "copy_tb_s")
+                else:
+                    record.add(row.who, f"{row.name}_{unit}", values[unit])
+            took[row.name] = seconds
+    return took
 
 
 def require_same(got: Any, wanted: Any, who: str) -> None:
@@ -158,7 +170,7 @@ def moves(size: Size) -> Iterator[Row]:
 
     def row(move: str, who: str, name: str, count: int) -> Row:
         staged = jnp.ones((count, *block), jnp.bfloat16)
-        moved = size.calls * staged.nbytes
+        moved, gathers = size.calls * staged.nbytes, move == "gather"
 
         def start() -> Any:
             check = jnp.ones((1, *block), jnp.bfloat16), few, few + size.calls
@@ -166,17 +178,14 @@ def moves(size: Size) -> Iterator[Row]:
             require_same(program(move, who, 1)(jnp.copy(small), *check), wanted, who)
             pool = pools.pop() if pools else gpu.random_pool((2 * half + 1, *block), "bfloat16")
             run, args = program(move, who, count), (staged, order[:half], order[half:])
-            if move != "gather":
+            if not gathers:
                 return run, pool, args
             pools.append(pool)
             return lambda _, *args: run(*args), None, (pool, *args)
 
-        def add(record: Record, seconds: float, last: Any) -> None:
-            if move != "gather":
-                pools.append(last)
-            record.rate(who, f"{move}_{name}", 2 * moved / seconds, "copy_tb_s")
-
-        return Row(who, f"{move}_{name}", start, add, most=1000 if move != "gather" else max(2**34 // moved, 1))
+        keep = (lambda *_: None) if gathers else (lambda _, last: pools.append(last))
+        most = max(2**34 // moved, 1) if gathers else 1000
+        return Row(who, f"{move}_{name}", start, {"copy": 2 * moved}, keep, most=most)
 
     for move in MOVES:
         for who, (name, count) in itertools.product(gpu.served(f"{move}_blocks"), size.counts.items()):
@@ -202,12 +211,11 @@ def appends(size: Size) -> Iterator[Row]:
             require_same(program(jnp.copy(pool), *args), jax.jit(functools.partial(run, "xla"))(pool, *args), who)
             return program, jnp.copy(pool), args
 
-        def add(record: Record, seconds: float, last: Any) -> None:
-            record.add(who, "append_us", 1e6 * seconds / size.layers)
+        def after(record: Record, last: Any) -> None:
             if gpu.has_gpu():
                 gpu.profiled(record, who, "append", program, last, args, size.layers)
 
-        return Row(who, "append", start, add)
+        return Row(who, "append", start, {"us": size.layers}, after)
 
     yield from map(row, gpu.served("append_kv"))
 
@@ -247,15 +255,8 @@ def host(size: Size) -> Iterator[Row]:
     staged = jnp.ones((size.host_moved, size.host_block), jnp.bfloat16)
     ids = target(jnp.arange(size.host_moved, dtype=jnp.int32))
 
-    def send(name: str, array: jax.Array, to: Any) -> Row:
-        def add(record: Record, seconds: float, _: Any) -> None:
-            record.add("device", f"device_put_{name}_gb_s", array.nbytes / seconds / 1e9)
-
-        put = lambda _, array: jax.device_put(array, to)  # noqa: E731
-        return Row("device", f"device_put_{name}", lambda: (put, None, (array,)), add)
-
     def write(way: Callable[..., Any]) -> Row:
-        before = list[int]()
+        name, before = f"host_{way.__name__}", list[int]()
 
         def put(pool, staged, ids):
             return way(pool, *jax.device_put((staged, ids), HOST))
@@ -265,18 +266,17 @@ def host(size: Size) -> Iterator[Row]:
             before.append(pool.unsafe_buffer_pointer())
             return jax.jit(put, donate_argnums=0, out_shardings=pinned), pool, (staged, ids)
 
-        def add(record: Record, seconds: float, pool: Any) -> None:
+        def after(record: Record, pool: Any) -> None:
             total = float(jnp.sum(jax.device_put(pool, device), dtype=jnp.float32))
             common.require(total == staged.size, f"{total} ones were written, wanted {staged.size}")
-            name = f"host_{way.__name__}"
             record.add("device", f"{name}_same_memory", float(pool.unsafe_buffer_pointer() == before[0]))
-            record.add("device", f"{name}_ms", 1e3 * seconds)
-            record.add("device", f"{name}_gb_s", staged.nbytes / seconds / 1e9)
 
-        return Row("device", f"host_{way.__name__}", start, add, ours=False)
+        return Row("device", name, start, {"ms": 1, "gb_s": staged.nbytes}, after, ours=False)
 
-    yield send("to_host", x, pinned)
-    yield send("to_device", jax.device_put(x, pinned), device)
+    for name, array, to in (("to_host", x, pinned), ("to_device", jax.device_put(x, pinned), device)):
+        put = functools.partial(lambda to, _, array: jax.device_put(array, to), to)
+        start = functools.partial(lambda *start: start, put, None, (array,))
+        yield Row("device", f"device_put_{name}", start, {"gb_s": array.nbytes})
     yield from map(write, (scatter, slices, fixed_slices, host_code))
 
 
@@ -296,19 +296,16 @@ def tune(record: Record, size: Size) -> None:
     """Microseconds by each candidate, and in `faster` those that win, with the line that they would change."""
     for function, who, shape, candidates in size.choices:
         case, calls, took = gpu_attention.make_case(shape), min(shape.layers, 8) if who != "xla" else 1, {}
-        args = case.pool, case.scales, case.tables, case.lengths
-
-        def add(record: Record, seconds: float, _: Any, candidate: Any, name: str, calls=calls, took=took) -> None:
-            took[candidate] = 1e6 * seconds / calls
-            record.add("tuning", name, took[candidate])
-
         for candidate in (None, *candidates):
             program = gpu_attention.chain(gpu_attention.caller(who, shape), calls)
+            start = functools.partial(
+                lambda *start: start, program, case.q, (case.pool, case.scales, case.tables, case.lengths)
+            )
             name = f"{function} {shape.dtype} {'own' if candidate is None else candidate}"
-            start = functools.partial(lambda *start: start, program, case.q, args)
-            noted = functools.partial(add, candidate=candidate, name=name)
             with returning(function, candidate):
-                measure_rows(record, iter([Row("tuning", name, start, noted, candidate is None)]), size.effort)
+                row = Row("tuning", name, start, {"us": calls}, ours=candidate is None)
+                for seconds in measure_rows(record, [row], size.effort).values():
+                    took[candidate] = 1e6 * seconds / calls
         best = min(took, key=lambda each: took[each], default=None)
         if best is not None and None in took and took[best] * GAIN < took[None]:
             kind, gain = "prefill" if shape.chunk else "decode", f"{took[None] / took[best]:.2f}x"

@@ -80,7 +80,6 @@ def compare_speed(size: Size) -> dict[str, float]:
     return {
         "two_over_one": took["one"].wall / took["two"].wall,
         **{f"{name}_tokens_per_s": tokens / each.wall for name, each in took.items()},
-        **{f"{name}_cores_used": each.cpu / each.wall for name, each in took.items()},
     }
 
 
@@ -112,12 +111,10 @@ def compare_reuse(size: Size, batches: int = 1) -> dict[str, float]:
     answers = {name: [output.tokens for output in some] for name, some in outputs.items()}
     workload.require_same(model, size, prompts, answers)
     cached = {name: sum(output.cached_tokens for output in some) for name, some in outputs.items()}
-    most = np.bincount([output.replica for output in outputs["routed"]], minlength=number).max()
     return {
         "reused_of_one": cached["routed"] / cached["one"],
         "one_reused": cached["one"] / sum(map(len, prompts)),
         "in_turn_reused_of_one": cached["in_turn"] / cached["one"],
-        "routed_most_prompts": most / (len(prompts) / number),
     }
 
 

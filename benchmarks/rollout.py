@@ -58,19 +58,11 @@ class Shape(NamedTuple):
     block_size: int = 16
     prompts: int = 1
 
-    @property
-    def slots(self) -> int:
-        """Token slots of the dense buffers."""
-        return self.samples * (self.prompt + self.new)
 
-
-def make_model(config: ModelConfig) -> Decoder:
-    return Decoder(config, rngs=nnx.Rngs(0))
-
-
-def make_prompt(config: ModelConfig, shape: Shape) -> np.ndarray:
-    """i32[1, P]."""
-    return random_prompts(config.vocab_size, (1, shape.prompt), shape.prompt)
+def make_model(config: ModelConfig, shape: Shape) -> tuple[Decoder, np.ndarray, np.ndarray]:
+    """A model, and a prompt i32[1, P] with its length i32[1]."""
+    prompt = random_prompts(config.vocab_size, (1, shape.prompt), shape.prompt)
+    return Decoder(config, rngs=nnx.Rngs(0)), prompt, np.array([shape.prompt], np.int32)
 
 
 def make_cache(model: Decoder, shape: Shape) -> kvjax.Cache:
@@ -128,12 +120,12 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
     """How many times longer the dense sampler takes; and seconds."""
-    model, prompt, dense = make_model(config), make_prompt(config, shape), dense_sampler(shape)
+    (model, prompt, lengths), dense = make_model(config, shape), dense_sampler(shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def paged(model: Decoder, cache: kvjax.Cache, prompt: jax.Array) -> jax.Array:
         rolled, cache, _ = roll_out(
-            model, cache, prompt, np.array([shape.prompt], np.int32), shape, sampling=kvjax.Sampling(),
+            model, cache, prompt, lengths, shape, sampling=kvjax.Sampling(),
             scheduler=Scheduler(chunk=min(shape.prompt, 512)),
         )  # fmt: skip
         return rolled.tokens[0], cache
@@ -216,7 +208,7 @@ def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: in
 
 def compare_engines(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
     """How many times longer Tunix' vanilla engine takes than `KvjaxRollout`, all that they do included; and seconds."""
-    prompt = make_prompt(config, shape)[0]
+    prompt = make_model(config, shape)[1][0]
     programs = tunix_engines(config, prompt, shape.samples, shape.new, shape.block_size)
     took, _ = common.in_turns(programs, rounds, np.array_equal)
     return took["vanilla"].cpu / took["engine"].cpu, _seconds(took, shape)
@@ -228,14 +220,14 @@ def _seconds(took: dict[str, common.Took], shape: Shape) -> dict[str, float]:
 
 def compare_slots(config: ModelConfig, shape: Shape) -> float:
     """Slots that samples at temperature 1 fill, which differ, in terms of the dense buffers' slots."""
-    model, lengths = make_model(config), np.array([shape.prompt], np.int32)
-    _, cache, _ = roll_out(model, make_cache(model, shape), make_prompt(config, shape), lengths, shape)
-    return int(jnp.sum(cache.state.groups[0].blocks.fill)) / shape.slots
+    model, prompt, lengths = make_model(config, shape)
+    _, cache, _ = roll_out(model, make_cache(model, shape), prompt, lengths, shape)
+    return int(jnp.sum(cache.state.groups[0].blocks.fill)) / (shape.samples * (shape.prompt + shape.new))
 
 
 def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, float]:
     """`score_x`: how many times longer a dense pass over whole rows takes than `score`."""
-    model, prompt = make_model(config), make_prompt(config, shape)
+    model, prompt, lengths = make_model(config, shape)
     completions = random_prompts(config.vocab_size, (1, shape.samples, shape.new), 1)
     rows = np.concatenate([np.repeat(prompt, shape.samples, axis=0), completions[0]], axis=1)
 
@@ -245,7 +237,6 @@ def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, 
         return jnp.take_along_axis(scores, rows[:, shape.prompt :, None], axis=-1)[:, :, 0]
 
     paged = jax.jit(functools.partial(kvjax.score, chunk=min(shape.prompt, 512)), donate_argnums=1)
-    lengths = np.array([shape.prompt], np.int32)
     programs: dict[str, Program] = {
         "dense_score": lambda: [[dense(model, rows)]],
         "score": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt, completions, lengths)),
@@ -256,7 +247,7 @@ def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, 
 
 def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
     """How many times longer rollouts take with `canonical=True`."""
-    model, rng = make_model(config), np.random.default_rng(shape.prompts)
+    (model, *_), rng = make_model(config, shape), np.random.default_rng(shape.prompts)
     prompts = rng.integers(0, config.vocab_size, (shape.prompts, shape.prompt)).astype(np.int32)
     shortest = shape.prompt if shape.prompts == 1 else -(-shape.prompt // 4)
     lengths = rng.integers(shortest, shape.prompt + 1, shape.prompts).astype(np.int32)
@@ -278,9 +269,8 @@ def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
 
 def count_recompiles(config: ModelConfig, shape: Shape) -> int:
     """Programs that are compiled by training steps after the first one: each has new weights, seeds and prompts."""
-    model = make_model(config)
-    graph, weights = nnx.split(model)
-    cache, lengths = make_cache(model, shape), np.array([shape.prompt], np.int32)
+    model, prompts, lengths = make_model(config, shape)
+    (graph, weights), cache = nnx.split(model), make_cache(model, shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(weights: Any, cache: kvjax.Cache, prompt: jax.Array, version: jax.Array):
@@ -296,7 +286,7 @@ def count_recompiles(config: ModelConfig, shape: Shape) -> int:
         return new, cache
 
     for number in range(3):
-        weights, cache = step(weights, cache, make_prompt(config, shape) + number % 2, np.int32(number))
+        weights, cache = step(weights, cache, prompts + number % 2, np.int32(number))
     return step._cache_size() - 1
 
 

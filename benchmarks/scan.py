@@ -15,11 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import kvjax
-from benchmarks import common
+from benchmarks import caches, common
 from benchmarks.common import Bar, Size, benchmark
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder, scanned
@@ -97,40 +96,28 @@ def compare_programs(unrolled: Any, scan: Any, size: Size) -> dict[str, float]:
 def make_cache(model: Decoder, size: Size) -> kvjax.Cache:
     """Rows of random K/V."""
     spec = spec_of(model, size)
-    rows, lengths = jnp.arange(size.rows, dtype=jnp.int32), jnp.full((size.rows,), size.context, jnp.int32)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 8192, (size.rows, size.context)), jnp.int32)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def fill(cache):
-        cache, admitted = cache.admit(rows, tokens, lengths)
-        cache, committed = cache.commit(tokens, lengths)
-        (pool,) = jax.tree.leaves(cache.pools)
-        pools = cache.pools.with_pool(0, 0, jax.random.normal(jax.random.key(1), pool.shape, pool.dtype))
-        return kvjax.Cache(cache.state, pools), admitted.ok & committed.ok
-
-    cache, ok = fill(kvjax.Cache.create(spec))
+    tokens = caches.random_prompts(8192, (size.rows, size.context))
+    state, ok = caches.hold(kvjax.init(spec), jnp.asarray(tokens), jnp.full((size.rows,), size.context, jnp.int32))
     common.require(bool(ok), "the rows could not be admitted")
-    return cache
+    pools = kvjax.init_pools(spec)
+    (pool,) = jax.tree.leaves(pools)
+    return kvjax.Cache(state, pools.with_pool(0, 0, jax.random.normal(jax.random.key(1), pool.shape, pool.dtype)))
 
 
 def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
     """The least seconds of a step of each program, taken in turns; ends the benchmark if their logits differ."""
     model = Decoder(config_of(size.many, size), rngs=nnx.Rngs(0))
     models = {"unrolled": model, "scanned": scanned(model)}
-    caches = {name: make_cache(model, size) for name in programs}
-    least, tokens = dict.fromkeys(programs, float("inf")), jnp.zeros((size.rows, 1), jnp.int32)
-    for number in range(size.rounds + 1):
-        logits = {}
-        for name, program in programs.items():
-            began = time.perf_counter()
-            caches[name], logits[name], ok = jax.block_until_ready(program(models[name], caches[name], tokens))
-            if number:
-                least[name] = min(least[name], time.perf_counter() - began)
-            common.require(bool(ok), "the cache refused a step")
-        one, other = logits.values()
-        common.require(bool(jnp.allclose(one, other, TOLERANCE, TOLERANCE)), "the two models' logits differ")
-        tokens = jnp.argmax(one, axis=-1).astype(jnp.int32)[:, None]
-    return least
+    held, tokens = {name: make_cache(model, size) for name in programs}, jnp.zeros((size.rows, 1), jnp.int32)
+
+    def run(name: str) -> jax.Array:
+        held[name], logits, ok = programs[name](models[name], held[name], tokens)
+        common.require(bool(ok), "the cache refused a step")
+        return logits
+
+    close = functools.partial(jnp.allclose, rtol=TOLERANCE, atol=TOLERANCE)
+    took, _ = common.in_turns({name: functools.partial(run, name) for name in programs}, size.rounds, close)
+    return {name: each.least for name, each in took.items()}
 
 
 SIZES = {

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import operator
 import os
 import pathlib
 import shutil
@@ -301,16 +302,12 @@ class Job:
     def open(self, folder: pathlib.Path) -> DiskStore:
         return DiskStore(folder, self.spec, model=MODEL, names=self.names, max_bytes=1 << 30, patience_ms=60_000)
 
-    def answer(self, cache: kvjax.Cache, store: DiskStore | None = None) -> tuple[list[Any], kvjax.Cache]:
+    def answer(self, cache: kvjax.Cache, store: DiskStore | None = None) -> tuple[list[Any], list[int], kvjax.Cache]:
+        """The tokens of each answer, how many of each prompt were stored, and the cache."""
         outputs, cache, _ = kvjax.generate(
             self.model, cache, self.prompts, max_new_tokens=self.new, names=self.names, log_events=False, store=store
         )
-        return outputs, cache
-
-
-def same_tokens(wanted: list[Any], outputs: list[Any]) -> bool:
-    """Whether outputs have the same tokens."""
-    return all(output.tokens == other.tokens for output, other in zip(outputs, wanted, strict=True))
+        return [output.tokens for output in outputs], [output.stored_tokens for output in outputs], cache
 
 
 def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
@@ -325,18 +322,15 @@ def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
         drop_pages(folder)
         return job.empty()
 
-    def restart(cache: kvjax.Cache) -> list[Any]:
+    def restart(cache: kvjax.Cache) -> Any:
         opened.append(job.open(folder))
-        return job.answer(cache, opened[-1])[0]
+        return job.answer(cache, opened[-1])
 
-    programs: dict[str, Program] = {
-        "computed": (job.empty, lambda cache: job.answer(cache)[0]),
-        "stored": (close, restart),
-    }
-    took, results = common.in_turns(programs, size.rounds, same_tokens)
+    programs: dict[str, Program] = {"computed": (job.empty, job.answer), "stored": (close, restart)}
+    took, results = common.in_turns(programs, size.rounds, lambda one, other: one[0] == other[0])
     close()
-    (output,) = results["stored"]
-    common.require(output.stored_tokens >= size.prompt - size.block_size, f"{output.stored_tokens} tokens were stored")
+    (stored,) = results["stored"][1]
+    common.require(stored >= size.prompt - size.block_size, f"{stored} tokens were stored")
     return {"restart_x": took["computed"].wall / took["stored"].wall, **common.times(took, "ms")}
 
 
@@ -345,7 +339,7 @@ def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
     job, idle = Job(size, size.rows, size.batch_prompt, size.new), root / "idle"
     writing = list[DiskStore]()
     with job.open(idle) as store:
-        _, warm = job.answer(job.empty(), store)
+        *_, warm = job.answer(job.empty(), store)
         store.flush()
         before = store.counters
 
@@ -357,9 +351,9 @@ def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
             return job.empty()
 
         def write(cache: kvjax.Cache) -> list[Any]:
-            outputs, _ = job.answer(cache, writing[-1])
+            tokens, *_ = job.answer(cache, writing[-1])
             writing[-1].flush()
-            return outputs
+            return tokens
 
         programs: dict[str, Program] = {
             "without": (job.empty, lambda cache: job.answer(cache)[0]),
@@ -367,7 +361,7 @@ def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
             "warm": (caches.copy_of(warm), lambda cache: job.answer(cache)[0]),
             "idle": (caches.copy_of(warm), lambda cache: job.answer(cache, store)[0]),
         }
-        took, _ = common.in_turns(programs, size.batch_rounds, same_tokens)
+        took, _ = common.in_turns(programs, size.batch_rounds, operator.eq)
         common.require(store.counters == before, "an idle store was read or written")
     written = writing[0].counters["written"]
     writing[0].close()

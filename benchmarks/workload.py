@@ -8,13 +8,14 @@ of a server run in a process of their own, whose standard input has a job a line
 
 from __future__ import annotations
 
-import asyncio
+import concurrent.futures
 import dataclasses
 import functools
+import http.client
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -202,43 +203,25 @@ class Clients:
 def be_clients() -> None:
     """Does the jobs of standard input."""
     for line in sys.stdin:
-        print(json.dumps(asyncio.run(_answer_all(json.loads(line)))), flush=True)
+        job = json.loads(line)
+        texts, waiting, threads = [""] * len(job["prompts"]), iter(enumerate(job["prompts"])), job["open"]
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            for client in [pool.submit(_be_client, job, waiting, texts) for _ in range(threads)]:
+                client.result()
+        print(json.dumps(texts), flush=True)
 
 
-async def _answer_all(job: dict[str, Any]) -> list[str]:
-    """The texts of all answers, in the order of the prompts."""
-    texts, waiting = [""] * len(job["prompts"]), iter(enumerate(job["prompts"]))
-
-    async def client() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", job["port"])
-        for number, prompt in waiting:
-            texts[number] = await _answer(job, reader, writer, prompt)
-        writer.close()
-
-    await asyncio.gather(*(client() for _ in range(job["open"])))
-    return texts
-
-
-async def _answer(job: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, prompt: Any) -> str:
-    """The text of an answer."""
-    fields = {
-        "model": "recall", "prompt": prompt, "max_tokens": job["new_tokens"], "temperature": 0, "ignore_eos": True,
-        "stream": job["streams"],
-    }  # fmt: skip
-    body = json.dumps(fields).encode()
-    names = b"host: 127.0.0.1\r\ncontent-type: application/json"  # a server at a loopback address refuses other hosts
-    writer.write(b"POST /v1/completions HTTP/1.1\r\n%b\r\ncontent-length: %d\r\n\r\n" % (names, len(body)) + body)
-    if not job["streams"]:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-        return json.loads(await reader.readexactly(int(length.split(b":")[1])))["choices"][0]["text"]
-    text = ""
-    while (line := await reader.readline()) != b"data: [DONE]\n":
-        if not line:
-            raise ConnectionError("the server has closed the connection")
-        if line.startswith(b"data: "):
-            text += json.loads(line[6:])["choices"][0]["text"]
-    while await reader.readline() != b"0\r\n":  # the end of a chunked body
-        pass
-    await reader.readline()
-    return text
+def _be_client(job: dict[str, Any], waiting: Iterator[tuple[int, Any]], texts: list[str]) -> None:
+    """Has prompts answered one after the other, by one connection, until none is left."""
+    connection = http.client.HTTPConnection("127.0.0.1", job["port"])
+    fields = {"model": "recall", "temperature": 0, "ignore_eos": True, "max_tokens": job["new_tokens"]}
+    for number, prompt in waiting:
+        body = json.dumps({**fields, "prompt": prompt, "stream": job["streams"]})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        if job["streams"]:
+            answers = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+        else:
+            answers = [json.load(response)]
+        texts[number] = "".join(answer["choices"][0]["text"] for answer in answers)
+    connection.close()
