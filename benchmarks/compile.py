@@ -11,7 +11,6 @@ cache, and one that finds the programs of the first; their seconds count imports
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import re
@@ -198,47 +197,6 @@ def count(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Counts:
     )
 
 
-def functions(text: str) -> Callable[[str], str]:
-    """Maps an instruction of a compiled program to the function of this repository that it comes from."""
-    heads = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-    tables: dict[str, dict[int, str]] = {head: {} for head in heads}
-    table: dict[int, str] = {}
-    for line in text.splitlines():
-        if line in heads:
-            table = tables[line]
-        elif entry := re.match(r"(\d+) (.*)", line):
-            table[int(entry[1])] = entry[2].strip('"')
-
-    def number(field: str, entry: str) -> int:
-        match = re.search(rf"{field}=(\d+)", entry)
-        return int(match[1]) if match else 0
-
-    @functools.cache
-    def function(frame: int) -> str:
-        entry = tables["StackFrames"].get(frame, "")
-        location = tables["FileLocations"].get(number("file_location_id", entry), "")
-        file = tables["FileNames"].get(number("file_name_id", location), "")
-        name = tables["FunctionNames"].get(number("function_name_id", location), "")
-        if "/kvjax/" in file and not file.endswith("_arrays.py"):
-            return f"{file[file.rindex('/kvjax/') + 1 :]} {name.replace('.<locals>', '')}"
-        above = number("parent_frame_id", entry) - 1  # XLA prints one more
-        return function(above) if above > 0 else "elsewhere"
-
-    return lambda line: function(number("stack_frame_id", line))
-
-
-def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
-    """Prints from which functions most instructions come, and most distinct fusions."""
-    text = compiled.as_text() or ""
-    owner = functions(text)
-    lines = [line for line in itertools.chain.from_iterable(computations(text).values()) if "stack_frame_id" in line]
-    first = {body: owner(line) for line, body in reversed([*bodies(text)])}
-    for what, owners in (("instructions", map(owner, lines)), ("distinct fusions", first.values())):
-        print(f"{what} by function")
-        for name, number in collections.Counter(owners).most_common(top):
-            print(f"{number:>7,}  {name}")
-
-
 def first_answer() -> float:
     """CPU seconds of a process so far, which answers a prompt for the first time."""
     kvjax.keep_programs()
@@ -248,8 +206,8 @@ def first_answer() -> float:
     return time.process_time()
 
 
-# `top`: the number of functions to print that `serve` owes most to. `counts`: leave out the processes that generate.
-@benchmark(BARS, {"top": 0, "counts": (False, True), "programs": (["serve", "submit", *VERBS], ["fork", "trim"])})
+# `counts`: leave out the processes that generate.
+@benchmark(BARS, {"counts": (False, True), "programs": (["serve", "submit", *VERBS], ["fork", "trim"])})
 def measure(size):
     jax.config.update("jax_enable_compilation_cache", False)
     compile_program(programs()["fork"]())  # what a process does once belongs to no program
@@ -260,8 +218,6 @@ def measure(size):
             counts = count(lowered, compiled)
             yield {f"{name}_{field}": value for field, value in counts._asdict().items()}
             yield {f"{name}_{field}_s": value for field, value in seconds._asdict().items()}
-            if name == "serve" and size.top:
-                print_functions(compiled, size.top)
     if not size.counts:
         with tempfile.TemporaryDirectory() as folder:
             apart = functools.partial(

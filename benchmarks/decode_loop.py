@@ -4,9 +4,9 @@
 Both generate greedily with one Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens,
 in one jitted loop with the K/V donated. The paged loop is `kvjax.serving.decode` with all that it does, in a pool
 whose blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of
-just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It has two
-versions: "contiguous" multiplies the queries of a group by K one by one, which is the fastest of the ways on a CPU that
-were tried, and "plain" all at once. All must have the same first logits, and choose the same tokens.
+just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It multiplies the
+queries of a group by K one by one, which is the fastest of the ways on a CPU that were tried. Both must have the same
+first logits, and choose the same tokens.
 
 Programs take turns, a few steps at a time, so that a noisy machine is noisy for all of them; each call of a few steps
 counts with its least time of all rounds.
@@ -171,13 +171,13 @@ def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
     return caches.copy_of(begin), functools.partial(run, model)
 
 
-def contiguous_loop(model, start: Start, plain: bool):
+def contiguous_loop(model, start: Start):
     """Begins with `start`; a call is CALL_STEPS steps of state: K/V, tokens, positions."""
     begin = start.layers, start.rows.token, start.lengths
 
     def step(model, state):
         layers, token, position = state
-        logits, layers = contiguous_step(model, layers, token, position, plain)
+        logits, layers = contiguous_step(model, layers, token, position, plain=False)
         chosen = sample(logits, None, start.rows.seed, position + 1)
         return (layers, chosen.tokens, position + 1), (chosen.tokens, chosen.logprobs)
 
@@ -201,16 +201,15 @@ def attentions(cache: kvjax.Cache, layers, size: Size) -> dict[str, Program]:
             q = q + kvjax.attend(q[:, None], pools, layer, view)[:, 0]
         return q
 
-    @functools.partial(jax.jit, static_argnames="plain")
-    def contiguous(q, layers, lengths, plain):
+    @jax.jit
+    def contiguous(q, layers, lengths):
         for layer in layers:
-            q = q + attend_contiguous(q, layer, lengths, plain)
+            q = q + attend_contiguous(q, layer, lengths, plain=False)
         return q
 
     return {
         "paged": lambda: paged(q, cache.pools, view),
-        "contiguous": lambda: contiguous(q, layers, lengths, plain=False),
-        "plain": lambda: contiguous(q, layers, lengths, plain=True),
+        "contiguous": lambda: contiguous(q, layers, lengths),
     }
 
 
@@ -229,18 +228,17 @@ def compare_logits(model: Decoder, start: Start) -> float:
 
 
 def check_loops(ends: dict[str, Any], size: Size) -> None:
-    """Requires of all loops the same tokens and log-probabilities, and of the paged one that it evicted blocks."""
+    """Requires of both loops the same tokens and log-probabilities, and of the paged one that it evicted blocks."""
     (cache, _, log), calls = ends["paged"]
     tokens, logprobs = map(np.concatenate, zip(*calls, strict=True))
-    for name in ("contiguous", "plain"):
-        wanted, wanted_logprobs = map(np.concatenate, zip(*ends[name][1], strict=True))
-        common.require(np.array_equal(tokens, wanted), f"the paged and the {name} loop chose different tokens")
-        np.testing.assert_allclose(logprobs, wanted_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
+    wanted, wanted_logprobs = map(np.concatenate, zip(*ends["contiguous"][1], strict=True))
+    common.require(np.array_equal(tokens, wanted), "the two loops chose different tokens")
+    np.testing.assert_allclose(logprobs, wanted_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
     evicted = int(kvjax.events.counts(log)["removed"])
     first, last = (-(-tokens // size.block_size) for tokens in (size.context - size.steps, size.context))
     common.require(evicted == size.rows * (last - first) > 0, f"{evicted} blocks were evicted")
     kvjax.check(cache.state)
-    print(f"  {tokens.size:,} tokens, the same in all loops; {evicted} blocks evicted")
+    print(f"  {tokens.size:,} tokens, the same in both loops; {evicted} blocks evicted")
 
 
 # S rows of a model go from context - steps to context tokens.
@@ -252,11 +250,7 @@ def measure(size):
     model = Decoder(size.config, rngs=nnx.Rngs(0))
     start = make_start(model, size)
     yield {"logits_differ": compare_logits(model, start)}
-    programs = {
-        "paged": paged_loop(model, start, size),
-        "contiguous": contiguous_loop(model, start, plain=False),
-        "plain": contiguous_loop(model, start, plain=True),
-    }
+    programs = {"paged": paged_loop(model, start, size), "contiguous": contiguous_loop(model, start)}
     step_s, ends = take_turns(programs, size.rounds, size.steps // CALL_STEPS)
     check_loops(ends, size)
     attention = attentions(ends["paged"][0][0], ends["contiguous"][0][0], size)
@@ -268,7 +262,6 @@ def measure(size):
     for part, seconds, calls in (("step", step_s, size.steps), ("attention", attention_s, 1)):
         yield {f"{name}_{part}_us": 1e6 * each / calls for name, each in seconds.items()}
         yield {f"{part}_ratio": seconds["paged"] / seconds["contiguous"]}
-        yield {f"{part}_ratio_to_plain": seconds["paged"] / seconds["plain"]}
     yield {
         "bookkeeping_us": 1e6 * books_s / size.steps,
         "bookkeeping_percent_of_step": 100 * books_s / step_s["paged"],

@@ -32,7 +32,6 @@ from pallas_kernels.tuning import SWITCHES
 FILE, BEGIN, END = "gpu_first.json", "== begin ", "== end "
 START = 60.0  # seconds that a process gets to start jax
 MINUTES, RESULTS = 9.0, pathlib.Path("benchmarks/results")
-KINDS = ("wrong", "raising", "hanging")
 
 
 # Sections by how they begin, the most telling first; what is not among them comes last.
@@ -92,7 +91,7 @@ def describe(record: Any) -> None:
 # A process that measures.
 
 
-def work(names: Sequence[str], quick: bool, planted: str | None, ceilings: dict[str, float]) -> None:
+def work(names: Sequence[str], quick: bool, ceilings: dict[str, float]) -> None:
     """Runs sections; prints a line when each begins, and one of JSON when it has ended. It ends after a failure.
 
     `ceilings` are those of the device, if they are measured.
@@ -101,8 +100,6 @@ def work(names: Sequence[str], quick: bool, planted: str | None, ceilings: dict[
 
     from benchmarks import common, gpu
 
-    if planted is not None:
-        plant(*planted.split("="))
     chosen, about = sections(quick), {"device": jax.devices()[0].device_kind, "driver": gpu.driver(), **common.where()}
     for name in names:
         print(f"{BEGIN}{name}", flush=True)
@@ -120,23 +117,6 @@ def work(names: Sequence[str], quick: bool, planted: str | None, ceilings: dict[
         print(f"{END}{json.dumps(result)}", flush=True)
         if record.errors:
             raise SystemExit(1)  # a broken device would fail all that follows
-
-
-def plant(function: str, kind: str) -> None:
-    """Replaces one of Triton's kernels by one that is wrong, raises or hangs: a rehearsal."""
-    from pallas_kernels import triton
-
-    own = getattr(triton, function)
-
-    def bad(*args: Any, **options: Any) -> Any:
-        if kind == "raising":
-            raise RuntimeError("planted")
-        if kind == "hanging":
-            time.sleep(3600)
-        out = own(*args, **options)
-        return (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
-
-    setattr(triton, function, bad)
 
 
 # The process that watches it.
@@ -257,17 +237,15 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that sections may take")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="sections that begin like this")
     parser.add_argument("--again", nargs="+", default=(), metavar="NAME", help="sections to measure once more")
-    parser.add_argument("--plant", metavar="FUNCTION=KIND", help=f"a kernel of Triton's that is {', '.join(KINDS)}")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--ceilings", type=json.loads, default={}, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work, args.quick, args.plant, args.ceilings)
+        work(args.work, args.quick, args.ceilings)
         return
     end = time.monotonic() + 60 * args.minutes
-    options = [*(["--quick"] if args.quick else []), *(["--plant", args.plant] if args.plant else [])]
     chosen = [name for name in sections(args.quick) if name.startswith(tuple(args.only))]
-    watch = Watch(args.out / FILE, options, end)
+    watch = Watch(args.out / FILE, ["--quick"] * args.quick, end)
     for name in [name for name in watch.result["sections"] if name.startswith(tuple(args.again))]:
         del watch.result["sections"][name]
     watch.write()

@@ -11,6 +11,7 @@ update.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -146,23 +147,12 @@ def tunix_version() -> str | None:
         return None
 
 
-class Numbers:
-    """A tokenizer of texts that are numbers. Padding and ends are no tokens of the model."""
-
-    def encode(self, text: str) -> list[int]:
-        return [int(one) for one in text.split()]
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-    def bos_id(self) -> int:
-        return 0
-
-    def eos_id(self) -> int:
-        return -2
-
-    def pad_id(self) -> int:
-        return -1
+# A tokenizer of texts that are numbers. Padding and ends are no tokens of the model.
+NUMBERS = types.SimpleNamespace(
+    encode=lambda text: [int(word) for word in text.split()],
+    decode=lambda ids: " ".join(map(str, ids)),
+    bos_id=lambda: 0, eos_id=lambda: -2, pad_id=lambda: -1,
+)  # fmt: skip
 
 
 def make_tunix_model(config: ModelConfig) -> Any:
@@ -195,8 +185,8 @@ def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: in
     model, layer, length = make_tunix_model(config), config.layers[0], prompt.size + new
     rollout_config = RolloutConfig(new, top_p=None, max_prompt_length=prompt.size, kv_cache_size=length)
     cache_config = CacheConfig(length, len(config.layers), layer.kv_heads, layer.head_dim)
-    vanilla = VanillaRollout(model, Numbers(), cache_config)
-    paged = KvjaxRollout(model, Numbers(), rollout_config=rollout_config, block_size=block_size)
+    vanilla = VanillaRollout(model, NUMBERS, cache_config)
+    paged = KvjaxRollout(model, NUMBERS, rollout_config=rollout_config, block_size=block_size)
     texts = [" ".join(map(str, prompt.tolist()))] * samples
 
     def run(engine: Any) -> Callable[[Any], np.ndarray]:

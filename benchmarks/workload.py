@@ -88,9 +88,7 @@ def run_batch(model: Any, size: Size, prompts: Sequence[Sequence[int]], cache: C
     return [output.tokens for output in outputs]
 
 
-@functools.cache
-def _submit(scheduler: Scheduler) -> Callable[..., Any]:
-    return jax.jit(functools.partial(submit, scheduler=scheduler), donate_argnums=0)
+_submit = jax.jit(submit, static_argnames="scheduler", donate_argnums=0)
 
 
 def submitted(
@@ -100,7 +98,7 @@ def submitted(
     spec, scheduler = spec_of(model, size), size.scheduler
     serving = init_serving(Cache.create(spec), [spec.max_length] * len(prompts), greedy=True)
     line, counts = np.concatenate(prompts).astype(np.int32), np.array([len(prompt) for prompt in prompts], np.int32)
-    serving, status, *_ = _submit(scheduler)(serving, line, counts, np.array(lengths, np.int32))
+    serving, status, *_ = _submit(serving, line, counts, np.array(lengths, np.int32), scheduler=scheduler)
     common.require(not np.any(status), "a prompt was refused")
     blocks = len(prompts) * spec.max_blocks_per_seq
     return serving, init_log(3 * blocks + 8 * worst_step(spec, scheduler), BLOCK)
