@@ -63,14 +63,6 @@ class Counts(NamedTuple):
     loops: int
 
 
-class Seconds(NamedTuple):
-    """CPU time of each part of a compilation."""
-
-    trace: float
-    lower: float
-    compile: float
-
-
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
     """The shape of an argument."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -123,19 +115,16 @@ def model_and_spec() -> tuple[Any, kvjax.CacheSpec]:
     return model, kvjax.make_spec(model.layer_specs(), dtype="float32", **SHAPE)
 
 
-def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Compiled, Seconds]:
-    """Traces, lowers and compiles a program."""
+def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Compiled, dict[str, float]]:
+    """Traces, lowers and compiles a program; and the CPU time of each."""
     function, args = program
     times = [time.process_time()]
-
-    def lap[T](result: T) -> T:
+    stages: list[Any] = []
+    for stage in (jax.jit(function).trace, lambda *_: stages[0].lower(), lambda *_: stages[1].compile()):
+        stages.append(stage(*args))
         times.append(time.process_time())
-        return result
-
-    traced = lap(jax.jit(function).trace(*args))
-    lowered = lap(traced.lower())
-    compiled = lap(lowered.compile())
-    return lowered, compiled, Seconds(*(after - before for before, after in itertools.pairwise(times)))
+    seconds = (after - before for before, after in itertools.pairwise(times))
+    return stages[1], stages[2], dict(zip(("trace", "lower", "compile"), seconds, strict=True))
 
 
 # The attributes of an instruction that do not change what it computes.
@@ -217,7 +206,7 @@ def measure(size):
             lowered, compiled, seconds = compile_program(make())
             counts = count(lowered, compiled)
             yield {f"{name}_{field}": value for field, value in counts._asdict().items()}
-            yield {f"{name}_{field}_s": value for field, value in seconds._asdict().items()}
+            yield {f"{name}_{field}_s": value for field, value in seconds.items()}
     if not size.counts:
         with tempfile.TemporaryDirectory() as folder:
             apart = functools.partial(

@@ -15,10 +15,11 @@ with the cache after each run; this takes no part in the time, and so does no su
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,60 +118,61 @@ def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def sum_stored(batches: list[Events]) -> int:
-    """The sum of the tokens of the blocks that batches store."""
-    return sum(int(batch.text.tokens[batch.kind == EventKind.STORED].astype(np.int64).sum()) for batch in batches)
+class Wire(NamedTuple):
+    """What writes events, what reads it, and the tokens of a block that was read, behind those of its prefix."""
+
+    encode: Callable[[Events], Any]
+    follow: Callable[[Any], object]
+    mirror: Any
+    tokens: Callable[[Any], Iterable[int]]
+    snapshot: Callable[[], Any] | None = None
 
 
-def sum_mirrored(mirror: Mirror, size: int) -> int:
-    """The sum of the tokens of all mirrored blocks."""
-    return sum(sum(prefix.tokens[-size:]) for prefix in mirror.index)
+def vllm_wire(traffic: Traffic) -> Wire:
+    """Payloads as vLLM publishes them."""
+    encoder, mirror = Encoder(traffic.spec), Mirror()
+    follow = lambda payloads: [mirror.apply(decode(payload)) for payload in payloads]  # noqa: E731
+    return Wire(encoder.encode, follow, mirror, lambda prefix: prefix.tokens[-traffic.size :], encoder.snapshot)
 
 
-def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[str, float]:
-    """Events a second: stored alone; with as many removed; and read back into a mirror."""
+def lines_wire(traffic: Traffic) -> Wire:
+    """TensorRT-LLM's JSON lines."""
+    writer, mirror = trtllm.Writer(traffic.spec), trtllm.Mirror()
+    return Wire(
+        writer.lines, mirror.follow, mirror, lambda prefix: (token for token, _ in prefix.tokens[-traffic.size :])
+    )
+
+
+def measure_wire(
+    make: Callable[[Traffic], Wire], batches: int, size: int, chain: int, repeats: int
+) -> dict[str, float]:
+    """Events a second: stored alone; with as many removed; removed; and read back into a mirror, stored alone."""
     traffic, least = Traffic(batches, size, chain), dict.fromkeys((*KINDS, "mirrored"), np.inf)
-    encoder, mirror, first = Encoder(traffic.spec), Mirror(), traffic.root()
-    for payload in encoder.encode(first):
-        mirror.apply(decode(payload))
+    wire, first = make(traffic), traffic.root()
+    wire.follow(wire.encode(first))
     for _ in range(repeats):
         for name, kind in KINDS.items():
             sent = traffic.batches(*kind)
-            seconds, payloads = cpu(lambda sent=sent: [encoder.encode(batch) for batch in sent])
+            seconds, written = cpu(lambda sent=sent: [wire.encode(batch) for batch in sent])
             least[name] = min(least[name], seconds)
-            read, _ = cpu(lambda payloads=payloads: [mirror.apply(decode(each)) for some in payloads for each in some])
+            seconds, _ = cpu(lambda written=written: [wire.follow(some) for some in written])
             if name == "stored":
-                least["mirrored"] = min(least["mirrored"], read)
-            late = Mirror()
-            for payload in encoder.snapshot():
-                late.apply(decode(payload))
+                least["mirrored"] = min(least["mirrored"], seconds)
             wanted = 1 if name == "removed" else 1 + batches * BATCH
-            common.require(len(mirror) == len(late) == wanted, f"{len(mirror)} blocks are mirrored, not {wanted}")
-            common.require(late.index == mirror.index, "an index read one by one is not the one of a snapshot")
-            same = name == "removed" or sum_mirrored(mirror, size) == sum_stored([first, *sent])
-            common.require(same, "the tokens read are not those stored")
+            common.require(len(wire.mirror) == wanted, f"{len(wire.mirror)} blocks are mirrored, not {wanted}")
+            if wire.snapshot is not None:
+                late = Mirror()
+                for payload in wire.snapshot():
+                    late.apply(decode(payload))
+                common.require(late.index == wire.mirror.index, "an index read one by one is not that of a snapshot")
+            if name != "removed":
+                stored = [
+                    batch.text.tokens[batch.kind == EventKind.STORED].astype(np.int64) for batch in [first, *sent]
+                ]
+                read = sum(sum(wire.tokens(prefix)) for prefix in wire.mirror.index)
+                common.require(read == sum(int(each.sum()) for each in stored), "the tokens read are not those stored")
     number = batches * BATCH
     return {name: (2 if name == "exchanged" else 1) * number / seconds for name, seconds in least.items()}
-
-
-def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
-    """Events a second that are written as TensorRT-LLM's JSON lines: stored alone."""
-    traffic, least = Traffic(batches, size, chain), np.inf
-    writer, mirror, first = trtllm.Writer(traffic.spec), trtllm.Mirror(), traffic.root()
-    mirror.follow(writer.lines(first))
-    for _ in range(repeats):
-        sent = traffic.batches(*KINDS["stored"])
-        seconds, lines = cpu(lambda sent=sent: [writer.lines(batch) for batch in sent])
-        least = min(least, seconds)
-        for some in lines:
-            mirror.follow(some)
-        total = sum(token for prefix in mirror.index for token, _ in prefix.tokens[-size:])
-        common.require(len(mirror) == 1 + batches * BATCH and mirror.complete, f"{len(mirror)} blocks were read")
-        common.require(total == sum_stored([first, *sent]), "the tokens read are not those stored")
-        for batch in traffic.batches(*KINDS["removed"]):
-            mirror.follow(writer.lines(batch))
-        common.require(len(mirror) == 1, f"{len(mirror)} blocks are left")
-    return batches * BATCH / least
 
 
 def measure_resync(blocks: int, repeats: int) -> float:
@@ -322,14 +324,16 @@ SIZES = {"batches": (16, 2), "blocks": (65_536, 512), "documents": (3, 1), "ques
 
 @benchmark(BARS, SIZES, rounds=(10, 2))
 def measure(size):
-    prompts, rows = (measure_encoding(size.batches, 16, chain, size.rounds) for chain in (PROMPT, 1))
-    long = measure_encoding(size.batches, 64, PROMPT, size.rounds)
+    measured = functools.partial(measure_wire, batches=size.batches, repeats=size.rounds)
+    prompts, rows = (measured(vllm_wire, size=16, chain=chain) for chain in (PROMPT, 1))
+    long = measured(vllm_wire, size=64, chain=PROMPT)
+    lines = [measured(lines_wire, size=16, chain=chain) for chain in (PROMPT, 1)]
     yield {
         "encode_per_s": min(prompts["stored"], rows["stored"]),
         "encode_removed_per_s": min(prompts["exchanged"], rows["exchanged"]),
         "encode_64_per_s": long["stored"],
         "mirror_per_s": min(prompts["mirrored"], rows["mirrored"]),
-        "trtllm_per_s": min(measure_lines(size.batches, 16, chain, size.rounds) for chain in (PROMPT, 1)),
+        "trtllm_per_s": min(rates["stored"] for rates in lines),
         "resync_s": measure_resync(size.blocks, min(size.rounds, 3)),
     }
     work = make_work(size.documents, size.questions)

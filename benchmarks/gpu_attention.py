@@ -126,29 +126,25 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
                 gpu.profiled(record, who, f"{kind}_{name}", program, case.q, args, calls)
     if shape.ragged or shape.skewed or case.scales is not None:
         return
-    for who, function in jax_own(shape).items():
+    for who, (prepare, call) in jax_own(shape).items():
         with record.guard(f"{kind}_{name} {who}", ours=False):
-            kv = [function.prepare(*args, layer) for layer in np.arange(min(copies, shape.layers))]
+            kv = [prepare(*args, layer) for layer in np.arange(min(copies, shape.layers))]
             calls = max(len(kv), 4)
-            call = functools.partial(lambda call, q, number, kv: call(q, *kv[number % len(kv)]), function.call)
-            program = chain(call, calls)
+            on_layer = functools.partial(lambda call, q, number, kv: call(q, *kv[number % len(kv)]), call)
+            program = chain(on_layer, calls)
             if not shape.chunk:
-                error = gpu.differs(chain(call, 1)(4 * case.q, kv), wanted)
+                error = gpu.differs(chain(on_layer, 1)(4 * case.q, kv), wanted)
                 common.require(error <= TOLERANCE, f"{who} differs from xla by {error}")
             seconds, _ = gpu.time_s(program, case.q, (kv,), effort)
             all_pairs = 4.0 * shape.heads[0] * shape.heads[2] * shape.chunk * shape.length
             rates(who, seconds / calls, all_pairs)
 
 
-class Own(NamedTuple):
-    """An attention of jax: how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q."""
+def jax_own(shape: Shape) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Over contiguous K/V, a chunk without a mask since jax has none for chunks; and jax's paged kernel for decode.
 
-    prepare: Callable[..., Any]
-    call: Callable[..., Any]
-
-
-def jax_own(shape: Shape) -> dict[str, Own]:
-    """Over contiguous K/V, a chunk without a mask since jax has none for chunks; and jax's paged kernel for decode."""
+    By name how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q.
+    """
     kv_heads, width = shape.heads[1:]
 
     @jax.jit
@@ -169,9 +165,9 @@ def jax_own(shape: Shape) -> dict[str, Own]:
 
         return paged_attention((q * width**-0.5).astype(q.dtype), k, v, tables, lengths)
 
-    kinds = {f"jax_{name}": Own(contiguous, functools.partial(dense, implementation=name)) for name in ("xla", "cudnn")}
+    kinds = {f"jax_{name}": (contiguous, functools.partial(dense, implementation=name)) for name in ("xla", "cudnn")}
     if not gpu.has_gpu():
         del kinds["jax_cudnn"]
     elif not shape.chunk:
-        kinds["jax_paged"] = Own(pages, paged)
+        kinds["jax_paged"] = pages, paged
     return kinds

@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -83,8 +83,8 @@ def compare_speed(size: Size) -> dict[str, float]:
     }
 
 
-def compare_reuse(size: Size, batches: int = 1) -> dict[str, float]:
-    """`reused_of_one`, and the share of replicas in turn; for several batches in random order."""
+def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, float]:
+    """`reused_of_one`, and the share of replicas in turn; for several batches in random order, by another name."""
     (model, _), number = load_recall(), size.parts
     part = size.replace(rows=size.rows // number, num_blocks=size.num_blocks // number)
     whole, quarter = workload.spec_of(model, size), workload.spec_of(model, part)
@@ -112,15 +112,10 @@ def compare_reuse(size: Size, batches: int = 1) -> dict[str, float]:
     workload.require_same(model, size, prompts, answers)
     cached = {name: sum(output.cached_tokens for output in some) for name, some in outputs.items()}
     return {
-        "reused_of_one": cached["routed"] / cached["one"],
-        "one_reused": cached["one"] / sum(map(len, prompts)),
-        "in_turn_reused_of_one": cached["in_turn"] / cached["one"],
+        f"reused_of_one{name}": cached["routed"] / cached["one"],
+        f"one_reused{name}": cached["one"] / sum(map(len, prompts)),
+        f"in_turn_reused_of_one{name}": cached["in_turn"] / cached["one"],
     }
-
-
-def compare_mixed_reuse(size: Size) -> dict[str, float]:
-    """The same for several batches in random order."""
-    return {f"{name}_mixed": value for name, value in compare_reuse(size, size.batches).items()}
 
 
 def compare_routing(size: Size) -> dict[str, float]:
@@ -211,17 +206,15 @@ def compare_books(size: Size) -> dict[str, float]:
     return {"context_books": ratio, **details}
 
 
-class Part(NamedTuple):
-    """Figures that are measured together, and the virtual devices that they need."""
-
-    measure: Callable[[Size], dict[str, float]]
-    devices: int
-
-
-PARTS = {
-    "speed": Part(compare_speed, 2), "reuse": Part(compare_reuse, 4), "mixed_reuse": Part(compare_mixed_reuse, 4),
-    "routing": Part(compare_routing, 8), "bytes": Part(compare_bytes, 8), "books": Part(compare_books, 8),
-}  # fmt: skip
+# What is measured together, and the virtual devices that it needs.
+PARTS: dict[str, tuple[Callable[[Size], dict[str, float]], int]] = {
+    "speed": (compare_speed, 2),
+    "reuse": (compare_reuse, 4),
+    "mixed_reuse": (lambda size: compare_reuse(size, size.batches, "_mixed"), 4),
+    "routing": (compare_routing, 8),
+    "bytes": (compare_bytes, 8),
+    "books": (compare_books, 8),
+}
 SIZES = {
     **workload.BATCH,
     "rows": (32, 4),
@@ -238,8 +231,9 @@ SIZES = {
 
 def measure_part(part: str, quick: bool, first: int | None, rounds: int) -> dict[str, float]:
     """A part, in a process of its own: the number of virtual devices is set once, before jax starts."""
-    jax.config.update("jax_num_cpu_devices", PARTS[part].devices)
-    return PARTS[part].measure(measure.size(quick, first=first, rounds=rounds))
+    compare, devices = PARTS[part]
+    jax.config.update("jax_num_cpu_devices", devices)
+    return compare(measure.size(quick, first=first, rounds=rounds))
 
 
 @benchmark(BARS, SIZES, rounds=(9, 1))

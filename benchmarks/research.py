@@ -59,15 +59,9 @@ def prompts_of(trace: Trace) -> list[list[int]]:
     return [trace.blocks(request).tolist() for request in range(len(trace))]
 
 
-def require_same(name: str, ours: Any, theirs: Any) -> None:
-    """Ends the benchmark unless every request found as many blocks as in plain Python."""
-    common.require(np.array_equal(ours, theirs), f"{name}: other hits than in plain Python")
-
-
-def side_by_side(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Seconds of a program, and of plain Python; both take turns and find the same."""
-    took, found = common.in_turns({"ours": ours, "theirs": theirs}, rounds)
-    require_same(name, found["ours"], found["theirs"])
+def side_by_side(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Seconds of a program, and of plain Python; both take turns, and find the same for every request."""
+    took, _ = common.in_turns({"ours": ours, "theirs": theirs}, rounds, np.array_equal)
     return took["ours"].wall, took["theirs"].wall
 
 
@@ -82,7 +76,7 @@ def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
     timed = np.linspace(0, size.lru_sizes - 1, size.lru_timed).astype(np.int32)
     prompts, full = prompts_of(trace), trace.full.tolist()
     ours, theirs = side_by_side(
-        "lru_curve", lambda: lru_curve(trace, sizes, "kvjax").blocks[timed],
+        lambda: lru_curve(trace, sizes, "kvjax").blocks[timed],
         lambda: [oracle.lru(prompts, full, int(z), "kvjax") for z in sizes[timed]], size.rounds,
     )  # fmt: skip
     theirs *= size.lru_sizes / size.lru_timed
@@ -94,7 +88,7 @@ def measure_belady(trace: Trace, size: Size) -> dict[str, float]:
     sizes, lengths = sizes_of(trace, size.belady_sizes), trace.lengths.tolist()
     coming = oracle.next_runs(oracle.next_uses(prompts_of(trace)))
     ours, theirs = side_by_side(
-        "belady", lambda: belady(trace, sizes).blocks,
+        lambda: belady(trace, sizes).blocks,
         lambda: [oracle.belady_by_runs(lengths, coming, int(z)) for z in sizes], size.rounds,
     )  # fmt: skip
     return {"belady_x": theirs / ours, "belady_s": ours, "heap_s": theirs}
@@ -126,7 +120,7 @@ def measure_caches(size: Size) -> Iterator[dict[str, float]]:
         ("simulate_lfu", simulate, whole, lfu(), oracle.lfu),
     ):
         programs = at_once(run, trace, policy, sizes), one_by_one(find, trace, sizes)
-        ours, theirs = side_by_side(name, *programs, size.rounds)
+        ours, theirs = side_by_side(*programs, size.rounds)
         yield {"replay_slower": ours / theirs} if name == "replay" else {f"{name}_x": theirs / ours}
         yield {f"{name}_s": ours, f"{name}_python_s": theirs}
 
@@ -138,7 +132,7 @@ def measure_growth(size: Size) -> dict[str, float]:
     programs = {name: at_once(replay, trace, lru(), each) for name, each in sizes.items()}
     took, found = common.in_turns(programs, size.rounds)
     for name, each in sizes.items():
-        require_same(name, found[name], one_by_one(oracle.lru, trace, each)())
+        common.require_same({name: found[name], "plain Python": one_by_one(oracle.lru, trace, each)()}, np.array_equal)
     micros = {name: 1e6 * took[name].wall / (len(trace) * size.few) for name in sizes}
     small, large = micros.values()
     return {"replay_growth": large / small, **micros}

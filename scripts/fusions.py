@@ -67,6 +67,7 @@ def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", nargs="?", default="serve", choices=programs.programs())
     parser.add_argument("--top", type=int, default=25, metavar="N", help="functions (default: %(default)s)")
