@@ -52,13 +52,7 @@ class Size(types.SimpleNamespace):
 
 
 class Benchmark(NamedTuple):
-    """What a module measures, as `benchmark` has found it.
-
-    Attributes:
-      name: of the module, by which pages and `make bench-NAME` know it.
-      measure: see `benchmark`.
-      bars, sizes, strict: see `benchmark`.
-    """
+    """What a module measures, by its name; see `benchmark`."""
 
     name: str
     measure: Callable[[Size], Figures | Iterable[Figures]]
@@ -133,7 +127,7 @@ def benchmark(
 
 
 class Took(NamedTuple):
-    """Seconds of a call: the medians by all cores together and by the clock on the wall, and the least by the clock."""
+    """Seconds of a call: medians of all cores together and by the clock on the wall, and the least by the clock."""
 
     cpu: float
     wall: float

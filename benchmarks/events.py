@@ -166,11 +166,10 @@ def measure_wire(
                     late.apply(decode(payload))
                 common.require(late.index == wire.mirror.index, "an index read one by one is not that of a snapshot")
             if name != "removed":
-                stored = [
-                    batch.text.tokens[batch.kind == EventKind.STORED].astype(np.int64) for batch in [first, *sent]
-                ]
+                stored = [batch.text.tokens[batch.kind == EventKind.STORED] for batch in [first, *sent]]
                 read = sum(sum(wire.tokens(prefix)) for prefix in wire.mirror.index)
-                common.require(read == sum(int(each.sum()) for each in stored), "the tokens read are not those stored")
+                same = read == sum(int(tokens.astype(np.int64).sum()) for tokens in stored)
+                common.require(same, "the tokens read are not those stored")
     number = batches * BATCH
     return {name: (2 if name == "exchanged" else 1) * number / seconds for name, seconds in least.items()}
 

@@ -60,13 +60,11 @@ FEW, MORE = 2, 3  # layers of the programs, so that one has a layer more in the 
 
 
 class Node(NamedTuple):
-    """A node of the graph of a step.
+    """A node of the graph of a step: the name of its kernel, without a number, or "copy".
 
     Attributes:
-      kernel: the name of its kernel, without a number; "copy" for a copy.
       is_of_model: whether the model runs it; the others keep the cache's books and choose tokens.
-      bytes: read and written, but for K/V.
-      flops: of its products, but for attention.
+      bytes, flops: read and written, but for K/V; of its products, but for attention.
       kv_instructions: warp instructions for each byte of K/V, of attention.
     """
 
@@ -189,15 +187,12 @@ def shape_of(config: ModelConfig, layers: int | None = None) -> Decoder:
     return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
-class Compiled(NamedTuple):
-    """The nodes of a step, and ptxas's account of each of its kernels of attention."""
+def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[str, int]]]:
+    """A step with so many layers, compiled for an H200, over the pools of the whole model.
 
-    nodes: list[Node]
-    attention: dict[str, dict[str, int]]
-
-
-def compile_step(step: Step, layers: int) -> Compiled:
-    """A step with so many layers, compiled for an H200. The pools are those of the whole model."""
+    Returns:
+      Its nodes, and ptxas's account of each of its kernels of attention.
+    """
     cache = jax.eval_shape(lambda: kvjax.Cache.create(step.spec()))
 
     def run(model, cache, tokens):
@@ -214,17 +209,11 @@ def compile_step(step: Step, layers: int) -> Compiled:
         _, compiled = gpu_compile.compile_for(mesh, run, args, (1,), dump, **options)
         folder, hlo = pathlib.Path(dump), compiled.as_text()
         sizes = {x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pools)}
-        kernels = accounts(folder)
-        return Compiled(nodes_of(gpu_thunks.read(folder, hlo), Module(hlo, sizes), kernels), kernels)
-
-
-def accounts(dump: pathlib.Path) -> dict[str, dict[str, int]]:
-    """The account that ptxas gives of each kernel of attention in the dump of a program."""
-    found: dict[str, dict[str, int]] = {}
-    for ptx in dump.glob("*.ptx"):
-        if re.search(r"\.entry \w*decode_attention", ptx.read_text()):
-            found |= gpu_compile.account(ptx, GPU, gpu_compile.launched(dump))
-    return found
+        kernels: dict[str, dict[str, int]] = {}
+        for ptx in folder.glob("*.ptx"):
+            if re.search(r"\.entry \w*decode_attention", ptx.read_text()):
+                kernels |= gpu_compile.account(ptx, GPU, gpu_compile.launched(folder))
+        return nodes_of(gpu_thunks.read(folder, hlo), Module(hlo, sizes), kernels), kernels
 
 
 def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str, int]]) -> list[Node]:

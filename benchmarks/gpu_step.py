@@ -102,7 +102,10 @@ def begin(config: ModelConfig, rows: int, size: Size) -> tuple[Decoder, kvjax.Ca
         max_length=size.context + size.steps,
     )  # fmt: skip
     state = rows_in_the_middle(spec, config.vocab_size, size.context - size.steps // 2)
-    return model, state, pools_of(spec)
+    (group,) = spec.groups
+    (pool,) = group.pools
+    shape = group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size, pool.head_dim
+    return model, state, kvjax.pools.Pools(((gpu.random_pool(shape, pool.dtype),),), spec)
 
 
 def random_model(config: ModelConfig) -> Decoder:
@@ -131,14 +134,6 @@ def compare_with_dense(config: ModelConfig) -> float:
         logits.append(new)
     wanted = jax.jit(Decoder.dense)(model, tokens, jnp.arange(length - 1, length + 1))
     return gpu.differs(jnp.stack(logits, axis=1), wanted)
-
-
-def pools_of(spec: kvjax.CacheSpec) -> kvjax.pools.Pools:
-    """Random K/V."""
-    (group,) = spec.groups
-    (pool,) = group.pools
-    shape = group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size, pool.head_dim
-    return kvjax.pools.Pools(((gpu.random_pool(shape, pool.dtype),),), spec)
 
 
 def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> kvjax.CacheState:

@@ -279,10 +279,8 @@ def tune(record: Record, size: Size) -> None:
                 lambda *start: start, program, case.q, (case.pool, case.scales, case.tables, case.lengths)
             )
             name = f"{function} {shape.dtype} {candidate or 'own'}"
-            own = candidate is None
-            with (
-                contextlib.nullcontext() if own else mock.patch.object(tuning, function, lambda *_, one=candidate: one)
-            ):
+            own, other = candidate is None, lambda *_, candidate=candidate: candidate
+            with contextlib.nullcontext() if own else mock.patch.object(tuning, function, other):
                 row = Row("tuning", name, start, {"us": calls}, ours=own)
                 for seconds in measure_rows(record, [row], size.effort).values():
                     took[candidate] = 1e6 * seconds / calls

@@ -185,20 +185,22 @@ def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tupl
             jnp.sum((table >= 0) & (refcount[jnp.maximum(table, 0)] > 0), dtype=jnp.int32) for table, refcount in blocks
         ])  # fmt: skip
 
-    def growing(count: int) -> Any:
-        def grow(state, _):
-            start = state.seqs.committed
-            more = count - (state.seqs.length - start)
-            state, extended = kvjax.extend(state, np.array([True]), more, max_tokens=count)
-            before, new = held(state), jax.lax.dynamic_slice(tokens, start, (count,))[None]
-            state, committed = kvjax.commit(state, new, np.array([count]))
-            return state, (extended.ok & committed.ok, jnp.stack([before, held(state)]))
+    def grow(state, _, count):
+        state, ok, before = compute(state, tokens, count, count, held)
+        return state, (ok, jnp.stack([before, held(state)]))
 
-        return grow
-
-    state, (chunks_ok, chunks) = jax.lax.scan(growing(chunk), state, length=length // chunk)
-    state, (steps_ok, single) = jax.lax.scan(growing(1), state, length=steps)
+    state, (chunks_ok, chunks) = jax.lax.scan(functools.partial(grow, count=chunk), state, length=length // chunk)
+    state, (steps_ok, single) = jax.lax.scan(functools.partial(grow, count=1), state, length=steps)
     return admitted.ok & jnp.all(chunks_ok) & jnp.all(steps_ok), state, chunks, single
+
+
+def compute(state: kvjax.CacheState, tokens: jax.Array, count: Any, most: int, look: Any = lambda _: None) -> Any:
+    """The next tokens of the only row, up to `most`: the state, whether it was done, and a look before the commit."""
+    done = state.seqs.committed
+    state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=most)
+    before, new = look(state), jax.lax.dynamic_slice(tokens, done, (most,))[None]
+    state, committed = kvjax.commit(state, new, jnp.asarray(count, jnp.int32)[None])
+    return state, extended.ok & committed.ok, before
 
 
 def measure_row(length: int = 4096, chunk: int = 256, size: int = 64) -> dict[str, float]:
@@ -242,14 +244,9 @@ def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
 
         def chunk(carry):
             state, ok = carry
-            done = state.seqs.committed[0]
-            count = jnp.minimum(length - done, CHUNK)
-            state, grown = kvjax.extend(
-                state, jnp.ones((1,), bool), (done + count - state.seqs.length)[:1], max_tokens=CHUNK
-            )
-            new = jax.lax.dynamic_slice(tokens, (done,), (CHUNK,))[None]
-            state, committed = kvjax.commit(state, new, count[None])
-            return state, ok & grown.ok & committed.ok
+            count = jnp.minimum(length - state.seqs.committed[0], CHUNK)
+            state, computed, _ = compute(state, tokens, count, CHUNK)
+            return state, ok & computed
 
         state, ok = jax.lax.while_loop(more, chunk, (state, admitted.ok))
         state, released = kvjax.release(state, 0)

@@ -75,13 +75,14 @@ def usage(state: kvjax.CacheState, rows: jax.Array) -> jax.Array:
 def advance(state: kvjax.CacheState, work: Work):
     """A chunk of every unfinished prompt, then 32 steps of the others; the state, ok, rows done, and use by phase."""
     busy, committed = work.total > 0, state.seqs.committed
+    done_for = lambda events, rows: jnp.all(~rows | (events.status == kvjax.Status.OK))  # noqa: E731
     need = jnp.clip(work.prompt - committed, 0, CHUNK)
     grow = jnp.maximum(committed + need - state.seqs.length, 0)
     state, extended = kvjax.extend(state, grow > 0, grow, max_tokens=CHUNK)
     in_flight = usage(state, busy)
     state, written = kvjax.commit(state, tokens_at(work, committed, CHUNK), need)
     prefilling = busy & (state.seqs.committed < work.prompt)
-    during_prefill, ok = usage(state, prefilling), extended.ok & written_well(written, busy)
+    during_prefill, ok = usage(state, prefilling), extended.ok & done_for(written, busy)
 
     def step(carry, _):
         state, ok = carry
@@ -89,18 +90,13 @@ def advance(state: kvjax.CacheState, work: Work):
         position = state.seqs.committed
         state, extended = kvjax.extend(state, active)
         state, written = kvjax.commit(state, tokens_at(work, position, 1), active.astype(jnp.int32))
-        return (state, ok & extended.ok & written_well(written, active)), None
+        return (state, ok & extended.ok & done_for(written, active)), None
 
     (state, ok), _ = jax.lax.scan(step, (state, ok), length=STEPS)
     done = busy & (state.seqs.committed >= work.total)
     decoding = busy & ~prefilling & ~done
     phases = {name: usage(state, rows) for name, rows in (("decode", decoding), ("end", done), ("all", busy))}
     return state, ok, done, {"in_flight": in_flight, "prefill": during_prefill, **phases}
-
-
-def written_well(events: kvjax.Events, rows: jax.Array) -> jax.Array:
-    """bool[]; whether every one of the rows bool[S] was done."""
-    return jnp.all(~rows | (events.status == kvjax.Status.OK))
 
 
 def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:

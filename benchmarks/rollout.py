@@ -155,11 +155,18 @@ NUMBERS = types.SimpleNamespace(
 )  # fmt: skip
 
 
-def make_tunix_model(config: ModelConfig) -> Any:
-    """A Qwen3 of a configuration's sizes, with random weights everywhere."""
-    from tunix.models.qwen3 import model as qwen3
+def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: int, block_size: int) -> dict[str, Any]:
+    """Programs: `samples` greedy completions i32[G, T] of a prompt i32[P], by either engine.
 
-    layer = config.layers[0]
+    Each call of kvjax' engine is the first of its version of the weights, which finds nothing and empties old blocks.
+    """
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
+    from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+
+    from models.tunix import KvjaxRollout
+
+    layer, length = config.layers[0], prompt.size + new
     sizes = qwen3.ModelConfig(
         num_layers=len(config.layers), vocab_size=config.vocab_size, embed_dim=config.hidden_size,
         hidden_dim=config.intermediate_size, num_heads=config.num_heads, head_dim=layer.head_dim,
@@ -169,20 +176,6 @@ def make_tunix_model(config: ModelConfig) -> Any:
     leaves, tree = jax.tree.flatten(nnx.state(model))
     leaves = [leaf + 0.02 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
     nnx.update(model, jax.tree.unflatten(tree, leaves))
-    return model
-
-
-def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: int, block_size: int) -> dict[str, Any]:
-    """Programs: `samples` greedy completions i32[G, T] of a prompt i32[P], by either engine.
-
-    Each call of kvjax' engine is the first of its version of the weights, which finds nothing and empties old blocks.
-    """
-    from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
-    from tunix.rl.rollout.vanilla_rollout import VanillaRollout
-
-    from models.tunix import KvjaxRollout
-
-    model, layer, length = make_tunix_model(config), config.layers[0], prompt.size + new
     rollout_config = RolloutConfig(new, top_p=None, max_prompt_length=prompt.size, kv_cache_size=length)
     cache_config = CacheConfig(length, len(config.layers), layer.kv_heads, layer.head_dim)
     vanilla = VanillaRollout(model, NUMBERS, cache_config)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import os
 import pathlib
 import tempfile
 import time
@@ -105,26 +104,16 @@ def compare_ways(model: Any, size: Size) -> dict[str, float]:
     }
 
 
-def has_transformers() -> bool:
-    """Whether torch and transformers are there; neither is imported."""
-    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+def transformers_batches(folder: str | pathlib.Path, new_tokens: int, rows: int) -> Callable[[Any], list[list[int]]]:
+    """`generate` of transformers: prompts -> tokens, in batches padded on the left, greedily, on the CPU in float32."""
+    import torch
+    import transformers
 
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(torch.float32).eval()
+    # No token ends a text, so that every answer is as long as wanted.
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
 
-class Theirs:
-    """A checkpoint folder's model as transformers runs it, greedily, on the CPU in float32."""
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        import torch
-        import transformers
-
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(torch.float32).eval()
-        # No token ends a text, so that every answer is as long as wanted.
-        self.model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
-
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, rows: int) -> list[list[int]]:
-        """`new_tokens` tokens for each prompt, `rows` prompts at a time."""
-        import torch
-
+    def generate(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         outputs: list[list[int]] = []
         for start in range(0, len(prompts), rows):
             batch = prompts[start : start + rows]
@@ -133,14 +122,16 @@ class Theirs:
             ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(pads, batch, strict=True)])
             mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
             with torch.inference_mode():
-                found = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens)
-            outputs += found[:, width:].tolist()
+                answers = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens)
+            outputs += answers[:, width:].tolist()
         return outputs
+
+    return generate
 
 
 def compare_transformers(size: Size) -> dict[str, float]:
     """`run_batch` against transformers, for two models; nothing where that is not installed."""
-    if not has_transformers():
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return {}
     figures = against_transformers("over_transformers", load_recall()[0], recall.CHECKPOINT, size)
     with tempfile.TemporaryDirectory() as folder:
@@ -152,10 +143,10 @@ def compare_transformers(size: Size) -> dict[str, float]:
 
 def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size: Size) -> dict[str, float]:
     """`run_batch` against transformers, with a model that is in a folder."""
-    theirs, prompts = Theirs(folder), workload.questions(size)
+    theirs, prompts = transformers_batches(folder, size.new_tokens, size.rows), workload.questions(size)
     programs: dict[str, Program] = {
         "run_batch": (lambda: make_cache(model, size), functools.partial(run_batch, model, size, prompts)),
-        "transformers": lambda: theirs.generate(prompts, size.new_tokens, size.rows),
+        "transformers": lambda: theirs(prompts),
     }
     took, outputs = common.in_turns(programs, min(size.rounds, 2))
     workload.require_same(model, size, prompts, outputs)
