@@ -126,17 +126,14 @@ def attend_contiguous(q, k, v, lengths, first):
     return mixed.reshape(rows, 1, heads, -1).astype(q.dtype)
 
 
-def plain_sum(layers):
-    return [jnp.sum(x, dtype=jnp.float32) for pair in layers for x in pair]
-
-
 def measure_shape(name: str, shape: Shape, rounds: int) -> dict[str, float]:
     q, pools, view, layers = make_case(shape)
     programs: dict[str, Program] = {"paged": functools.partial(jax.jit(paged), q, pools, view)}
     for first in ("q", "k"):
         run = jax.jit(functools.partial(contiguous, first=first))
         programs[f"contiguous_{first}"] = functools.partial(run, q, layers, view.lengths)
-    programs["sum"] = functools.partial(jax.jit(plain_sum), layers)
+    total = jax.jit(lambda layers: [jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(layers)])
+    programs["sum"] = functools.partial(total, layers)
     took, answers = common.in_turns(programs, rounds)
     del answers["sum"]
     common.require_same(answers, functools.partial(close, tolerance=1e-4 if shape.dtype == "float32" else 5e-2))
@@ -205,7 +202,10 @@ def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
     short, equal = shape.length // 32, shape.length // 4
     attend, dense, figures = jax.jit(paged), jax.jit(functools.partial(contiguous, first="q")), {}
     for name, lengths in {"skewed": [shape.length, *[short] * (shape.rows - 1)], "equal": [equal] * shape.rows}.items():
-        rows = shortened(view, jnp.asarray(lengths, jnp.int32), pools)
+        lengths, (table,) = jnp.asarray(lengths, jnp.int32), view.tables
+        used = jnp.arange(table.shape[1])[None] * shape.block_size < lengths[:, None]
+        table = jnp.where(used, table, pools.arrays[0][0].shape[0] - 1)  # the scratch row behind them, as in a cache
+        rows = view.replace(tables=(table,), lengths=lengths, positions=lengths[:, None] - 1)
         wanted = np.asarray(dense(q, layers, rows.lengths))
         # The two by themselves, so that each of them finds in the caches what the other one has left there.
         views = {name: rows, f"{name}_loop": rows.replace(fixed_split=True)}
@@ -215,14 +215,6 @@ def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
         figures |= common.times(took, "ms")
         figures[f"{name}_over_loop"] = took[name].wall / took[f"{name}_loop"].wall
     return figures
-
-
-def shortened(view, lengths, pools):
-    """The view with the first tokens of each row; a table has the scratch row behind them, as a cache's has."""
-    size, (table,) = pools.spec.block_size, view.tables
-    used = jnp.arange(table.shape[1])[None] * size < lengths[:, None]
-    table = jnp.where(used, table, pools.arrays[0][0].shape[0] - 1)
-    return view.replace(tables=(table,), lengths=lengths, positions=lengths[:, None] - 1)
 
 
 TINY = Shape(2, 64, 4, 2, 8, 2)

@@ -94,24 +94,15 @@ def block(state: kvjax.CacheState, k: int):
     return state, jnp.stack([k * ok, removed, stored, merged]), (extended, committed)
 
 
-def steps(state: kvjax.CacheState, k: int = 1):
-    """STEPS steps in one program, in blocks of k; the state, and the sums of the counts."""
+def steps(state: kvjax.CacheState, k: int = 1, log: kvjax.events.EventLog | None = None):
+    """STEPS steps in one program, in blocks of k; the state, the sums of the counts, and a log of all events."""
 
-    def one(carry, number):
-        state, done, _ = block(carry[0], k)
-        return (state, carry[1] + done), None
+    def one(carry, _):
+        state, done, log = carry
+        state, counts, events = block(state, k)
+        return (state, done + counts, None if log is None else kvjax.events.append(log, *events)), None
 
-    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS // k))[0]
-
-
-def steps_with_log(state: kvjax.CacheState):
-    """The same with every event kept in a log, as a decode loop does."""
-
-    def one(carry, number):
-        state, _, events = block(carry[0], 1)
-        return (state, kvjax.events.append(carry[1], *events)), None
-
-    return lax.scan(one, (state, kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
+    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32), log), jnp.arange(STEPS // k))[0]
 
 
 def admissions(state: kvjax.CacheState):
@@ -153,7 +144,6 @@ def least_us(state: kvjax.CacheState, run, rounds: int, calls: int):
 def require_steps(num_blocks: int, state: kvjax.CacheState, done: jax.Array) -> None:
     """Requires that steps were done, with blocks that were evicted, stored and merged."""
     ok, removed, stored, merged = done.tolist()
-    print(f"{num_blocks:>9,} blocks: in {STEPS} steps {removed:,} evicted, {stored:,} stored, {merged:,} merged")
     common.require(ok == STEPS, "a step was refused")
     common.require(min(removed, stored, merged) > 0, "nothing was evicted, stored or merged")
     common.require(stored + merged == ROWS * STEPS // BLOCK, "not every filled block was stored or merged")
@@ -164,20 +154,21 @@ def require_steps(num_blocks: int, state: kvjax.CacheState, done: jax.Array) -> 
 def measure_steps(num_blocks: int, rounds: int) -> float:
     """Microseconds a step."""
     state = warm(num_blocks)
-    micros, done = least_us(state, compiled_steps(state), rounds, STEPS)
-    require_steps(num_blocks, *done)
+    micros, (state, done, _) = least_us(state, compiled_steps(state), rounds, STEPS)
+    require_steps(num_blocks, state, done)
     return micros
 
 
 def measure_blocks_of_steps(num_blocks: int, rounds: int) -> dict[str, float]:
     """Microseconds a step with a log, and in blocks of 1, 4 and 16 steps, in turns, and the latter two to the first."""
     state = warm(num_blocks)
-    with_log, _ = least_us(state, compiled_steps(state, steps_with_log), rounds, STEPS)
+    log = kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)
+    with_log, _ = least_us(state, compiled_steps(state, functools.partial(steps, log=log)), rounds, STEPS)
     programs: dict[str, Program] = {
         f"k{k}": (caches.copy_of(state), compiled_steps(state, functools.partial(steps, k=k))) for k in (1, 4, 16)
     }
     took, answers = common.in_turns(programs, rounds)
-    for after, done in answers.values():
+    for after, done, _ in answers.values():
         require_steps(num_blocks, after, done)
     return {
         "step_with_log_us": with_log,
@@ -200,14 +191,8 @@ def measure_admit(num_blocks: int, rounds: int) -> float:
 
 def measure_calls(num_blocks: int, rounds: int) -> float:
     """Microseconds of a step as a jitted call of its own, state donated."""
-    call = jax.jit(lambda state: block(state, 1)[0], donate_argnums=0)
-
-    def run(state):
-        for _ in range(CALLS):
-            state = call(state)
-        return state
-
-    return least_us(warm(num_blocks), run, rounds, CALLS)[0]
+    call = jax.jit(lambda state, _: block(state, 1)[0], donate_argnums=0)
+    return least_us(warm(num_blocks), lambda state: functools.reduce(call, range(CALLS), state), rounds, CALLS)[0]
 
 
 def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests: int):
@@ -252,7 +237,7 @@ def measure_caches(num_blocks: int, copies: int, rounds: int) -> float:
 
 
 SIZES = {
-    "small": (4_096, 1024), "usual": (65_536, 2048), "large": (1_048_576, 4096), "few": (2_048, 256),
+    "small": 4_096, "usual": (65_536, 20_480), "large": (1_048_576, 8_192), "few": (2_048, 256),
     "middle": (16_384, 256), "many": (64, 3),
 }  # fmt: skip
 
@@ -269,4 +254,3 @@ def measure(size):
     yield {"vmap_us_2k": few, "vmap_us_64k": usual, "vmap_growth": usual / few}
     alone, many = (measure_caches(size.middle, number, rounds) for number in (1, size.many))
     yield {"alone_us_16k": alone, "vmap_64_us_16k": many, "vmap_64": many / alone}
-    yield {"state_leaves": len(jax.tree.leaves(warm(size.small)))}

@@ -37,6 +37,14 @@ def reads_the_view(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array)
     return jnp.stack([tokens[:, 0] + seen, last], axis=1).astype(jnp.float32), pools
 
 
+def spec_of(model: Any, rows: int, length: int, num_blocks: int | None = None, block_size: int = 16) -> kvjax.CacheSpec:
+    """A cache in float32 for rows of so many tokens; with just the blocks for them, unless it is given more."""
+    return kvjax.make_spec(
+        model.layer_specs(), num_blocks=num_blocks or rows * -(-length // block_size), max_seqs=rows,
+        max_length=length, block_size=block_size, dtype="float32",
+    )  # fmt: skip
+
+
 def random_prompts(vocabulary: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """i32[shape]; tokens at random."""
     return np.random.default_rng(seed).integers(0, vocabulary, shape, np.int32)

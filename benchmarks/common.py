@@ -109,9 +109,9 @@ def benchmark(
     ends with `require` where an answer is wrong. Its module's docstring begins its section of the pages.
 
     Args:
-      bars: a row of the pages for each figure that they show, with its bar.
-      sizes: {name: (value, value of a quick run)}, or one value for both. Numbers and names are options, --name VALUE.
-      rounds: how often each way is timed, and in a quick run: the size `rounds`.
+      bars: a row of the pages for each figure that they show.
+      sizes: {name: (value, value of a quick run)}, or one value for both. What a line can say is an option.
+      rounds: the size `rounds`: how often each way is timed.
       strict: whether a missed bar ends the benchmark with an error.
     """
 
@@ -170,8 +170,8 @@ def require_same(answers: Mapping[str, Any], same: Callable[[Any, Any], Any]) ->
 
 
 def times(took: Mapping[str, Took], unit: str, of: str = "wall", calls: float = 1) -> dict[str, float]:
-    """Figures NAME_UNIT of what programs took, in s, ms or us, for each of so many calls."""
-    scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit] / calls
+    """Figures NAME_UNIT of what programs took, for each of so many calls; the unit ends with s, ms or us."""
+    scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit.split("_")[-1]] / calls
     return {f"{name}_{unit}": scale * getattr(each, of) for name, each in took.items()}
 
 
@@ -199,13 +199,9 @@ def require(fact: bool, otherwise: str) -> None:
 
 
 class Bar(NamedTuple):
-    """A row of a benchmark's table: a metric in words, and the bound that it has to keep, if there is one.
+    """A row of a benchmark's table: a metric in a line, its unit, and the bound that it has to keep, if there is one.
 
-    Attributes:
-      what: the metric, in a line.
-      unit: after its value; "share" for a value that is shown in percent.
-      at_least, at_most: the bound; None for both: no bound.
-      aim: the value to come to, in the direction of the bound; downwards if there is none.
+    A "share" is shown in percent. The aim is a value to come to, in the direction of the bound; downwards without one.
     """
 
     what: str

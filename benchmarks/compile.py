@@ -48,13 +48,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Counts(NamedTuple):
-    """What a program consists of.
-
-    Attributes:
-      ops: operations before XLA sees it.
-      fusions, distinct: fusions of the compiled program, and how many differ in more than names.
-      scatters, loops: among the operations of the compiled program.
-    """
+    """Operations before XLA sees a program; and its fusions, those that differ in more than names, scatters, loops."""
 
     ops: int
     fusions: int

@@ -92,11 +92,7 @@ def contiguous_step(model: Decoder, layers, token, position, plain: bool = True)
 
 
 class Start(NamedTuple):
-    """Where both loops begin: the prompts are computed, and the next token of each row is chosen.
-
-    The cache and the rows of the paged loop; the same K/V for the contiguous loop, per layer K and V [S, K, T, D]; and
-    i32[S], tokens of each row whose K/V are there.
-    """
+    """Where both loops begin, with the next tokens chosen; K and V [S, K, T, D] of each layer; and lengths."""
 
     cache: kvjax.Cache
     rows: serving.Rows
@@ -106,10 +102,7 @@ class Start(NamedTuple):
 
 def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
     """A cache with all rows free and no block empty; block ids are in random order."""
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=size.rows * -(-size.context // size.block_size), max_seqs=size.rows,
-        max_length=size.context, block_size=size.block_size, dtype="float32",
-    )  # fmt: skip
+    spec = caches.spec_of(model, size.rows, size.context, block_size=size.block_size)
     rng, state = np.random.default_rng(0), kvjax.init(spec)
     shuffled = jnp.asarray(rng.permutation(spec.groups[0].num_blocks), jnp.int32)
     state = state.replace(groups=(state.groups[0].replace(empty=shuffled),))

@@ -33,7 +33,7 @@ from flax import nnx
 
 import kvjax
 from benchmarks import common, workload
-from benchmarks.caches import CONFIGS, random_prompts
+from benchmarks.caches import CONFIGS, random_prompts, spec_of
 from benchmarks.common import Bar, Program, Size, benchmark
 from benchmarks.workload import Clients, load_recall, make_cache
 from kvjax.serving import Engine, Handle, Request, RunOptions, driver, make_requests
@@ -57,10 +57,10 @@ several runs: it misses its bar in some of them. The engine's was 0.93x to 1.01x
 @contextlib.contextmanager
 def serving(size: Size) -> Iterator[int]:
     """A server of the bundled model, with a cache of the batch's size; its port."""
-    parser = serve.make_parser()
+    parser, spec = serve.make_parser(), workload.spec_of(load_recall()[0], size)
     args = parser.parse_args([
         "--checkpoint", str(recall.CHECKPOINT), "--rows", str(size.rows), "--blocks", str(size.num_blocks),
-        "--chunk", str(size.scheduler.chunk), "--top-logprobs", "0", "--max-length", str(workload.max_length(size)),
+        "--chunk", str(size.scheduler.chunk), "--top-logprobs", "0", "--max-length", str(spec.max_length),
     ])  # fmt: skip
     with serve.served(parser, args) as found, socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -190,10 +190,7 @@ def measure_bubble(size: Size) -> dict[str, float]:
     """`bubble`, and `idle_cpu` of the same engine."""
     model, rows = Decoder(size.config, rngs=nnx.Rngs(0)), size.model_rows
     prompts = random_prompts(size.config.vocab_size, (rows, 32)).tolist()
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=2 * rows * -(-(32 + size.new) // 16), max_seqs=rows,
-        max_length=32 + size.new, block_size=16, dtype="float32",
-    )  # fmt: skip
+    spec = spec_of(model, rows, 32 + size.new, 2 * rows * -(-(32 + size.new) // 16))
     with Engine(model, kvjax.Cache.create(spec)) as engine:
         with Turns() as turns:
             handles = asyncio.run(listened_to(engine, prompts, size.new, 0))

@@ -45,13 +45,10 @@ class Effort(NamedTuple):
 
 
 class Record:
-    """Figures of a section by implementation, printed as they come, and what went wrong.
+    """Figures {implementation: {metric: value}} of a section, printed as they come, and what went wrong.
 
-    Attributes:
-      metrics: {implementation: {metric: value}}; those of the "device" may be known before.
-      not_measured, errors: reasons, by what could not be measured.
-      kernels_us: {program: {kernel: microseconds}}, by the profiler.
-      faster: lines about other choices that were faster.
+    The device's ceilings may be known before. It also has the profiler's times of kernels, and lines about choices that
+    were faster.
     """
 
     def __init__(self, ceilings: Mapping[str, float] | None = None):

@@ -19,11 +19,9 @@ TOLERANCE = 0.03  # relative error of a head's result, bf16
 
 
 class Shape(NamedTuple):
-    """A batch of `rows` of `length` tokens over a pool of so many layers.
+    """A batch of `rows` of `length` tokens over a pool of so many layers; in prefill the last `chunk` are queries.
 
     If it is ragged, lengths are from 1 to `length`; if it is skewed, all rows but one have a 32nd of it.
-
-    Prefill: the last `chunk` tokens of each row are its queries.
     """
 
     rows: int

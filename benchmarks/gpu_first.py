@@ -42,6 +42,9 @@ ORDER = (
 SECONDS = {"device": 60, "check": 90, "tuning": 180, "": 120}  # that a section may take, by how it begins
 
 
+check_name = "check {} {}".format  # of a function, by an implementation
+
+
 def sections(quick: bool) -> dict[str, Callable[[Any], None]]:
     """All sections, in their order: each measures, given a `benchmarks.gpu.Record`."""
     from benchmarks import kernels
@@ -63,11 +66,6 @@ def _begins(name: str, starts: Iterable[str]) -> str:
     return next(start for start in starts if name.startswith(start))
 
 
-def check_name(function: str, who: str) -> str:
-    """The section of a check."""
-    return f"check {function} {who}"
-
-
 def switches(failed: Collection[str]) -> dict[str, str]:
     """What serves the functions whose checks are among the sections that failed: Triton's kernel, if it has not."""
     from tests.kernels.on_gpu import CHECKS
@@ -86,9 +84,6 @@ def describe(record: Any) -> None:
 
     x = jnp.ones((256, 256), jnp.bfloat16)
     record.add("device", "computes", float((x @ x)[0, 0] == 256))
-
-
-# A process that measures.
 
 
 def work(names: Sequence[str], quick: bool, ceilings: dict[str, float]) -> None:
@@ -119,17 +114,8 @@ def work(names: Sequence[str], quick: bool, ceilings: dict[str, float]) -> None:
             raise SystemExit(1)  # a broken device would fail all that follows
 
 
-# The process that watches it.
-
-
 class Watch:
-    """Runs sections in processes, and keeps the file.
-
-    Args:
-      file: of the result, which is gone on with.
-      options: of the processes.
-      end: the time, by the monotonic clock, after which no section goes on.
-    """
+    """Runs sections in processes with these options until a time by the monotonic clock, and goes on with a file."""
 
     def __init__(self, file: pathlib.Path, options: Sequence[str], end: float):
         self.file, self.options, self.end = file, options, end

@@ -29,15 +29,13 @@ from kvjax._arrays import Pytree
 from models.decoder import Decoder
 
 ROWS, CHUNK, STEPS, NUM_BLOCKS, BLOCK_SIZE = 64, 512, 32, 131_072, 16
-UNUSED = {
-    "unused_percent": "K/V bytes allocated and unused",
-    "unused_in_flight_percent": "K/V bytes unused, blocks reserved for prompts in flight included",
-    "unused_prefill_percent": "K/V bytes unused of rows after a chunk of prefill",
-    "unused_decode_percent": "K/V bytes unused of rows after 32 tokens of decoding",
-    "unused_end_percent": "K/V bytes unused of rows before their release",
-    "unused_worst_moment_percent": "K/V bytes unused after the worst step",
-}
-BARS = {name: Bar(what, "%", at_most=4) for name, what in UNUSED.items()} | {
+BARS = {
+    "unused_percent": Bar("K/V bytes allocated and unused", "%", at_most=4),
+    "unused_in_flight_percent": Bar("K/V bytes unused, blocks reserved for prompts in flight included", "%", at_most=4),
+    "unused_prefill_percent": Bar("K/V bytes unused of rows after a chunk of prefill", "%", at_most=4),
+    "unused_decode_percent": Bar("K/V bytes unused of rows after 32 tokens of decoding", "%", at_most=4),
+    "unused_end_percent": Bar("K/V bytes unused of rows before their release", "%", at_most=4),
+    "unused_worst_moment_percent": Bar("K/V bytes unused after the worst step", "%", at_most=4),
     "unused_if_contiguous_percent": Bar("K/V bytes unused with one contiguous stretch per row", "%"),
     "step_temporaries_percent_of_pool": Bar("temporaries of the compiled decode step, to the pools", "%", at_most=5),
     "donated_percent_of_pool": Bar("bytes of the pools that are donated", "%", at_least=100),
@@ -171,6 +169,5 @@ def in_place() -> dict[str, float]:
 @benchmark(BARS, {"requests": (502, 3)}, strict=True)
 def measure(size):
     lengths = read_lengths()[: size.requests]
-    print(f"memory: {len(lengths)} requests, {lengths.sum():,} tokens, {ROWS} at a time, blocks of {BLOCK_SIZE} tokens")
     yield unused(lengths)
     yield in_place()

@@ -39,66 +39,9 @@ ASKED = (
     ("serving", "over_transformers_10m"), ("serving", "reused"), ("engine", "http_x"), ("rollout", "group_x"),
     ("stores", "restart_x"), ("events", "all_listeners_ratio"),
 )  # fmt: skip
+TEXTS = pathlib.Path(__file__).parent / "data"  # of the first page, and about GPUs
 WRITTEN = "<!-- `python -m benchmarks.pages` has written this page from results of `make bench`: edit no figure. -->"
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
-READING = """
-All figures come from commands of the repository, which also check the answers. `make bench` runs them and writes these
-pages; a benchmark has its bars next to the code that measures.
-
-- **x** is a ratio: both sides are measured in turns in one run, so that a busy machine is busy for both. "A, to B" is
-  the value of A divided by that of B.
-- Seconds and rates are those of one machine, which others share: they varied by a third from run to run.
-- **at least** and **at most** are the bar of a row, followed by met or missed. An aim is the value to come to. Rows
-  without a bar are for information.
-- Bars are the same on every machine. A missed one is shown as missed, with the reason below its table, if it is clear.
-
-[All figures](all.md) has every row of every benchmark, with its command, and what is known of GPUs.
-
-```{toctree}
-:hidden:
-
-all
-```
-"""
-ON_GPU = """
-[The decode loop on a GPU](../ideas/gpu.md) says what these programs are, which caches have fused transitions, and how
-kernels are checked without a GPU. The figures are of three kinds, and a compiled or modelled one is no measurement:
-
-- **compiled**: counts and limits that tests hold, of programs compiled for a GPU on a machine without one;
-- **modelled**: computed from compiled programs and stated constants;
-- **measured**: those of a GPU that ran the programs.
-"""
-COMPILED = """
-### Compiled
-
-#### Kernels and stops of a decode step
-
-`make gpu-counts` compiles the programs for an H200 and holds their counts at these, which are in
-`tests/data/gpu_step_budgets.json`. A host stop is a point at which the device waits for the host.
-"""
-AFTER_STEPS = """
-The rows are of caches whose transitions are fused. Others run many kernels, and stop at each of their loops.
-
-#### Attention kernels
-
-`make gpu-kernels` compiles the kernels and holds these limits (`tests/data/gpu_budgets.json`); it prints the counts.
-The table has decode for an H200, heads of 128.
-"""
-AFTER_KERNELS = """
-Kernels are also compiled for an A100, and whole steps for four GPUs (`make test-all`): no spills, no copy of a pool,
-asynchronous copies, tensor cores. Around Mosaic's prefill of 4,096 tokens in 32 rows XLA packs queries and results, in
-10 launches with 83 MB of temporaries (`python -m tests.kernels.gpu_compile h200 prefill_16`; no bar yet).
-
-Without Pallas's Triton, which is deprecated, a small Llama's decode step is 134 kernels and stops 9 times for the host,
-in place of 68 and none (`pytest -m slow -s tests/kernels/test_no_triton.py` prints both).
-
-### Modelled
-"""
-MEASURED = """
-### Measured
-
-`make gpu` measures on a GPU. These bars are for an H200:
-"""
 # Rows of the first table, by program and part.
 PARTS = {
     "extend_commit_1 all": "`extend` and `commit` of 128 rows, 1 token each",
@@ -126,12 +69,7 @@ DTYPES = {"bf16": "16", "int8": "int8", "fp8": "fp8"}
 
 
 class Results:
-    """The results of benchmarks, by name, as they are in a folder.
-
-    Args:
-      folder: has a file NAME.json of each that was run.
-      on_gpu: the file of what a GPU has measured, if there is one.
-    """
+    """The results of benchmarks, by name, as NAME.json in a folder; and the file of what a GPU has measured."""
 
     def __init__(self, folder: pathlib.Path, on_gpu: pathlib.Path = ROOT / gpu_first.RESULTS / gpu_first.FILE):
         files = {path.stem: path for path in folder.glob("*.json")}
@@ -216,7 +154,7 @@ def section(name: str, results: Results, level: int) -> str:
 def asked_page(results: Results) -> str:
     """The first page: what a user asks for, and how to read all figures."""
     rows = ([*results.row(name, metric), link(name, "all.md")] for name, metric in ASKED)
-    return paragraphs("# Performance", table(("", "value", "bar", "of"), rows), READING)
+    return (TEXTS / "asked.md").read_text().replace("{asked}", table(("", "value", "bar", "of"), rows)).strip()
 
 
 def all_page(results: Results, picture: str | None) -> str:
@@ -226,15 +164,14 @@ def all_page(results: Results, picture: str | None) -> str:
     parts = ["# All figures", "[Performance](index.md) says how to read the tables."]
     parts.append(table(("benchmark", "command", "bars"), rows))
     for group, members in GROUPS.items():
-        if group == "On a GPU":
-            parts += [f"## {group}", ON_GPU, COMPILED, counts(), AFTER_STEPS, limits(), AFTER_KERNELS]
-            parts += [*(section(name, results, 4) for name in members), MEASURED, measured(results.on_gpu)]
-            continue
-        parts += [f"## {group}", *(section(name, results, 3) for name in members)]
-        if "replay" in members and picture:
-            after = members.index("replay") + 1 - len(members)
-            parts.insert(len(parts) + after, f"![Bars of each figure for each way to reserve blocks]({picture})")
-    return paragraphs(*parts)
+        parts.append(f"## {group}")
+        for name in members:
+            parts.append(section(name, results, 3 if name != "gpu_model" else 4))
+            if name == "replay" and picture:
+                parts.append(f"![Bars of each figure for each way to reserve blocks]({picture})")
+    modelled, about = parts.pop(), (TEXTS / "gpu.md").read_text()
+    tables = {"counts": counts(), "limits": limits(), "modelled": modelled, "measured": measured(results.on_gpu)}
+    return paragraphs(*parts, re.sub(r"^\{(\w+)\}$", lambda place: tables[place[1]], about, flags=re.M))
 
 
 def counts() -> str:

@@ -120,10 +120,7 @@ class Plain:
         max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
         cache = Oracle(size.num_blocks, BLOCK, size.rows, -(-max(max_tokens) // BLOCK))
         self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, at: 0, max_tokens)
-
-    @property
-    def steps(self) -> int:
-        return self.scheduler.steps
+        self.steps = 0
 
     @property
     def busy(self) -> bool:
@@ -138,6 +135,7 @@ class Plain:
         end = self.steps + min(steps, AT_ONCE)
         while self.busy and self.steps < end:
             self.scheduler.step()
+            self.steps = self.scheduler.steps
 
     def ended(self, number: int) -> dict[str, np.ndarray]:
         requests = self.scheduler.requests[:number]

@@ -239,5 +239,4 @@ def measure_part(part: str, quick: bool, first: int | None, rounds: int) -> dict
 @benchmark(BARS, SIZES, rounds=(9, 1))
 def measure(size):
     for part in PARTS:
-        print(part, flush=True)
         yield common.apart("replicas", "measure_part", part, size.quick, size.first, size.rounds)

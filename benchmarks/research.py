@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.common import Bar, Program, Size, benchmark
+from benchmarks.common import Bar, Size, benchmark
 from benchmarks.trace import TRACE, WHOLE, read_blocks
 from kvjax.policies import lfu, lru
 from kvjax.research import Trace, belady, compare_learned, draw_trace, lru_curve, replay, simulate
@@ -94,14 +94,10 @@ def measure_belady(trace: Trace, size: Size) -> dict[str, float]:
     return {"belady_x": theirs / ours, "belady_s": ours, "heap_s": theirs}
 
 
-def spread(caches: int, most: int) -> np.ndarray:
-    """Evenly spread numbers of blocks up to the most."""
-    return np.arange(1, caches + 1) * most // caches
-
-
-def at_once(run: Callable[..., Any], trace: Trace, policy: EvictionPolicy, sizes: np.ndarray) -> Program:
-    """All sizes in one program."""
-    return lambda: run(trace, policy, sizes, rule=RULE).blocks
+def at_once(run: Callable[..., Any], trace: Trace, policy: EvictionPolicy, caches: int, most: int) -> Any:
+    """Caches whose sizes are evenly spread up to the most blocks, in one program; and the sizes."""
+    sizes = np.arange(1, caches + 1) * most // caches
+    return lambda: run(trace, policy, sizes, rule=RULE).blocks, sizes
 
 
 def one_by_one(find: Callable[..., Sequence[int]], trace: Trace, sizes: np.ndarray) -> Callable[[], np.ndarray]:
@@ -113,14 +109,13 @@ def one_by_one(find: Callable[..., Sequence[int]], trace: Trace, sizes: np.ndarr
 def measure_caches(size: Size) -> Iterator[dict[str, float]]:
     """Many caches on the verbs (`replay`) and without them (`simulate`), to plain Python, one after the other."""
     whole, cut = read_blocks(TRACE, size.few_requests), read_blocks(TRACE, size.few_requests, size.longest)
-    sizes = spread(size.caches, size.num_blocks)
     for name, run, trace, policy, find in (
         ("replay", replay, cut, lru(), oracle.lru),
         ("simulate_lru", simulate, whole, lru(), oracle.lru),
         ("simulate_lfu", simulate, whole, lfu(), oracle.lfu),
     ):
-        programs = at_once(run, trace, policy, sizes), one_by_one(find, trace, sizes)
-        ours, theirs = side_by_side(*programs, size.rounds)
+        program, sizes = at_once(run, trace, policy, size.caches, size.num_blocks)
+        ours, theirs = side_by_side(program, one_by_one(find, trace, sizes), size.rounds)
         yield {"replay_slower": ours / theirs} if name == "replay" else {f"{name}_x": theirs / ours}
         yield {f"{name}_s": ours, f"{name}_python_s": theirs}
 
@@ -128,12 +123,11 @@ def measure_caches(size: Size) -> Iterator[dict[str, float]]:
 def measure_growth(size: Size) -> dict[str, float]:
     """`replay_growth`: how many times as long a request takes in the large caches as in the small ones."""
     trace = read_blocks(TRACE, size.few_requests, size.longest)
-    sizes = {f"replay_us_{most}": spread(size.few, most) for most in (size.small, size.large)}
-    programs = {name: at_once(replay, trace, lru(), each) for name, each in sizes.items()}
-    took, found = common.in_turns(programs, size.rounds)
-    for name, each in sizes.items():
+    both = {f"replay_us_{most}": at_once(replay, trace, lru(), size.few, most) for most in (size.small, size.large)}
+    took, found = common.in_turns({name: program for name, (program, _) in both.items()}, size.rounds)
+    for name, (_, each) in both.items():
         common.require_same({name: found[name], "plain Python": one_by_one(oracle.lru, trace, each)()}, np.array_equal)
-    micros = {name: 1e6 * took[name].wall / (len(trace) * size.few) for name in sizes}
+    micros = {name: 1e6 * took[name].wall / (len(trace) * size.few) for name in both}
     small, large = micros.values()
     return {"replay_growth": large / small, **micros}
 

@@ -24,7 +24,7 @@ from jax import lax
 
 import kvjax
 from benchmarks import common
-from benchmarks.caches import random_prompts
+from benchmarks.caches import random_prompts, spec_of
 from benchmarks.common import Bar, Program, benchmark
 from benchmarks.decode_loop import contiguous_step
 from kvjax.serving import Scheduler
@@ -69,11 +69,8 @@ def make_model(config: ModelConfig, shape: Shape) -> tuple[Decoder, np.ndarray, 
 def make_cache(model: Decoder, shape: Shape) -> kvjax.Cache:
     """A cache with a row for each sample, 8 at most, and blocks for all."""
     blocks, completions = -(-(shape.prompt + shape.new) // shape.block_size), shape.samples * shape.prompts
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=(completions + 1) * blocks, max_seqs=min(completions, 8),
-        max_length=shape.prompt + shape.new, block_size=shape.block_size, dtype="float32",
-    )  # fmt: skip
-    return kvjax.Cache.create(spec)
+    length, num_blocks = shape.prompt + shape.new, (completions + 1) * blocks
+    return kvjax.Cache.create(spec_of(model, min(completions, 8), length, num_blocks, shape.block_size))
 
 
 def roll_out(model: Decoder, cache: kvjax.Cache, prompts: Any, lengths: Any, shape: Shape, **options: Any) -> Any:
@@ -136,7 +133,7 @@ def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[fl
         "paged": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt)),
     }
     took, _ = common.in_turns(programs, rounds, lambda one, other: np.array_equal(one[0], other[0]))
-    return took["dense"].cpu / took["paged"].cpu, _seconds(took, shape)
+    return took["dense"].cpu / took["paged"].cpu, common.times(took, f"{shape.prompt}_s", "cpu")
 
 
 def tunix_version() -> str | None:
@@ -194,11 +191,7 @@ def compare_engines(config: ModelConfig, shape: Shape, rounds: int) -> tuple[flo
     prompt = make_model(config, shape)[1][0]
     programs = tunix_engines(config, prompt, shape.samples, shape.new, shape.block_size)
     took, _ = common.in_turns(programs, rounds, np.array_equal)
-    return took["vanilla"].cpu / took["engine"].cpu, _seconds(took, shape)
-
-
-def _seconds(took: dict[str, common.Took], shape: Shape) -> dict[str, float]:
-    return common.times({f"{name}_{shape.prompt}": each for name, each in took.items()}, "s", "cpu")
+    return took["vanilla"].cpu / took["engine"].cpu, common.times(took, f"{shape.prompt}_s", "cpu")
 
 
 def compare_slots(config: ModelConfig, shape: Shape) -> float:

@@ -85,11 +85,6 @@ def loop(choose: Choose, size: Size) -> Callable[[jax.Array, Sampling], Any]:
     return run
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Whether two programs chose the same tokens with the same log-probabilities."""
-    return all(map(np.array_equal, one, other))
-
-
 def compare(programs: dict[str, Choose], sampling: Sampling, size: Size, rounds: int) -> dict[str, float]:
     """The least seconds of a step of each program; ends the benchmark if they choose differently."""
     rng = np.random.default_rng(0)
@@ -98,7 +93,7 @@ def compare(programs: dict[str, Choose], sampling: Sampling, size: Size, rounds:
     loops: dict[str, Program] = {
         name: functools.partial(loop(choose, size), logits, each) for name, choose in programs.items()
     }
-    took, _ = common.in_turns(loops, rounds, equal)
+    took, _ = common.in_turns(loops, rounds, lambda one, other: all(map(np.array_equal, one, other)))
     return {name: seconds.least / size.steps for name, seconds in took.items()}
 
 

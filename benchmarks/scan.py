@@ -47,12 +47,7 @@ def config_of(num_layers: int, size: Size) -> ModelConfig:
 
 
 def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
-    """A spec with blocks for all rows and the tokens that are decoded."""
-    length = size.context + size.rounds + 2
-    return kvjax.make_spec(
-        model.layer_specs(), num_blocks=size.rows * -(-length // 16), max_seqs=size.rows, max_length=length,
-        dtype="float32",
-    )  # fmt: skip
+    return caches.spec_of(model, size.rows, size.context + size.rounds + 2)
 
 
 def step(model: Decoder, cache: kvjax.Cache, tokens: jax.Array):

@@ -132,13 +132,7 @@ def measure_verbs(size: Size) -> dict[str, float]:
 
 
 class Bytes:
-    """A cache whose blocks have random bytes, and these bytes.
-
-    Attributes:
-      tokens: i32[T]; the prompt whose blocks they are.
-      data: f32[B, L, 2, K, P, D]; by numpy, in memory that jax copies and does not share.
-      cache: has them all.
-    """
+    """A cache whose blocks have random bytes; these, f32[B, L, 2, K, P, D]; and the prompt i32[T] of the blocks."""
 
     def __init__(self, size: Size):
         self.size, self.names = size, kvjax.Namespaces()
@@ -291,10 +285,8 @@ class Job:
     def __init__(self, size: Size, rows: int, prompt: int, new: int):
         self.model, self.new, self.names = Decoder(size.config, rngs=nnx.Rngs(0)), new, kvjax.Namespaces()
         self.prompts = caches.random_prompts(size.config.vocab_size, (rows, prompt), prompt).tolist()
-        self.spec = kvjax.make_spec(
-            self.model.layer_specs(), num_blocks=2 * rows * -(-(prompt + new) // size.block_size), max_seqs=rows,
-            max_length=prompt + new, block_size=size.block_size, dtype="float32",
-        )  # fmt: skip
+        num_blocks = 2 * rows * -(-(prompt + new) // size.block_size)
+        self.spec = caches.spec_of(self.model, rows, prompt + new, num_blocks, size.block_size)
 
     def empty(self) -> kvjax.Cache:
         return kvjax.Cache.create(self.spec)

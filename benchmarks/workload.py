@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import kvjax
-from benchmarks import common
+from benchmarks import caches, common
 from benchmarks.common import Size
 from kvjax import Cache
 from kvjax.events import EventLog, init_log
@@ -62,18 +62,10 @@ def questions(size: Size) -> list[list[int]]:
     return prompts
 
 
-def max_length(size: Size) -> int:
-    """Tokens of a prompt and its answer at most, in whole blocks."""
-    tokens = size.facts * recall.FACT_TOKENS + recall.QUESTION_TOKENS + max(size.new_tokens, size.longest)
-    return -(-tokens // BLOCK) * BLOCK
-
-
 def spec_of(model: Any, size: Size) -> kvjax.CacheSpec:
-    """The cache of the batch."""
-    return kvjax.make_spec(
-        model.layer_specs(), num_blocks=size.num_blocks, max_seqs=size.rows, block_size=BLOCK, dtype="float32",
-        max_length=max_length(size),
-    )  # fmt: skip
+    """The cache of the batch; a row holds a prompt and its answer, in whole blocks."""
+    tokens = size.facts * recall.FACT_TOKENS + recall.QUESTION_TOKENS + max(size.new_tokens, size.longest)
+    return caches.spec_of(model, size.rows, -(-tokens // BLOCK) * BLOCK, size.num_blocks, BLOCK)
 
 
 def make_cache(model: Any, size: Size) -> Cache:
