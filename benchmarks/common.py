@@ -120,6 +120,7 @@ def benchmark(
         whole = {**(sizes or {}), **({} if rounds is None else {"rounds": rounds})}
         made = BENCHMARKS[name] = Benchmark(name, measure, bars, whole, strict)
         if measure.__module__ == "__main__":
+            measure.__globals__[measure.__name__] = made  # as the functions of the module know it
             made.main()
         return made
 

@@ -231,7 +231,6 @@ def check_loops(ends: dict[str, Any], size: Size) -> None:
     first, last = (-(-tokens // size.block_size) for tokens in (size.context - size.steps, size.context))
     common.require(evicted == size.rows * (last - first) > 0, f"{evicted} blocks were evicted")
     kvjax.check(cache.state)
-    print(f"  {tokens.size:,} tokens, the same in both loops; {evicted} blocks evicted")
 
 
 # S rows of a model go from context - steps to context tokens.

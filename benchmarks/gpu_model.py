@@ -275,7 +275,6 @@ def measure(size):
             if not step.fits:
                 notes.setdefault("left_out", {})[label] = "weights and pools take more than a GPU's memory"
                 continue
-            print(label, flush=True)
             (few, _), (more, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
             layers, attention = len(step.config.layers), step.attention()
             took = estimate(few, more, layers, attention, step.floor_s())

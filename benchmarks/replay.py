@@ -236,5 +236,4 @@ def measure(size):
     for reserve, waits in WAYS:
         scheduler = Scheduler(reserve=reserve, wait_for_prefix=waits, chunk=size.chunk, budget=size.rows + size.chunks)
         name = way_name(reserve, waits)
-        print(name, flush=True)
         yield {f"{name}_{figure}": value for figure, value in measure_way(requests, size, scheduler).items()}

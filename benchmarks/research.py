@@ -167,9 +167,7 @@ SIZES = {
 
 @benchmark(BARS, SIZES, rounds=(5, 1), strict=True)
 def measure(size):
-    path = WHOLE if WHOLE.exists() else TRACE
-    trace = read_blocks(path, size.requests)
-    print(f"research: {len(trace):,} requests of {path.name}, {len(trace.ids):,} blocks, {trace.num_ids:,} ids")
+    trace = read_blocks(WHOLE if WHOLE.exists() else TRACE, size.requests)
     yield {"requests": len(trace)}
     yield measure_lru(trace, size)
     yield measure_belady(trace, size)
