@@ -78,13 +78,10 @@ def long_text(number) -> jax.Array:
 
 def block(state: kvjax.CacheState, k: int):
     """A block of k decode steps, all of whose tokens are used; the state, (ok, removed, stored, merged) and events."""
-    rows, every, counts = (
-        jnp.arange(ROWS, dtype=jnp.int32),
-        jnp.ones((ROWS,), jnp.bool_),
-        jnp.full((ROWS,), k, jnp.int32),
-    )
+    rows, every = jnp.arange(ROWS, dtype=jnp.int32), jnp.ones((ROWS,), jnp.bool_)
+    counts = jnp.full((ROWS,), k, jnp.int32)
     positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
-    state, extended = kvjax.extend(state, every, counts, max_tokens=k)
+    state, extended = kvjax.extend(state, every, counts if k > 1 else 1, max_tokens=k)
     empty = state.groups[0].num_empty
     state, committed = kvjax.commit(state, tokens_of(rows[:, None], positions), counts)
     ok, merged = (extended.ok & committed.ok).astype(jnp.int32), state.groups[0].num_empty - empty

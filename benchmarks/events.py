@@ -191,7 +191,6 @@ def measure_resync(blocks: int, repeats: int) -> float:
 
 
 NEW_TOKENS, ANY = 32, "tcp://127.0.0.1:*"
-
 Entries = dict[tuple[int, int, tuple], tuple[int, int]]  # as `events.index_of` has them
 
 

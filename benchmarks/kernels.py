@@ -24,6 +24,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.compute_on import compute_on
 from jax.sharding import SingleDeviceSharding
 
@@ -221,6 +222,12 @@ def scatter(pool, staged, ids):
     return pool.at[ids].set(staged, unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
+def slices(pool, staged, ids):
+    for i in range(ids.size):
+        pool = lax.dynamic_update_slice_in_dim(pool, staged[i : i + 1], ids[i], 0, allow_negative_indices=False)
+    return pool
+
+
 def host_code(pool, staged, ids):
     """By the host's processor."""
     run: Any = compute_on(scatter, compute_type="device_host", out_memory_spaces=HOST)
@@ -256,7 +263,7 @@ def host(size: Size) -> Iterator[Row]:
         put = functools.partial(lambda to, _, array: jax.device_put(array, to), to)
         start = functools.partial(lambda *start: start, put, None, (array,))
         yield Row("device", f"device_put_{name}", start, {"gb_s": array.nbytes})
-    yield from map(write, (scatter, host_code))
+    yield from map(write, (scatter, slices, host_code))
 
 
 def tune(record: Record, size: Size) -> None:

@@ -135,7 +135,6 @@ def measure_growth(size: Size) -> dict[str, float]:
 def measure_learned(trace: Trace, size: Size, whole: bool) -> Iterator[dict[str, float]]:
     """What learned policies find more than LRU, 0.1 for a tenth; where the intervals begin: the least, and all."""
     learned = compare_learned(trace, size.learned, rule="papers", seeds=size.seeds)
-    print(learned)
     gains = dict(zip((f"learned_gain_{z}" for z in size.learned), learned.gain.mean(axis=0).tolist(), strict=True))
     lows = dict(zip((f"learned_low_{z}" for z in size.learned), learned.low.min(axis=0).tolist(), strict=True))
     if whole:
@@ -144,7 +143,6 @@ def measure_learned(trace: Trace, size: Size, whole: bool) -> Iterator[dict[str,
     yield gains | lows | dict(zip(names, learned.low.reshape(-1).tolist(), strict=True))
     first, second = (draw_trace(seed, size.drawn_requests) for seed in range(2))
     drawn = compare_learned(first, size.drawn, rule="papers", seeds=size.seeds, on=second)
-    print(drawn)
     yield {f"drawn_gain_{z}": gain for z, gain in zip(size.drawn, drawn.gain[0].tolist(), strict=True)}
 
 

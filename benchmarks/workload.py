@@ -186,8 +186,7 @@ class Clients:
 
     def close(self) -> None:
         """Ends the process."""
-        with self._process:  # closes its standard input, and waits
-            pass
+        self._process.communicate()  # closes its standard input, and waits
 
 
 def be_clients() -> None:
