@@ -194,11 +194,11 @@ def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tupl
     return admitted.ok & jnp.all(chunks_ok) & jnp.all(steps_ok), state, chunks, single
 
 
-def compute(state: kvjax.CacheState, tokens: jax.Array, count: Any, most: int, look: Any = lambda _: None) -> Any:
-    """The next tokens of the only row, up to `most`: the state, whether it was done, and a look before the commit."""
+def compute(state: kvjax.CacheState, tokens: jax.Array, count: Any, most: int, inspect: Any = lambda _: None) -> Any:
+    """The next tokens of the only row: the state, whether it was done, and what `inspect` saw before the commit."""
     done = state.seqs.committed
     state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=most)
-    before, new = look(state), jax.lax.dynamic_slice(tokens, done, (most,))[None]
+    before, new = inspect(state), jax.lax.dynamic_slice(tokens, done, (most,))[None]
     state, committed = kvjax.commit(state, new, jnp.asarray(count, jnp.int32)[None])
     return state, extended.ok & committed.ok, before
 

@@ -33,7 +33,7 @@ GROUPS = {
     "On a GPU": ("gpu_model",),
 }
 # The figures that a user asks for; README has the first six.
-ASKED = (
+USUAL = (
     ("bookkeeping", "step_us"), ("bookkeeping", "admit_us"), ("memory", "unused_in_flight_percent"),
     ("serving", "loop_over_python"), ("decode_loop", "step_ratio"), ("compile", "first_warm_s"),
     ("serving", "over_transformers_10m"), ("serving", "reused"), ("engine", "http_x"), ("rollout", "group_x"),
@@ -151,10 +151,10 @@ def section(name: str, results: Results, level: int) -> str:
     )  # fmt: skip
 
 
-def asked_page(results: Results) -> str:
+def usual_page(results: Results) -> str:
     """The first page: what a user asks for, and how to read all figures."""
-    rows = ([*results.row(name, metric), link(name, "all.md")] for name, metric in ASKED)
-    return (TEXTS / "asked.md").read_text().replace("{asked}", table(("", "value", "bar", "of"), rows)).strip()
+    rows = ([*results.row(name, metric), link(name, "all.md")] for name, metric in USUAL)
+    return (TEXTS / "usual.md").read_text().replace("{usual}", table(("", "value", "bar", "of"), rows)).strip()
 
 
 def all_page(results: Results, picture: str | None) -> str:
@@ -171,7 +171,7 @@ def all_page(results: Results, picture: str | None) -> str:
                 parts.append(f"![Bars of each figure for each way to reserve blocks]({picture})")
     modelled, about = parts.pop(), (TEXTS / "gpu.md").read_text()
     tables = {"counts": counts(), "limits": limits(), "modelled": modelled, "measured": measured(results.on_gpu)}
-    return paragraphs(*parts, re.sub(r"^\{(\w+)\}$", lambda place: tables[place[1]], about, flags=re.M))
+    return paragraphs(*parts, re.sub(r"^\{(\w+)\}$", lambda match: tables[match[1]], about, flags=re.M))
 
 
 def counts() -> str:
@@ -228,7 +228,7 @@ def measured(file: pathlib.Path) -> str:
 
 def readme(text: str, results: Results) -> str:
     """README with its table of figures, between the markers; as it is without them."""
-    first = ASKED[:6]
+    first = USUAL[:6]
     rows = ([*results.row(name, metric)[:2], f"`{results.command(name)}`"] for name, metric in first)
     machines = dict.fromkeys(results.run_at(name) for name, _ in first)
     new = "\n\n".join([table(("", "value", "command"), rows), textwrap.fill(" ".join(machines), 120)])
@@ -241,7 +241,7 @@ def write(results: Results, docs: pathlib.Path) -> None:
     picture = docs / "replay.png"
     if "replay" in results.found:
         replay.plot(replay.by_way(results.values("replay")), picture)
-    pages = {"index": asked_page(results), "all": all_page(results, picture.name if picture.exists() else None)}
+    pages = {"index": usual_page(results), "all": all_page(results, picture.name if picture.exists() else None)}
     for name, text in pages.items():
         (docs / f"{name}.md").write_text(f"{WRITTEN}\n\n{text}\n")
 

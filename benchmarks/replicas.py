@@ -198,8 +198,8 @@ def compare_books(size: Size) -> dict[str, float]:
 
     meshes = {"context": mesh_of(2, 4), "heads": mesh_of(8, 1)}
     programs: dict[str, Program] = {name: (functools.partial(begin, where), keep) for name, where in meshes.items()}
-    took, kept = common.in_turns(programs, size.rounds)
-    states = [jax.tree.leaves(jax.device_get(cache.state)) for cache in kept.values()]
+    took, ends = common.in_turns(programs, size.rounds)
+    states = [jax.tree.leaves(jax.device_get(cache.state)) for cache in ends.values()]
     common.require(all(map(np.array_equal, *states)), "the two caches have different metadata")
     ratio = took["context"].wall / took["heads"].wall
     details = common.times({f"books_of_{name}": each for name, each in took.items()}, "ms", calls=TURNS)

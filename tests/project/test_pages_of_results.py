@@ -80,13 +80,13 @@ def test_pages_say_what_is_met_missed_and_not_run(tmp_path):
     assert f"| {not_run} | not run | at least 0.8x |\n" in text
     assert "are lost in reading: see [attention](#attention)" in text and "![" not in text
     assert "`make bench-bookkeeping` | 1 of 2 met |" in text and "`make bench-events` | not run |" in text
-    asked = (tmp_path / "docs/index.md").read_text()
-    assert len(rows_of(asked)) == 1 + len(pages.ASKED) == 13
+    usual = (tmp_path / "docs/index.md").read_text()
+    assert len(rows_of(usual)) == 1 + len(pages.USUAL) == 13
     assert (
         f"| {bars['admit_us'].what} | 150.02 µs | at most 150 µs: **missed** | [Bookkeeping](all.md#bookkeeping) |"
-        in asked
+        in usual
     )
-    assert all(row[2] for row in rows_of(asked)), "a figure without a bar"
+    assert all(row[2] for row in rows_of(usual)), "a figure without a bar"
     found = pages.readme(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n", results)
     assert found.startswith(f"before\n{pages.BEGIN}\n| ") and found.endswith(f"\n{pages.END}\nafter\n")
     assert len(rows_of(found)) == 7 and "old" not in found and found.count("Run on") == 1
@@ -98,7 +98,7 @@ def test_links_lead_to_headings(tmp_path):
     pages.write(pages.Results(tmp_path), tmp_path)
     for page in ("index", "all"):
         links = re.findall(r"\]\(((?:\w+\.md)?)(?:#([\w-]+))?\)", (tmp_path / f"{page}.md").read_text())
-        assert len(links) >= len(pages.ASKED)
+        assert len(links) >= len(pages.USUAL)
         for target, anchor in links:
             headings = re.findall(r"^#+ (.*)$", (tmp_path / (target or f"{page}.md")).read_text(), re.M)
             slugs = [heading.lower().replace(" ", "-") for heading in headings]
@@ -111,8 +111,8 @@ def test_rows_of_the_committed_pages_are_bars():
     figures = text[text.index("\n## Metadata") : text.index("\n## On a GPU")]
     assert len(rows_of(figures)) > 100 and {row[0] for row in rows_of(figures)} <= {*texts, "value"}
     assert not re.search(r"benchmarks\.\w+ .*--quick", text)  # figures of tiny shapes
-    asked = rows_of((ROOT / "docs/performance/index.md").read_text())
-    assert {tuple(row[:3]) for row in asked[1:]} <= {tuple(row) for row in rows_of(figures)}
+    usual = rows_of((ROOT / "docs/performance/index.md").read_text())
+    assert {tuple(row[:3]) for row in usual[1:]} <= {tuple(row) for row in rows_of(figures)}
 
 
 def test_the_page_says_what_a_gpu_has_measured(tmp_path):
