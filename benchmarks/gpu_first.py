@@ -32,12 +32,11 @@ from pallas_kernels.tuning import SWITCHES
 FILE, BEGIN, END = "gpu_first.json", "== begin ", "== end "
 START = 60.0  # seconds that a process gets to start jax
 MINUTES, RESULTS = 9.0, pathlib.Path("benchmarks/results")
-
-
 # Sections by how they begin, the most telling first; what is not among them comes last.
 ORDER = (
     "device", "check", "loop, ", "ceilings", "decode_32x4096_b16", "decode_32x4096_int8", "decode_32x4096_fp8",
-    "decode_ragged", "decode_skewed", "step_8b_b32", "tuning", "decode_one_layer", "prefill", "moves", "",
+    "decode_ragged", "decode_skewed", "step_8b_b32", "tuning", "decode_one_layer", "prefill", "moves", "decode_",
+    "append", "step_1b_b32", "loop_", "host", "",
 )  # fmt: skip
 SECONDS = {"device": 60, "check": 90, "tuning": 180, "": 120}  # that a section may take, by how it begins
 
