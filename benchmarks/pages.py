@@ -138,13 +138,13 @@ def link(name: str, page: str = "") -> str:
     return f"[{title(name)}]({page}#{title(name).lower().replace(' ', '-')})"
 
 
-def section(name: str, results: Results, level: int) -> str:
+def section(name: str, results: Results) -> str:
     """The section of a benchmark."""
     module = inspect.getmodule(of_name(name).measure)
     about = [textwrap.fill(" ".join(each.split()), 120) for each in (inspect.getdoc(module) or "").split("\n\n")]
     baseline = results.found.get(name, {}).get("baseline")
     return paragraphs(
-        f"{'#' * level} {title(name)}", *about, f"```sh\n{results.command(name)}\n```",
+        f"### {title(name)}", *about, f"```sh\n{results.command(name)}\n```",
         table(("", "value", "bar"), (results.row(name, metric) for metric in of_name(name).bars)),
         results.run_at(name) + (f" The baseline is {baseline}." if baseline else ""),
         getattr(module, "NOTES", ""),
@@ -166,7 +166,7 @@ def all_page(results: Results, picture: str | None) -> str:
     for group, members in GROUPS.items():
         parts.append(f"## {group}")
         for name in members:
-            parts.append(section(name, results, 3 if name != "gpu_model" else 4))
+            parts.append(section(name, results))
             if name == "replay" and picture:
                 parts.append(f"![Bars of each figure for each way to reserve blocks]({picture})")
     modelled, about = parts.pop(), (TEXTS / "gpu.md").read_text()
