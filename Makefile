@@ -20,8 +20,7 @@ SPHINX = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_PERSISTENT_CACHE
   JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
   $(PYTHON) -m sphinx -q -W --keep-going -d out/doctrees
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
-# `make gpu` runs gpu_first, which has the sections of kernels.
-BENCHMARKS := $(filter-out gpu_first kernels pages,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
+BENCHMARKS := $(basename $(notdir $(shell grep -l '^@benchmark' benchmarks/*.py)))
 
 ifeq ($(PYTHON),.venv/bin/python)
 SETUP := scripts/setup.sh .venv

@@ -16,8 +16,7 @@ through the longest row for all of them, which `View.fixed_split` keeps. These t
 from __future__ import annotations
 
 import functools
-import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks.common import Bar, Program, Size, benchmark
 
 
 class Shape(NamedTuple):
@@ -47,18 +46,15 @@ SHAPES = {
     "one_row_4k": Shape(1, 4096, 8, 4, 64, 6),
 }
 SKEWED = Shape(32, 4096, 8, 4, 64, 1)  # of the longest row
-LARGE, SMALL = "32 / 8 heads of 128", "8 / 4 heads of 64"
+LARGE_2K = "decode attention, 16 rows of 2,048 tokens, 32 / 8 heads of 128"
+SMALL_1K = "decode attention, 16 rows of 1,024 tokens, 8 / 4 heads of 64"
 BARS = {
-    "large_2k_over_sum": Bar(f"decode attention, 16 rows of 2,048 tokens, {LARGE}, to a plain sum", at_most=4),
-    "large_2k_over_contiguous": Bar(f"decode attention, 16 rows of 2,048 tokens, {LARGE}, to contiguous K/V"),
-    "small_1k_over_sum": Bar(f"decode attention, 16 rows of 1,024 tokens, {SMALL}, to a plain sum", at_most=4),
-    "small_1k_over_contiguous": Bar(f"decode attention, 16 rows of 1,024 tokens, {SMALL}, to contiguous K/V"),
-    "small_1k_bf16_over_sum": Bar(
-        f"decode attention, 16 rows of 1,024 tokens, {SMALL}, bfloat16, to a plain sum", at_most=4
-    ),
-    "small_1k_bf16_over_contiguous": Bar(
-        f"decode attention, 16 rows of 1,024 tokens, {SMALL}, bfloat16, to contiguous K/V"
-    ),
+    "large_2k_over_sum": Bar(f"{LARGE_2K}, to a plain sum", at_most=4),
+    "large_2k_over_contiguous": Bar(f"{LARGE_2K}, to contiguous K/V"),
+    "small_1k_over_sum": Bar(f"{SMALL_1K}, to a plain sum", at_most=4),
+    "small_1k_over_contiguous": Bar(f"{SMALL_1K}, to contiguous K/V"),
+    "small_1k_bf16_over_sum": Bar(f"{SMALL_1K}, bfloat16, to a plain sum", at_most=4),
+    "small_1k_bf16_over_contiguous": Bar(f"{SMALL_1K}, bfloat16, to contiguous K/V"),
     "mixed_over_apart": Bar("32 decode rows and 4 chunks of 64 in one flat batch, to two calls", at_most=1.15),
     "mixed_as_ragged_over_apart": Bar("such a batch in ragged form, a decode row as a chunk, to two calls"),
     "skewed_over_loop": Bar("a row of 4,096 tokens and 31 of 128, to a loop over the longest row", at_most=0.25),
@@ -130,54 +126,31 @@ def attend_contiguous(q, k, v, lengths, first):
     return mixed.reshape(rows, 1, heads, -1).astype(q.dtype)
 
 
-def plain_sum(layers):
-    return [jnp.sum(x, dtype=jnp.float32) for pair in layers for x in pair]
-
-
-def least_s(programs: dict, rounds: int) -> dict[str, float]:
-    """Least time of each program in seconds; they take turns."""
-    least = dict.fromkeys(programs, float("inf"))
-    for _ in range(rounds + 1):
-        for name, run in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            least[name] = min(least[name], time.perf_counter() - start)
-    return least
-
-
-def measure(name: str, shape: Shape, rounds: int) -> dict[str, float]:
+def measure_shape(name: str, shape: Shape, rounds: int) -> dict[str, float]:
     q, pools, view, layers = make_case(shape)
-    programs = {"paged": functools.partial(jax.jit(paged), q, pools, view)}
+    programs: dict[str, Program] = {"paged": functools.partial(jax.jit(paged), q, pools, view)}
     for first in ("q", "k"):
         run = jax.jit(functools.partial(contiguous, first=first))
         programs[f"contiguous_{first}"] = functools.partial(run, q, layers, view.lengths)
-    answers = {name: np.asarray(run(), np.float32) for name, run in programs.items()}
-    tolerance = 1e-4 if shape.dtype == "float32" else 5e-2
-    for answer in answers.values():
-        common.require(np.allclose(answer, answers["paged"], tolerance, tolerance), f"{name}: answers differ")
-    programs["sum"] = functools.partial(jax.jit(plain_sum), layers)
-    least = least_s(programs, rounds)
+    total = jax.jit(lambda layers: [jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(layers)])
+    programs["sum"] = functools.partial(total, layers)
+    took, answers = common.in_turns(programs, rounds)
+    del answers["sum"]
+    common.require_same(answers, functools.partial(close, tolerance=1e-4 if shape.dtype == "float32" else 5e-2))
+    least = {program: each.least for program, each in took.items()}
     least["contiguous"] = min(least.pop("contiguous_q"), least.pop("contiguous_k"))
-    metrics = {f"{name}_{program}_ms": 1e3 * s / shape.layers for program, s in least.items()}
-    metrics[f"{name}_over_contiguous"] = least["paged"] / least["contiguous"]
-    metrics[f"{name}_over_sum"] = least["paged"] / least["sum"]
-    return metrics
+    return {
+        **{f"{name}_{program}_ms": 1e3 * s / shape.layers for program, s in least.items()},
+        **{f"{name}_over_{other}": least["paged"] / least[other] for other in ("contiguous", "sum")},
+    }
 
 
-class Line(NamedTuple):
-    """Rows that decode and rows with a chunk, all of `length` tokens; of one layer."""
-
-    rows: int = 32
-    chunks: int = 4
-    chunk: int = 64
-    length: int = 512
-    heads: int = 8
-    kv_heads: int = 4
-    width: int = 64
-    block_size: int = 16
+def close(one: Any, other: Any, tolerance: float = 1e-4) -> bool:
+    """Whether two answers are as good as equal."""
+    return np.allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), tolerance, tolerance)
 
 
-def make_line(line: Line):
+def make_line(line: Size):
     """Queries [1, T, Q, D], pools, and the state of a cache whose rows lack one token, or a chunk."""
     rng, rows = np.random.default_rng(0), line.rows + line.chunks
     spec = kvjax.make_spec(
@@ -194,7 +167,7 @@ def make_line(line: Line):
     return jnp.asarray(q), pools, state.replace(groups=(group.replace(table=table),), seqs=seqs)
 
 
-def measure_mixed(line: Line, rounds: int) -> dict[str, float]:
+def measure_mixed(line: Size) -> dict[str, float]:
     """The time of a mixed line, to that of both calls apart."""
     q, pools, state = make_line(line)
     rows, size = state.spec.max_seqs, line.chunks * line.chunk
@@ -203,7 +176,7 @@ def measure_mixed(line: Line, rounds: int) -> dict[str, float]:
     counts = np.full(line.chunks, line.chunk, np.int32)
     view = kvjax.pools.mixed(state, decode, chunks, counts, size)
     attend = jax.jit(lambda q, pools, view: kvjax.attend(q, pools, 0, view))
-    programs = {
+    programs: dict[str, Program] = {
         "mixed": functools.partial(attend, q, pools, view),
         "mixed_as_ragged": functools.partial(attend, q, pools, view.replace(decodes=0)),
         "decode": functools.partial(
@@ -211,57 +184,51 @@ def measure_mixed(line: Line, rounds: int) -> dict[str, float]:
         ),
         "chunks": functools.partial(attend, q[:, rows:], pools, kvjax.ragged(state, counts, size, chunks)),
     }
-    answers = {name: np.asarray(run()).reshape(-1, *q.shape[2:]) for name, run in programs.items()}
+    took, results = common.in_turns(programs, line.rounds)
+    answers = {name: np.asarray(result).reshape(-1, *q.shape[2:]) for name, result in results.items()}
     answers["apart"] = np.concatenate([answers.pop("decode"), answers.pop("chunks")])
-    for name, answer in answers.items():
-        common.require(np.allclose(answer, answers["mixed"], 1e-4, 1e-4), f"{name}: answers differ from a mixed line's")
-    least = least_s(programs, rounds)
+    common.require_same(answers, close)
+    least = {name: each.least for name, each in took.items()}
     least["apart"] = least.pop("decode") + least.pop("chunks")
-    metrics = {f"{name}_ms": 1e3 * s for name, s in least.items()}
-    ratios = {f"{name}_over_apart": least[name] / least["apart"] for name in ("mixed", "mixed_as_ragged")}
-    return metrics | ratios
+    return {
+        **{f"{name}_ms": 1e3 * s for name, s in least.items()},
+        **{f"{name}_over_apart": least[name] / least["apart"] for name in ("mixed", "mixed_as_ragged")},
+    }
 
 
 def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
     """The time of rows that differ in length, and of rows that do not, to that of the loop over the longest row."""
     q, pools, view, layers = make_case(shape)
     short, equal = shape.length // 32, shape.length // 4
-    attend, dense, metrics = jax.jit(paged), jax.jit(functools.partial(contiguous, first="q")), {}
+    attend, dense, figures = jax.jit(paged), jax.jit(functools.partial(contiguous, first="q")), {}
     for name, lengths in {"skewed": [shape.length, *[short] * (shape.rows - 1)], "equal": [equal] * shape.rows}.items():
-        rows = shortened(view, jnp.asarray(lengths, jnp.int32), pools)
+        lengths, (table,) = jnp.asarray(lengths, jnp.int32), view.tables
+        used = jnp.arange(table.shape[1])[None] * shape.block_size < lengths[:, None]
+        table = jnp.where(used, table, pools.arrays[0][0].shape[0] - 1)  # the scratch row behind them, as in a cache
+        rows = view.replace(tables=(table,), lengths=lengths, positions=lengths[:, None] - 1)
         wanted = np.asarray(dense(q, layers, rows.lengths))
-        programs = {name: lambda rows=rows: rows, f"{name}_loop": lambda rows=rows: rows.replace(fixed_split=True)}
         # The two by themselves, so that each of them finds in the caches what the other one has left there.
-        turns = {way: (begin, functools.partial(attend, q, pools)) for way, begin in programs.items()}
-        took, answers = common.in_turns(turns, rounds)
-        for way, answer in answers.items():
-            common.require(np.allclose(answer, wanted, 1e-4, 1e-4), f"{way}: answers differ")
-        metrics |= {f"{way}_ms": 1e3 * took[way].wall for way in programs}
-        metrics[f"{name}_over_loop"] = took[name].wall / took[f"{name}_loop"].wall
-    return metrics
+        views = {name: rows, f"{name}_loop": rows.replace(fixed_split=True)}
+        programs: dict[str, Program] = {way: functools.partial(attend, q, pools, each) for way, each in views.items()}
+        took, answers = common.in_turns(programs, rounds)
+        common.require_same({f"{name}_contiguous": wanted, **answers}, close)
+        figures |= common.times(took, "ms")
+        figures[f"{name}_over_loop"] = took[name].wall / took[f"{name}_loop"].wall
+    return figures
 
 
-def shortened(view, lengths, pools):
-    """The view with the first tokens of each row; a table has the scratch row behind them, as a cache's has."""
-    size, (table,) = pools.spec.block_size, view.tables
-    used = jnp.arange(table.shape[1])[None] * size < lengths[:, None]
-    table = jnp.where(used, table, pools.arrays[0][0].shape[0] - 1)
-    return view.replace(tables=(table,), lengths=lengths, positions=lengths[:, None] - 1)
+TINY = Shape(2, 64, 4, 2, 8, 2)
+SIZES = {
+    "shapes": (SHAPES, {name: TINY._replace(dtype=shape.dtype) for name, shape in SHAPES.items()}),
+    # Of a mixed line, rows that decode and rows with a chunk, all of `length` tokens; of one layer.
+    "rows": (32, 2), "chunks": (4, 2), "chunk": (64, 8), "length": (512, 64), "heads": (8, 4), "kv_heads": (4, 2),
+    "width": (64, 8), "block_size": 16, "skewed": (SKEWED, Shape(8, 2048, 2, 1, 8, 1)),
+}  # fmt: skip
 
 
-def main() -> None:
-    def add(parser):
-        parser.add_argument("--rounds", type=int, default=30, help="how often each program runs")
-        parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-
-    args = common.parse("attention", __doc__, add)
-    metrics = {}
-    for name in args.shapes:
-        metrics |= measure(name, SHAPES[name], args.rounds)
-    metrics |= measure_mixed(Line(), args.rounds)
-    metrics |= measure_lengths(SKEWED, 5 * args.rounds)  # its bar is close
-    common.report("attention", metrics, args.json, bars=BARS)
-
-
-if __name__ == "__main__":
-    main()
+@benchmark(BARS, SIZES, rounds=(30, 1))
+def measure(size):
+    for name, shape in size.shapes.items():
+        yield measure_shape(name, shape, size.rounds)
+    yield measure_mixed(size)
+    yield measure_lengths(size.skewed, 5 * size.rounds)  # its bar is close

@@ -24,8 +24,8 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks import caches, common
+from benchmarks.common import Bar, Program, benchmark
 
 ROWS, BLOCK, LENGTH = 256, 16, 2048
 START = 48  # tokens of each row before the first step, and up to 15 more so that not all rows fill at once
@@ -64,85 +64,47 @@ def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
 def warm(num_blocks: int) -> kvjax.CacheState:
     """A cache whose blocks are all findable, 256 rows holding some of them."""
     spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK)
-    zero = jnp.zeros((1,), jnp.int32)
-
-    def fill(state, number):
-        tokens = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + number * 104_729) % 50_021 + 50_021
-        state, _ = kvjax.admit(state, 0, tokens, LENGTH)
-        state, _ = kvjax.commit(state, tokens[None], zero + LENGTH, seqs=zero)
-        state, _ = kvjax.release(state, 0)
-        return state, None
-
-    def admit(state):
-        rows = jnp.arange(ROWS, dtype=jnp.int32)
-        lengths = START + rows // 2 % BLOCK
-        tokens = tokens_of(rows[:, None], jnp.arange(START + BLOCK, dtype=jnp.int32)[None])
-        state, admitted = kvjax.admit(state, rows, tokens, lengths)
-        state, committed = kvjax.commit(state, tokens, lengths)
-        return state, admitted.ok & committed.ok
-
-    prompts = jnp.arange(num_blocks * BLOCK // LENGTH + 1, dtype=jnp.int32)
-    state = jax.jit(lambda state: lax.scan(fill, state, prompts)[0], donate_argnums=0)(kvjax.init(spec))
-    state, ok = jax.jit(admit, donate_argnums=0)(state)
+    rows = jnp.arange(ROWS, dtype=jnp.int32)
+    tokens = tokens_of(rows[:, None], jnp.arange(START + BLOCK, dtype=jnp.int32)[None])
+    state, ok = caches.hold(caches.full_state(spec, long_text), tokens, START + rows // 2 % BLOCK)
     common.require(bool(ok), "the rows could not be admitted")
     return state
 
 
-def step(state: kvjax.CacheState, number: jax.Array):
-    """One decode step; the state, with counts (ok, removed, stored, merged) and events."""
-    rows = jnp.arange(ROWS, dtype=jnp.int32)
-    tokens = tokens_of(rows, state.seqs.committed)[:, None]
-    state, extended = kvjax.extend(state, jnp.ones((ROWS,), jnp.bool_))
-    empty = state.groups[0].num_empty
-    state, committed = kvjax.commit(state, tokens, jnp.ones((ROWS,), jnp.int32))
-    ok = (extended.ok & committed.ok).astype(jnp.int32)
-    merged = state.groups[0].num_empty - empty
-    done = jnp.stack([ok, kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"], merged])
-    return state, (done, extended, committed)
+def long_text(number) -> jax.Array:
+    """i32[LENGTH]; tokens that no row generates."""
+    return (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + number * 104_729) % 50_021 + 50_021
 
 
-def steps(state: kvjax.CacheState):
-    """STEPS steps in one program; the state, and the sums of the counts."""
-
-    def one(carry, number):
-        state, (done, *_) = step(carry[0], number)
-        return (state, carry[1] + done), None
-
-    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS))[0]
-
-
-def steps_with_log(state: kvjax.CacheState):
-    """The same with every event kept in a log, as a decode loop does."""
-
-    def one(carry, number):
-        state, (_, extended, committed) = step(carry[0], number)
-        return (state, kvjax.events.append(carry[1], extended, committed)), None
-
-    return lax.scan(one, (state, kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
-
-
-def blocks_of_steps(state: kvjax.CacheState, k: int):
-    """The same in blocks of k steps; all k tokens of each row are used."""
+def block(state: kvjax.CacheState, k: int):
+    """A block of k decode steps, all of whose tokens are used; the state, (ok, removed, stored, merged) and events."""
     rows, every = jnp.arange(ROWS, dtype=jnp.int32), jnp.ones((ROWS,), jnp.bool_)
+    counts = jnp.full((ROWS,), k, jnp.int32)
+    positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
+    state, extended = kvjax.extend(state, every, counts if k > 1 else 1, max_tokens=k)
+    empty = state.groups[0].num_empty
+    state, committed = kvjax.commit(state, tokens_of(rows[:, None], positions), counts)
+    ok, merged = (extended.ok & committed.ok).astype(jnp.int32), state.groups[0].num_empty - empty
+    if k > 1:
+        state, _ = kvjax.trim(state, every, max_tokens=k)
+    removed, stored = kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"]
+    return state, jnp.stack([k * ok, removed, stored, merged]), (extended, committed)
 
-    def one(carry, number):
-        state, total = carry
-        positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
-        state, extended = kvjax.extend(state, every, jnp.full((ROWS,), k, jnp.int32), max_tokens=k)
-        empty = state.groups[0].num_empty
-        state, committed = kvjax.commit(state, tokens_of(rows[:, None], positions), jnp.full((ROWS,), k, jnp.int32))
-        ok, merged = extended.ok & committed.ok, state.groups[0].num_empty - empty
-        if k > 1:
-            state, _ = kvjax.trim(state, every, max_tokens=k)
-        removed, stored = kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"]
-        return (state, total + jnp.stack([k * ok.astype(jnp.int32), removed, stored, merged])), None
 
-    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS // k))[0]
+def steps(state: kvjax.CacheState, k: int = 1, log: kvjax.events.EventLog | None = None):
+    """STEPS steps in one program, in blocks of k; the state, the sums of the counts, and a log of all events."""
+
+    def one(carry, _):
+        state, done, log = carry
+        state, counts, events = block(state, k)
+        return (state, done + counts, None if log is None else kvjax.events.append(log, *events)), None
+
+    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32), log), jnp.arange(STEPS // k))[0]
 
 
 def admissions(state: kvjax.CacheState):
     """A 2,048-token prompt into every row, the first half of each cached; the state, and the sums of the counts."""
-    shared = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + 104_729) % 50_021 + 50_021
+    shared = long_text(1)
 
     def one(state, row):
         own = (jnp.arange(LENGTH, dtype=jnp.int32) * 13 + row * 7_919) % 50_021 + 200_000
@@ -163,83 +125,71 @@ def copies_of_blocks(compiled, state: kvjax.CacheState) -> list[str]:
 
 
 def compiled_steps(state: kvjax.CacheState, run=steps):
-    return jax.jit(run, donate_argnums=0).lower(state).compile()
-
-
-def measure_steps(num_blocks: int, repeats: int, run=steps):
-    """Microseconds a step, and the result of the steps."""
-    state = warm(num_blocks)
-    compiled = compiled_steps(state, run)
+    """The program of steps, in which no array of the cache's size may be copied."""
+    compiled = jax.jit(run, donate_argnums=0).lower(state).compile()
     copies = copies_of_blocks(compiled, state)
-    common.require(not copies, f"the compiled step copies arrays of {num_blocks} blocks: {copies}")
-    seconds, result = common.best_of(compiled, lambda: (jax.tree.map(jnp.copy, state),), repeats)
-    return seconds / STEPS * 1e6, result
+    common.require(not copies, f"the compiled program copies arrays that have an entry for each block: {copies}")
+    return compiled
 
 
-def checked_steps(num_blocks: int, repeats: int) -> float:
-    micros, (state, done) = measure_steps(num_blocks, repeats)
+def least_us(state: kvjax.CacheState, run, rounds: int, calls: int):
+    """The least microseconds of a program's `calls`, given a copy of the state each time, and its last result."""
+    took, results = common.in_turns({"": (caches.copy_of(state), run)}, rounds)
+    return 1e6 * took[""].least / calls, results[""]
+
+
+def require_steps(num_blocks: int, state: kvjax.CacheState, done: jax.Array) -> None:
+    """Requires that steps were done, with blocks that were evicted, stored and merged."""
     ok, removed, stored, merged = done.tolist()
-    print(f"{num_blocks:>9,} blocks: in {STEPS} steps {removed:,} evicted, {stored:,} stored, {merged:,} merged")
     common.require(ok == STEPS, "a step was refused")
     common.require(min(removed, stored, merged) > 0, "nothing was evicted, stored or merged")
     common.require(stored + merged == ROWS * STEPS // BLOCK, "not every filled block was stored or merged")
     if num_blocks <= 65_536:
         kvjax.check(state)
+
+
+def measure_steps(num_blocks: int, rounds: int) -> float:
+    """Microseconds a step."""
+    state = warm(num_blocks)
+    micros, (state, done, _) = least_us(state, compiled_steps(state), rounds, STEPS)
+    require_steps(num_blocks, state, done)
     return micros
 
 
-def measure_blocks_of_steps(num_blocks: int, repeats: int) -> dict[str, float]:
-    """Microseconds a step in blocks of 1, 4 and 16 steps, in turns, and the latter two to the first."""
-    state, least, answers = warm(num_blocks), {}, {}
-    runs = {k: compiled_steps(state, functools.partial(blocks_of_steps, k=k)) for k in (1, 4, 16)}
-    for k, run in runs.items():
-        common.require(not copies_of_blocks(run, state), f"a block of {k} steps copies arrays of {num_blocks} blocks")
-    for _ in range(repeats):
-        for k, run in runs.items():
-            seconds, answers[k] = common.best_of(run, lambda: (jax.tree.map(jnp.copy, state),), 1)
-            least[k] = min(seconds, least.get(k, np.inf))
-    for k, (after, done) in answers.items():
-        ok, removed, stored, merged = done.tolist()
-        common.require(ok == STEPS and removed > 0, f"a block of {k} steps was refused")
-        common.require(stored + merged == ROWS * STEPS // BLOCK, "not every filled block was stored or merged")
-        kvjax.check(after)
-    metrics = {f"step_us_k{k}": 1e6 * seconds / STEPS for k, seconds in least.items()}
-    return metrics | {f"k{k}_to_k1": least[k] / least[1] for k in (4, 16)}
-
-
-def measure_admit(num_blocks: int, repeats: int) -> float:
+def measure_blocks_of_steps(num_blocks: int, rounds: int) -> dict[str, float]:
+    """Microseconds a step with a log, and in blocks of 1, 4 and 16 steps, in turns, and the latter two to the first."""
     state = warm(num_blocks)
-    state, _ = jax.jit(kvjax.release)(state, jnp.arange(ROWS, dtype=jnp.int32))
-    shared = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + 104_729) % 50_021 + 50_021
+    log = kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)
+    with_log, _ = least_us(state, compiled_steps(state, functools.partial(steps, log=log)), rounds, STEPS)
+    programs: dict[str, Program] = {
+        f"k{k}": (caches.copy_of(state), compiled_steps(state, functools.partial(steps, k=k))) for k in (1, 4, 16)
+    }
+    took, answers = common.in_turns(programs, rounds)
+    for after, done, _ in answers.values():
+        require_steps(num_blocks, after, done)
+    return {
+        "step_with_log_us": with_log,
+        **{f"step_us_{name}": 1e6 * each.least / STEPS for name, each in took.items()},
+        **{f"{name}_to_k1": took[name].least / took["k1"].least for name in ("k4", "k16")},
+    }
+
+
+def measure_admit(num_blocks: int, rounds: int) -> float:
+    """Microseconds of an admission."""
+    state, _ = jax.jit(kvjax.release)(warm(num_blocks), jnp.arange(ROWS, dtype=jnp.int32))
     # In a small pool the first prompts are evicted by now: the shared half is cached again.
-    state, _ = kvjax.admit(state, 0, shared, LENGTH)
-    zero = jnp.zeros((1,), jnp.int32)
-    start = state.seqs.committed[0]
-    state, _ = kvjax.commit(state, jnp.roll(shared, -start)[None], zero + LENGTH - start, seqs=zero)
-    state, _ = kvjax.release(state, 0)
-    compiled = compiled_steps(state, admissions)
-    copies = copies_of_blocks(compiled, state)
-    common.require(not copies, f"the compiled admission copies arrays of {num_blocks} blocks: {copies}")
-    seconds, (state, done) = common.best_of(compiled, lambda: (jax.tree.map(jnp.copy, state),), repeats)
+    state, _ = caches.serve_alone(state, long_text(1), LENGTH)
+    micros, (state, done) = least_us(state, compiled_steps(state, admissions), rounds, ROWS)
     ok, removed, cached = done.tolist()
-    each = f"{cached / ROWS:,.0f} tokens reused each"
-    print(f"{num_blocks:>9,} blocks: {ROWS} admissions, {removed:,} blocks evicted, {each}")
     common.require(ok == ROWS and removed > 0 and cached == ROWS * LENGTH // 2, "an admission went wrong")
     kvjax.check(state)
-    return seconds / ROWS * 1e6
+    return micros
 
 
-def measure_calls(num_blocks: int, repeats: int) -> float:
+def measure_calls(num_blocks: int, rounds: int) -> float:
     """Microseconds of a step as a jitted call of its own, state donated."""
-    state = warm(num_blocks)
-    call = jax.jit(lambda state, number: step(state, number)[0], donate_argnums=0)
-
-    def run(state):
-        for number in range(CALLS):
-            state = call(state, jnp.int32(number))
-        return state
-
-    return common.best_of(run, lambda: (jax.tree.map(jnp.copy, state),), repeats)[0] / CALLS * 1e6
+    call = jax.jit(lambda state, _: block(state, 1)[0], donate_argnums=0)
+    return least_us(warm(num_blocks), lambda state: functools.reduce(call, range(CALLS), state), rounds, CALLS)[0]
 
 
 def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests: int):
@@ -248,71 +198,56 @@ def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests:
     Returns:
       The state; and i32[3], how many were served, blocks evicted, and tokens found.
     """
-    position, zero = jnp.arange(PROMPT, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
+    position = jnp.arange(PROMPT, dtype=jnp.int32)
 
     def one(state, number):
         document = (number + cache) % DOCUMENTS
         start = jnp.where(position < PROMPT // 2, document * PROMPT, (DOCUMENTS + number) * PROMPT)
-        tokens = (start + position) * 97 + cache
-        state, admitted = kvjax.admit(state, 0, tokens, PROMPT)
-        cached = admitted.cached[0]
-        state, committed = kvjax.commit(state, jnp.roll(tokens, -cached)[None], zero + PROMPT - cached, seqs=zero)
-        state, released = kvjax.release(state, 0)
-        ok = admitted.ok & committed.ok & released.ok
-        return state, jnp.stack([ok.astype(jnp.int32), kvjax.events.counts(admitted)["removed"], cached])
+        state, (ok, admitted) = caches.serve_alone(state, (start + position) * 97 + cache, PROMPT)
+        counts = ok.astype(jnp.int32), kvjax.events.counts(admitted)["removed"], admitted.cached[0]
+        return state, jnp.stack(counts)
 
     state, done = lax.scan(one, state, first + jnp.arange(requests, dtype=jnp.int32))
     return state, jnp.sum(done, axis=0, dtype=jnp.int32)
 
 
-def measure_caches(num_blocks: int, caches: int, repeats: int) -> float:
+def measure_caches(num_blocks: int, copies: int, rounds: int) -> float:
     """Microseconds a request and cache, of caches under `vmap`, all of them full; of one without it."""
     spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=1, max_length=PROMPT, block_size=BLOCK)
-    numbers = jnp.arange(caches, dtype=jnp.int32)
-    run = functools.partial(serve, requests=REQUESTS)
-    fill = functools.partial(serve, requests=2 * num_blocks * BLOCK // PROMPT + 1)
-    state, start = kvjax.init(spec), fill.keywords["requests"]
-    if caches > 1:
-        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (caches, *x.shape)), state)
+    numbers, start = jnp.arange(copies, dtype=jnp.int32), 2 * num_blocks * BLOCK // PROMPT + 1
+    run, fill = (functools.partial(serve, requests=requests) for requests in (REQUESTS, start))
+    state = kvjax.init(spec)
+    if copies > 1:
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *x.shape)), state)
         run, fill = (jax.vmap(f, in_axes=(0, 0, None)) for f in (run, fill))
     else:
         numbers = numbers[0]
     state, _ = jax.jit(fill)(state, numbers, jnp.int32(0))
     compiled = jax.jit(run, donate_argnums=0).lower(state, numbers, jnp.int32(start)).compile()
-    seconds, (state, done) = common.best_of(
-        compiled, lambda: (jax.tree.map(jnp.copy, state), numbers, jnp.int32(start)), repeats
-    )
+    run = lambda state: compiled(state, numbers, jnp.int32(start))  # noqa: E731
+    micros, (state, done) = least_us(state, run, rounds, REQUESTS * copies)
     served, removed, cached = np.atleast_2d(np.asarray(done)).T
     common.require((served == REQUESTS).all() and (removed > 0).all() and (cached > 0).all(), "a request went wrong")
-    print(
-        f"{num_blocks:>9,} blocks, {caches:>2} caches: {removed.sum():,} blocks evicted, {cached.sum():,} tokens found"
-    )
-    for number in (0, caches - 1):
-        kvjax.check(state if caches == 1 else jax.tree.map(lambda x, number=number: x[number], state))
-    return seconds / REQUESTS / caches * 1e6
+    for number in (0, copies - 1):
+        kvjax.check(state if copies == 1 else jax.tree.map(lambda x, number=number: x[number], state))
+    return micros
 
 
-def main() -> None:
-    args = common.parse("bookkeeping", __doc__, lambda p: p.add_argument("--repeats", type=int, default=10))
-    sizes = {"step_us": 65_536, "step_us_4k": 4_096, "step_us_1m": 1_048_576}
-    metrics = {name: checked_steps(size, args.repeats) for name, size in sizes.items()}
-    metrics["growth_4k_to_1m"] = metrics["step_us_1m"] / metrics["step_us_4k"]
-    metrics["step_with_log_us"] = measure_steps(65_536, args.repeats, steps_with_log)[0]
-    metrics |= measure_blocks_of_steps(65_536, args.repeats)
-    metrics["call_us"] = measure_calls(65_536, args.repeats)
-    metrics["admit_us"] = measure_admit(65_536, args.repeats)
-    for name, num_blocks, caches in (
-        ("vmap_us_2k", 2_048, 4),
-        ("vmap_us_64k", 65_536, 4),
-        ("alone_us_16k", 16_384, 1),
-        ("vmap_64_us_16k", 16_384, 64),
-    ):
-        metrics[name] = measure_caches(num_blocks, caches, args.repeats)
-    metrics["vmap_growth"] = metrics["vmap_us_64k"] / metrics["vmap_us_2k"]
-    metrics["vmap_64"] = metrics["vmap_64_us_16k"] / metrics["alone_us_16k"]
-    metrics["state_leaves"] = len(jax.tree.leaves(warm(4_096)))
-    common.report("bookkeeping", metrics, args.json, bars=BARS)
+SIZES = {
+    "small": 4_096, "usual": (65_536, 20_480), "large": (1_048_576, 8_192), "few": (2_048, 256),
+    "middle": (16_384, 256), "many": (64, 3),
+}  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(BARS, SIZES, rounds=(10, 1))
+def measure(size):
+    rounds = size.rounds
+    names = {"step_us": size.usual, "step_us_4k": size.small, "step_us_1m": size.large}
+    micros = {name: measure_steps(num_blocks, rounds) for name, num_blocks in names.items()}
+    yield {**micros, "growth_4k_to_1m": micros["step_us_1m"] / micros["step_us_4k"]}
+    yield measure_blocks_of_steps(size.usual, rounds)
+    yield {"call_us": measure_calls(size.usual, rounds), "admit_us": measure_admit(size.usual, rounds)}
+    few, usual = (measure_caches(num_blocks, 4, rounds) for num_blocks in (size.few, size.usual))
+    yield {"vmap_us_2k": few, "vmap_us_64k": usual, "vmap_growth": usual / few}
+    alone, many = (measure_caches(size.middle, number, rounds) for number in (1, size.many))
+    yield {"alone_us_16k": alone, "vmap_64_us_16k": many, "vmap_64": many / alone}

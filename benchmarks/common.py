@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line, timing, bars and report of the benchmarks."""
+"""What a benchmark is: its command line, sizes, turns of what it times, answers, bars and report.
+
+A benchmark is a module whose last function is decorated, and which runs as a program:
+
+    @benchmark(BARS, {"rows": (32, 4)}, rounds=(40, 1))
+    def measure(size):
+        took, _ = in_turns({"one": one, "other": other}, size.rounds, same=np.array_equal)
+        return {"one_over_other": took["one"].wall / took["other"].wall}
+"""
+
+from __future__ import annotations
 
 import argparse
 import datetime
 import importlib.metadata
+import inspect
 import json
 import math
 import os
@@ -11,67 +22,175 @@ import pathlib
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+Figures = Mapping[str, Any]
+# What is timed: a call without arguments, or (begin, run), where begin makes the argument of run anew, untimed.
+Program = Callable[[], Any] | tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-def parse(benchmark: str, about: str | None, add: Callable[[argparse.ArgumentParser], Any] | None = None):
-    """The command line of a benchmark: --json, and what `add` adds."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=about)
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the result there")
-    if add is not None:
-        add(parser)
-    return parser.parse_args()
+class Size(types.SimpleNamespace):
+    """The sizes that a benchmark runs with, by name. Equal to itself alone, so that it is static under jit."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def replace(self, **values: Any) -> Size:
+        """The same with other values."""
+        return Size(**{**vars(self), **values})
 
 
-def best_of(run: Callable[..., Any], make_args: Callable[[], tuple] = tuple, repeats: int = 5) -> tuple[float, Any]:
-    """The least seconds of several calls, and the last result; the first call, which compiles, does not count.
+class Benchmark(NamedTuple):
+    """What a module measures, by its name; see `benchmark`."""
+
+    name: str
+    measure: Callable[[Size], Figures | Iterable[Figures]]
+    bars: Mapping[str, Bar]
+    sizes: Mapping[str, Any]
+    strict: bool
+
+    def size(self, quick: bool = False, **values: Any) -> Size:
+        """The sizes of a run, or those of a quick one, but for `values`."""
+        chosen = {name: each[quick] if isinstance(each, tuple) else each for name, each in self.sizes.items()}
+        return Size(**{**chosen, "quick": quick, **values})
+
+    def run(self, size: Size) -> dict[str, Any]:
+        """All figures and notes of a run."""
+        measured = self.measure(size)
+        parts = [measured] if isinstance(measured, Mapping) else measured
+        return {name: value for part in parts for name, value in part.items()}
+
+    def main(self, arguments: list[str] | None = None) -> None:
+        """Runs a command line: measures, prints and writes the figures, and ends with an error on a missed bar."""
+        about = inspect.getdoc(inspect.getmodule(self.measure))
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=about)
+        parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the result there")
+        parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast; no bar")
+        for name, full in vars(self.size()).items():  # those that a line can say
+            option, kind = f"--{name.replace('_', '-')}", int if full is None else type(full)
+            if kind is bool and name != "quick":
+                parser.add_argument(option, action="store_true", default=None)
+            elif kind in (int, float, str) or issubclass(kind, pathlib.Path):
+                parser.add_argument(option, type=kind, help=f"in place of {full}")
+            elif kind is list:
+                parser.add_argument(option, type=type(full[0]), nargs="+", help=f"in place of {full}")
+        args = vars(parser.parse_args(arguments))
+        file, quick = args.pop("json"), args.pop("quick")
+        figures = self.run(self.size(quick, **{name: value for name, value in args.items() if value is not None}))
+        report(self.name, figures, file, self.bars)
+        if self.strict and not quick:
+            require_bars(figures, self.bars)
+
+
+BENCHMARKS: dict[str, Benchmark] = {}
+
+
+def benchmark(
+    bars: Mapping[str, Bar],
+    sizes: Mapping[str, Any] | None = None,
+    *,
+    rounds: tuple[int, int] | None = None,
+    strict: bool = False,
+) -> Callable[[Callable[[Size], Any]], Benchmark]:
+    """Makes a benchmark of a function, and runs it if its module is the program.
+
+    The function gets a `Size`, and returns or yields figures by name; what is no number is written next to them. It
+    ends with `require` where an answer is wrong. Its module's docstring begins its section of the pages.
 
     Args:
-      run: what to time.
-      make_args: makes its arguments anew for each call, outside the timing: they may be donated.
-      repeats: calls that count.
+      bars: a row of the pages for each figure that they show.
+      sizes: {name: (value, value of a quick run)}, or one value for both. What a line can say is an option.
+      rounds: the size `rounds`: how often each way is timed.
+      strict: whether a missed bar ends the benchmark with an error.
     """
-    result = jax.block_until_ready(run(*make_args()))
-    seconds = float("inf")
-    for _ in range(repeats):
-        args = jax.block_until_ready(make_args())
-        start = time.perf_counter()
-        result = jax.block_until_ready(run(*args))
-        seconds = min(seconds, time.perf_counter() - start)
-    return seconds, result
+
+    def decorate(measure: Callable[[Size], Any]) -> Benchmark:
+        name = pathlib.Path(inspect.getfile(measure)).stem
+        whole = {**(sizes or {}), **({} if rounds is None else {"rounds": rounds})}
+        made = BENCHMARKS[name] = Benchmark(name, measure, bars, whole, strict)
+        if measure.__module__ == "__main__":
+            measure.__globals__[measure.__name__] = made  # as the functions of the module know it
+            made.main()
+        return made
+
+    return decorate
 
 
 class Took(NamedTuple):
-    """Seconds of a call: of all cores together, and by the clock on the wall."""
+    """Seconds of a call: medians of all cores together and by the clock on the wall, and the least by the clock."""
 
     cpu: float
     wall: float
+    least: float
 
 
 def in_turns(
-    programs: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]], rounds: int
+    programs: Mapping[str, Program], rounds: int, same: Callable[[Any, Any], Any] | None = None
 ) -> tuple[dict[str, Took], dict[str, Any]]:
-    """Median seconds of programs that take turns, and what each returned last.
+    """Times programs that take turns, and returns what each returned last. The first round does not count: it compiles.
 
-    Each is (begin, run): begin makes the argument of run anew, outside the timing, since it may be donated. The first
-    round, which compiles, does not count.
+    Args:
+      programs: by name.
+      rounds: how often each is timed.
+      same: whether two answers are; the benchmark ends unless all are as the first one.
     """
-    took: dict[str, list[Took]] = {name: [] for name in programs}
+    calls: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     results: dict[str, Any] = {}
     for number in range(rounds + 1):
-        for name, (begin, run) in programs.items():
+        for name, program in programs.items():
+            begin, run = program if isinstance(program, tuple) else (tuple, lambda _, run=program: run())
             results.pop(name, None)  # before the next one takes as much memory
             state = jax.block_until_ready(begin())
             cpu, wall = time.process_time(), time.perf_counter()
             results[name] = jax.block_until_ready(run(state))
             if number:
-                took[name].append(Took(time.process_time() - cpu, time.perf_counter() - wall))
-    return {name: Took(*map(statistics.median, zip(*calls, strict=True))) for name, calls in took.items()}, results
+                calls[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    if same is not None:
+        require_same(results, same)
+    by_clock = {name: list(zip(*each, strict=True)) for name, each in calls.items()}
+    took = {name: Took(*map(statistics.median, both), min(both[1])) for name, both in by_clock.items()}
+    return took, results
+
+
+def require_same(answers: Mapping[str, Any], same: Callable[[Any, Any], Any]) -> None:
+    """Ends a benchmark unless all answers are as the first one."""
+    (first, wanted), *others = answers.items()
+    for name, answer in others:
+        require(bool(same(wanted, answer)), f"{name} and {first}: their answers differ")
+
+
+def times(took: Mapping[str, Took], unit: str, of: str = "wall", calls: float = 1) -> dict[str, float]:
+    """Figures NAME_UNIT of what programs took, for each of so many calls; the unit ends with s, ms or us."""
+    scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit.split("_")[-1]] / calls
+    return {f"{name}_{unit}": scale * getattr(each, of) for name, each in took.items()}
+
+
+def apart(module: str, function: str, *args: Any, **environment: str) -> Any:
+    """What a function of a benchmark returns in a process of its own. Arguments and result pass as JSON."""
+    code = f"import json, sys; from benchmarks import {module} as m; "
+    code += f"print(json.dumps(m.{function}(*json.loads(sys.argv[1]))))"
+    command = [sys.executable, "-c", code, json.dumps(args)]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    require(done.returncode == 0, f"{function} in a process of its own: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def require(fact: bool, otherwise: str) -> None:
@@ -81,13 +200,9 @@ def require(fact: bool, otherwise: str) -> None:
 
 
 class Bar(NamedTuple):
-    """A row of a benchmark's table: a metric in words, and the bound that it has to keep, if there is one.
+    """A row of a benchmark's table: a metric in a line, its unit, and the bound that it has to keep, if there is one.
 
-    Attributes:
-      what: the metric, in a line.
-      unit: after its value; "share" for a value that is shown in percent.
-      at_least, at_most: the bound; None for both: no bound.
-      aim: the value to come to, in the direction of the bound; downwards if there is none.
+    A "share" is shown in percent. The aim is a value to come to, in the direction of the bound; downwards without one.
     """
 
     what: str
@@ -125,7 +240,7 @@ class Bar(NamedTuple):
         return f"{min(number, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
 
 
-def require_bars(metrics: Mapping[str, float], bars: Mapping[str, Bar]) -> None:
+def require_bars(metrics: Figures, bars: Mapping[str, Bar]) -> None:
     """Ends a benchmark that misses a bar."""
     values = {name: (metrics[name], bar) for name, bar in bars.items() if name in metrics}
     missed = {name: one for name, one in values.items() if one[1].verdict(one[0]) == "missed"}
@@ -134,47 +249,44 @@ def require_bars(metrics: Mapping[str, float], bars: Mapping[str, Bar]) -> None:
 
 
 def report(
-    benchmark: str,
-    metrics: dict[str, float],
-    file: pathlib.Path | None = None,
-    details: dict[str, float] | None = None,
-    notes: Mapping[str, str] | None = None,
-    bars: Mapping[str, Bar] | None = None,
+    name: str, figures: Figures, file: pathlib.Path | None = None, bars: Mapping[str, Bar] | None = None
 ) -> None:
-    """Prints the metrics with their bars, and writes them with where they were measured.
+    """Prints figures with their bars, and writes them with where they were measured.
 
     Args:
-      benchmark: its name.
-      metrics: rounded to six digits.
+      name: of the benchmark.
+      figures: numbers are rounded to six digits; those with a bar are the metrics, in the order of the bars, and the
+        others details. What is no number is written as it is.
       file: of the result; None: nowhere.
-      details: figures more.
-      notes: text, by name.
-      bars: of metrics and details.
+      bars: by figure.
     """
-    result, bars = {"benchmark": benchmark, "command": _command(benchmark), **where(), **(notes or {})}, bars or {}
-    for kind, values in (("metrics", metrics), ("details", details or {})):
+    bars = bars or {}
+    numbers = {each: rounded(value) for each, value in figures.items() if isinstance(value, int | float | np.number)}
+    notes = {each: value for each, value in figures.items() if each not in numbers}
+    command = re.sub(r" --json[ =]\S+", "", " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]))
+    result: dict[str, Any] = {"benchmark": name, "command": command, **where(), **notes}
+    metrics = {each: numbers[each] for each in bars if each in numbers}
+    details = {each: value for each, value in numbers.items() if each not in bars}
+    width = max(map(len, numbers), default=0)
+    for kind, values in (("metrics", metrics), ("details", details)):
         if values:
-            result[kind] = {name: rounded(value) for name, value in values.items()}
-            width = max(map(len, values))
-            for name, value in result[kind].items():
-                bounds = f"{bars[name].bounds():24} {bars[name].verdict(value)}" if name in bars else ""
-                print(f"  {name:<{width}}  {value:>12,.6g}  {bounds}".rstrip())
-    values = result.get("metrics", {}) | result.get("details", {})
-    found = {name: bar for name, bar in bars.items() if name in values}
-    rows = {name: {**bar._asdict(), "verdict": bar.verdict(values[name])} for name, bar in found.items()}
+            result[kind] = values
+        for each, value in values.items():
+            bounds = f"{bars[each].bounds():24} {bars[each].verdict(value)}" if each in bars else ""
+            print(f"  {each:<{width}}  {value:>12,.6g}  {bounds}".rstrip())
+    rows = {each: {**bars[each]._asdict(), "verdict": bars[each].verdict(value)} for each, value in metrics.items()}
     write(result | ({"rows": rows} if rows else {}), file)
 
 
-def _command(benchmark: str) -> str:
-    """The command line, without the file of the result."""
-    return re.sub(r" --json[ =]\S+", "", " ".join(["python -m", f"benchmarks.{benchmark}", *sys.argv[1:]]))
-
-
 def where() -> dict[str, Any]:
-    """The time, the machine and the versions, for every result."""
+    """The time, the processor with the cores that this process may use, and the versions, for every result."""
+    info, cpu = pathlib.Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    if info.exists() and (model := re.search(r"^model name\s*: (.*)$", info.read_text(), re.M)):
+        cpu = model[1]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": date, "versions": {"python": platform.python_version(), **versions}, "cpu": _cpu()}
+    return {"date": date, "versions": {"python": platform.python_version(), **versions}, "cpu": f"{cpu}, {cores} cores"}
 
 
 def rounded(value: float) -> float:
@@ -189,16 +301,3 @@ def write(result: dict[str, Any], file: pathlib.Path | None) -> None:
         new = file.with_name(f"{file.name}.new")
         new.write_text(json.dumps(result, indent=2) + "\n")
         new.replace(file)  # at once: who is killed meanwhile leaves the old one whole
-
-
-def _cpu() -> str:
-    """The processor's name and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"

@@ -11,14 +11,9 @@ cache, and one that finds the programs of the first; their seconds count imports
 
 from __future__ import annotations
 
-import argparse
-import collections
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +24,13 @@ import jax.numpy as jnp
 
 import kvjax
 from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks.common import Bar, benchmark
 from kvjax import Cache
 from kvjax.events import init_log
 from kvjax.serving import Scheduler, init_serving, serve, submit, worst_step
 
 ROWS, BLOCK = 8, 16
-SIZES: dict[str, Any] = {"num_blocks": 96, "max_seqs": ROWS, "max_length": 512, "block_size": BLOCK}
+SHAPE: dict[str, Any] = {"num_blocks": 96, "max_seqs": ROWS, "max_length": 512, "block_size": BLOCK}
 PROMPT, CHUNK, PROMPTS, STEPS = 64, 64, 8, 64
 BARS = {
     "serve_ops": Bar("operations of the scheduler's loop, bundled model, 8 rows", "", aim=10_500),
@@ -53,13 +48,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Counts(NamedTuple):
-    """What a program consists of.
-
-    Attributes:
-      ops: operations before XLA sees it.
-      fusions, distinct: fusions of the compiled program, and how many differ in more than names.
-      scatters, loops: among the operations of the compiled program.
-    """
+    """Operations before XLA sees a program; and its fusions, those that differ in more than names, scatters, loops."""
 
     ops: int
     fusions: int
@@ -68,84 +57,68 @@ class Counts(NamedTuple):
     loops: int
 
 
-class Seconds(NamedTuple):
-    """CPU time of each part of a compilation."""
-
-    trace: float
-    lower: float
-    compile: float
-
-
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
     """The shape of an argument."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def programs() -> dict[str, Callable[[], Program]]:
-    """Every program that is counted, (function, shapes of its arguments), by name."""
-    return {"serve": _serve, "submit": _submit, **{name: functools.partial(_verb, name) for name in VERBS}}
-
-
+EVERY = jax.ShapeDtypeStruct((ROWS,), jnp.bool_)
 VERBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "lookup": (kvjax.lookup, (i32(PROMPT), i32())),
     "admit": (kvjax.admit, (i32(), i32(PROMPT), i32())),
-    "extend": (kvjax.extend, (jax.ShapeDtypeStruct((ROWS,), jnp.bool_),)),
+    "extend": (kvjax.extend, (EVERY,)),
     "commit": (kvjax.commit, (i32(ROWS, 1), i32(ROWS))),
-    "trim": (functools.partial(kvjax.trim, max_tokens=BLOCK), (jax.ShapeDtypeStruct((ROWS,), jnp.bool_),)),
+    "trim": (functools.partial(kvjax.trim, max_tokens=BLOCK), (EVERY,)),
     "release": (kvjax.release, (i32(),)),
     "fork": (kvjax.fork, (i32(), i32())),
     "truncate": (kvjax.truncate, (i32(), i32())),
 }
 
 
-def _spec() -> kvjax.CacheSpec:
-    return kvjax.make_spec(_model().layer_specs(), dtype="float32", **SIZES)
+def programs() -> dict[str, Callable[[], Program]]:
+    """Every program that is counted, (function, shapes of its arguments), by name."""
+    scheduler = Scheduler(chunk=CHUNK, k=BLOCK, budget=ROWS + 2 * CHUNK)
+
+    def verb(name: str) -> Program:
+        function, args = VERBS[name]
+        return function, (jax.eval_shape(lambda: kvjax.init(kvjax.make_spec(**SHAPE))), *args)
+
+    def serving() -> tuple[Any, kvjax.CacheSpec, Any]:
+        model, spec = model_and_spec()
+        return model, spec, jax.eval_shape(lambda: init_serving(Cache.create(spec), [PROMPT + STEPS] * PROMPTS))
+
+    def loop() -> Program:
+        model, spec, requests = serving()
+        log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), BLOCK))
+        run = functools.partial(serve, model, scheduler=scheduler)
+        return lambda serving, log, steps: run(serving, log, steps=steps), (requests, log, i32())
+
+    def submission() -> Program:
+        args = serving()[2], i32(PROMPTS * PROMPT), i32(PROMPTS), i32(PROMPTS)
+        return functools.partial(submit, scheduler=scheduler), args
+
+    return {"serve": loop, "submit": submission, **{name: functools.partial(verb, name) for name in VERBS}}
 
 
 @functools.cache
-def _model() -> Any:
+def model_and_spec() -> tuple[Any, kvjax.CacheSpec]:
+    """The bundled model, and a cache for it."""
     from models import loading, recall  # late: the verbs need no model
 
-    return loading.load(recall.CHECKPOINT)[0]
+    model, _ = loading.load(recall.CHECKPOINT)
+    return model, kvjax.make_spec(model.layer_specs(), dtype="float32", **SHAPE)
 
 
-def _verb(name: str) -> Program:
-    verb, args = VERBS[name]
-    return verb, (jax.eval_shape(lambda: kvjax.init(kvjax.make_spec(**SIZES))), *args)
-
-
-def _scheduler() -> Scheduler:
-    return Scheduler(chunk=CHUNK, k=BLOCK, budget=ROWS + 2 * CHUNK)
-
-
-def _serving() -> Any:
-    return jax.eval_shape(lambda: init_serving(Cache.create(_spec()), [PROMPT + STEPS] * PROMPTS))
-
-
-def _serve() -> Program:
-    log = jax.eval_shape(lambda: init_log(4 * worst_step(_spec(), _scheduler()), BLOCK))
-    run = functools.partial(serve, _model(), scheduler=_scheduler())
-    return lambda serving, log, steps: run(serving, log, steps=steps), (_serving(), log, i32())
-
-
-def _submit() -> Program:
-    run = functools.partial(submit, scheduler=_scheduler())
-    return run, (_serving(), i32(PROMPTS * PROMPT), i32(PROMPTS), i32(PROMPTS))
-
-
-def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Compiled, Seconds]:
-    """Traces, lowers and compiles a program."""
+def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Compiled, dict[str, float]]:
+    """Traces, lowers and compiles a program; and the CPU time of each."""
     function, args = program
     times = [time.process_time()]
-
-    def lap[T](result: T) -> T:
+    stages: list[Any] = []
+    for stage in (jax.jit(function).trace, lambda *_: stages[0].lower(), lambda *_: stages[1].compile()):
+        stages.append(stage(*args))
         times.append(time.process_time())
-        return result
-
-    traced = lap(jax.jit(function).trace(*args))
-    lowered = lap(traced.lower())
-    compiled = lap(lowered.compile())
-    return lowered, compiled, Seconds(*(after - before for before, after in itertools.pairwise(times)))
+    seconds = (after - before for before, after in itertools.pairwise(times))
+    return stages[1], stages[2], dict(zip(("trace", "lower", "compile"), seconds, strict=True))
 
 
 # The attributes of an instruction that do not change what it computes.
@@ -207,92 +180,30 @@ def count(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Counts:
     )
 
 
-def functions(text: str) -> Callable[[str], str]:
-    """Maps an instruction of a compiled program to the function of this repository that it comes from."""
-    heads = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-    tables: dict[str, dict[int, str]] = {head: {} for head in heads}
-    table: dict[int, str] = {}
-    for line in text.splitlines():
-        if line in heads:
-            table = tables[line]
-        elif entry := re.match(r"(\d+) (.*)", line):
-            table[int(entry[1])] = entry[2].strip('"')
-
-    def number(field: str, entry: str) -> int:
-        match = re.search(rf"{field}=(\d+)", entry)
-        return int(match[1]) if match else 0
-
-    @functools.cache
-    def function(frame: int) -> str:
-        entry = tables["StackFrames"].get(frame, "")
-        location = tables["FileLocations"].get(number("file_location_id", entry), "")
-        file = tables["FileNames"].get(number("file_name_id", location), "")
-        name = tables["FunctionNames"].get(number("function_name_id", location), "")
-        if "/kvjax/" in file and not file.endswith("_arrays.py"):
-            return f"{file[file.rindex('/kvjax/') + 1 :]} {name.replace('.<locals>', '')}"
-        above = number("parent_frame_id", entry) - 1  # XLA prints one more
-        return function(above) if above > 0 else "elsewhere"
-
-    return lambda line: function(number("stack_frame_id", line))
-
-
-def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
-    """Prints from which functions most instructions come, and most distinct fusions."""
-    text = compiled.as_text() or ""
-    owner = functions(text)
-    lines = [line for line in itertools.chain.from_iterable(computations(text).values()) if "stack_frame_id" in line]
-    first = {body: owner(line) for line, body in reversed([*bodies(text)])}
-    for what, owners in (("instructions", map(owner, lines)), ("distinct fusions", first.values())):
-        print(f"{what} by function")
-        for name, number in collections.Counter(owners).most_common(top):
-            print(f"{number:>7,}  {name}")
-
-
-def first_answer(folder: str) -> float:
-    """CPU seconds of a process that generates for the first time, and keeps programs in a folder."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": folder}
-    before = os.times()
-    subprocess.run([sys.executable, "-m", "benchmarks.compile", "--generate"], env=environment, check=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
-
-
-def generate() -> None:
-    """Answers a prompt, as a new process does."""
+def first_answer() -> float:
+    """CPU seconds of a process so far, which answers a prompt for the first time."""
     kvjax.keep_programs()
-    cache = Cache.create(_spec())
-    (output,), _, _ = kvjax.generate(_model(), cache, [list(range(1, PROMPT))], max_new_tokens=BLOCK)
+    model, spec = model_and_spec()
+    (output,), _, _ = kvjax.generate(model, Cache.create(spec), [list(range(1, PROMPT))], max_new_tokens=BLOCK)
     common.require(len(output.tokens) == BLOCK, f"got {len(output.tokens)} tokens, wanted {BLOCK}")
+    return time.process_time()
 
 
-def main() -> None:
-    args = common.parse("compile", __doc__, _options)
-    if args.generate:
-        generate()
-        return
+# `counts`: leave out the processes that generate.
+@benchmark(BARS, {"counts": (False, True), "programs": (["serve", "submit", *VERBS], ["fork", "trim"])})
+def measure(size):
     jax.config.update("jax_enable_compilation_cache", False)
-    compile_program(_verb("fork"))  # what a process does once belongs to no program
+    compile_program(programs()["fork"]())  # what a process does once belongs to no program
     jax.clear_caches()
-    metrics: dict[str, float] = {}
     for name, make in programs().items():
-        lowered, compiled, seconds = compile_program(make())
-        counts = count(lowered, compiled)
-        metrics |= {f"{name}_{field}": value for field, value in counts._asdict().items()}
-        metrics |= {f"{name}_{field}_s": value for field, value in seconds._asdict().items()}
-        if name == "serve" and args.top:
-            print_functions(compiled, args.top)
-    if not args.counts:
+        if name in size.programs:
+            lowered, compiled, seconds = compile_program(make())
+            counts = count(lowered, compiled)
+            yield {f"{name}_{field}": value for field, value in counts._asdict().items()}
+            yield {f"{name}_{field}_s": value for field, value in seconds.items()}
+    if not size.counts:
         with tempfile.TemporaryDirectory() as folder:
-            metrics["first_cold_s"] = first_answer(folder)
-            metrics["first_warm_s"] = first_answer(folder)
-    common.report("compile", metrics, args.json, bars=BARS)
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--top", type=int, default=0, metavar="N", help="the N functions that `serve` owes most to")
-    parser.add_argument("--counts", action="store_true", help="leave out the processes that generate")
-    parser.add_argument("--generate", action="store_true", help=argparse.SUPPRESS)
-
-
-if __name__ == "__main__":
-    main()
+            apart = functools.partial(
+                common.apart, "compile", "first_answer", JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=folder
+            )
+            yield {"first_cold_s": apart(), "first_warm_s": apart()}

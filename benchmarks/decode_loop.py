@@ -4,9 +4,9 @@
 Both generate greedily with one Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens,
 in one jitted loop with the K/V donated. The paged loop is `kvjax.serving.decode` with all that it does, in a pool
 whose blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of
-just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It has two
-versions: "contiguous" multiplies the queries of a group by K one by one, which is the fastest of the ways on a CPU that
-were tried, and "plain" all at once. All must have the same first logits, and choose the same tokens.
+just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It multiplies the
+queries of a group by K one by one, which is the fastest of the ways on a CPU that were tried. Both must have the same
+first logits, and choose the same tokens.
 
 Programs take turns, a few steps at a time, so that a noisy machine is noisy for all of them; each call of a few steps
 counts with its least time of all rounds.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,13 +25,12 @@ from flax import nnx
 from jax import lax
 
 import kvjax
-from benchmarks import common
-from benchmarks.common import Bar
-from benchmarks.contiguous import attend_contiguous, contiguous_kv, contiguous_step
+from benchmarks import caches, common
+from benchmarks.common import Bar, Program, Size, benchmark
 from kvjax import serving
 from kvjax.serving.sampling import sample
-from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from pallas_kernels.rotary import rotate
 
 BARS = {
     "step_ratio": Bar("a step of the whole loop, to contiguous K/V", at_most=1.15),
@@ -48,79 +46,78 @@ The missed bars are lost in reading: see [attention](#attention). Blocks of 64 (
 step and 1.36x for attention.
 """
 TOLERANCE = 1e-3
-
 CALL_STEPS = 8  # steps of one call of the loops that are compared
 CHUNK = 64  # tokens of a prompt that are computed at once
-# Per name how to begin, () -> state, and what to time, state -> (state, result); the state is donated.
-Programs = dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Any, Any]]]]
+same = functools.partial(np.allclose, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-class Size(NamedTuple):
-    """What to run: S rows of a model go from context - steps to context tokens; everything is timed `rounds` times."""
-
-    config: ModelConfig = ModelConfig("llama", 8192, 256, 768, 8, (LayerConfig(4, 32),) * 8)
-    rows: int = 16
-    context: int = 1024
-    steps: int = 64
-    block_size: int = 16
-    rounds: int = 10
-    clock: Callable[[], float] = time.perf_counter
-
-    @property
-    def new_blocks(self) -> int:
-        """Blocks that each row takes on the way."""
-        return -(-self.context // self.block_size) - -(-(self.context - self.steps) // self.block_size)
+def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """The rows' K/V without blocks, zeros where nothing is written."""
+    kv = cache.pools.arrays[0][0][cache.view(1).tables[0]]  # [S, M, L, 2, K, P, D]
+    rows, _, layers, _, heads, _, width = kv.shape
+    kv = kv.transpose(2, 3, 0, 4, 1, 5, 6).reshape(layers, 2, rows, heads, -1, width)
+    written = jnp.arange(kv.shape[4])[None] < cache.state.seqs.committed[:, None]
+    kv = jnp.where(written[None, None, :, None, :, None], kv, 0)
+    return tuple((k, v) for k, v in kv)
 
 
-QUICK = Size(ModelConfig("llama", 128, 32, 64, 4, (LayerConfig(2, 8),) * 2), rows=2, context=48, steps=16, rounds=1)
+def attend_contiguous(q, layer, lengths, plain: bool):
+    """Attention of q [S, Q, D] to the first lengths i32[S] tokens of a layer; like q."""
+    (keys, values), (rows, heads, width) = layer, q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    q = (q * width**-0.5).reshape(rows, kv_heads, heads // kv_heads, width)
+    if plain:
+        score = jnp.einsum("skgd,sktd->skgt", q, keys)
+    else:
+        score = jnp.stack([jnp.einsum("skd,sktd->skt", one, keys) for one in jnp.unstack(q, axis=2)], axis=2)
+    seen = jnp.arange(capacity)[None] < lengths[:, None]
+    weight = jax.nn.softmax(jnp.where(seen[:, None, None], score, -jnp.inf), axis=-1)
+    return jnp.einsum("skgt,sktd->skgd", weight, values).reshape(rows, heads, width)
+
+
+def contiguous_step(model: Decoder, layers, token, position, plain: bool = True):
+    """Logits f32[S, V] after one more token of each row, and the K/V with it."""
+    row = jnp.arange(token.size)
+
+    def write(array, x):
+        return array.at[row, :, position].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
+
+    def mix(number, _, layers, q, kv, angles):
+        layer = write(layers[number][0], rotate(kv[0], angles)), write(layers[number][1], kv[1])
+        y = attend_contiguous(rotate(q, angles)[:, 0], layer, position + 1, plain)
+        return y[:, None], (*layers[:number], layer, *layers[number + 1 :])
+
+    x, layers = model._stream(token[:, None], position[:, None], mix, layers)
+    return model._logits(x[:, 0]), layers
 
 
 class Start(NamedTuple):
-    """Where both loops begin: the prompts are computed, and the next token of each row is chosen.
-
-    Attributes:
-      cache: the paged cache.
-      rows: of the paged loop.
-      layers: the same K/V for the contiguous loop, per layer K and V [S, K, T, D].
-    """
+    """Where both loops begin, with the next tokens chosen; K and V [S, K, T, D] of each layer; and lengths."""
 
     cache: kvjax.Cache
     rows: serving.Rows
     layers: tuple[tuple[jax.Array, jax.Array], ...]
-
-    @property
-    def lengths(self) -> jax.Array:
-        """i32[S]; tokens of each row whose K/V are there."""
-        return self.cache.state.seqs.committed
+    lengths: jax.Array
 
 
 def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
     """A cache with all rows free and no block empty; block ids are in random order."""
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=size.rows * -(-size.context // size.block_size), max_seqs=size.rows,
-        max_length=size.context, block_size=size.block_size, dtype="float32",
-    )  # fmt: skip
+    spec = caches.spec_of(model, size.rows, size.context, block_size=size.block_size)
     rng, state = np.random.default_rng(0), kvjax.init(spec)
     shuffled = jnp.asarray(rng.permutation(spec.groups[0].num_blocks), jnp.int32)
     state = state.replace(groups=(state.groups[0].replace(empty=shuffled),))
     tokens = jnp.asarray(rng.integers(0, size.config.vocab_size, (size.rows, size.context)), jnp.int32)
-    rows, lengths = jnp.arange(size.rows), jnp.full((size.rows,), size.context)
-
-    def fill(state):
-        state, admitted = kvjax.admit(state, rows, tokens, lengths)
-        state, _ = kvjax.commit(state, tokens, lengths)
-        state, released = kvjax.release(state, rows)
-        return state, admitted.ok & released.ok
-
-    state, ok = jax.jit(fill, donate_argnums=0)(state)
-    common.require(bool(ok) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")
+    state, ok = caches.hold(state, tokens, jnp.full((size.rows,), size.context))
+    state, released = jax.jit(kvjax.release, donate_argnums=0)(state, jnp.arange(size.rows, dtype=jnp.int32))
+    full = bool(ok & released.ok) and int(state.groups[0].num_empty) == 0
+    common.require(full, "the cache could not be filled")
     return kvjax.Cache(state, kvjax.init_pools(spec))
 
 
 def make_start(model: Decoder, size: Size) -> Start:
     """Random prompts, computed through the paged cache and copied from there to the contiguous one."""
     length, each = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
-    prompts = np.random.default_rng(1).integers(0, size.config.vocab_size, (size.rows, length), dtype=np.int32)
+    prompts = caches.random_prompts(size.config.vocab_size, (size.rows, length), 1)
     admit, step = (jax.jit(method, donate_argnums=at) for method, at in ((kvjax.Cache.admit, 0), (kvjax.step, 1)))
     cache, admitted = admit(full_cache(model, size), each, prompts, jnp.full((size.rows,), length))
     common.require(bool(admitted.ok), "the prompts were not admitted")
@@ -131,23 +128,14 @@ def make_start(model: Decoder, size: Size) -> Start:
         token = jnp.where((left > 0) & (left <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
     seeds = each.astype(jnp.uint32)
     rows = serving.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
-    return Start(cache, rows, jax.jit(contiguous_kv)(cache))
+    return Start(cache, rows, jax.jit(contiguous_kv)(cache), cache.state.seqs.committed)
 
 
-def paged_logits(model: Decoder, cache: kvjax.Cache, token):
-    """Logits f32[S, V] after one more token of each row."""
-    cache, _ = cache.extend(jnp.ones(token.shape, jnp.bool_))
-    return model(token[:, None], cache.pools, cache.view(1), last=jnp.zeros_like(token))[0]
+def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Least seconds of each program, summed over its calls; what it ended with, and every call's result.
 
-
-def no_model(tokens, pools, view, *, last):
-    """Logits of a model that only reads the view, so that the loop has to compute it."""
-    seen = sum(jnp.sum(x, dtype=jnp.int32) for x in jax.tree.leaves(view))
-    return jnp.stack([tokens[:, 0] + seen, last], axis=1).astype(jnp.float32), pools
-
-
-def take_turns(programs: Programs, clock, rounds: int, calls: int = 1) -> tuple[dict[str, float], dict[str, Any]]:
-    """Least seconds of each program, summed over its calls; what it ended with, and every call's result."""
+    A program is (begin, run): () -> state, and state -> (state, result), which donates its state.
+    """
     least, ends = {name: np.full(calls, np.inf) for name in programs}, {}
     for number in range(rounds + 1):
         ends.clear()  # before new ones take as much memory
@@ -155,9 +143,9 @@ def take_turns(programs: Programs, clock, rounds: int, calls: int = 1) -> tuple[
         for call in range(calls):
             for name, (_, run) in programs.items():
                 state, results = ends[name]
-                began = clock()
+                began = time.perf_counter()
                 state, result = jax.block_until_ready(run(state))
-                took = clock() - began
+                took = time.perf_counter() - began
                 ends[name] = state, [*results, result]
                 if number:  # the first round compiles
                     least[name][call] = min(least[name][call], took)
@@ -173,16 +161,16 @@ def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
         *state, decoded = serving.decode(model, *state, steps=steps, sampling=None, stop=jnp.asarray([-1]))
         return tuple(state), (decoded.tokens, decoded.logprobs)
 
-    return lambda: jax.tree.map(jnp.copy, begin), functools.partial(run, model)
+    return caches.copy_of(begin), functools.partial(run, model)
 
 
-def contiguous_loop(model, start: Start, plain: bool):
+def contiguous_loop(model, start: Start):
     """Begins with `start`; a call is CALL_STEPS steps of state: K/V, tokens, positions."""
     begin = start.layers, start.rows.token, start.lengths
 
     def step(model, state):
         layers, token, position = state
-        logits, layers = contiguous_step(model, layers, token, position, plain)
+        logits, layers = contiguous_step(model, layers, token, position, plain=False)
         chosen = sample(logits, None, start.rows.seed, position + 1)
         return (layers, chosen.tokens, position + 1), (chosen.tokens, chosen.logprobs)
 
@@ -191,10 +179,10 @@ def contiguous_loop(model, start: Start, plain: bool):
         state, chosen = lax.scan(lambda state, _: step(model, state), state, length=CALL_STEPS)
         return state, jax.tree.map(jnp.transpose, chosen)
 
-    return lambda: jax.tree.map(jnp.copy, begin), functools.partial(run, model)
+    return caches.copy_of(begin), functools.partial(run, model)
 
 
-def attentions(cache: kvjax.Cache, layers, size: Size) -> Programs:
+def attentions(cache: kvjax.Cache, layers, size: Size) -> dict[str, Program]:
     """Attention alone, half-way through the loop's steps: all layers, each on the output of the one before."""
     lengths = cache.state.seqs.committed - size.steps // 2
     view = cache.view(1).replace(lengths=lengths)
@@ -206,85 +194,68 @@ def attentions(cache: kvjax.Cache, layers, size: Size) -> Programs:
             q = q + kvjax.attend(q[:, None], pools, layer, view)[:, 0]
         return q
 
-    @functools.partial(jax.jit, static_argnames="plain")
-    def contiguous(q, layers, lengths, plain):
+    @jax.jit
+    def contiguous(q, layers, lengths):
         for layer in layers:
-            q = q + attend_contiguous(q, layer, lengths, plain)
+            q = q + attend_contiguous(q, layer, lengths, plain=False)
         return q
 
     return {
-        "paged": (lambda: q, lambda q: (q, paged(q, cache.pools, view))),
-        "contiguous": (lambda: q, lambda q: (q, contiguous(q, layers, lengths, plain=False))),
-        "plain": (lambda: q, lambda q: (q, contiguous(q, layers, lengths, plain=True))),
+        "paged": lambda: paged(q, cache.pools, view),
+        "contiguous": lambda: contiguous(q, layers, lengths),
     }
 
 
 def compare_logits(model: Decoder, start: Start) -> float:
     """The largest difference between both ways' logits for the first token."""
-    paged = jax.jit(paged_logits)(model, start.cache, start.rows.token)
+
+    @jax.jit
+    def of_pages(model, cache, token):
+        cache, _ = cache.extend(jnp.ones(token.shape, jnp.bool_))
+        return model(token[:, None], cache.pools, cache.view(1), last=jnp.zeros_like(token))[0]
+
+    paged = of_pages(model, start.cache, start.rows.token)
     contiguous, _ = jax.jit(contiguous_step)(model, start.layers, start.rows.token, start.lengths)
     np.testing.assert_allclose(paged, contiguous, rtol=TOLERANCE, atol=TOLERANCE)
     return float(jnp.max(jnp.abs(paged - contiguous)))
 
 
 def check_loops(ends: dict[str, Any], size: Size) -> None:
-    """Requires of all loops the same tokens and log-probabilities, and of the paged one that it evicted blocks."""
+    """Requires of both loops the same tokens and log-probabilities, and of the paged one that it evicted blocks."""
     (cache, _, log), calls = ends["paged"]
     tokens, logprobs = map(np.concatenate, zip(*calls, strict=True))
-    for name in ("contiguous", "plain"):
-        wanted, wanted_logprobs = map(np.concatenate, zip(*ends[name][1], strict=True))
-        common.require(np.array_equal(tokens, wanted), f"the paged and the {name} loop chose different tokens")
-        np.testing.assert_allclose(logprobs, wanted_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
+    wanted, wanted_logprobs = map(np.concatenate, zip(*ends["contiguous"][1], strict=True))
+    common.require(np.array_equal(tokens, wanted), "the two loops chose different tokens")
+    np.testing.assert_allclose(logprobs, wanted_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
     evicted = int(kvjax.events.counts(log)["removed"])
-    common.require(evicted == size.rows * size.new_blocks > 0, f"{evicted} blocks were evicted")
+    first, last = (-(-tokens // size.block_size) for tokens in (size.context - size.steps, size.context))
+    common.require(evicted == size.rows * (last - first) > 0, f"{evicted} blocks were evicted")
     kvjax.check(cache.state)
-    print(f"  {tokens.size:,} tokens, the same in all loops; {evicted} blocks evicted")
 
 
-def measure(size: Size) -> dict[str, float]:
+# S rows of a model go from context - steps to context tokens.
+SIZES = {"config": caches.CONFIGS, "rows": (16, 2), "context": (1024, 48), "steps": (64, 16), "block_size": 16}
+
+
+@benchmark(BARS, SIZES, rounds=(10, 1))
+def measure(size):
     model = Decoder(size.config, rngs=nnx.Rngs(0))
     start = make_start(model, size)
-    print(f"  logits differ by {compare_logits(model, start):.1e} at most")
-    programs = {
-        "paged": paged_loop(model, start, size),
-        "contiguous": contiguous_loop(model, start, plain=False),
-        "plain": contiguous_loop(model, start, plain=True),
-    }
-    step_s, ends = take_turns(programs, size.clock, size.rounds, size.steps // CALL_STEPS)
+    yield {"logits_differ": compare_logits(model, start)}
+    programs = {"paged": paged_loop(model, start, size), "contiguous": contiguous_loop(model, start)}
+    step_s, ends = take_turns(programs, size.rounds, size.steps // CALL_STEPS)
     check_loops(ends, size)
-
     attention = attentions(ends["paged"][0][0], ends["contiguous"][0][0], size)
-    attention_s, ends = take_turns(attention, size.clock, 40 * size.rounds)
-    for name in ("contiguous", "plain"):
-        np.testing.assert_allclose(ends["paged"][1], ends[name][1], rtol=TOLERANCE, atol=TOLERANCE)
-    programs = {"bookkeeping": paged_loop(jax.tree_util.Partial(no_model), start, size, size.steps)}
-    bookkeeping_s, _ = take_turns(programs, size.clock, size.rounds)
-
-    metrics = {f"{name}_step_us": 1e6 * s / size.steps for name, s in step_s.items()}
-    metrics |= {f"{name}_attention_us": 1e6 * s for name, s in attention_s.items()}
-    for part, seconds in (("step", step_s), ("attention", attention_s)):
-        metrics[f"{part}_ratio"] = seconds["paged"] / seconds["contiguous"]
-        metrics[f"{part}_ratio_to_plain"] = seconds["paged"] / seconds["plain"]
-    metrics["bookkeeping_us"] = 1e6 * bookkeeping_s["bookkeeping"] / size.steps
-    metrics["bookkeeping_percent_of_step"] = 100 * bookkeeping_s["bookkeeping"] / step_s["paged"]
-    metrics["parameters_m"] = sum(x.size for x in jax.tree.leaves(model)) / 1e6
-    return metrics
-
-
-def main() -> None:
-    def options(parser):
-        parser.add_argument("--rounds", type=int, help="how often everything is timed")
-        parser.add_argument("--block-size", type=int, default=16, help="tokens to a block")
-        parser.add_argument("--quick", action="store_true", help="a tiny model: whether it runs, not how fast")
-        parser.add_argument("--cpu-time", action="store_true", help="of all cores together; for a busy machine")
-
-    args = common.parse("decode_loop", __doc__, options)
-    size = (QUICK if args.quick else Size())._replace(block_size=args.block_size)
-    size = size if args.rounds is None else size._replace(rounds=args.rounds)
-    size = size._replace(clock=time.process_time) if args.cpu_time else size
-    print(f"decode_loop: {size.rows} rows, {size.context - size.steps:,} to {size.context:,} tokens each")
-    common.report("decode_loop", measure(size), args.json, bars=BARS)
-
-
-if __name__ == "__main__":
-    main()
+    del ends
+    took, _ = common.in_turns(attention, 40 * size.rounds, same)
+    attention_s = {name: each.least for name, each in took.items()}
+    took, _ = common.in_turns({"books": paged_loop(caches.reads_the_view, start, size, size.steps)}, size.rounds)
+    books_s = took["books"].least
+    for part, seconds, calls in (("step", step_s, size.steps), ("attention", attention_s, 1)):
+        yield {f"{name}_{part}_us": 1e6 * each / calls for name, each in seconds.items()}
+        yield {f"{part}_ratio": seconds["paged"] / seconds["contiguous"]}
+    yield {
+        "bookkeeping_us": 1e6 * books_s / size.steps,
+        "bookkeeping_percent_of_step": 100 * books_s / step_s["paged"],
+        "parameters_m": sum(x.size for x in jax.tree.leaves(model)) / 1e6,
+    }

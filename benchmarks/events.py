@@ -7,24 +7,38 @@ A resync is the payloads of a whole index. The batches of stored blocks are writ
 What is read back is compared with the events; of prompts and decoding rows the slower rate counts.
 
 `generate` of the demo's model runs with a publisher as its listener, and with all listeners at once (publisher, agent,
-metrics, TensorRT-LLM's lines, log and trace), in turn with one without (`benchmarks/listeners.py`).
+metrics, TensorRT-LLM's lines, log and trace), in turn with one without. Each of a pair begins with an empty cache,
+pairs alternate in who comes first, and the median pair counts. What publisher, metrics, lines and log have is compared
+with the cache after each run; this takes no part in the time, and so does no subscriber.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import prometheus_client
 
 import kvjax
-from benchmarks import common, listeners
-from benchmarks.common import Bar
+from benchmarks import common
+from benchmarks.common import Bar, benchmark
+from benchmarks.workload import load_recall
 from kvjax.events import EventKind, Events
-from kvjax.interop import trtllm
-from kvjax.interop.vllm import Encoder, Mirror, decode
+from kvjax.interop import together, trtllm
+from kvjax.interop.agent import Agent
+from kvjax.interop.log import Log
+from kvjax.interop.metrics import Metrics
+from kvjax.interop.trace import Trace
+from kvjax.interop.vllm import Encoder, Mirror, Publisher, Subscriber, decode
 from kvjax.state import Text
+from models import demo, recall
 
 BATCH, PROMPT = 256, 8  # blocks of a batch, and those of a prompt that follow each other
 VOCABULARY = 128_000
@@ -43,9 +57,9 @@ BARS = {
 NOTES = """
 `generate` calls listeners while the next loop runs, so that a spare core hides a part of them. Listener cost grows with
 the number of events, not with the model. The demo's model computes for less than a millisecond of CPU per event, so
-that its ratio is near the worst case. For the same events alone a listener takes 8 to 21 µs of each: TensorRT-LLM's
-lines and publisher most, trace and log least; the command prints the time of each. All together take less than their
-sum, since events are read, folded into an index and hashed once for all of them.
+that its ratio is near the worst case. For the same events alone a listener took 8 to 21 µs of each: TensorRT-LLM's
+lines and publisher most, trace and log least. All together take less than their sum, since events are read, folded into
+an index and hashed once for all of them.
 """
 
 
@@ -72,7 +86,7 @@ def events(rows: np.ndarray, size: int, rng: np.random.Generator) -> Events:
 
 
 class Traffic:
-    """A cache's events, batch by batch: `stored`, then `exchanged` with as many removed, then `removed`."""
+    """A cache's events, batch by batch."""
 
     def __init__(self, batches: int, size: int, chain: int):
         self.size, self.chain, self.rng = size, chain, np.random.default_rng(0)
@@ -85,21 +99,16 @@ class Traffic:
         """The block that all others follow, and with it the namespace."""
         return events(stored(np.array([0]), 1, 1, self.size, (-1, 0)), self.size, self.rng)
 
-    def _rows(self, removed: bool, added: bool) -> Iterator[Events]:
+    def batches(self, removed: bool, added: bool) -> list[Events]:
+        """Batches of as many blocks removed, added, or both."""
         old, self.generation = self.generation, self.generation + added
-        for blocks in self.parts:
-            rows = [records(EventKind.REMOVED, blocks[::-1], old)] * removed
-            rows += [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
-            yield events(np.concatenate(rows), self.size, self.rng)
+        rows = ([records(EventKind.REMOVED, blocks[::-1], old)] * removed
+                + [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
+                for blocks in self.parts)  # fmt: skip
+        return [events(np.concatenate(each), self.size, self.rng) for each in rows]
 
-    def stored(self) -> list[Events]:
-        return list(self._rows(removed=False, added=True))
 
-    def exchanged(self) -> list[Events]:
-        return list(self._rows(removed=True, added=True))
-
-    def removed(self) -> list[Events]:
-        return list(self._rows(removed=True, added=False))
+KINDS = {"stored": (False, True), "exchanged": (True, True), "removed": (True, False)}  # removed, added
 
 
 def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -109,75 +118,66 @@ def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def sum_stored(batches: list[Events]) -> int:
-    """The sum of the tokens of the blocks that batches store."""
-    return sum(int(batch.text.tokens[batch.kind == EventKind.STORED].astype(np.int64).sum()) for batch in batches)
+class Wire(NamedTuple):
+    """What writes events, what reads it, and the tokens of a block that was read, behind those of its prefix."""
+
+    encode: Callable[[Events], Any]
+    follow: Callable[[Any], object]
+    mirror: Any
+    tokens: Callable[[Any], Iterable[int]]
+    snapshot: Callable[[], Any] | None = None
 
 
-def sum_mirrored(mirror: Mirror, size: int, root: int) -> int:
-    """The sum of the tokens of all mirrored blocks but the root."""
-    return sum(sum(prefix.tokens[-size:]) for prefix in mirror.index) - root
+def vllm_wire(traffic: Traffic) -> Wire:
+    """Payloads as vLLM publishes them."""
+    encoder, mirror = Encoder(traffic.spec), Mirror()
+    follow = lambda payloads: [mirror.apply(decode(payload)) for payload in payloads]  # noqa: E731
+    return Wire(encoder.encode, follow, mirror, lambda prefix: prefix.tokens[-traffic.size :], encoder.snapshot)
 
 
-def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[str, float]:
-    """Events a second: stored alone; with as many removed; and read back into a mirror."""
-    traffic = Traffic(batches, size, chain)
-    encoder, mirror, least = Encoder(traffic.spec), Mirror(), dict.fromkeys(("stored", "exchanged", "mirrored"), np.inf)
-    first = traffic.root()
-    root = sum_stored([first])
-    for payload in encoder.encode(first):
-        mirror.apply(decode(payload))
-    for _ in range(repeats):
-        for name in ("stored", "exchanged", "removed"):
-            sent = getattr(traffic, name)()
-            seconds, payloads = cpu(lambda sent=sent: [encoder.encode(batch) for batch in sent])
-            least[name] = min(least.get(name, np.inf), seconds)
-            read, _ = cpu(lambda payloads=payloads: [mirror.apply(decode(one)) for some in payloads for one in some])
-            if name == "stored":
-                least["mirrored"] = min(least["mirrored"], read)
-            late = Mirror()
-            for payload in encoder.snapshot():
-                late.apply(decode(payload))
-            wanted = 1 if name == "removed" else 1 + batches * BATCH
-            common.require(len(mirror) == len(late) == wanted, f"{len(mirror)} blocks are mirrored, not {wanted}")
-            common.require(late.index == mirror.index, "an index read one by one is not the one of a snapshot")
-            common.require(
-                name == "removed" or sum_mirrored(mirror, size, root) == sum_stored(sent),
-                "the tokens read are not those stored",
-            )
-    number = batches * BATCH
-    return {"stored": number / least["stored"], "exchanged": 2 * number / least["exchanged"],
-            "mirrored": number / least["mirrored"]}  # fmt: skip
-
-
-def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
-    """Events a second that are written as TensorRT-LLM's JSON lines: stored alone."""
-    traffic, least = Traffic(batches, size, chain), np.inf
+def lines_wire(traffic: Traffic) -> Wire:
+    """TensorRT-LLM's JSON lines."""
     writer, mirror = trtllm.Writer(traffic.spec), trtllm.Mirror()
-    mirror.follow(writer.lines(traffic.root()))
-    [(path, _)] = mirror.index.items()
+    return Wire(
+        writer.lines, mirror.follow, mirror, lambda prefix: (token for token, _ in prefix.tokens[-traffic.size :])
+    )
+
+
+def measure_wire(
+    make: Callable[[Traffic], Wire], batches: int, size: int, chain: int, repeats: int
+) -> dict[str, float]:
+    """Events a second: stored alone; with as many removed; removed; and read back into a mirror, stored alone."""
+    traffic, least = Traffic(batches, size, chain), dict.fromkeys((*KINDS, "mirrored"), np.inf)
+    wire, first = make(traffic), traffic.root()
+    wire.follow(wire.encode(first))
     for _ in range(repeats):
-        sent = traffic.stored()
-        seconds, lines = cpu(lambda sent=sent: [writer.lines(batch) for batch in sent])
-        least = min(least, seconds)
-        for some in lines:
-            mirror.follow(some)
-        total = sum(token for prefix in mirror.index for token, _ in prefix.tokens[-size:])
-        common.require(len(mirror) == 1 + batches * BATCH and mirror.complete, f"{len(mirror)} blocks were read")
-        common.require(
-            total == sum_stored(sent) + sum(token for token, _ in path.tokens),
-            "the tokens read are not those stored",
-        )
-        for batch in traffic.removed():
-            mirror.follow(writer.lines(batch))
-        common.require(len(mirror) == 1, f"{len(mirror)} blocks are left")
-    return batches * BATCH / least
+        for name, kind in KINDS.items():
+            sent = traffic.batches(*kind)
+            seconds, written = cpu(lambda sent=sent: [wire.encode(batch) for batch in sent])
+            least[name] = min(least[name], seconds)
+            seconds, _ = cpu(lambda written=written: [wire.follow(some) for some in written])
+            if name == "stored":
+                least["mirrored"] = min(least["mirrored"], seconds)
+            wanted = 1 if name == "removed" else 1 + batches * BATCH
+            common.require(len(wire.mirror) == wanted, f"{len(wire.mirror)} blocks are mirrored, not {wanted}")
+            if wire.snapshot is not None:
+                late = Mirror()
+                for payload in wire.snapshot():
+                    late.apply(decode(payload))
+                common.require(late.index == wire.mirror.index, "an index read one by one is not that of a snapshot")
+            if name != "removed":
+                stored = [batch.text.tokens[batch.kind == EventKind.STORED] for batch in [first, *sent]]
+                read = sum(sum(wire.tokens(prefix)) for prefix in wire.mirror.index)
+                same = read == sum(int(tokens.astype(np.int64).sum()) for tokens in stored)
+                common.require(same, "the tokens read are not those stored")
+    number = batches * BATCH
+    return {name: (2 if name == "exchanged" else 1) * number / seconds for name, seconds in least.items()}
 
 
 def measure_resync(blocks: int, repeats: int) -> float:
     """CPU seconds of the payloads of an index."""
     traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
-    sent = [traffic.root(), *traffic.stored()]
+    sent = [traffic.root(), *traffic.batches(*KINDS["stored"])]
     for _ in range(repeats):
         encoder, mirror = Encoder(traffic.spec), Mirror()
         for batch in sent:
@@ -190,35 +190,151 @@ def measure_resync(blocks: int, repeats: int) -> float:
     return least
 
 
-def main() -> None:
-    def add(parser):
-        parser.add_argument("--repeats", type=int, default=10)
-        parser.add_argument("--quick", action="store_true", help="tiny sizes: a test of the benchmark")
+NEW_TOKENS, ANY = 32, "tcp://127.0.0.1:*"
+Entries = dict[tuple[int, int, tuple], tuple[int, int]]  # as `events.index_of` has them
 
-    args = common.parse("events", __doc__, add)
-    batches, repeats, blocks = (2, 2, 512) if args.quick else (16, args.repeats, 65_536)
-    (documents, questions), pairs = ((1, 2), 1) if args.quick else ((3, 16), 4 * args.repeats + 1)
-    prompts, rows = (measure_encoding(batches, 16, chain, repeats) for chain in (PROMPT, 1))
-    long = measure_encoding(batches, 64, PROMPT, repeats)
-    for name, found in (("prompts", prompts), ("decoding rows", rows), ("prompts, blocks of 64", long)):
-        print(f"{name:>22}: " + ", ".join(f"{kind} {rate:,.0f}/s" for kind, rate in found.items()))
-    lines = [measure_lines(batches, 16, chain, repeats) for chain in (PROMPT, 1)]
-    print("TensorRT-LLM's lines: " + ", ".join(f"stored {rate:,.0f}/s" for rate in lines))
-    work = listeners.make_work(documents, questions)
-    metrics = {
+
+class Work(NamedTuple):
+    """What is generated, and the right first token of each answer."""
+
+    model: Any
+    spec: kvjax.CacheSpec
+    prompts: Sequence[list[int]]
+    answers: Sequence[int]
+
+
+class Listening(NamedTuple):
+    """A listener, and a check of what it has against a cache and what was generated."""
+
+    listener: Callable[[Any], object] | None
+    check: Callable[[kvjax.Cache, list[kvjax.serving.Output]], object]
+
+
+def make_work(documents: int, questions: int) -> Work:
+    """So many questions about each of so many documents."""
+    model, _ = load_recall()
+    spec = kvjax.make_spec(
+        model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320, block_size=8, dtype="float32"
+    )
+    rng = np.random.default_rng(0)
+    texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
+    chosen = [one for text in texts for one in demo.questions(text, list(text.facts)[:questions])]
+    return Work(model, spec, *zip(*chosen, strict=True))
+
+
+def nobody(spec: kvjax.CacheSpec) -> contextlib.nullcontext[Listening]:
+    """No listener."""
+    return contextlib.nullcontext(Listening(None, lambda *_: None))
+
+
+@contextlib.contextmanager
+def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
+    """A publisher as vLLM's."""
+
+    def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
+        index = kvjax.events.index_of(cache.state)
+        wanted = sorted(path for _, _, path in index if len(path) % spec.block_size == 0)
+        with Subscriber(source.endpoint, source.replay_endpoint) as sub:
+            reached = sub.wait(lambda one: one.complete and sorted(prefix.tokens for prefix in one.index) == wanted, 60)
+            common.require(reached, f"{len(sub)} blocks were published of {len(wanted)}")
+
+    with Publisher(spec, bind=ANY, replay=ANY) as source:
+        source.flush()
+        yield Listening(source.publish, check)
+
+
+@contextlib.contextmanager
+def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Listening]:
+    """All of them, as `models.generate` puts them together, and TensorRT-LLM's lines."""
+    registry, lines, logged = prometheus_client.CollectorRegistry(), io.StringIO(), io.StringIO()
+    with (
+        a_publisher(spec) as published, Agent(spec, port=0) as agent, Metrics(registry, spec) as metrics,
+        Trace(spec, io.StringIO()) as trace,
+    ):  # fmt: skip
+        writer, log = trtllm.Writer(spec, lines), Log(logged)
+        listeners = [log.write, trace.write, published.listener, agent.publish, metrics.observe, writer.write]
+        agent.flush()
+
+        def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
+            index = kvjax.events.index_of(cache.state)
+            published.check(cache, outputs)
+            _check_lines(lines.getvalue(), index)
+            entries = [json.loads(line) for line in logged.getvalue().splitlines()]
+            _check_log(entries, index)
+            _check_metrics(registry, entries, outputs)
+
+        yield Listening(together(spec, *listeners), check)
+
+
+def _check_lines(lines: str, index: Entries) -> None:
+    mirror = trtllm.Mirror()
+    mirror.follow(lines.splitlines())
+    entries = {tuple(token for token, _ in prefix.tokens): entry for prefix, entry in mirror.index.items()}
+    common.require(
+        mirror.complete and entries == {path: entry for (_, _, path), entry in index.items()},
+        f"{len(entries)} blocks are in TensorRT-LLM's lines of {len(index)}",
+    )
+
+
+def _check_log(entries: list[dict[str, Any]], index: Entries) -> None:
+    found = kvjax.fold([event for entry in entries for event in entry["events"]]).index
+    common.require(found == index, f"{len(found)} blocks are in the log of {len(index)}")
+
+
+def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[kvjax.serving.Output]) -> None:
+    """Counters equal what was logged and what was generated."""
+    kinds = [event["kind"] for entry in entries for event in entry["events"]]
+    wanted = {f"{kind}_blocks": kinds.count(kind) for kind in ("stored", "removed", "copied")} | {
+        "queried_tokens": sum(output.prompt_tokens for output in outputs),
+        "reused_tokens": sum(output.cached_tokens for output in outputs),
+    }
+    counted = {name: registry.get_sample_value(f"kvjax_{name}_total") for name in wanted}
+    common.require(counted == wanted, f"{counted} were counted of {wanted}")
+
+
+def measure_listeners(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> tuple[float, float]:
+    """Wall and CPU time of `generate` with listeners, to one without: the medians of pairs."""
+
+    def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> np.ndarray:
+        cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
+        with opened(work.spec) as own:
+            before = np.array([time.perf_counter(), time.process_time()])
+            outputs, cache, _ = kvjax.generate(
+                work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=own.listener
+            )
+            took = np.array([time.perf_counter(), time.process_time()]) - before
+            right = sum(output.tokens[0] == answer for output, answer in zip(outputs, work.answers, strict=True))
+            common.require(right >= 0.98 * len(work.prompts), f"{right} of {len(work.prompts)} answers are right")
+            own.check(cache, outputs)
+        return took
+
+    ways, ratios = [nobody, listening], []
+    for _ in range(pairs + 1):  # the first one compiles
+        ways.reverse()
+        took = {way: timed(way) for way in ways}
+        ratios.append(took[listening] / took[nobody])
+    wall, cpu = np.median(ratios[1:], axis=0).tolist()
+    return wall, cpu
+
+
+SIZES = {"batches": (16, 2), "blocks": (65_536, 512), "documents": (3, 1), "questions": (16, 2), "pairs": (41, 1)}
+
+
+@benchmark(BARS, SIZES, rounds=(10, 2))
+def measure(size):
+    measured = functools.partial(measure_wire, batches=size.batches, repeats=size.rounds)
+    prompts, rows = (measured(vllm_wire, size=16, chain=chain) for chain in (PROMPT, 1))
+    long = measured(vllm_wire, size=64, chain=PROMPT)
+    lines = [measured(lines_wire, size=16, chain=chain) for chain in (PROMPT, 1)]
+    yield {
         "encode_per_s": min(prompts["stored"], rows["stored"]),
         "encode_removed_per_s": min(prompts["exchanged"], rows["exchanged"]),
         "encode_64_per_s": long["stored"],
         "mirror_per_s": min(prompts["mirrored"], rows["mirrored"]),
-        "trtllm_per_s": min(lines),
-        "resync_s": measure_resync(blocks, min(repeats, 3)),
+        "trtllm_per_s": min(rates["stored"] for rates in lines),
+        "resync_s": measure_resync(size.blocks, min(size.rounds, 3)),
     }
-    for name, way in (("listener", listeners.a_publisher), ("all_listeners", listeners.all_at_once)):
-        ratio = listeners.measure(work, way, pairs)
-        metrics |= {f"{name}_ratio": ratio.wall, f"{name}_cpu_ratio": ratio.cpu}
-    print(f"{'a generation':>22}: {listeners.profile(work, repeats)}")
-    common.report("events", metrics, args.json, bars=BARS)
-
-
-if __name__ == "__main__":
-    main()
+    work = make_work(size.documents, size.questions)
+    for name, way in (("listener", a_publisher), ("all_listeners", all_at_once)):
+        wall, cpu = measure_listeners(work, way, size.pairs)
+        yield {f"{name}_ratio": wall, f"{name}_cpu_ratio": cpu}

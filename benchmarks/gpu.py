@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of a GPU share: a record that survives failures, device time, and the ceilings of the machine.
+"""What the benchmarks of a GPU share: records of failures too, device time, and the ceilings of the machine.
 
 A program is a chain of calls of which each needs the result of the one before. It is queued many times without
 waiting, so that launching is hidden wherever the device takes longer than the host; time is the host's clock over the
-number of calls, the median of several rounds. Where the device is faster than the host, `profile` asks the profiler.
+number of calls, the median of several rounds. Where the device is faster than the host, `profiled` asks the profiler.
 """
 
 from __future__ import annotations
@@ -44,59 +44,33 @@ class Effort(NamedTuple):
     rounds: int = 7
 
 
-class Bar(NamedTuple):
-    """The bound of a metric, for each implementation in `who`."""
-
-    metric: str
-    bound: float
-    who: tuple[str, ...]
-    at_most: bool = False
-
-
 class Record:
-    """Metrics by implementation, printed and written as they come, and errors.
+    """Figures {implementation: {metric: value}} of a section, printed as they come, and what went wrong.
 
-    Args:
-      benchmark: its name.
-      bars: bounds of the metrics.
-      file: of the result; None: nowhere.
-      **more: to be written too.
+    The device's ceilings may be known before. It also has the profiler's times of kernels, and lines about choices that
+    were faster.
     """
 
-    def __init__(self, benchmark: str, bars: Iterable[Bar], file: pathlib.Path | None, **more: Any):
-        self.bars, self.file = list(bars), file
-        self.result: dict[str, Any] = {
-            "benchmark": benchmark,
-            "device": jax.devices()[0].device_kind,
-            "driver": _driver(),
-            **common.where(),
-            **more,
-            "shapes": {},
-            "metrics": collections.defaultdict(dict),
-            "not_measured": {},
-            "errors": {},
-        }
+    def __init__(self, ceilings: Mapping[str, float] | None = None):
+        self.metrics: dict[str, dict[str, float]] = collections.defaultdict(dict, device=dict(ceilings or {}))
+        self.not_measured, self.errors = dict[str, str](), dict[str, str]()
+        self.kernels_us, self.faster = dict[str, dict[str, float]](), list[str]()
 
     def add(self, who: str, metric: str, value: float) -> None:
         """Adds a figure, unless it is NaN."""
-        if value != value:
-            return
-        self.result["metrics"][who][metric] = common.rounded(value)
-        print(f"  {who:8} {metric:44} {value:>12,.6g}", flush=True)
+        if value == value:
+            self.metrics[who][metric] = common.rounded(value)
+            print(f"  {who:8} {metric:44} {value:>12,.6g}", flush=True)
 
     def rate(self, who: str, metric: str, value: float, ceiling: str) -> None:
         """Adds a rate per second, and its share of a ceiling, which is one of the device's figures."""
         kind, unit = ceiling.split("_", 1)
         self.add(who, f"{metric}_{unit}", value / 1e12)
-        self.add(who, f"{metric}_of_{kind}", value / 1e12 / self.value("device", ceiling))
-
-    def value(self, who: str, metric: str) -> float:
-        """A figure; NaN if it is not there."""
-        return self.result["metrics"].get(who, {}).get(metric, float("nan"))
+        self.add(who, f"{metric}_of_{kind}", value / 1e12 / self.metrics["device"].get(ceiling, float("nan")))
 
     def skip(self, what: str, why: object) -> None:
         """Notes what could not be measured, which is no error."""
-        self.result["not_measured"][what] = str(why)[:500]
+        self.not_measured[what] = str(why)[:500]
         print(f"  {what}: not measured: {str(why)[:500]}", flush=True)
 
     @contextlib.contextmanager
@@ -104,43 +78,18 @@ class Record:
         """Records a failure inside, as an error if the code is ours, and goes on."""
         try:
             yield
-        except NotImplementedError as refusal:
+        except (NotImplementedError, ModuleNotFoundError) as refusal:
             self.skip(what, refusal)
         except (Exception, SystemExit) as error:
             if not ours:
                 self.skip(what, f"{type(error).__name__}: {error}")
                 return
             traceback.print_exc()
-            self.result["errors"][what] = f"{type(error).__name__}: {error}"[:500]
-        finally:
-            self.write()
-
-    def verdicts(self) -> dict[str, dict[str, str]]:
-        """Met, missed or not measured, by bar and implementation."""
-        verdicts: dict[str, dict[str, str]] = {}
-        for metric, bound, who, at_most in self.bars:
-            label = f"{metric} at {'most' if at_most else 'least'} {bound:g}"
-            for name in who:
-                value = self.value(name, metric)
-                met = value <= bound if at_most else value >= bound
-                verdict = "not measured" if value != value else f"{'met' if met else 'missed'}: {value:g}"
-                verdicts.setdefault(label, {})[name] = verdict
-        return verdicts
-
-    def write(self) -> None:
-        """Writes the record as it stands."""
-        common.write({**self.result, "bars": self.verdicts()}, self.file)
-
-    def end(self) -> None:
-        """Prints the verdicts; exits with 1 if there were errors."""
-        for label, verdicts in self.verdicts().items():
-            print(f"  {label:52} {', '.join(f'{name} {verdict}' for name, verdict in verdicts.items())}")
-        self.write()
-        if self.result["errors"]:
-            raise SystemExit(f"benchmark failed: {', '.join(self.result['errors'])}")
+            self.errors[what] = f"{type(error).__name__}: {error}"[:500]
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
+    """The version of the driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
@@ -181,12 +130,8 @@ def time_s(program: Callable[..., Any], state: Any, args: tuple, effort: Effort,
     return statistics.median(times), state
 
 
-def profile(program: Callable[..., Any], state: Any, args: tuple, runs: int = 5) -> tuple[float, dict[str, float]]:
-    """Microseconds that a GPU was busy with one run of a compiled program, and those of each kernel.
-
-    Raises:
-      NotImplementedError: if the profiler says nothing of a GPU.
-    """
+def profiled(record: Record, who: str, name: str, program, state, args, calls: int, runs: int = 5) -> None:
+    """Adds the profiler's device time for one call of a compiled program, and that of each kernel, in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(runs):
@@ -194,20 +139,12 @@ def profile(program: Callable[..., Any], state: Any, args: tuple, runs: int = 5)
             jax.block_until_ready(state)
         files = list(pathlib.Path(folder).rglob("*.trace.json.gz"))
         events = [event for file in files for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
-    busy, kernels = busy_us(events)
-    return busy / runs, {name: us / runs for name, us in kernels.items()}
-
-
-def profiled(record: Record, who: str, name: str, program, state, args, calls: int) -> None:
-    """Adds the profiler's device time for one call of a program, and that of each kernel."""
-    try:
-        busy, kernels = profile(program, state, args)
-    except NotImplementedError as reason:
-        record.skip(f"{name}_device_us {who}", reason)
-        return
-    record.add(who, f"{name}_device_us", busy / calls)
-    shares = {kernel: common.rounded(us / calls) for kernel, us in kernels.items()}
-    record.result.setdefault("kernels_us", {})[f"{name} {who}"] = shares
+    with record.guard(f"{name}_device_us {who}"):
+        busy, kernels = busy_us(events)
+        record.add(who, f"{name}_device_us", busy / runs / calls)
+        record.kernels_us[f"{name} {who}"] = {
+            kernel: common.rounded(us / runs / calls) for kernel, us in kernels.items()
+        }
 
 
 def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:

@@ -19,11 +19,9 @@ TOLERANCE = 0.03  # relative error of a head's result, bf16
 
 
 class Shape(NamedTuple):
-    """A batch of `rows` of `length` tokens over a pool of so many layers.
+    """A batch of `rows` of `length` tokens over a pool of so many layers; in prefill the last `chunk` are queries.
 
     If it is ragged, lengths are from 1 to `length`; if it is skewed, all rows but one have a 32nd of it.
-
-    Prefill: the last `chunk` tokens of each row are its queries.
     """
 
     rows: int
@@ -70,18 +68,17 @@ def make_case(shape: Shape) -> Case:
     return Case(q, pool, scales, tables, lengths, float(jnp.sum(lengths)) * token_bytes)
 
 
-def attend(who: str, shape: Shape, q, layer, pool, scales, tables, lengths):
-    """Attention of one layer: decode if the shape's chunk is 0, else prefill."""
-    name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
-    if shape.chunk:
-        name, options["max_count"] = "prefill_attention", shape.chunk
-        more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
-    return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
-
-
 def caller(who: str, shape: Shape) -> Callable[..., Any]:
-    """`attend` by one implementation, for `chain`."""
-    return functools.partial(attend, who, shape)
+    """Attention of a layer by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
+
+    def attend(q, layer, pool, scales, tables, lengths):
+        name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
+        if shape.chunk:
+            name, options["max_count"] = "prefill_attention", shape.chunk
+            more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
+        return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
+
+    return attend
 
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
@@ -101,7 +98,6 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
     args = (case.pool, case.scales, case.tables, case.lengths)
     pairs = shape.chunk * (shape.length - shape.chunk) + shape.chunk * (shape.chunk + 1) // 2
     flops = 4.0 * shape.heads[0] * shape.heads[2] * pairs
-    record.result["shapes"][f"{kind}_{name}"] = {**shape._asdict(), "read_bytes": case.read_bytes, "flops": flops}
 
     def rates(who: str, seconds: float, flops: float = flops) -> None:
         record.add(who, f"{kind}_{name}_us", 1e6 * seconds)
@@ -128,29 +124,25 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
                 gpu.profiled(record, who, f"{kind}_{name}", program, case.q, args, calls)
     if shape.ragged or shape.skewed or case.scales is not None:
         return
-    for who, function in jax_own(shape).items():
+    for who, (prepare, call) in jax_own(shape).items():
         with record.guard(f"{kind}_{name} {who}", ours=False):
-            kv = [function.prepare(*args, layer) for layer in np.arange(min(copies, shape.layers))]
+            kv = [prepare(*args, layer) for layer in np.arange(min(copies, shape.layers))]
             calls = max(len(kv), 4)
-            call = functools.partial(lambda call, q, number, kv: call(q, *kv[number % len(kv)]), function.call)
-            program = chain(call, calls)
+            on_layer = functools.partial(lambda call, q, number, kv: call(q, *kv[number % len(kv)]), call)
+            program = chain(on_layer, calls)
             if not shape.chunk:
-                error = gpu.differs(chain(call, 1)(4 * case.q, kv), wanted)
+                error = gpu.differs(chain(on_layer, 1)(4 * case.q, kv), wanted)
                 common.require(error <= TOLERANCE, f"{who} differs from xla by {error}")
             seconds, _ = gpu.time_s(program, case.q, (kv,), effort)
             all_pairs = 4.0 * shape.heads[0] * shape.heads[2] * shape.chunk * shape.length
             rates(who, seconds / calls, all_pairs)
 
 
-class Own(NamedTuple):
-    """An attention of jax: how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q."""
+def jax_own(shape: Shape) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Over contiguous K/V, a chunk without a mask since jax has none for chunks; and jax's paged kernel for decode.
 
-    prepare: Callable[..., Any]
-    call: Callable[..., Any]
-
-
-def jax_own(shape: Shape) -> dict[str, Own]:
-    """Over contiguous K/V, a chunk without a mask since jax has none for chunks; and jax's paged kernel for decode."""
+    By name how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q.
+    """
     kv_heads, width = shape.heads[1:]
 
     @jax.jit
@@ -171,9 +163,9 @@ def jax_own(shape: Shape) -> dict[str, Own]:
 
         return paged_attention((q * width**-0.5).astype(q.dtype), k, v, tables, lengths)
 
-    kinds = {f"jax_{name}": Own(contiguous, functools.partial(dense, implementation=name)) for name in ("xla", "cudnn")}
+    kinds = {f"jax_{name}": (contiguous, functools.partial(dense, implementation=name)) for name in ("xla", "cudnn")}
     if not gpu.has_gpu():
         del kinds["jax_cudnn"]
     elif not shape.chunk:
-        kinds["jax_paged"] = Own(pages, paged)
+        kinds["jax_paged"] = pages, paged
     return kinds

@@ -24,79 +24,50 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from pallas_kernels.tuning import SWITCHES
 
 FILE, BEGIN, END = "gpu_first.json", "== begin ", "== end "
 START = 60.0  # seconds that a process gets to start jax
 MINUTES, RESULTS = 9.0, pathlib.Path("benchmarks/results")
-KINDS = ("wrong", "raising", "hanging")
-
-
-class Section(NamedTuple):
-    """Something to measure.
-
-    Attributes:
-      run: measures it, given a `benchmarks.gpu.Record`.
-      seconds: that it may take.
-    """
-
-    run: Callable[[Any], None]
-    seconds: float = 120
-
-
-# Sections of `benchmarks.kernels` and others, by how they begin; what is not among them comes last.
+# Sections by how they begin, the most telling first; what is not among them comes last.
 ORDER = (
     "device", "check", "loop, ", "ceilings", "decode_32x4096_b16", "decode_32x4096_int8", "decode_32x4096_fp8",
-    "decode_ragged", "decode_skewed", "step_8b_b32", "tuning", "decode_one_layer", "prefill", "moves", "",
+    "decode_ragged", "decode_skewed", "step_8b_b32", "tuning", "decode_one_layer", "prefill", "moves", "decode_",
+    "append", "step_1b_b32", "loop_", "host", "",
 )  # fmt: skip
+SECONDS = {"device": 60, "check": 90, "tuning": 180, "": 120}  # that a section may take, by how it begins
 
 
-def sections(quick: bool) -> dict[str, Section]:
-    """All sections, in their order."""
-    from benchmarks import gpu_checks, gpu_tuning, kernels
+check_name = "check {} {}".format  # of a function, by an implementation
 
-    size = kernels.QUICK if quick else kernels.FULL
 
-    def checked(function: str, who: str) -> Section:
+def sections(quick: bool) -> dict[str, Callable[[Any], None]]:
+    """All sections, in their order: each measures, given a `benchmarks.gpu.Record`."""
+    from benchmarks import kernels
+    from tests.kernels import on_gpu
+
+    def checked(function: str, who: str) -> Callable[[Any], None]:
         def run(record: Any) -> None:
-            gpu_checks.check(function, who)
+            on_gpu.check(function, who)
             record.add(who, f"{function}_is_right", 1.0)
 
-        return Section(run, 90)
+        return run
 
-    def loops(record: Any) -> None:
-        from benchmarks import gpu_step  # late: it needs flax
-
-        gpu_step.measure_loops(record, "tiny", 2, quick=True)
-
-    found = {
-        "device": Section(describe, 60),
-        "loop, twice, with command buffers and without": Section(loops),
-        "tuning": Section(
-            lambda record: gpu_tuning.measure(record, gpu_tuning.QUICK if quick else gpu_tuning.CHOICES, size.effort),
-            180,
-        ),
-        **{check_name(function, who): checked(function, who) for function, who in gpu_checks.CHECKS},
-        **{name: Section(run) for name, run in kernels.sections(size, quick).items()},
-    }
-
-    def rank(name: str) -> int:
-        return next(number for number, start in enumerate(ORDER) if name.startswith(start))
-
-    return {name: found[name] for name in sorted(found, key=rank)}
+    found = {"device": describe, **{check_name(*check): checked(*check) for check in on_gpu.CHECKS}}
+    found |= kernels.sections(kernels.QUICK if quick else kernels.FULL)
+    return {name: found[name] for name in sorted(found, key=lambda name: ORDER.index(_begins(name, ORDER)))}
 
 
-def check_name(function: str, who: str) -> str:
-    """The section of a check."""
-    return f"check {function} {who}"
+def _begins(name: str, starts: Iterable[str]) -> str:
+    return next(start for start in starts if name.startswith(start))
 
 
 def switches(failed: Collection[str]) -> dict[str, str]:
     """What serves the functions whose checks are among the sections that failed: Triton's kernel, if it has not."""
-    from benchmarks.gpu_checks import CHECKS
+    from tests.kernels.on_gpu import CHECKS
 
     found = {}
     for function, who in CHECKS:
@@ -114,72 +85,36 @@ def describe(record: Any) -> None:
     record.add("device", "computes", float((x @ x)[0, 0] == 256))
 
 
-# A process that measures.
-
-
-def work(names: Sequence[str], quick: bool, planted: str | None, ceilings: dict[str, float]) -> None:
+def work(names: Sequence[str], quick: bool, ceilings: dict[str, float]) -> None:
     """Runs sections; prints a line when each begins, and one of JSON when it has ended. It ends after a failure.
 
     `ceilings` are those of the device, if they are measured.
     """
-    from benchmarks import common
-    from benchmarks.gpu import Record
+    import jax
 
-    if planted is not None:
-        plant(*planted.split("="))
-    chosen = sections(quick)
+    from benchmarks import common, gpu
+
+    chosen, about = sections(quick), {"device": jax.devices()[0].device_kind, "driver": gpu.driver(), **common.where()}
     for name in names:
         print(f"{BEGIN}{name}", flush=True)
-        began, record = time.monotonic(), Record("gpu_first", [], None, quick=quick)
-        record.result["metrics"]["device"].update(ceilings)
+        began, record = time.monotonic(), gpu.Record(ceilings)
         with record.guard(name):
-            try:
-                chosen[name].run(record)
-            except ModuleNotFoundError as missing:
-                record.skip(name, missing)
-        result = {key: record.result[key] for key in ("metrics", "not_measured", "errors", "kernels_us", "faster")
-                  if record.result.get(key)}  # fmt: skip
+            chosen[name](record)
         if name == "ceilings":
-            ceilings = record.result["metrics"]["device"]
-        elif "metrics" in result:  # they are that section's
-            own = {metric: value for metric, value in result["metrics"]["device"].items() if metric not in ceilings}
-            result["metrics"] = {**result["metrics"], "device": own}
-            result["metrics"] = {who: metrics for who, metrics in result["metrics"].items() if metrics}
-        about = {key: record.result[key] for key in ("device", "driver", "versions", "cpu")}
+            ceilings = record.metrics["device"]
+        else:  # the ceilings are those of that section
+            for metric in ceilings:
+                record.metrics["device"].pop(metric, None)
+        record.metrics = {who: metrics for who, metrics in record.metrics.items() if metrics}
+        result = {key: value for key, value in vars(record).items() if value}
         result |= {"seconds": common.rounded(time.monotonic() - began), "about": about}
         print(f"{END}{json.dumps(result)}", flush=True)
-        if record.result["errors"]:
+        if record.errors:
             raise SystemExit(1)  # a broken device would fail all that follows
 
 
-def plant(function: str, kind: str) -> None:
-    """Replaces one of Triton's kernels by one that is wrong, raises or hangs: a rehearsal."""
-    from pallas_kernels import triton
-
-    own = getattr(triton, function)
-
-    def bad(*args: Any, **options: Any) -> Any:
-        if kind == "raising":
-            raise RuntimeError("planted")
-        if kind == "hanging":
-            time.sleep(3600)
-        out = own(*args, **options)
-        return (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
-
-    setattr(triton, function, bad)
-
-
-# The process that watches it.
-
-
 class Watch:
-    """Runs sections in processes, and keeps the file.
-
-    Args:
-      file: of the result, which is gone on with.
-      options: of the processes.
-      end: the time, by the monotonic clock, after which no section goes on.
-    """
+    """Runs sections in processes with these options until a time by the monotonic clock, and goes on with a file."""
 
     def __init__(self, file: pathlib.Path, options: Sequence[str], end: float):
         self.file, self.options, self.end = file, options, end
@@ -187,13 +122,13 @@ class Watch:
         with contextlib.suppress(FileNotFoundError):
             self.result = json.loads(file.read_text())
 
-    def run(self, chosen: dict[str, Section], scale: float) -> None:
+    def run(self, chosen: Collection[str], scale: float) -> None:
         """Runs what is not done yet; `scale` multiplies the seconds that sections may take."""
         while left := [name for name in chosen if name not in self.result["sections"]]:
-            if time.monotonic() >= self.end or not self._some(left, chosen, scale):
+            if time.monotonic() >= self.end or not self._some(left, scale):
                 return
 
-    def _some(self, names: Sequence[str], chosen: dict[str, Section], scale: float) -> bool:
+    def _some(self, names: Sequence[str], scale: float) -> bool:
         """Runs sections in one process until one fails; False if the time is over."""
         ceilings = json.dumps(self.result["sections"].get("ceilings", {}).get("metrics", {}).get("device", {}))
         command = [sys.executable, "-m", "benchmarks.gpu_first", *self.options, "--ceilings", ceilings]
@@ -206,7 +141,7 @@ class Watch:
             while (line := lines.get(timeout=max(min(deadline, self.end) - time.monotonic(), 0.01))) is not None:
                 if line.startswith(BEGIN):
                     name, began = line.removeprefix(BEGIN), time.monotonic()
-                    deadline = began + chosen[name].seconds * scale
+                    deadline = began + SECONDS[_begins(name, SECONDS)] * scale
                     print(name, flush=True)
                 elif line.startswith(END):
                     self._note(name, json.loads(line.removeprefix(END)))
@@ -243,7 +178,7 @@ class Watch:
 
         write(self.result, self.file)
 
-    def summary(self, chosen: dict[str, Section]) -> list[str]:
+    def summary(self, chosen: Collection[str]) -> list[str]:
         """At most forty lines: what is wrong, how much slower than a copy, what would be faster, what is left."""
         done = self.result["sections"]
         wrong = [f"FAILED {name}: {error}" for one in done.values() for name, error in one.get("errors", {}).items()]
@@ -287,17 +222,15 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that sections may take")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="sections that begin like this")
     parser.add_argument("--again", nargs="+", default=(), metavar="NAME", help="sections to measure once more")
-    parser.add_argument("--plant", metavar="FUNCTION=KIND", help=f"a kernel of Triton's that is {', '.join(KINDS)}")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--ceilings", type=json.loads, default={}, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work, args.quick, args.plant, args.ceilings)
+        work(args.work, args.quick, args.ceilings)
         return
     end = time.monotonic() + 60 * args.minutes
-    options = [*(["--quick"] if args.quick else []), *(["--plant", args.plant] if args.plant else [])]
-    chosen = {name: one for name, one in sections(args.quick).items() if name.startswith(tuple(args.only))}
-    watch = Watch(args.out / FILE, options, end)
+    chosen = [name for name in sections(args.quick) if name.startswith(tuple(args.only))]
+    watch = Watch(args.out / FILE, ["--quick"] * args.quick, end)
     for name in [name for name in watch.result["sections"] if name.startswith(tuple(args.again))]:
         del watch.result["sections"][name]
     watch.write()

@@ -6,7 +6,7 @@ must move or be multiplied once: weights, K/V of all rows, logits. A kernel take
 at the bandwidth of memory, its products, and, for attention, the instructions of its loop. Nodes of the graph follow
 each other at a fixed distance. None of it is measured: a kernel's latency and the sharing of caches by rows are not in
 it, XLA's products have the tiles that it chooses without timing them, and bytes that stay in the L2 cache count as
-memory. The command prints the figures of `benchmarks/results` next to it, if a GPU has measured some.
+memory.
 
 It needs the compilers of `scripts/gpu_toolchain.sh`. Programs of two and three layers are compiled; their difference is
 each further layer.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import re
 import sys
@@ -31,34 +30,19 @@ from flax import nnx
 
 import kvjax
 from benchmarks import common, gpu, gpu_step
-from benchmarks.common import Bar
-from benchmarks.gpu_first import RESULTS
+from benchmarks.common import Bar, benchmark
 from models.config import ModelConfig
 from models.decoder import Decoder
-from tests.kernels import gpu_thunks
-from tests.kernels.gpu_compile import (
-    MULTIPROCESSORS,
-    TOOLCHAIN,
-    account,
-    compile_for,
-    i32,
-    launched,
-    on_gpus,
-    prepare,
-)
+from tests.kernels import gpu_compile, gpu_thunks
 from tests.kernels.gpu_hlo import Module
 from tests.kernels.gpu_programs import in_scope, is_of_model
 
-GPU, CORES = "h200", MULTIPROCESSORS["h200"]
+GPU, CORES = "h200", gpu_compile.MULTIPROCESSORS["h200"]
 CONSTANTS = {
     "bytes_s": 4.3e12, "flops_s": 790e12, "gap_s": 1e-6, "memory_bytes": 141e9,
     "instructions_cycle": 0.6,  # of each of the four schedulers of a multiprocessor
     "cycles_s": 1.98e9,
 }  # fmt: skip
-ASSUMED = (
-    "4.3 TB/s, 790 TFLOP/s, 1 µs between nodes of a graph, 0.6 instructions a cycle and\n"
-    f"  scheduler on {CORES} multiprocessors at 1.98 GHz; products untuned, intermediates count as memory"
-)
 INSTRUCTIONS_S = CORES * 4 * CONSTANTS["instructions_cycle"] * CONSTANTS["cycles_s"]
 KINDS = {"1b": ("bfloat16",), "8b": ("bfloat16", "int8"), "tiny": ("bfloat16",)}
 NAMES = {"bfloat16": "b16", "int8": "int8"}
@@ -76,13 +60,11 @@ FEW, MORE = 2, 3  # layers of the programs, so that one has a layer more in the 
 
 
 class Node(NamedTuple):
-    """A node of the graph of a step.
+    """A node of the graph of a step: the name of its kernel, without a number, or "copy".
 
     Attributes:
-      kernel: the name of its kernel, without a number; "copy" for a copy.
       is_of_model: whether the model runs it; the others keep the cache's books and choose tokens.
-      bytes: read and written, but for K/V.
-      flops: of its products, but for attention.
+      bytes, flops: read and written, but for K/V; of its products, but for attention.
       kv_instructions: warp instructions for each byte of K/V, of attention.
     """
 
@@ -108,10 +90,6 @@ class Sums(NamedTuple):
     nodes: float = 0
     around_s: float = 0.0
     around_nodes: float = 0
-
-    def extended(self, more: Sums, layers: int) -> Sums:
-        """The sums of a program of so many layers, from these of two and `more` of three."""
-        return Sums(*(few + (layers - FEW) * (many - few) for few, many in zip(self, more, strict=True)))
 
 
 class Estimate(NamedTuple):
@@ -142,20 +120,19 @@ def seconds(node: Node, attention: Attention) -> float:
     return max(moved / CONSTANTS["bytes_s"], flops / CONSTANTS["flops_s"], instructions / INSTRUCTIONS_S)
 
 
-def sums(nodes: Iterable[Node], attention: Attention) -> Sums:
-    """The sums over the nodes of a program."""
-    found = Sums()
-    for node in nodes:
-        took = seconds(node, attention)
-        own = Sums(took, 1) if node.is_of_model else Sums(around_s=took, around_nodes=1)
-        found = Sums(*map(sum, zip(found, own, strict=True)))
-    return found
+def sums(few: Iterable[Node], more: Iterable[Node], layers: int, attention: Attention) -> Sums:
+    """The sums of a program of so many layers, from the nodes of two layers and those of three."""
+    both = []
+    for nodes in (few, more):
+        took = [(seconds(node, attention), node.is_of_model) for node in nodes]
+        own, around = ([s for s, of_model in took if of_model == which] for which in (True, False))
+        both.append((sum(own), len(own), sum(around), len(around)))
+    return Sums(*(two + (layers - FEW) * (three - two) for two, three in zip(*both, strict=True)))
 
 
 def estimate(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention, floor_s: float) -> Estimate:
     """The estimate for a model of so many layers, from its programs of two and three layers."""
-    whole = sums(few, attention).extended(sums(more, attention), layers)
-    gap = CONSTANTS["gap_s"]
+    whole, gap = sums(few, more, layers, attention), CONSTANTS["gap_s"]
     around = whole.around_s + gap * whole.around_nodes
     return Estimate(*(1e6 * s for s in (floor_s, whole.kernels_s, gap * whole.nodes, around)))
 
@@ -210,15 +187,12 @@ def shape_of(config: ModelConfig, layers: int | None = None) -> Decoder:
     return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
-class Compiled(NamedTuple):
-    """The nodes of a step, and ptxas's account of each of its kernels of attention."""
+def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[str, int]]]:
+    """A step with so many layers, compiled for an H200, over the pools of the whole model.
 
-    nodes: list[Node]
-    attention: dict[str, dict[str, int]]
-
-
-def compile_step(step: Step, layers: int) -> Compiled:
-    """A step with so many layers, compiled for an H200. The pools are those of the whole model."""
+    Returns:
+      Its nodes, and ptxas's account of each of its kernels of attention.
+    """
     cache = jax.eval_shape(lambda: kvjax.Cache.create(step.spec()))
 
     def run(model, cache, tokens):
@@ -227,23 +201,19 @@ def compile_step(step: Step, layers: int) -> Compiled:
         cache, logits, committed = kvjax.step(called, cache, tokens, jnp.ones((step.rows,), jnp.int32))
         return cache, jnp.argmax(logits, axis=-1), extended, committed
 
-    args, mesh = on_gpus(GPU, {"x": 1}, (shape_of(step.config, layers), cache, i32(step.rows, 1)))
+    args, mesh = gpu_compile.on_gpus(
+        GPU, {"x": 1}, (shape_of(step.config, layers), cache, gpu_compile.i32(step.rows, 1))
+    )
     options = {**gpu.DECIDES["device"], "xla_dump_emitter_re": "ptx"}
     with tempfile.TemporaryDirectory() as dump:
-        _, compiled = compile_for(mesh, run, args, (1,), dump, **options)
+        _, compiled = gpu_compile.compile_for(mesh, run, args, (1,), dump, **options)
         folder, hlo = pathlib.Path(dump), compiled.as_text()
         sizes = {x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pools)}
-        kernels = accounts(folder)
-        return Compiled(nodes_of(gpu_thunks.read(folder, hlo), Module(hlo, sizes), kernels), kernels)
-
-
-def accounts(dump: pathlib.Path) -> dict[str, dict[str, int]]:
-    """The account that ptxas gives of each kernel of attention in the dump of a program."""
-    found: dict[str, dict[str, int]] = {}
-    for ptx in dump.glob("*.ptx"):
-        if re.search(r"\.entry \w*decode_attention", ptx.read_text()):
-            found |= account(ptx, GPU, launched(dump))
-    return found
+        kernels: dict[str, dict[str, int]] = {}
+        for ptx in folder.glob("*.ptx"):
+            if re.search(r"\.entry \w*decode_attention", ptx.read_text()):
+                kernels |= gpu_compile.account(ptx, GPU, gpu_compile.launched(folder))
+        return nodes_of(gpu_thunks.read(folder, hlo), Module(hlo, sizes), kernels), kernels
 
 
 def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str, int]]) -> list[Node]:
@@ -270,107 +240,47 @@ def instructions_of(kernel: dict[str, int]) -> float:
     return kernel["instructions_32kb"] / 32_768 * CORES * -(-programs // CORES) / programs
 
 
-def measured_us(name: str, step: Step, results: pathlib.Path = RESULTS) -> float | None:
-    """What a GPU has measured of a step, by the files of `benchmarks.gpu_first` and `benchmarks.kernels`."""
-    if (step.length, step.dtype) != (gpu_step.Size().context, "bfloat16"):
-        return None
-    for file in sorted(results.glob("*.json")):
-        result = json.loads(file.read_text())
-        for section in (result, *result.get("sections", {}).values()):
-            found = section.get("metrics", {}).get("kvjax", {}).get(f"step_{name}_b{step.rows}_us")
-            if found is not None:
-                return found
-    return None
-
-
-HEAD = "  model of a step on an H200, µs   floor  kernels   gaps  books     step  share  measured"
-
-
-def line(label: str, found: Estimate, measured: float | None) -> str:
-    """A line of the table."""
-    cells = f"{found.floor:8.0f} {found.kernels:8.0f} {found.gaps:6.0f} {found.bookkeeping:6.0f} {found.step:8.0f}"
-    return f"  {label:28}{cells} {found.share:6.0%}  {'not measured' if measured is None else f'{measured:.0f}'}"
-
-
-def measure(names: Sequence[str], batches: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
-    """Prints the table; returns metrics, details by kernel, and what was measured."""
-    result: dict[str, Any] = {
-        "metrics": {},
-        "kernels_us": {},
-        "measured_us": {},
-        "not_measured": {},
-        "left_out": {},
-        "attention": {},
-    }
-    print(HEAD)
-    for name, rows, length in itertools.product(names, batches, lengths):
-        for dtype in KINDS[name]:
-            step, label = (
-                Step(gpu_step.CONFIGS[name], dtype, rows, length),
-                f"step_{name}_{NAMES[dtype]}_b{rows}_{length}",
-            )
-            if not step.fits:
-                result["left_out"][label] = "weights and pools take more than a GPU's memory"
-                print(f"  {label:28}     {result['left_out'][label]}", flush=True)
-                continue
-            (few, _), (more, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
-            layers, attention = len(step.config.layers), step.attention()
-            found, measured = estimate(few, more, layers, attention, step.floor_s()), measured_us(name, step)
-            common.require(found.share < 1, f"{label}: {found.step} µs, less than the floor of {found.floor}")
-            print(line(label, found, measured), flush=True)
-            parts = {**found._asdict(), "step": found.step}
-            result["metrics"] |= {f"{label}_{part}_us": common.rounded(us) for part, us in parts.items()}
-            result["metrics"][f"{label}_share"] = common.rounded(found.share)
-            result["kernels_us"][label] = by_kernel(few, more, layers, attention)
-            shown = ("registers", "spills", "programs", "resident", "loop_instructions", "instructions_32kb")
-            result["attention"][label] = {key: {k: one[k] for k in shown if k in one} for key, one in kernels.items()}
-            if measured is None:
-                result["not_measured"][label] = "no figure in benchmarks/results"
-            else:
-                result["measured_us"][label] = measured
-    return result
-
-
 def by_kernel(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention) -> dict[str, float]:
     """Modelled microseconds of each kernel, all of a step's together, without gaps; the longest first."""
-    found = {}
+    took = {}
     for kernel in {node.kernel for node in (*few, *more)}:
-        own = [sums([node for node in nodes if node.kernel == kernel], attention) for nodes in (few, more)]
-        whole = own[0].extended(own[1], layers)
-        found[kernel] = common.rounded(1e6 * (whole.kernels_s + whole.around_s))
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+        own = ([node for node in nodes if node.kernel == kernel] for nodes in (few, more))
+        whole = sums(*own, layers, attention)
+        took[kernel] = common.rounded(1e6 * (whole.kernels_s + whole.around_s))
+    return dict(sorted(took.items(), key=lambda each: -each[1]))
 
 
 def find_compilers() -> bool:
     """Lets this process compile for GPUs, and run on none; False if there are no compilers."""
-    prepare()
-    sys.path.insert(0, str(TOOLCHAIN))
+    gpu_compile.prepare()
+    sys.path.insert(0, str(gpu_compile.TOOLCHAIN))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # what is compiled for another device cannot be read again
-    return (TOOLCHAIN / ".installed").exists()
+    return (gpu_compile.TOOLCHAIN / ".installed").exists()
 
 
-def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
-
-    def add(parser: Any) -> None:
-        parser.add_argument("--quick", action="store_true", help="a tiny model: whether it runs")
-        parser.add_argument("--models", type=lambda text: text.split(","), default=["1b", "8b"], help="of 1b, 8b")
-        parser.add_argument("--batches", type=numbers, default=BATCHES, help="rows (default: %(default)s)")
-        parser.add_argument("--lengths", type=numbers, default=LENGTHS, help="tokens of each row")
-
-    args = common.parse("gpu_model", __doc__, add)
-    result: dict[str, Any] = {"benchmark": "gpu_model", "device": "none: a model of an H200", **common.where()}
-    if find_compilers():
-        sizes = (["tiny"], [2], [64]) if args.quick else (args.models, args.batches, args.lengths)
-        result |= {"constants": CONSTANTS, **measure(*sizes)}
-        print(f"  by a model, not measured: {ASSUMED}")
-    else:
-        result["not_measured"] = {"everything": "no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)"}
-        print(f"  not run: {result['not_measured']['everything']}")
-    common.write(result, args.json)
+SIZES = {"models": (["1b", "8b"], ["tiny"]), "batches": (BATCHES, [2]), "lengths": (LENGTHS, [64])}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(BARS, SIZES)
+def measure(size):
+    notes: dict[str, Any] = {"device": "none: a model of an H200", "constants": CONSTANTS}
+    if not find_compilers():
+        yield notes | {"not_measured": "no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)"}
+        return
+    for name, rows, length in itertools.product(size.models, size.batches, size.lengths):
+        for dtype in KINDS[name]:
+            step = Step(gpu_step.CONFIGS[name], dtype, rows, length)
+            label = f"step_{name}_{NAMES[dtype]}_b{rows}_{length}"
+            if not step.fits:
+                notes.setdefault("left_out", {})[label] = "weights and pools take more than a GPU's memory"
+                continue
+            (few, _), (more, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
+            layers, attention = len(step.config.layers), step.attention()
+            took = estimate(few, more, layers, attention, step.floor_s())
+            common.require(took.share < 1, f"{label}: {took.step} µs, less than the floor of {took.floor}")
+            yield {f"{label}_{part}_us": us for part, us in {**took._asdict(), "step": took.step}.items()}
+            yield {f"{label}_share": took.share}
+            notes.setdefault("kernels_us", {})[label] = by_kernel(few, more, layers, attention)
+            notes.setdefault("attention", {})[label] = kernels
+    yield notes

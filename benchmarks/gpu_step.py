@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
-from benchmarks import common, gpu
-from benchmarks.decode_loop import no_model
+from benchmarks import caches, common, gpu
 from benchmarks.gpu import Record
 from kvjax import serving
 from models.config import LayerConfig, ModelConfig
@@ -46,15 +45,6 @@ class Size(NamedTuple):
 
 
 QUICK = Size(48, 8, 1)
-NO_MODEL = jax.tree_util.Partial(no_model)
-
-
-class Timed(NamedTuple):
-    """Median seconds of a step; the pools, which were donated; and the tokens of each run, i32[runs, S, steps]."""
-
-    seconds: float
-    pools: kvjax.pools.Pools
-    tokens: jax.Array
 
 
 def measure(record: Record, name: str, rows: int, quick: bool) -> None:
@@ -64,14 +54,11 @@ def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     common.require(error <= TOLERANCE, f"the paged model's logits differ from the dense one's by {error}")
     model, state, pools = begin(config, rows, size)
     seconds, pools, _ = time_loop(model, state, pools, size)
-    bookkeeping, *_ = time_loop(NO_MODEL, state, pools, size)
+    bookkeeping, *_ = time_loop(caches.reads_the_view, state, pools, size)
 
-    weights = weight_bytes(model)
-    kv = rows * size.context * sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in config.layers)
-    record.result["shapes"][metric] = {"rows": rows, **size._asdict(), "weight_bytes": weights, "kv_bytes": kv}
     record.add("kvjax", f"{metric}_us", 1e6 * seconds)
     record.add("kvjax", f"{metric}_tokens_s", rows / seconds)
-    record.rate("kvjax", metric, (weights + kv) / seconds, "copy_tb_s")
+    record.rate("kvjax", metric, (weight_bytes(model) + kv_bytes(config, rows, size)) / seconds, "copy_tb_s")
     record.add("kvjax", f"{metric}_bookkeeping_us", 1e6 * bookkeeping)
     record.add("kvjax", f"{metric}_bookkeeping_share", bookkeeping / seconds)
 
@@ -85,6 +72,11 @@ def weight_bytes(model: Decoder) -> int:
     return size(model) - (0 if model.config.tie_word_embeddings else size(model.embed_tokens))
 
 
+def kv_bytes(config: ModelConfig, rows: int, size: Size) -> int:
+    """Bytes of K/V of bfloat16 that a step has to read."""
+    return rows * size.context * sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in config.layers)
+
+
 def measure_loops(record: Record, name: str, rows: int, quick: bool) -> None:
     """One model's loop, by steps at a time and by who decides how it goes on."""
     size = QUICK if quick else Size()
@@ -92,7 +84,7 @@ def measure_loops(record: Record, name: str, rows: int, quick: bool) -> None:
     for k in (1, state.spec.block_size):
         tokens = {}
         for who, options in gpu.DECIDES.items():
-            for kind, called in (("", model), ("_bookkeeping", NO_MODEL)):
+            for kind, called in (("", model), ("_bookkeeping", caches.reads_the_view)):
                 metric = f"loop_{name}_b{rows}_k{k}_{who}{kind}"
                 seconds, pools, found = time_loop(called, state, pools, size, k, options)
                 common.require(bool(jnp.all(found == found[:1])), f"{metric}: two runs chose different tokens")
@@ -110,7 +102,10 @@ def begin(config: ModelConfig, rows: int, size: Size) -> tuple[Decoder, kvjax.Ca
         max_length=size.context + size.steps,
     )  # fmt: skip
     state = rows_in_the_middle(spec, config.vocab_size, size.context - size.steps // 2)
-    return model, state, pools_of(spec)
+    (group,) = spec.groups
+    (pool,) = group.pools
+    shape = group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size, pool.head_dim
+    return model, state, kvjax.pools.Pools(((gpu.random_pool(shape, pool.dtype),),), spec)
 
 
 def random_model(config: ModelConfig) -> Decoder:
@@ -141,43 +136,27 @@ def compare_with_dense(config: ModelConfig) -> float:
     return gpu.differs(jnp.stack(logits, axis=1), wanted)
 
 
-def pools_of(spec: kvjax.CacheSpec) -> kvjax.pools.Pools:
-    """Random K/V."""
-    (group,) = spec.groups
-    (pool,) = group.pools
-    shape = group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size, pool.head_dim
-    return kvjax.pools.Pools(((gpu.random_pool(shape, pool.dtype),),), spec)
-
-
 def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> kvjax.CacheState:
     """Metadata of a cache where no block is empty and each row holds so many tokens."""
     rows = jnp.arange(spec.max_seqs, dtype=jnp.int32)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def hold(state, tokens, length):
-        lengths = jnp.full(rows.shape, length)
-        state, admitted = kvjax.admit(state, rows, tokens, lengths)
-        state, committed = kvjax.commit(state, tokens, lengths)
-        return state, admitted.ok & committed.ok
-
     old, new = jax.random.randint(gpu.key(2), (2, spec.max_seqs, spec.max_length), 0, vocabulary, jnp.int32)
-    state, filled = hold(kvjax.init(spec), old, jnp.int32(spec.max_length))
+    state, filled = caches.hold(kvjax.init(spec), old, jnp.full(rows.shape, spec.max_length))
     state, _ = jax.jit(kvjax.release, donate_argnums=0)(state, rows)
     common.require(bool(filled) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")
-    state, held = hold(state, new, jnp.int32(length))
+    state, held = caches.hold(state, new, jnp.full(rows.shape, length))
     common.require(bool(held), "the rows could not be admitted")
     return state
 
 
 def time_loop(
-    model: Any,
-    state: kvjax.CacheState,
-    pools: kvjax.pools.Pools,
-    size: Size,
-    k: int | None = None,
+    model: Any, state: kvjax.CacheState, pools: kvjax.pools.Pools, size: Size, k: int | None = None,
     options: dict[str, str] | None = None,
-) -> Timed:
-    """Times the decode loop from a state, k steps at a time, compiled with these options of XLA."""
+) -> tuple[float, kvjax.pools.Pools, jax.Array]:  # fmt: skip
+    """Times the decode loop from a state, k steps at a time, compiled with these options of XLA.
+
+    Returns:
+      Median seconds of a step; the pools, which were donated; and the tokens of each run, i32[runs, S, steps].
+    """
     spec = state.spec
     one = jnp.ones((spec.max_seqs,), jnp.int32)
     rows = serving.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
@@ -193,4 +172,4 @@ def time_loop(
         common.require(bool(jnp.all(decoded.tokens >= 0)), "the loop ended early")
         pools = cache.pools
         tokens.append(decoded.tokens)
-    return Timed(statistics.median(times[1:]) / size.steps, pools, jnp.stack(tokens))
+    return statistics.median(times[1:]) / size.steps, pools, jnp.stack(tokens)

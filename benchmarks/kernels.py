@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels on a GPU, against the machine's ceilings and against jax's own: one command, minutes on an H200.
+"""What `benchmarks.gpu_first` measures of the kernels: sections, rows and bars, against the machine's ceilings.
 
 Each kernel first gives the answers of its XLA twin, then it is timed as a model calls it: one call for each layer of
 a pool, so that no call finds its bytes in a cache, each on the output of the one before. A program makes once what
@@ -7,39 +7,41 @@ the calls of a step share, such as the schedule of the rows, as a model does. By
 or of blocks read and written; FLOPs are those of the visible pairs of query and key. Rates are held against a copy on
 the device, read and written, and a product of two bf16 matrices, both measured in the same run.
 
-Beside them: `jax.nn.dot_product_attention` over contiguous K/V, and jax's own paged kernel. A whole decode step is in
-`benchmarks.gpu_step`. Without a GPU only `--quick` measures: tiny shapes, to see that all runs.
+Next to them: `jax.nn.dot_product_attention` over contiguous K/V, and jax's own paged kernel. A whole decode step is in
+`benchmarks.gpu_step`. What is no attention is a row of one table: moves and appends of K/V, ways to update an array of
+several gigabytes in pinned host memory, and other tile sizes than those of `pallas_kernels.tuning`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import NamedTuple
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
 
-from benchmarks import common, gpu, gpu_attention, gpu_host, gpu_moves
-from benchmarks.gpu import Bar, Effort, Record
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.compute_on import compute_on
+from jax.sharding import SingleDeviceSharding
+
+import pallas_kernels
+from benchmarks import common, gpu, gpu_attention
+from benchmarks.common import Bar, Size
+from benchmarks.gpu import Effort, Record
 from benchmarks.gpu_attention import Shape
+from pallas_kernels import tuning
+from pallas_kernels.tuning import Programs, Tiles
 
-KERNELS = ("triton", "mosaic")
-
-
-class Size(NamedTuple):
-    """Everything that is measured."""
-
-    decode: dict[str, Shape]
-    prefill: dict[str, Shape]
-    moves: gpu_moves.Size
-    host: gpu_host.Size
-    copied_bytes: int
-    side: int  # of the matrix product
-    effort: Effort
-
-
-CHUNK = 4096
+KERNELS, MOVES, CHUNK = ("triton", "mosaic"), ("copy", "gather", "scatter"), 4096
+DECODE, PREFILL = Shape(32, 4096), Shape(1, 3 * CHUNK, layers=4, chunk=CHUNK)
+STAGES = [Programs(64, 16, 4, 3, 3), Programs(64, 16, 4, 2, 3)]
 FULL = Size(
     decode={
-        "32x4096_b16": Shape(32, 4096),
+        "32x4096_b16": DECODE,
         "32x4096_b64": Shape(32, 4096, 64),
         "1x1024_b16": Shape(1, 1024),
         "64x8192_b16": Shape(64, 8192, layers=8),
@@ -50,9 +52,21 @@ FULL = Size(
         "one_layer_b16": Shape(32, 4096, layers=1),
     },
     prefill={f"{n // 1024}k": Shape(1, n + CHUNK, layers=4, chunk=CHUNK) for n in (4096, 8192, 16_384, 32_768)},
-    moves=gpu_moves.Size({"64mb": 32, "256mb": 128, "1gb": 512}),
-    host=gpu_host.Size(),
-    copied_bytes=2**31, side=8192, effort=Effort(),
+    # Blocks to move at once, of the 16 tokens and all layers of a pool [N + 1, L, 2, K, 16, D]; tokens to append.
+    counts={"64mb": 32, "256mb": 128, "1gb": 512}, layers=32, heads=(8, 128), tokens=256, calls=4,
+    # Blocks of a host array, numbers in each, how many blocks are written at once; bytes to transfer.
+    host_blocks=2048, host_block=2**20, host_moved=32, sent_bytes=2**28,
+    # A function of `tuning`, results in place of its own, and the attention that tells which is best.
+    choices=[
+        ("triton_decode", "triton", DECODE,
+         [*STAGES, Programs(32, 16, 4, 5, 3), Programs(64, 16, 8, 3, 2), Programs(64, 16, 4, 5, 2)]),
+        ("triton_decode", "triton", Shape(32, 4096, dtype="int8"),
+         [*STAGES, Programs(64, 16, 4, 5, 4), Programs(128, 16, 8, 3, 2)]),
+        ("mosaic_prefill", "mosaic", PREFILL, [Tiles(64, 4, 2), Tiles(64, 2, 2), Tiles(128, 2, 1)]),
+        ("triton_prefill", "triton", PREFILL, [Programs(64, 64, 4), Programs(64, 64, 8), Programs(32, 128, 8)]),
+    ],
+    models=[("8b", 32), ("1b", 32), ("8b", 1), ("8b", 128), ("1b", 1), ("1b", 128)], looped=("1b", 32),
+    copied_bytes=2**31, side=8192, effort=Effort(), quick=False,
 )  # fmt: skip
 TINY = {"heads": (4, 2, 16), "layers": 2}
 QUICK = Size(
@@ -63,77 +77,244 @@ QUICK = Size(
         "2x64_int8": Shape(2, 64, dtype="int8", **TINY),
     },
     prefill={"tiny": Shape(1, 64, chunk=32, **TINY)},
-    moves=gpu_moves.Size({"tiny": 2}, layers=2, heads=(2, 16), tokens=4, calls=2),
-    host=gpu_host.QUICK,
-    copied_bytes=2**16, side=64, effort=Effort(1e-4, 2),
+    counts={"tiny": 2}, layers=2, heads=(2, 16), tokens=4, calls=2,
+    host_blocks=32, host_block=128, host_moved=4, sent_bytes=2**12,
+    choices=[("triton_decode", "xla", Shape(2, 64, **TINY), [Programs(32, 16, 4)])],
+    models=[("tiny", 2)], looped=("tiny", 2),
+    copied_bytes=2**16, side=64, effort=Effort(1e-4, 2), quick=True,
 )  # fmt: skip
-BARS = [
-    *(Bar(f"decode_32x4096_{block}_us", 139, KERNELS, at_most=True) for block in ("b16", "b64")),
-    Bar("decode_64x8192_b16_of_copy", 0.92, KERNELS),
-    Bar("decode_1x1024_b16_device_us", 8, KERNELS, at_most=True),
-    Bar("decode_ragged_b16_of_copy", 0.85, KERNELS),
-    *(Bar(f"prefill_{name}_tflop_s", bound, (who,)) for name in FULL.prefill
-      for who, bound in (("mosaic", 500), ("triton", 350))),
-    *(Bar(f"{move}_{name}_of_copy", 0.85, ("triton",)) for move in ("copy", "gather", "scatter")
-      for name in FULL.moves.counts),
-    Bar("append_device_us", 10, ("triton",), at_most=True),
-    *(Bar(f"step_{model}_b32_of_copy", 0.7, ("kvjax",)) for model in ("1b", "8b")),
-]  # fmt: skip
+# {(implementation, metric): its bar}
+BARS = {
+    **{(who, f"decode_32x4096_{block}_us"): Bar("", "", at_most=139) for block in ("b16", "b64") for who in KERNELS},
+    **{(who, "decode_64x8192_b16_of_copy"): Bar("", "", at_least=0.92) for who in KERNELS},
+    **{(who, "decode_1x1024_b16_device_us"): Bar("", "", at_most=8) for who in KERNELS},
+    **{(who, "decode_ragged_b16_of_copy"): Bar("", "", at_least=0.85) for who in KERNELS},
+    **{(who, f"prefill_{name}_tflop_s"): Bar("", "", at_least=bound) for name in FULL.prefill
+       for who, bound in (("mosaic", 500), ("triton", 350))},
+    **{("triton", f"{move}_{name}_of_copy"): Bar("", "", at_least=0.85) for move in MOVES for name in FULL.counts},
+    ("triton", "append_device_us"): Bar("", "", at_most=10),
+    **{("kvjax", f"step_{model}_b32_of_copy"): Bar("", "", at_least=0.7) for model in ("1b", "8b")},
+}  # fmt: skip
+GAIN = 1.03  # of another choice; less than this is noise
+HOST = jax.memory.Space.Host
 
 
-def sections(size: Size, quick: bool) -> dict[str, Callable[[Record], None]]:
-    """The sections to measure, the most important first."""
+class Row(NamedTuple):
+    """A program to time: `start` checks its answer and returns (program, state, args) for `gpu.time_s`.
 
-    def steps(model, rows, measure="measure"):
-        def run(record):
-            from benchmarks import gpu_step
+    Attributes:
+      figures: units, and the calls or bytes of a run: NAME_us and NAME_ms are of a call, NAME_gb_s is a rate, and
+        "copy" a rate and its share of a copy's.
+      after: takes the record and the last state.
+      most: runs that are queued at once.
+    """
+
+    who: str
+    name: str
+    start: Callable[[], tuple[Callable[..., Any], Any, tuple[Any, ...]]]
+    figures: dict[str, int]
+    after: Callable[[Record, Any], object] = lambda *_: None
+    ours: bool = True
+    most: int = 1000
+
+
+def measure_rows(record: Record, rows: Iterable[Row], effort: Effort) -> dict[str, float]:
+    """Times each row, also after others have failed; the seconds by name."""
+    took = {}
+    for row in rows:
+        with record.guard(f"{row.name} {row.who}", row.ours):
+            program, state, args = row.start()
+            seconds, last = gpu.time_s(program, state, args, effort, row.most)
+            row.after(record, last)
+            for unit, amount in row.figures.items():
+                values = {"us": 1e6 * seconds / amount, "ms": 1e3 * seconds / amount, "gb_s": amount / seconds / 1e9}
+                if unit == "copy":
+                    record.rate(row.who, row.name, amount / seconds, "copy_tb_s")
+                else:
+                    record.add(row.who, f"{row.name}_{unit}", values[unit])
+            took[row.name] = seconds
+    return took
+
+
+def require_same(got: Any, wanted: Any, who: str) -> None:
+    """Requires that both are the same, bit for bit, but for the bits of NaN."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    common.require(all(bool(jnp.array_equal(*pair, equal_nan=True)) for pair in pairs), f"{who} differs from its twin")
+
+
+def moves(size: Size) -> Iterator[Row]:
+    """Whole blocks copied in a pool, gathered from it and put back: read and written bytes."""
+    block = (size.layers, 2, size.heads[0], 16, size.heads[1])
+    half = max(size.counts.values()) * size.calls  # sources, then as many targets
+    order, few = jax.random.permutation(gpu.key(0), 2 * half).astype(jnp.int32), jnp.arange(size.calls, dtype=jnp.int32)
+    small, pools = gpu.random_pool((2 * size.calls + 1, *block), "bfloat16"), list[jax.Array]()
+
+    @functools.cache
+    def program(move: str, who: str, count: int) -> Callable[..., Any]:
+        call = functools.partial(pallas_kernels.call, f"{move}_blocks", implementation=who)
+
+        def run(pool, staged, sources, targets):
+            gathered = []
+            for i in range(size.calls):
+                source, target = (x[i * count : (i + 1) * count] for x in (sources, targets))
+                if move == "gather":
+                    gathered.append(call(pool, source))
+                else:
+                    args = (source, target) if move == "copy" else (staged, target)
+                    pool = call(pool, *args, jnp.int32(count))
+            return gathered or pool
+
+        return jax.jit(run, donate_argnums=() if move == "gather" else 0)
+
+    def row(move: str, who: str, name: str, count: int) -> Row:
+        staged = jnp.ones((count, *block), jnp.bfloat16)
+        moved, gathers = size.calls * staged.nbytes, move == "gather"
+
+        def start() -> Any:
+            check = jnp.ones((1, *block), jnp.bfloat16), few, few + size.calls
+            wanted = program(move, "xla", 1)(jnp.copy(small), *check)
+            require_same(program(move, who, 1)(jnp.copy(small), *check), wanted, who)
+            pool = pools.pop() if pools else gpu.random_pool((2 * half + 1, *block), "bfloat16")
+            run, args = program(move, who, count), (staged, order[:half], order[half:])
+            if not gathers:
+                return run, pool, args
+            pools.append(pool)
+            return lambda _, *args: run(*args), None, (pool, *args)
+
+        keep = (lambda *_: None) if gathers else (lambda _, last: pools.append(last))
+        most = max(2**34 // moved, 1) if gathers else 1000
+        return Row(who, f"{move}_{name}", start, {"copy": 2 * moved}, keep, most=most)
+
+    for move in MOVES:
+        for who, (name, count) in itertools.product(gpu.served(f"{move}_blocks"), size.counts.items()):
+            yield row(move, who, name, count)
+
+
+def appends(size: Size) -> Iterator[Row]:
+    """K/V of a step's tokens, one layer after the other, written into a pool."""
+    kv_heads, width = size.heads
+    pool = gpu.random_pool((size.tokens + 1, size.layers, 2, kv_heads, 16, width), "bfloat16")
+    slots = jnp.asarray(np.random.default_rng(0).permutation(size.tokens * 16)[: size.tokens], jnp.int32)
+    args = (*jax.random.normal(gpu.key(0), (2, size.tokens, kv_heads, width), jnp.bfloat16), slots)
+
+    def run(who, pool, k, v, slots):
+        for layer in range(size.layers):
+            pool = pallas_kernels.call("append_kv", pool, layer, k, v, slots, implementation=who)
+        return pool
+
+    def row(who: str) -> Row:
+        program = jax.jit(functools.partial(run, who), donate_argnums=0)
+
+        def start() -> Any:
+            require_same(program(jnp.copy(pool), *args), jax.jit(functools.partial(run, "xla"))(pool, *args), who)
+            return program, jnp.copy(pool), args
+
+        def after(record: Record, last: Any) -> None:
+            if gpu.has_gpu():
+                gpu.profiled(record, who, "append", program, last, args, size.layers)
+
+        return Row(who, "append", start, {"us": size.layers}, after)
+
+    yield from map(row, gpu.served("append_kv"))
+
+
+def scatter(pool, staged, ids):
+    return pool.at[ids].set(staged, unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def slices(pool, staged, ids):
+    for i in range(ids.size):
+        pool = lax.dynamic_update_slice_in_dim(pool, staged[i : i + 1], ids[i], 0, allow_negative_indices=False)
+    return pool
+
+
+def host_code(pool, staged, ids):
+    """By the host's processor."""
+    run: Any = compute_on(scatter, compute_type="device_host", out_memory_spaces=HOST)
+    return run(pool, staged, ids)
+
+
+def host(size: Size) -> Iterator[Row]:
+    """GB/s each way; milliseconds to write blocks into a large host array, and whether it kept its memory."""
+    pinned, device = (SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "device"))
+    x = jnp.ones((size.sent_bytes // 2,), jnp.bfloat16)
+    staged = jnp.ones((size.host_moved, size.host_block), jnp.bfloat16)
+    ids = 7 * jnp.arange(size.host_moved, dtype=jnp.int32) + 3
+
+    def write(way: Callable[..., Any]) -> Row:
+        name, before = f"host_{way.__name__}", list[int]()
+
+        def put(pool, staged, ids):
+            return way(pool, *jax.device_put((staged, ids), HOST))
+
+        def start() -> Any:
+            pool = jax.device_put(jnp.zeros((size.host_blocks, size.host_block), jnp.bfloat16), pinned)
+            before.append(pool.unsafe_buffer_pointer())
+            return jax.jit(put, donate_argnums=0, out_shardings=pinned), pool, (staged, ids)
+
+        def after(record: Record, pool: Any) -> None:
+            total = float(jnp.sum(jax.device_put(pool, device), dtype=jnp.float32))
+            common.require(total == staged.size, f"{total} ones were written, wanted {staged.size}")
+            record.add("device", f"{name}_same_memory", float(pool.unsafe_buffer_pointer() == before[0]))
+
+        return Row("device", name, start, {"ms": 1, "gb_s": staged.nbytes}, after, ours=False)
+
+    for name, array, to in (("to_host", x, pinned), ("to_device", jax.device_put(x, pinned), device)):
+        put = functools.partial(lambda to, _, array: jax.device_put(array, to), to)
+        start = functools.partial(lambda *start: start, put, None, (array,))
+        yield Row("device", f"device_put_{name}", start, {"gb_s": array.nbytes})
+    yield from map(write, (scatter, slices, host_code))
+
+
+def tune(record: Record, size: Size) -> None:
+    """Microseconds by each candidate, and in `faster` those that win, with the line that they would change."""
+    for function, who, shape, candidates in size.choices:
+        case, calls, took = gpu_attention.make_case(shape), min(shape.layers, 8) if who != "xla" else 1, {}
+        for candidate in (None, *candidates):
+            program = gpu_attention.chain(gpu_attention.caller(who, shape), calls)
+            start = functools.partial(
+                lambda *start: start, program, case.q, (case.pool, case.scales, case.tables, case.lengths)
+            )
+            name = f"{function} {shape.dtype} {candidate or 'own'}"
+            own, other = candidate is None, lambda *_, candidate=candidate: candidate
+            with contextlib.nullcontext() if own else mock.patch.object(tuning, function, other):
+                row = Row("tuning", name, start, {"us": calls}, ours=own)
+                for seconds in measure_rows(record, [row], size.effort).values():
+                    took[candidate] = 1e6 * seconds / calls
+        best = min(took, key=lambda each: took[each], default=None)
+        if best is not None and None in took and took[best] * GAIN < took[None]:
+            kind, gain = "prefill" if shape.chunk else "decode", f"{took[None] / took[best]:.2f}x"
+            gain += f", {took[best]:.0f} us for {took[None]:.0f}"
+            record.faster.append(f"pallas_kernels/tuning.py, {function}: {best} for {shape.dtype} {kind} is {gain}")
+
+
+def sections(size: Size) -> dict[str, Callable[[Record], None]]:
+    """The sections to measure; `gpu_first` has their order."""
+
+    def steps(model: str, rows: int, measure: str = "measure", quick: bool = size.quick) -> Callable[[Record], None]:
+        def run(record: Record) -> None:
+            from benchmarks import gpu_step  # late: it needs flax
 
             getattr(gpu_step, measure)(record, model, rows, quick)
 
         return run
 
-    def attention(kind, name, shape):
+    def attention(kind: str, name: str, shape: Shape) -> Callable[[Record], None]:
         return lambda record: gpu_attention.measure(record, kind, name, shape, size.effort)
 
-    order = [("tiny", 2)] if quick else [("8b", 32), ("1b", 32), ("8b", 1), ("8b", 128), ("1b", 1), ("1b", 128)]
-    models = {f"step_{model}_b{rows}": steps(model, rows) for model, rows in order}
-    model, rows = order[0] if quick else ("1b", 32)
+    def table(rows: Callable[[Size], Iterator[Row]]) -> Callable[[Record], None]:
+        return lambda record: measure_rows(record, rows(size), size.effort)
+
+    looped, rows = size.looped
     return {
         "ceilings": lambda record: gpu.ceilings(record, size.copied_bytes, size.side, size.effort),
+        "loop, twice, with command buffers and without": steps("tiny", 2, "measure_loops", quick=True),
         **{f"decode_{name}": attention("decode", name, shape) for name, shape in size.decode.items()},
         **{f"prefill_{name}": attention("prefill", name, shape) for name, shape in size.prefill.items()},
-        "append": lambda record: gpu_moves.append(record, size.moves, size.effort),
-        "moves": lambda record: gpu_moves.moves(record, size.moves, size.effort),
-        **dict(list(models.items())[:2]),
-        f"loop_{model}_b{rows}": steps(model, rows, "measure_loops"),
-        "host": lambda record: gpu_host.measure(record, size.host, size.effort),
-        **dict(list(models.items())[2:]),
+        "tuning": lambda record: tune(record, size),
+        **{f"step_{model}_b{rows}": steps(model, rows) for model, rows in size.models},
+        "append": table(appends),
+        "moves": table(moves),
+        f"loop_{looped}_b{rows}": steps(looped, rows, "measure_loops"),
+        "host": table(host),
     }
-
-
-def main() -> None:
-    def options(parser):
-        parser.add_argument("--quick", action="store_true", help="tiny shapes: whether all runs, on any machine")
-        parser.add_argument("--only", nargs="+", metavar="SECTION", default=[""], help="those that begin like this")
-        parser.add_argument("--limit", type=float, default=420, help="seconds after which no new section begins")
-
-    args = common.parse("kernels", __doc__, options)
-    began, record = time.monotonic(), Record("kernels", [] if args.quick else BARS, args.json, quick=args.quick)
-    if not (args.quick or gpu.has_gpu()):
-        record.skip("everything", "no GPU")
-        record.write()
-        return
-    for name, run in sections(QUICK if args.quick else FULL, args.quick).items():
-        if name != "ceilings" and not name.startswith(tuple(args.only)):
-            record.skip(name, "not asked for")
-        elif time.monotonic() - began > args.limit:
-            record.skip(name, f"the time was over ({args.limit:g} s)")
-        else:
-            print(f"{name} ({time.monotonic() - began:.0f} s)", flush=True)
-            with record.guard(name):
-                run(record)
-    record.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,32 +12,30 @@ copied. A missed bar ends the benchmark.
 """
 
 import csv
-import dataclasses
 import functools
 import pathlib
 import re
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import kvjax
-from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks import caches, common
+from benchmarks.common import Bar, benchmark
+from kvjax import serving
 from kvjax._arrays import Pytree
+from models.decoder import Decoder
 
 ROWS, CHUNK, STEPS, NUM_BLOCKS, BLOCK_SIZE = 64, 512, 32, 131_072, 16
-UNUSED = {
-    "unused_percent": "K/V bytes allocated and unused",
-    "unused_in_flight_percent": "K/V bytes unused, blocks reserved for prompts in flight included",
-    "unused_prefill_percent": "K/V bytes unused of rows after a chunk of prefill",
-    "unused_decode_percent": "K/V bytes unused of rows after 32 tokens of decoding",
-    "unused_end_percent": "K/V bytes unused of rows before their release",
-    "unused_worst_moment_percent": "K/V bytes unused after the worst step",
-}
-BARS = {name: Bar(what, "%", at_most=4) for name, what in UNUSED.items()} | {
+BARS = {
+    "unused_percent": Bar("K/V bytes allocated and unused", "%", at_most=4),
+    "unused_in_flight_percent": Bar("K/V bytes unused, blocks reserved for prompts in flight included", "%", at_most=4),
+    "unused_prefill_percent": Bar("K/V bytes unused of rows after a chunk of prefill", "%", at_most=4),
+    "unused_decode_percent": Bar("K/V bytes unused of rows after 32 tokens of decoding", "%", at_most=4),
+    "unused_end_percent": Bar("K/V bytes unused of rows before their release", "%", at_most=4),
+    "unused_worst_moment_percent": Bar("K/V bytes unused after the worst step", "%", at_most=4),
     "unused_if_contiguous_percent": Bar("K/V bytes unused with one contiguous stretch per row", "%"),
     "step_temporaries_percent_of_pool": Bar("temporaries of the compiled decode step, to the pools", "%", at_most=5),
     "donated_percent_of_pool": Bar("bytes of the pools that are donated", "%", at_least=100),
@@ -62,8 +60,7 @@ class Work(Pytree):
 
 def tokens_at(work: Work, start: jax.Array, count: int) -> jax.Array:
     """i32[S, count]; tokens that no other request has at any position."""
-    longest = NUM_BLOCKS
-    return work.request[:, None] * longest + start[:, None] + jnp.arange(count, dtype=jnp.int32)
+    return work.request[:, None] * NUM_BLOCKS + start[:, None] + jnp.arange(count, dtype=jnp.int32)
 
 
 def usage(state: kvjax.CacheState, rows: jax.Array) -> jax.Array:
@@ -76,13 +73,14 @@ def usage(state: kvjax.CacheState, rows: jax.Array) -> jax.Array:
 def advance(state: kvjax.CacheState, work: Work):
     """A chunk of every unfinished prompt, then 32 steps of the others; the state, ok, rows done, and use by phase."""
     busy, committed = work.total > 0, state.seqs.committed
+    done_for = lambda events, rows: jnp.all(~rows | (events.status == kvjax.Status.OK))  # noqa: E731
     need = jnp.clip(work.prompt - committed, 0, CHUNK)
     grow = jnp.maximum(committed + need - state.seqs.length, 0)
     state, extended = kvjax.extend(state, grow > 0, grow, max_tokens=CHUNK)
     in_flight = usage(state, busy)
     state, written = kvjax.commit(state, tokens_at(work, committed, CHUNK), need)
     prefilling = busy & (state.seqs.committed < work.prompt)
-    during_prefill, ok = usage(state, prefilling), extended.ok & written_well(written, busy)
+    during_prefill, ok = usage(state, prefilling), extended.ok & done_for(written, busy)
 
     def step(carry, _):
         state, ok = carry
@@ -90,23 +88,13 @@ def advance(state: kvjax.CacheState, work: Work):
         position = state.seqs.committed
         state, extended = kvjax.extend(state, active)
         state, written = kvjax.commit(state, tokens_at(work, position, 1), active.astype(jnp.int32))
-        return (state, ok & extended.ok & written_well(written, active)), None
+        return (state, ok & extended.ok & done_for(written, active)), None
 
     (state, ok), _ = jax.lax.scan(step, (state, ok), length=STEPS)
     done = busy & (state.seqs.committed >= work.total)
     decoding = busy & ~prefilling & ~done
-    phases = {
-        "in_flight": in_flight,
-        "prefill": during_prefill,
-        "decode": usage(state, decoding),
-        "end": usage(state, done),
-    }
-    return state, ok, done, phases | {"all": usage(state, busy)}
-
-
-def written_well(events: kvjax.Events, rows: jax.Array) -> jax.Array:
-    """bool[]; whether every one of the rows bool[S] was done."""
-    return jnp.all(~rows | (events.status == kvjax.Status.OK))
+    phases = {name: usage(state, rows) for name, rows in (("decode", decoding), ("end", done), ("all", busy))}
+    return state, ok, done, {"in_flight": in_flight, "prefill": during_prefill, **phases}
 
 
 def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
@@ -123,34 +111,21 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
         for seq in np.flatnonzero(work.total == 0)[: len(waiting)].tolist():
             number = waiting.pop()
             work.request[seq], work.prompt[seq], work.total[seq] = number, lengths[number, 0], lengths[number].sum()
-            prompt = tokens_at(
-                Work(*(x[seq : seq + 1] for x in dataclasses.astuple(work))), jnp.zeros(1, jnp.int32), prompt_slots
-            )
-            state, events = admit(state, seq, prompt[0], int(lengths[number, 0]))
+            prompt = tokens_at(work, jnp.zeros(ROWS, jnp.int32), prompt_slots)[seq]
+            state, events = admit(state, seq, prompt, int(lengths[number, 0]))
             common.require(bool(events.ok), f"request {number} was not admitted: {events.status}")
         state, ok, done, phases = advance(state, work)
         common.require(bool(ok), "the cache refused a step")
         moments.append(jax.device_get(phases))
         if len(moments) % 50 == 1:
-            compare_with_stats(state, moments[-1]["all"])
+            seen, own = kvjax.debug.stats(state), tuple(moments[-1]["all"].tolist())
+            same = (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == own
+            common.require(same, f"kvjax.debug.stats counts {seen}, the benchmark {own}")
         for seq in np.flatnonzero(done).tolist():
             state, _ = release(state, seq)
             work.request[seq] = work.prompt[seq] = work.total[seq] = 0
             finished += 1
-        if sys.stdout.isatty():
-            print(f"\r  {finished} of {len(lengths)} requests", end="", flush=True)
-    if sys.stdout.isatty():
-        print("\r", end="")
     return {phase: np.array([m[phase] for m in moments], np.int64) for phase in moments[0]}
-
-
-def compare_with_stats(state: kvjax.CacheState, use: np.ndarray) -> None:
-    """Requires that this benchmark's counts equal those of `stats`, which counts in another way."""
-    seen = kvjax.debug.stats(state)
-    common.require(
-        (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == tuple(use.tolist()),
-        f"kvjax.debug.stats counts {seen}, the benchmark {use}",
-    )
 
 
 def unused(lengths: np.ndarray) -> dict[str, float]:
@@ -169,14 +144,7 @@ def unused(lengths: np.ndarray) -> dict[str, float]:
 
 def in_place() -> dict[str, float]:
     """Compiles the decode loop without running it; temporaries and donated bytes as a percentage of the pools."""
-    from flax import nnx
-
-    from kvjax import serving
-    from models.config import LayerConfig, ModelConfig
-    from models.decoder import Decoder
-
-    config = ModelConfig("llama", 8192, 256, 768, 8, (LayerConfig(4, 32),) * 8)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(caches.LLAMA, rngs=nnx.Rngs(0)))
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=1024, max_seqs=16, max_length=1024, dtype="float32")
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
     log = jax.eval_shape(lambda: serving.decode_log(spec, STEPS))
@@ -189,26 +157,16 @@ def in_place() -> dict[str, float]:
     copies = [line for line in compiled.as_text().splitlines() if re.search(r"\bcopy(-start)?\(", line)]
     copied = sum(any(f"[{shape}]" in line for shape in shapes) for line in copies)
     memory = compiled.memory_analysis()
-    temporary, donated = memory.temp_size_in_bytes / pools, memory.alias_size_in_bytes / pools
     common.require(copied == 0, f"the compiled loop copies a pool {copied} times")
     return {
         "pool_mb": pools / 1e6,
         "step_temporaries_mb": memory.temp_size_in_bytes / 1e6,
-        "step_temporaries_percent_of_pool": 100 * temporary,
-        "donated_percent_of_pool": 100 * donated,
+        "step_temporaries_percent_of_pool": 100 * memory.temp_size_in_bytes / pools,
+        "donated_percent_of_pool": 100 * memory.alias_size_in_bytes / pools,
     }
 
 
-def main() -> None:
-    args = common.parse("memory", __doc__)
-    lengths = read_lengths()
-    print(f"memory: {len(lengths)} requests, {lengths.sum():,} tokens, {ROWS} at a time, blocks of {BLOCK_SIZE} tokens")
-    began = time.perf_counter()
-    metrics = unused(lengths) | in_place()
-    print(f"  ({time.perf_counter() - began:.0f} s)")
-    common.report("memory", metrics, args.json, bars=BARS)
-    common.require_bars(metrics, BARS)
-
-
-if __name__ == "__main__":
-    main()
+@benchmark(BARS, {"requests": (502, 3)}, strict=True)
+def measure(size):
+    yield unused(read_lengths()[: size.requests])
+    yield in_place()

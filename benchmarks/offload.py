@@ -14,11 +14,9 @@ All times are the least of several rounds, in which everything takes its turn.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks.common import Bar, Program, Size, benchmark
 from kvjax.events.transfer import Transfer
 from kvjax.pools.host import init_host_pools, move
 
@@ -44,19 +42,6 @@ NOTES = """
 """
 
 
-class Size(NamedTuple):
-    """Blocks that move and their shape, rows of a step and their tokens, and rounds."""
-
-    blocks: int = 64
-    layers: int = 8
-    kv_heads: int = 8
-    head_dim: int = 128
-    rows: int = 8
-    length: int = 255  # and the step's token
-    rounds: int = 10
-
-
-QUICK = Size(5, 2, 2, 8, 2, 31, 2)
 BLOCK_SIZE, HEADS_PER_KV = 16, 4
 
 
@@ -74,6 +59,11 @@ class Tiers:
         fill = jax.jit(lambda pools, key: jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), pools))
         pools = fill(kvjax.init_pools(spec), jax.random.key(0))
         self.pools, self.host = init_host_pools(pools)
+        self.running = []
+        (pool,) = jax.tree.leaves(pools)
+        self.block_bytes = pool[0].nbytes
+        self.host_memory = pool.sharding.with_memory_kind("pinned_host")
+        self.array = jax.device_put(jnp.ones((size.blocks * self.block_bytes // 4,), jnp.float32), pool.sharding)
         free = held + rng.permutation(2 * size.blocks)
         host_rows = spec.groups[0].num_blocks + rng.permutation(2 * size.blocks)
         on_device, on_host = free[: size.blocks], host_rows[: size.blocks]
@@ -85,53 +75,39 @@ class Tiers:
         self.pools, self.host = move(self.pools, self.host, orders)
         return self.pools, self.host
 
-    def block_bytes(self) -> int:
-        (array,) = self.pools.arrays[0]
-        return array[0].nbytes
-
 
 def transfer(sources: np.ndarray, targets: np.ndarray) -> Transfer:
     columns = np.zeros_like(sources), sources, np.ones_like(sources), sources, targets
     return Transfer(jnp.asarray(np.stack(columns, axis=1), jnp.int32))
 
 
-def least_s(ways: dict[str, Callable[[], Any]], ready: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """Least seconds of each, which take turns; `ready` is awaited before each, and the first round does not count."""
-    least = dict.fromkeys(ways, float("inf"))
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            jax.block_until_ready(ready())
-            start = time.perf_counter()
-            result = jax.block_until_ready(run())
-            if number:
-                least[name] = min(least[name], time.perf_counter() - start)
-            del result  # its memory is given back outside the timing
-    return least
+def least_s(tiers: Tiers, ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Least seconds of each, which take turns; what the one before has moved is awaited first."""
+    programs: dict[str, Program] = {
+        name: (lambda: (tiers.pools, tiers.host, tiers.running), lambda _, run=run: run()) for name, run in ways.items()
+    }
+    took, _ = common.in_turns(programs, rounds)
+    return {name: each.least for name, each in took.items()}
 
 
 def rates(tiers: Tiers, size: Size) -> dict[str, float]:
-    """GB/s each way, of blocks and of one array; and milliseconds until `move` returns."""
-    total = size.blocks * tiers.block_bytes()
-    device = jax.tree.leaves(tiers.pools)[0].sharding
-    host = device.with_memory_kind("pinned_host")
-    array = jax.device_put(jnp.ones((total // 4,), jnp.float32), device)
+    """GB/s each way, of blocks and of one array."""
+    total, array, host = size.blocks * tiers.block_bytes, tiers.array, tiers.host_memory
     on_host, plain, used = jax.device_put(array, host), np.ones(total, np.uint8), np.ones(total, np.uint8)
     ways = {
         "move_to_host": lambda: tiers.move(tiers.out),
         "device_put_to_host": lambda: jax.device_put(array, host),
         "move_to_device": lambda: tiers.move(tiers.back),
-        "device_put_to_device": lambda: jax.device_put(on_host, device),
+        "device_put_to_device": lambda: jax.device_put(on_host, array.sharding),
         "swap": lambda: tiers.move(tiers.swap),
         "numpy_copy": lambda: np.copyto(used, plain),
     }
-    seconds = least_s(ways, lambda: (tiers.pools, tiers.host), size.rounds)
-    metrics = {f"{name}_gb_s": total * (2 if name == "swap" else 1) / s / 1e9 for name, s in seconds.items()}
+    seconds = least_s(tiers, ways, size.rounds)
+    figures = {f"{name}_gb_s": total * (2 if name == "swap" else 1) / s / 1e9 for name, s in seconds.items()}
     for way in ("to_host", "to_device"):
-        metrics[f"{way}_of_device_put"] = metrics[f"move_{way}_gb_s"] / metrics[f"device_put_{way}_gb_s"]
-    start = time.perf_counter()
+        figures[f"{way}_of_device_put"] = figures[f"move_{way}_gb_s"] / figures[f"device_put_{way}_gb_s"]
     tiers.move(tiers.out)
-    metrics["move_returns_ms"] = 1e3 * (time.perf_counter() - start)
-    return metrics
+    return figures
 
 
 def check(tiers: Tiers) -> None:
@@ -167,50 +143,43 @@ def decode_step(spec: kvjax.CacheSpec, size: Size) -> tuple[Callable[..., Any], 
             q = q + kvjax.attend(q, pools, layer, view)
         return pools, q
 
-    return jax.jit(step, donate_argnums=0), (
-        view,
-        jnp.ones((size.rows, 1, HEADS_PER_KV * size.kv_heads, size.head_dim)),
-    )
+    q = jnp.ones((size.rows, 1, HEADS_PER_KV * size.kv_heads, size.head_dim))
+    return jax.jit(step, donate_argnums=0), (view, q)
 
 
 def stalls(tiers: Tiers, size: Size) -> dict[str, float]:
     """Milliseconds from the call that starts a copy to the end of the step behind it."""
     program, args = decode_step(tiers.spec, size)
-    device = jax.tree.leaves(tiers.pools)[0].sharding
-    host = device.with_memory_kind("pinned_host")
-    array = jax.device_put(jnp.ones((size.blocks * tiers.block_bytes() // 4,), jnp.float32), device)
-    running = []
 
-    def step_after(begin: Callable[[], Any]) -> Any:
-        running[:] = [begin()]
-        tiers.pools, q = program(tiers.pools, *args)
-        return q
+    def step_after(begin: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            tiers.running[:] = [begin()]
+            tiers.pools, q = program(tiers.pools, *args)
+            return q
+
+        return run
 
     ways = {
-        "step": lambda: step_after(lambda: None),
-        "step_after_offload": lambda: step_after(lambda: tiers.move(tiers.out)[1]),
-        "step_after_onboard": lambda: step_after(lambda: tiers.move(tiers.back)[1]),
-        "step_after_device_put": lambda: step_after(lambda: jax.device_put(array, host)),
+        "step": step_after(lambda: None),
+        "step_after_offload": step_after(lambda: tiers.move(tiers.out)[1]),
+        "step_after_onboard": step_after(lambda: tiers.move(tiers.back)[1]),
+        "step_after_device_put": step_after(lambda: jax.device_put(tiers.array, tiers.host_memory)),
     }
-    seconds = least_s(ways, lambda: (tiers.pools, tiers.host, running), size.rounds)
-    metrics = {f"{name}_ms": 1e3 * s for name, s in seconds.items()}
+    seconds = least_s(tiers, ways, size.rounds)
+    figures = {f"{name}_ms": 1e3 * s for name, s in seconds.items()}
     alone = seconds.pop("step")
-    return metrics | {name.replace("step_after", "stall_of_step"): s / alone - 1 for name, s in seconds.items()}
+    return figures | {name.replace("step_after", "stall_of_step"): s / alone - 1 for name, s in seconds.items()}
 
 
-def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; no bound")
+# Blocks that move and their shape; rows of a step and their tokens before the step's.
+SIZES = {
+    "blocks": (64, 5), "layers": (8, 2), "kv_heads": (8, 2), "head_dim": (128, 8), "rows": (8, 2), "length": (255, 31),
+}  # fmt: skip
 
-    args = common.parse("offload", __doc__, options)
-    size = QUICK if args.quick else Size()
+
+@benchmark(BARS, SIZES, rounds=(10, 2), strict=True)
+def measure(size):
     tiers = Tiers(size)
-    print(f"offload: {size.blocks} blocks of {tiers.block_bytes() / 1e6:.3g} MB")
     check(tiers)
-    metrics = rates(tiers, size) | stalls(tiers, size)
-    common.report("offload", metrics, args.json, bars=BARS)
-    common.require_bars({} if args.quick else metrics, BARS)
-
-
-if __name__ == "__main__":
-    main()
+    yield rates(tiers, size)
+    yield stalls(tiers, size)

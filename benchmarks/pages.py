@@ -4,8 +4,8 @@
     all of it        make bench
     the pages alone  python -m benchmarks.pages --results out/bench
 
-A page has a section for each benchmark: its docstring, its command, a table by its `BARS`, and its `NOTES`. Benchmarks
-without a result have rows that say so. Nobody edits the pages.
+A section of the page of all figures is a benchmark: its docstring, its command, a table by its bars, and its `NOTES`.
+Benchmarks without a result have rows that say so. Nobody edits the pages.
 """
 
 from __future__ import annotations
@@ -19,61 +19,61 @@ import pathlib
 import re
 import textwrap
 from collections.abc import Iterable
-from types import ModuleType
 
-from benchmarks import gpu_page, replay
-from benchmarks.common import Bar
+from benchmarks import gpu_first, kernels, replay
+from benchmarks.common import BENCHMARKS, ROOT, Bar, Benchmark
 
-ROOT = pathlib.Path(__file__).parents[1]
 GROUPS = {
     "Metadata and verbs": ("bookkeeping", "compile", "memory"),
     "Attention and loops": ("attention", "decode_loop", "scan", "sampling", "kinds"),
     "Batches, servers and training": ("serving", "engine", "replicas", "replay", "rollout"),
     "Stores and moves": ("stores", "offload"),
     "Readers of events": ("events",),
-    "Traces and policies": ("research", "published"),
+    "Traces and policies": ("research",),
+    "On a GPU": ("gpu_model",),
 }
-ON_GPU = ("gpu_model",)
-FIRST = (
+# The figures that a user asks for; README has the first six.
+USUAL = (
     ("bookkeeping", "step_us"), ("bookkeeping", "admit_us"), ("memory", "unused_in_flight_percent"),
-    ("serving", "loop_over_python"), ("attention", "large_2k_over_contiguous"), ("compile", "first_warm_s"),
+    ("serving", "loop_over_python"), ("decode_loop", "step_ratio"), ("compile", "first_warm_s"),
+    ("serving", "over_transformers_10m"), ("serving", "reused"), ("engine", "http_x"), ("rollout", "group_x"),
+    ("stores", "restart_x"), ("events", "all_listeners_ratio"),
 )  # fmt: skip
+TEXTS = pathlib.Path(__file__).parent / "data"  # of the first page, and about GPUs
 WRITTEN = "<!-- `python -m benchmarks.pages` has written this page from results of `make bench`: edit no figure. -->"
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
-INDEX = """
-All figures come from commands of the repository, which also check the answers. `make bench` runs them and writes these
-pages; a benchmark has its bars next to the code that measures. Each page names the command of each table.
-
-- **x** is a ratio: both sides are measured in turns in one run, so that a busy machine is busy for both. "A, to B" is
-  the value of A divided by that of B.
-- Seconds and rates are those of one machine, which others share: they varied by a third from run to run.
-- **at least** and **at most** are the bar of a row, followed by met or missed. An aim is the value to come to. Rows
-  without a bar are for information.
-- Bars are the same on every machine. A missed one is shown as missed, with the reason below its table, if it is clear.
-"""
-PAGES = """
-[On a CPU](cpu.md) has the benchmarks that need no GPU. [On a GPU](gpu.md) has compiled, modelled and measured figures,
-apart.
-
-```{toctree}
-:hidden:
-
-cpu
-gpu
-```
-"""
+# Rows of the first table, by program and part.
+PARTS = {
+    "extend_commit_1 all": "`extend` and `commit` of 128 rows, 1 token each",
+    "extend_commit_16 all": "`extend` and `commit` of 128 rows, 16 tokens each",
+    "block_16 block": "around a block of 16 steps: capacity, copies, `commit`, `trim`, log",
+    "block_16 step": "in each step except the model: view, choice, stop check",
+    **{
+        f"step_8b_{rows} middle": f"a layer of Llama 3 8B's shapes, {rows} row{'s' * (rows > 1)}"
+        for rows in (1, 32, 128)
+    },
+    **{f"step_8b_{rows} all": f"a step of three such layers, {rows} row{'s' * (rows > 1)}" for rows in (1, 32, 128)},
+    "loop_buffered block": "a loop with command buffers, around a block of 16 steps",
+    "loop_buffered step": "a loop with command buffers, in each step",
+}
+# Rows of the second table: the field of a budget, and whether it is a least number.
+LIMITS = {
+    "instructions_32kb": ("warp instructions for 32 KB of K/V", False),
+    "loop_global_loads": ("loads of the block table in the loop", False),
+    "loop_byte_loads": ("loads of single bytes from shared memory in the loop", False),
+    "loop_slow_conversions": ("slow conversions in the loop", False),
+    "loop_in_flight": ("groups of asynchronous copies that go on while the loop waits", True),
+    "resident": ("programs that a multiprocessor runs at once", True),
+}
+DTYPES = {"bf16": "16", "int8": "int8", "fp8": "fp8"}
 
 
 class Results:
-    """The results of benchmarks, by name, as they are in a folder.
+    """The results of benchmarks, by name, as NAME.json in a folder; and the file of what a GPU has measured."""
 
-    Args:
-      folder: has a file NAME.json of each that was run.
-    """
-
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, on_gpu: pathlib.Path = ROOT / gpu_first.RESULTS / gpu_first.FILE):
         files = {path.stem: path for path in folder.glob("*.json")}
-        self.found = {name: json.loads(path.read_text()) for name, path in sorted(files.items())}
+        self.found, self.on_gpu = {name: json.loads(path.read_text()) for name, path in sorted(files.items())}, on_gpu
 
     def values(self, name: str) -> dict[str, float]:
         """The metrics and details of a benchmark; none if it was not run."""
@@ -92,25 +92,29 @@ class Results:
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
         return f"Run on {result['date'][:10]}: {versions}; {result['cpu']}."
 
-    def cells(self, name: str, metric: str) -> tuple[str, str]:
-        """A metric's value, and its bar with the verdict."""
-        bar, values = module(name).BARS[metric], self.values(name)
+    def row(self, name: str, metric: str) -> list[str]:
+        """What a metric is, its value, and its bar with the verdict."""
+        bar, values = of_name(name).bars[metric], self.values(name)
         if metric not in values:
-            return "not measured" if name in self.found else "not run", bar.bounds()
-        return bar.shown(values[metric]), with_verdict(bar, values[metric])
+            return [bar.what, "not measured" if name in self.found else "not run", bar.bounds()]
+        verdict = bar.verdict(values[metric]).replace("missed", "**missed**")
+        return [bar.what, bar.shown(values[metric]), ": ".join(part for part in (bar.bounds(), verdict) if part)]
+
+    def verdicts(self, name: str) -> str:
+        """The number of bars of a benchmark that are met."""
+        values = self.values(name)
+        verdicts = [bar.verdict(values[metric]) for metric, bar in of_name(name).bars.items() if metric in values]
+        missed, held = verdicts.count("missed"), sum(map(bool, verdicts))
+        if name not in self.found:
+            return "not run"
+        return "no bar" if not held else f"{held - missed} of {held} met"
 
 
 @functools.cache
-def module(name: str) -> ModuleType:
+def of_name(name: str) -> Benchmark:
     """A benchmark."""
-    return importlib.import_module(f"benchmarks.{name}")
-
-
-def with_verdict(bar: Bar, value: float) -> str:
-    """The bounds of a bar and the verdict on a value."""
-    verdict = bar.verdict(value)
-    verdict = "**missed**" if verdict == "missed" else verdict
-    return ": ".join(part for part in (bar.bounds(), verdict) if part)
+    importlib.import_module(f"benchmarks.{name}")
+    return BENCHMARKS[name]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -120,10 +124,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""]) for cells in lines)
 
 
-def about(name: str) -> str:
-    """The docstring of a benchmark, as paragraphs of a page."""
-    paragraphs = (inspect.getdoc(module(name)) or "").split("\n\n")
-    return "\n\n".join(textwrap.fill(" ".join(one.split()), 120) for one in paragraphs)
+def paragraphs(*parts: str) -> str:
+    return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
 def title(name: str) -> str:
@@ -131,59 +133,104 @@ def title(name: str) -> str:
     return name.replace("_", " ").capitalize().replace("Gpu", "GPU")
 
 
-def section(name: str, results: Results, level: int = 3) -> str:
+def link(name: str, page: str = "") -> str:
+    """A link to the section of a benchmark."""
+    return f"[{title(name)}]({page}#{title(name).lower().replace(' ', '-')})"
+
+
+def section(name: str, results: Results) -> str:
     """The section of a benchmark."""
-    rows = ([bar.what, *results.cells(name, metric)] for metric, bar in module(name).BARS.items())
+    module = inspect.getmodule(of_name(name).measure)
+    about = [textwrap.fill(" ".join(each.split()), 120) for each in (inspect.getdoc(module) or "").split("\n\n")]
     baseline = results.found.get(name, {}).get("baseline")
-    parts = [
-        f"{'#' * level} {title(name)}",
-        about(name),
-        f"```sh\n{results.command(name)}\n```",
-        table(("", "value", "bar"), rows),
+    return paragraphs(
+        f"### {title(name)}", *about, f"```sh\n{results.command(name)}\n```",
+        table(("", "value", "bar"), (results.row(name, metric) for metric in of_name(name).bars)),
         results.run_at(name) + (f" The baseline is {baseline}." if baseline else ""),
-        getattr(module(name), "NOTES", "").strip(),
-    ]
-    return "\n\n".join(part for part in parts if part)
+        getattr(module, "NOTES", ""),
+    )  # fmt: skip
 
 
-def verdicts(name: str, results: Results) -> str:
-    """The number of bars of a benchmark that are met."""
-    bars, values = module(name).BARS, results.values(name)
-    found = [bar.verdict(values[metric]) for metric, bar in bars.items() if metric in values]
-    missed, held = found.count("missed"), sum(bool(verdict) for verdict in found)
-    if name not in results.found:
-        return "not run"
-    return "no bar" if not held else f"{held - missed} of {held} met"
+def usual_page(results: Results) -> str:
+    """The first page: what a user asks for, and how to read all figures."""
+    rows = ([*results.row(name, metric), link(name, "all.md")] for name, metric in USUAL)
+    return (TEXTS / "usual.md").read_text().replace("{usual}", table(("", "value", "bar", "of"), rows)).strip()
 
 
-def index_page(results: Results) -> str:
-    """The first page: reading the others, and a list of the benchmarks."""
-    pages = [("cpu", names) for names in GROUPS.values()] + [("gpu", ON_GPU)]
-    rows = []
-    for page, name in ((page, name) for page, names in pages for name in names):
-        anchor = title(name).lower().replace(" ", "-")
-        rows.append([f"[{title(name)}]({page}.md#{anchor})", f"`make bench-{name}`", verdicts(name, results)])
-    parts = ["# Performance", INDEX.strip(), table(("benchmark", "command", "bars"), rows), PAGES.strip()]
-    return "\n\n".join(parts)
-
-
-def cpu_page(results: Results, picture: str | None) -> str:
-    """The page of all benchmarks that need no GPU."""
-    parts = ["# On a CPU", "[Performance](index.md) says how to read the tables."]
-    for group, names in GROUPS.items():
+def all_page(results: Results, picture: str | None) -> str:
+    """The page of all figures."""
+    names = [name for group in GROUPS.values() for name in group]
+    rows = ([link(name), f"`make bench-{name}`", results.verdicts(name)] for name in names)
+    parts = ["# All figures", "[Performance](index.md) says how to read the tables."]
+    parts.append(table(("benchmark", "command", "bars"), rows))
+    for group, members in GROUPS.items():
         parts.append(f"## {group}")
-        for name in names:
+        for name in members:
             parts.append(section(name, results))
             if name == "replay" and picture:
                 parts.append(f"![Bars of each figure for each way to reserve blocks]({picture})")
-    return "\n\n".join(parts)
+    modelled, about = parts.pop(), (TEXTS / "gpu.md").read_text()
+    tables = {"counts": counts(), "limits": limits(), "modelled": modelled, "measured": measured(results.on_gpu)}
+    return paragraphs(*parts, re.sub(r"^\{(\w+)\}$", lambda match: tables[match[1]], about, flags=re.M))
+
+
+def counts() -> str:
+    """The kernels and stops that `make gpu-counts` holds, of the newest jaxlib."""
+    budgets = json.loads((ROOT / "tests/data/gpu_step_budgets.json").read_text())
+    newest = max(budgets["budgets"], key=lambda version: [int(part) for part in version.split(".")])
+
+    def cells(part: str) -> list[str]:
+        held, bars = budgets["budgets"][newest][part], budgets["bars"].get(part, {})
+        shown = []
+        for kind in ("kernels", "stops"):
+            if kind in bars:
+                bar = Bar("", "", at_most=bars[kind]["bar"], aim=bars[kind].get("aim"))
+                shown.append(f"{kind} {bar.bounds()}: {bar.verdict(held[kind])}")
+        return [str(held["kernels"]), str(held["stops"]), "; ".join(shown)]
+
+    rows = ([what, *cells(part)] for part, what in PARTS.items())
+    return f"{table(('', 'kernels', 'host stops', 'bar'), rows)}\n\nOf jaxlib {newest}."
+
+
+def limits() -> str:
+    """The limits that `make gpu-kernels` holds."""
+    budgets = json.loads((ROOT / "tests/data/gpu_budgets.json").read_text())
+    names = {dtype: f"decode_{name} decode_attention" for dtype, name in DTYPES.items()}
+    held = {dtype: budgets.get(name, {}) | budgets.get(f"h200 {name}", {}) for dtype, name in names.items()}
+
+    def cell(dtype: str, field: str, least: bool) -> str:
+        return f"{'at least' if least else 'at most'} {held[dtype][field]:,}" if field in held[dtype] else ""
+
+    rows = ([what, *(cell(dtype, field, least) for dtype in DTYPES)] for field, (what, least) in LIMITS.items())
+    return table(("", *DTYPES), rows)
+
+
+def measured(file: pathlib.Path) -> str:
+    """The bars of the kernels, with the figures of a GPU if there are some; and the summary of its sections."""
+    done = json.loads(file.read_text())["sections"] if file.exists() else {}
+    figures = {
+        (who, metric): value
+        for section in done.values()
+        for who, metrics in section.get("metrics", {}).items()
+        for metric, value in metrics.items()
+    }
+    rows = []
+    for (who, metric), bar in kernels.BARS.items():
+        value = figures.get((who, metric))
+        text = "not measured" if value is None else f"{bar.shown(value)}: {bar.verdict(value)}"
+        rows.append([f"`{metric}`", who, text.replace("missed", "**missed**"), bar.bounds()])
+    shown = table(("metric", "by", "value", "bar"), rows)
+    if not done:
+        return f"{shown}\n\n**Nothing is measured yet.** No GPU has run these kernels, nor the programs above."
+    lines = gpu_first.Watch(file, [], 0).summary(gpu_first.sections(quick=False))
+    return "\n".join([shown, "\n```text", *lines, "```"])
 
 
 def readme(text: str, results: Results) -> str:
     """README with its table of figures, between the markers; as it is without them."""
-    rows = ([module(name).BARS[metric].what, results.cells(name, metric)[0], f"`{results.command(name)}`"]
-            for name, metric in FIRST)  # fmt: skip
-    machines = dict.fromkeys(results.run_at(name) for name, _ in FIRST)
+    first = USUAL[:6]
+    rows = ([*results.row(name, metric)[:2], f"`{results.command(name)}`"] for name, metric in first)
+    machines = dict.fromkeys(results.run_at(name) for name, _ in first)
     new = "\n\n".join([table(("", "value", "command"), rows), textwrap.fill(" ".join(machines), 120)])
     return re.sub(rf"(?<={BEGIN}\n).*?(?={END})", lambda _: f"{new}\n", text, flags=re.S)
 
@@ -194,11 +241,7 @@ def write(results: Results, docs: pathlib.Path) -> None:
     picture = docs / "replay.png"
     if "replay" in results.found:
         replay.plot(replay.by_way(results.values("replay")), picture)
-    pages = {
-        "index": index_page(results),
-        "cpu": cpu_page(results, picture.name if picture.exists() else None),
-        "gpu": gpu_page.page([section(name, results) for name in ON_GPU], table),
-    }
+    pages = {"index": usual_page(results), "all": all_page(results, picture.name if picture.exists() else None)}
     for name, text in pages.items():
         (docs / f"{name}.md").write_text(f"{WRITTEN}\n\n{text}\n")
 
@@ -214,10 +257,8 @@ def main() -> None:
     results = Results(args.results)
     write(results, args.docs)
     args.readme.write_text(readme(args.readme.read_text(), results))
-    missing = [name for names in (*GROUPS.values(), ON_GPU) for name in names if name not in results.found]
-    print(
-        f"{args.docs}: written from {len(results.found)} results" + (f"; not run: {', '.join(missing)}" * bool(missing))
-    )
+    missing = [name for group in GROUPS.values() for name in group if name not in results.found]
+    print(f"{args.docs}: written from {len(results.found)} results; not run: {', '.join(missing) or 'none'}")
 
 
 if __name__ == "__main__":

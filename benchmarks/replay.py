@@ -15,24 +15,22 @@ same tokens in its cache, and choose each request's first and last token in the 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 from benchmarks import common
-from benchmarks.batch_job import oracle_options
-from benchmarks.common import Bar
-from benchmarks.steady_step import NoModel
+from benchmarks.caches import NoModel, copy_of
+from benchmarks.common import Bar, Size, benchmark
 from benchmarks.trace import MS_A_STEP, TRACE, Request, read_trace
+from benchmarks.workload import BLOCK, oracle_options
 from kvjax import Cache
 from kvjax._pictures import AMBER, BLUE, finish, legend_below, new_figure, picture
 from kvjax.events import init_log
@@ -41,22 +39,7 @@ from tests.oracle import scheduler as oracle
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask
 
-BLOCK = 16
 AT_ONCE = 64  # steps between two looks at the clock, at most
-
-
-class Size(NamedTuple):
-    """The cache; tokens of prompts that a step computes, of a row and of all; requests, and those that Python runs."""
-
-    rows: int = 32
-    num_blocks: int = 8192
-    chunk: int = 256
-    chunks: int = 512
-    requests: int = 2000
-    checked: int = 60
-
-
-QUICK = Size(rows=4, num_blocks=400, requests=12, checked=12)
 # How blocks are reserved, and whether a request waits for a prefix that a row is about to compute.
 WAYS = list(itertools.product(("max_tokens", "num_tokens", "batch"), (True, False)))
 
@@ -85,13 +68,7 @@ requests, in each of the six ways.
 """
 
 
-class Ended(NamedTuple):
-    """What came of requests, i64[requests] each; tokens are found in the cache, `first_token` and `ended` are steps."""
-
-    cached: np.ndarray
-    first_token: np.ndarray
-    ended: np.ndarray
-    preemptions: np.ndarray
+FIELDS = "cached", "first_token", "ended", "preemptions"  # what came of a request: tokens, steps, and a count
 
 
 class Library:
@@ -100,12 +77,8 @@ class Library:
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
         self.width = max(len(request.prompt) for request in requests)
         max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
-        spec = kvjax.make_spec(
-            num_blocks=size.num_blocks,
-            max_seqs=size.rows,
-            max_length=-(-max(max_tokens) // BLOCK) * BLOCK,
-            block_size=BLOCK,
-        )
+        longest = -(-max(max_tokens) // BLOCK) * BLOCK
+        spec = kvjax.make_spec(num_blocks=size.num_blocks, max_seqs=size.rows, max_length=longest, block_size=BLOCK)
         self.serving = init_serving(Cache.create(spec), max_tokens, greedy=True)
         # Enough that the log never ends a block of steps: plain Python has none.
         blocks = AT_ONCE * (size.chunks // BLOCK + size.rows) + 4 * spec.max_blocks_per_seq
@@ -134,10 +107,10 @@ class Library:
         self.serving, counts = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
         self.steps, self.busy = (array.item() for array in jax.device_get(counts))
 
-    def ended(self, number: int) -> Ended:
+    def ended(self, number: int) -> dict[str, np.ndarray]:
+        """`FIELDS` of the first requests, i64[number] each."""
         requests = self.serving.requests
-        names = ("cached", "first_token", "ended", "preemptions")
-        return Ended(*(np.asarray(getattr(requests, name))[:number].astype(np.int64) for name in names))
+        return {name: np.asarray(getattr(requests, name))[:number].astype(np.int64) for name in FIELDS}
 
 
 class Plain:
@@ -147,10 +120,7 @@ class Plain:
         max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
         cache = Oracle(size.num_blocks, BLOCK, size.rows, -(-max(max_tokens) // BLOCK))
         self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, at: 0, max_tokens)
-
-    @property
-    def steps(self) -> int:
-        return self.scheduler.steps
+        self.steps = 0
 
     @property
     def busy(self) -> bool:
@@ -165,11 +135,11 @@ class Plain:
         end = self.steps + min(steps, AT_ONCE)
         while self.busy and self.steps < end:
             self.scheduler.step()
+            self.steps = self.scheduler.steps
 
-    def ended(self, number: int) -> Ended:
-        names = ("cached", "first_token", "ended", "preemptions")
+    def ended(self, number: int) -> dict[str, np.ndarray]:
         requests = self.scheduler.requests[:number]
-        return Ended(*(np.array([getattr(request, name) for request in requests]) for name in names))
+        return {name: np.array([getattr(request, name) for request in requests]) for name in FIELDS}
 
 
 def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.ndarray, int]:
@@ -192,16 +162,16 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
     return np.array(due), system.steps + idle
 
 
-def require_same(ours: Ended, theirs: Ended) -> None:
+def require_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
     """Ends the benchmark if the library and plain Python made different things of the requests."""
-    for name, own, other in zip(Ended._fields, ours, theirs, strict=True):
-        common.require(np.array_equal(own, other), f"{name} is {own}, and {other} in plain Python")
+    for name, own in ours.items():
+        common.require(np.array_equal(own, theirs[name]), f"{name} is {own}, and {theirs[name]} in plain Python")
 
 
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
     """Replays the first requests, which compiles, also in plain Python; then all of them, which is timed."""
     first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
-    initial = jax.tree.map(jnp.copy, system.serving)
+    initial = copy_of(system.serving)()
     replay(system, first)
     if size.checked:
         plain = Plain(requests, size, scheduler)
@@ -211,39 +181,15 @@ def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -
     began = time.perf_counter()
     due, clock = replay(system, requests)
     seconds, ended = time.perf_counter() - began, system.ended(len(requests))
-    generated, waited = sum(request.new_tokens for request in requests), ended.first_token - due
+    generated, waited = sum(request.new_tokens for request in requests), ended["first_token"] - due
     return {
         "tokens_a_second": generated / seconds,
         "tokens_a_virtual_second": generated / (clock * MS_A_STEP / 1000),
         "first_token_p50": float(np.percentile(waited, 50)),
         "first_token_p99": float(np.percentile(waited, 99)),
-        "reused": int(np.sum(ended.cached)),
-        "preemptions": int(np.sum(ended.preemptions)),
+        "reused": int(np.sum(ended["cached"])),
+        "preemptions": int(np.sum(ended["preemptions"])),
     }
-
-
-def measure(requests: Sequence[Request], size: Size) -> dict[str, dict[str, float]]:
-    """What each of `WAYS` makes of the requests."""
-    found = {}
-    for reserve, waits in WAYS:
-        budget = size.rows + size.chunks
-        scheduler = Scheduler(reserve=reserve, wait_for_prefix=waits, chunk=size.chunk, budget=budget)
-        found[way_name(reserve, waits)] = measure_way(requests, size, scheduler)
-        show(found, len(found) == 1)
-    return found
-
-
-def show(found: dict[str, dict[str, float]], head: bool) -> None:
-    """A line for the last way, below a head if it is the first."""
-    name, values = list(found.items())[-1]
-    if head:
-        names = ("tokens/s", "virtual", "first token p50", "p99", "reused", "preempted")
-        print(f"  {'':13} {'{:>9} {:>8} {:>16} {:>6} {:>9} {:>9}'.format(*names)}")
-    real, virtual, p50, p99, reused, preemptions = values.values()
-    print(
-        f"  {name:13} {real:9,.0f} {virtual:8.1f} {p50:10,.0f} steps {p99:6,.0f} {reused:9,} {preemptions:9,}",
-        flush=True,
-    )
 
 
 def by_way(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -277,27 +223,17 @@ def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
     figure.savefig(file)
 
 
-def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--trace", type=pathlib.Path, default=TRACE, metavar="FILE", help="another trace")
-        parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the figures there")
-        parser.add_argument("--requests", type=int, help="how many of the trace")
-        parser.add_argument("--checked", type=int, help="how many of them plain Python runs too")
-        parser.add_argument("--quick", action="store_true", help="a dozen requests: whether it runs, not how fast")
-
-    args = common.parse("replay", __doc__, options)
-    size = QUICK if args.quick else Size()
-    chosen = {name: getattr(args, name) for name in ("requests", "checked") if getattr(args, name) is not None}
-    size = size._replace(**chosen)
-    requests = read_trace(args.trace, size.requests)
-    tokens, due = sum(len(request.prompt) for request in requests), requests[-1].due
-    print(f"replay: {len(requests):,} requests of {tokens:,} tokens within {due:,} steps, {size.num_blocks:,} blocks")
-    found = measure(requests, size)
-    if args.plot is not None:
-        plot(found, args.plot)
-    metrics = {f"{way}_{name}": value for way, values in found.items() for name, value in values.items()}
-    common.report("replay", metrics, args.json, bars=BARS)
+# The cache; tokens of prompts that a step computes, of a row and of all; requests, and those that Python runs.
+SIZES = {
+    "rows": (32, 4), "num_blocks": (8192, 400), "chunk": 256, "chunks": 512, "requests": (2000, 12),
+    "checked": (60, 12), "trace": TRACE,
+}  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(BARS, SIZES)
+def measure(size):
+    requests = read_trace(size.trace, size.requests)
+    for reserve, waits in WAYS:
+        scheduler = Scheduler(reserve=reserve, wait_for_prefix=waits, chunk=size.chunk, budget=size.rows + size.chunks)
+        name = way_name(reserve, waits)
+        yield {f"{name}_{figure}": value for figure, value in measure_way(requests, size, scheduler).items()}

@@ -13,31 +13,26 @@ devices as it needs.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
-import pathlib
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 import kvjax
-from benchmarks import batch_job, common, context_job
-from benchmarks.common import Bar
+from benchmarks import caches, common, workload
+from benchmarks.common import Bar, Program, Size, benchmark
+from benchmarks.workload import load_recall
 from kvjax.serving import Replicas, Request, RunOptions, make_requests
 from kvjax.serving.routing import hashes_of
-from models import loading
+from models import loading, recall
 
-ROOT = pathlib.Path(__file__).parents[1]
-CHECKPOINT = ROOT / "models/checkpoints/recall"
 BARS = {
     "two_over_one": Bar("tokens a second of 2 replicas, to one", at_least=1.3),
     "reused_of_one": Bar("prompt tokens reused by 4 replicas, to one cache", at_least=0.85),
@@ -52,54 +47,27 @@ NOTES = """
 Two replicas gave 1.7x to 1.9x on quiet cores in several runs, and 1.1x to 1.3x while others used the cores.
 """
 VOCABULARY = 512  # of the prompts that are only routed
-Measured = tuple[dict[str, float], dict[str, float]]  # metrics, and details
+# Of the caches whose blocks are divided: rows; tokens of a row; calls of a verb that are timed together.
+ROWS, LENGTH, TURNS = 32, 512, 20
+SHAPE = {"max_seqs": ROWS, "max_length": LENGTH, "block_size": 16, "dtype": "float32"}
 
 
-class Size(NamedTuple):
-    """What to run.
-
-    Attributes:
-      batch: the questions, and the cache of one replica; for `reused_of_one` that of all together.
-      questions: how many of them; None: all.
-      rounds: how often each way is timed.
-      batches: in which the questions come in random order.
-      parts: replicas that share the blocks of one cache.
-      routes: replicas among which prompts are routed.
-      num_blocks: of each replica among which prompts are routed.
-      length: tokens of each of these prompts, of which the first half is the same in all.
-      divided: blocks of the cache that is divided by tokens.
-    """
-
-    batch: batch_job.Size = batch_job.Size()
-    questions: int | None = None
-    rounds: int = 9
-    batches: int = 8
-    parts: int = 4
-    routes: int = 8
-    num_blocks: int = 4096
-    length: int = 2048
-    divided: int = 16_384
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """The questions."""
-        return batch_job.questions(self.batch)[: self.questions]
-
-
-QUICK = Size(batch_job.QUICK._replace(rows=4, num_blocks=48), None, 1, 2, 2, 2, 64, 128, 256)
+def prompts_of(size: Size) -> list[list[int]]:
+    """The questions, or the first of them."""
+    return workload.questions(size)[: size.first]
 
 
 def run(replicas: Replicas, size: Size, prompts: Sequence[Sequence[int]]) -> list[Any]:
     """The outputs of a batch."""
-    requests = make_requests(prompts, max_new_tokens=size.batch.new_tokens)
-    return replicas.run_batch(requests, RunOptions(scheduler=size.batch.scheduler))
+    requests = make_requests(prompts, max_new_tokens=size.new_tokens)
+    return replicas.run_batch(requests, RunOptions(scheduler=size.scheduler))
 
 
-def compare_speed(size: Size) -> Measured:
+def compare_speed(size: Size) -> dict[str, float]:
     """`two_over_one`."""
-    model, _ = loading.load(CHECKPOINT)
-    prompts, spec = size.prompts, batch_job.make_cache(model, size.batch).state.spec
-    programs: Any = {
+    model, _ = load_recall()
+    prompts, spec = prompts_of(size), workload.spec_of(model, size)
+    programs: dict[str, Program] = {
         name: (
             functools.partial(Replicas, model, spec, jax.devices()[:number]),
             lambda replicas: [output.tokens for output in run(replicas, size, prompts)],
@@ -107,27 +75,29 @@ def compare_speed(size: Size) -> Measured:
         for name, number in (("one", 1), ("two", 2))
     }
     took, answers = common.in_turns(programs, size.rounds)
-    batch_job.require_same(model, size.batch, prompts, answers)
-    tokens = len(prompts) * size.batch.new_tokens
-    details = {f"{name}_tokens_per_s": tokens / one.wall for name, one in took.items()}
-    details |= {f"{name}_cores_used": one.cpu / one.wall for name, one in took.items()}
-    return {"two_over_one": took["one"].wall / took["two"].wall}, details
+    workload.require_same(model, size, prompts, answers)
+    tokens = len(prompts) * size.new_tokens
+    return {
+        "two_over_one": took["one"].wall / took["two"].wall,
+        **{f"{name}_tokens_per_s": tokens / each.wall for name, each in took.items()},
+    }
 
 
-def compare_reuse(size: Size, batches: int = 1) -> Measured:
-    """`reused_of_one`, and among details the share of replicas in turn; for several batches in random order."""
-    (model, _), number = loading.load(CHECKPOINT), size.parts
-    part = size.batch._replace(rows=size.batch.rows // number, num_blocks=size.batch.num_blocks // number)
-    whole, quarter = (batch_job.make_cache(model, one).state.spec for one in (size.batch, part))
-    prompts = size.prompts if batches == 1 else random.Random(0).sample(size.prompts, len(size.prompts))
+def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, float]:
+    """`reused_of_one`, and the share of replicas in turn; for several batches in random order, by another name."""
+    (model, _), number = load_recall(), size.parts
+    part = size.replace(rows=size.rows // number, num_blocks=size.num_blocks // number)
+    whole, quarter = workload.spec_of(model, size), workload.spec_of(model, part)
+    prompts = prompts_of(size)
+    prompts = prompts if batches == 1 else random.Random(0).sample(prompts, len(prompts))
     one, routed = Replicas(model, whole, jax.devices()[:1]), Replicas(model, quarter, jax.devices()[:number])
     turns = [Replicas(model, quarter, jax.devices()[:1]) for _ in range(number)]
 
     def in_turn(batch: Sequence[Any]) -> list[Any]:
-        found: list[Any] = [None] * len(batch)
+        outputs: list[Any] = [None] * len(batch)
         for n, replica in enumerate(turns):
-            found[n::number] = run(replica, size, batch[n::number])
-        return found
+            outputs[n::number] = run(replica, size, batch[n::number])
+        return outputs
 
     ways: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
         "one": lambda batch: run(one, size, batch), "routed": lambda batch: run(routed, size, batch),
@@ -139,103 +109,134 @@ def compare_reuse(size: Size, batches: int = 1) -> Measured:
         for name, way in ways.items()
     }
     answers = {name: [output.tokens for output in some] for name, some in outputs.items()}
-    batch_job.require_same(model, size.batch, prompts, answers)
+    workload.require_same(model, size, prompts, answers)
     cached = {name: sum(output.cached_tokens for output in some) for name, some in outputs.items()}
-    most = np.bincount([output.replica for output in outputs["routed"]], minlength=number).max()
-    details = {
-        "one_reused": cached["one"] / sum(map(len, prompts)),
-        "in_turn_reused_of_one": cached["in_turn"] / cached["one"],
-        "routed_most_prompts": most / (len(prompts) / number),
+    return {
+        f"reused_of_one{name}": cached["routed"] / cached["one"],
+        f"one_reused{name}": cached["one"] / sum(map(len, prompts)),
+        f"in_turn_reused_of_one{name}": cached["in_turn"] / cached["one"],
     }
-    return {"reused_of_one": cached["routed"] / cached["one"]}, details
 
 
-def compare_mixed_reuse(size: Size) -> Measured:
-    """The same for several batches in random order: all of it are details."""
-    metrics, details = compare_reuse(size, size.batches)
-    return {}, {f"{name}_mixed": value for name, value in (metrics | details).items()}
-
-
-@jax.tree_util.Partial
-def no_model(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array | None) -> tuple[jax.Array, Any]:
-    """Writes nothing and chooses token 0: routing reads events alone."""
-    del view
-    shape = tokens.shape if last is None else last.shape
-    return jax.numpy.zeros((*shape, VOCABULARY), np.float32), pools
-
-
-def compare_routing(size: Size) -> Measured:
+def compare_routing(size: Size) -> dict[str, float]:
     """`route_of_hashing`."""
-    number, block, rng = size.routes, batch_job.BLOCK, np.random.default_rng(0)
+    number, block, rng = size.routes, workload.BLOCK, np.random.default_rng(0)
     spec = kvjax.make_spec(
-        [kvjax.LayerSpec(1, 1)], num_blocks=size.num_blocks, max_seqs=8, max_length=size.length + block,
+        [kvjax.LayerSpec(1, 1)], num_blocks=size.routed_blocks, max_seqs=8, max_length=size.length + block,
         block_size=block, dtype="float32",
     )  # fmt: skip
     # The price of load spreads the prompts over all replicas, so that each one gets the beginning.
-    replicas, half = Replicas(no_model, spec, jax.devices()[:number], load_price=1.0), size.length // 2
+    replicas = Replicas(caches.NoModel(), spec, jax.devices()[:number], load_price=1.0)
+    half = size.length // 2
     start = rng.integers(0, VOCABULARY, half).tolist()
-    count = number * (size.num_blocks * block // half)  # as many as all caches hold, and a few that push others out
+    count = number * (size.routed_blocks * block // half)  # as many as all caches hold, and a few push others out
     prompts = [[*start, *rng.integers(0, VOCABULARY, half).tolist()] for _ in range(count)]
     replicas.run_batch(make_requests(prompts, max_new_tokens=1))
     cached = [int(np.sum(np.asarray(cache.state.groups[0].blocks.fill) == block)) for cache in replicas.caches]
-    common.require(min(cached) > 0.9 * size.num_blocks, f"a cache has {min(cached)} blocks, wanted a full one")
-    route, hashing, found = list[float](), list[float](), list[int]()
+    common.require(min(cached) > 0.9 * size.routed_blocks, f"a cache has {min(cached)} blocks, wanted a full one")
+    route, hashing, reused = list[float](), list[float](), list[int]()
     for prompt in [*prompts[-64:], *prompts[-64:]]:
         array, began = np.asarray(prompt), time.perf_counter()
-        (one,) = replicas.route([Request(prompt)])
+        (chosen,) = replicas.route([Request(prompt)])
         routed = time.perf_counter()
         hashes_of(array, 0, replicas.spec)
         hashing.append(time.perf_counter() - routed)
         route.append(routed - began)
-        found.append(one.tokens)
-    common.require(min(found) >= half and max(found) == size.length - block, "a prompt went where it is not cached")
-    took = {"route_ms": 1e3 * statistics.median(route), "hashing_ms": 1e3 * statistics.median(hashing)}
-    return {"route_of_hashing": took["route_ms"] / took["hashing_ms"]}, took
+        reused.append(chosen.tokens)
+    common.require(min(reused) >= half and max(reused) == size.length - block, "a prompt went where it is not cached")
+    medians = {"route_ms": 1e3 * statistics.median(route), "hashing_ms": 1e3 * statistics.median(hashing)}
+    return {"route_of_hashing": medians["route_ms"] / medians["hashing_ms"], **medians}
 
 
-class Part(NamedTuple):
-    """Metrics that are measured together, and the virtual devices that they need."""
-
-    measure: Callable[[Size], Measured]
-    devices: int
-
-
-PARTS = {
-    "speed": Part(compare_speed, 2), "reuse": Part(compare_reuse, 4), "mixed_reuse": Part(compare_mixed_reuse, 4),
-    "routing": Part(compare_routing, 8), "bytes": Part(lambda size: context_job.compare_bytes(size.divided), 8),
-    "books": Part(lambda size: context_job.compare_books(size.rounds), 8),
-}  # fmt: skip
+def mesh_of(heads: int, context: int) -> dict[str, Any]:
+    """The arguments of `Cache.create` for so many devices that divide heads, and blocks."""
+    sizes = {"heads": heads} | ({"context": context} if context > 1 else {})
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes))
+    return {"mesh": mesh, **{name: name for name in sizes}}
 
 
-def measure_apart(part: str, options: Sequence[str]) -> Measured:
-    """Measures a part in a process of its own: the number of virtual devices is set once, before jax starts."""
-    command = [sys.executable, "-m", "benchmarks.replicas", "--part", part, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    common.require(done.returncode == 0, f"{part}: {done.stderr[-2000:]}")
-    metrics, details = json.loads(done.stdout.splitlines()[-1])
-    return metrics, details
+def compare_bytes(size: Size) -> dict[str, float]:
+    """`context_bytes` and `context_temporaries`, of the bundled model's decode step on 2 x 4 devices."""
+    where = mesh_of(2, 4)
+    model, _ = loading.load(recall.CHECKPOINT, **where)
+    cache = kvjax.Cache.create(kvjax.make_spec(model.layer_specs(), num_blocks=size.divided, **SHAPE), **where)
+    leaves = jax.tree.leaves(cache.pools)
+    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    def step(model: Any, cache: Any, tokens: Any) -> Any:
+        cache, _ = cache.extend(np.ones(ROWS, bool))
+        return kvjax.step(model, cache, tokens, np.ones(ROWS, np.int32))
+
+    compiled = jax.jit(step, donate_argnums=1).lower(model, cache, np.zeros((ROWS, 1), np.int32)).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return {
+        "context_bytes": 8 * own / sum(leaf.nbytes for leaf in leaves),
+        "context_temporaries": temporaries / own,
+        "context_mb_of_a_device": own / 1e6,
+    }
 
 
-def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--rounds", type=int, help="how often the ways are timed")
-        parser.add_argument("--questions", type=int, help="how many of the questions, the first ones; all if absent")
-        parser.add_argument("--quick", action="store_true", help="tiny: whether it runs, not how fast")
-        parser.add_argument("--part", choices=PARTS, help="measure this part alone, in this process; prints JSON")
+def compare_books(size: Size) -> dict[str, float]:
+    """`context_books`: `extend` and `commit` on 2 x 4 devices to those on as many that divide heads alone."""
+    layers, tokens = [kvjax.LayerSpec(8, 16)], np.ones((ROWS, 1), np.int32)
+    spec = kvjax.make_spec(layers, num_blocks=ROWS * LENGTH // 16, **SHAPE)
+    admit = jax.jit(kvjax.Cache.admit)
 
-    args = common.parse("replicas", __doc__, options)
-    size = (QUICK if args.quick else Size())._replace(questions=args.questions)
-    size = size if args.rounds is None else size._replace(rounds=args.rounds)
-    if args.part is not None:
-        jax.config.update("jax_num_cpu_devices", PARTS[args.part].devices)
-        print(json.dumps(PARTS[args.part].measure(size)))
-        return
-    chosen = [f"--{name}={value}" for name in ("rounds", "questions") if (value := getattr(args, name)) is not None]
-    print(f"replicas: {len(size.prompts)} questions; each part in a process of its own")
-    parts = [measure_apart(part, [*chosen, *(["--quick"] if args.quick else [])]) for part in PARTS]
-    metrics, details = ({name: value for part in parts for name, value in part[n].items()} for n in (0, 1))
-    common.report("replicas", metrics, args.json, details, bars=BARS)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def keep(cache: Any) -> Any:
+        for _ in range(TURNS):
+            cache, _ = cache.extend(np.ones(ROWS, bool))
+            cache, _ = cache.commit(tokens, np.ones(ROWS, np.int32))
+        return cache
+
+    def begin(where: dict[str, Any]) -> Any:
+        prompts = np.arange(ROWS * 8, dtype=np.int32).reshape(ROWS, 8)
+        cache, events = admit(kvjax.Cache.create(spec, **where), np.arange(ROWS), prompts, np.full(ROWS, 8, np.int32))
+        cache, committed = jax.jit(kvjax.Cache.commit)(cache, prompts, np.full(ROWS, 8, np.int32))
+        common.require(bool(events.ok.all() & committed.ok), "a prompt was refused")
+        return cache
+
+    meshes = {"context": mesh_of(2, 4), "heads": mesh_of(8, 1)}
+    programs: dict[str, Program] = {name: (functools.partial(begin, where), keep) for name, where in meshes.items()}
+    took, ends = common.in_turns(programs, size.rounds)
+    states = [jax.tree.leaves(jax.device_get(cache.state)) for cache in ends.values()]
+    common.require(all(map(np.array_equal, *states)), "the two caches have different metadata")
+    ratio = took["context"].wall / took["heads"].wall
+    details = common.times({f"books_of_{name}": each for name, each in took.items()}, "ms", calls=TURNS)
+    return {"context_books": ratio, **details}
 
 
-if __name__ == "__main__":
-    main()
+# What is measured together, and the virtual devices that it needs.
+PARTS: dict[str, tuple[Callable[[Size], dict[str, float]], int]] = {
+    "speed": (compare_speed, 2),
+    "reuse": (compare_reuse, 4),
+    "mixed_reuse": (lambda size: compare_reuse(size, size.batches, "_mixed"), 4),
+    "routing": (compare_routing, 8),
+    "bytes": (compare_bytes, 8),
+    "books": (compare_books, 8),
+}
+SIZES = {
+    **workload.BATCH,
+    "rows": (32, 4),
+    "num_blocks": (512, 48),  # of one replica, or of the parts together
+    "first": None,  # of the questions; all
+    "batches": (8, 2),  # in which the questions come in random order
+    "parts": (4, 2),  # replicas that share the blocks of one cache
+    "routes": (8, 2),  # replicas among which prompts are routed, and blocks of each
+    "routed_blocks": (4096, 64),
+    "length": (2048, 128),  # tokens of each of these prompts, of which the first half is the same in all
+    "divided": (16_384, 256),  # blocks of the cache that is divided by tokens
+}
+
+
+def measure_part(part: str, quick: bool, first: int | None, rounds: int) -> dict[str, float]:
+    """A part, in a process of its own: the number of virtual devices is set once, before jax starts."""
+    compare, devices = PARTS[part]
+    jax.config.update("jax_num_cpu_devices", devices)
+    return compare(measure.size(quick, first=first, rounds=rounds))
+
+
+@benchmark(BARS, SIZES, rounds=(9, 1))
+def measure(size):
+    for part in PARTS:
+        yield common.apart("replicas", "measure_part", part, size.quick, size.first, size.rounds)

@@ -11,6 +11,9 @@ update.
 from __future__ import annotations
 
 import functools
+import types
+from collections.abc import Callable
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +23,10 @@ from flax import nnx
 from jax import lax
 
 import kvjax
-from benchmarks import common, tunix_engines
-from benchmarks.common import Bar
-from benchmarks.contiguous import contiguous_step
+from benchmarks import common
+from benchmarks.caches import random_prompts, spec_of
+from benchmarks.common import Bar, Program, benchmark
+from benchmarks.decode_loop import contiguous_step
 from kvjax.serving import Scheduler
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -46,7 +50,7 @@ group's rollout is decode steps, which the dense sampler has too. A prompt's sha
 """
 
 
-class Size(NamedTuple):
+class Shape(NamedTuple):
     """G samples of prompts of up to so many tokens, `new` tokens each."""
 
     samples: int = 8
@@ -55,57 +59,36 @@ class Size(NamedTuple):
     block_size: int = 16
     prompts: int = 1
 
-    @property
-    def slots(self) -> int:
-        """Token slots of the dense buffers."""
-        return self.samples * (self.prompt + self.new)
+
+def make_model(config: ModelConfig, shape: Shape) -> tuple[Decoder, np.ndarray, np.ndarray]:
+    """A model, and a prompt i32[1, P] with its length i32[1]."""
+    prompt = random_prompts(config.vocab_size, (1, shape.prompt), shape.prompt)
+    return Decoder(config, rngs=nnx.Rngs(0)), prompt, np.array([shape.prompt], np.int32)
 
 
-class Case(NamedTuple):
-    group: Size = Size()
-    decode: Size = Size(prompt=64, new=192)
-    score: Size = Size(prompt=1024)
-    short: Size = Size(1, 64, prompts=16)
-    config: ModelConfig = ModelConfig("llama", 2048, 256, 768, 8, (LayerConfig(4, 32),) * 4)
-    rounds: int = 10
-
-
-QUICK = Case(
-    Size(2, 16, 4, 4), Size(2, 4, 8, 4), Size(2, 16, 4, 4), Size(1, 8, 4, 4, prompts=3),
-    ModelConfig("llama", 64, 16, 32, 2, (LayerConfig(1, 8),) * 2), rounds=1,
-)  # fmt: skip
-
-
-def make_model(case: Case) -> Decoder:
-    return Decoder(case.config, rngs=nnx.Rngs(0))
-
-
-def make_prompt(case: Case, size: Size) -> np.ndarray:
-    """i32[1, P]."""
-    return np.random.default_rng(size.prompt).integers(0, case.config.vocab_size, (1, size.prompt)).astype(np.int32)
-
-
-def make_cache(model: Decoder, size: Size) -> kvjax.Cache:
+def make_cache(model: Decoder, shape: Shape) -> kvjax.Cache:
     """A cache with a row for each sample, 8 at most, and blocks for all."""
-    blocks, completions = -(-(size.prompt + size.new) // size.block_size), size.samples * size.prompts
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=(completions + 1) * blocks, max_seqs=min(completions, 8),
-        max_length=size.prompt + size.new, block_size=size.block_size, dtype="float32",
-    )  # fmt: skip
-    return kvjax.Cache.create(spec)
+    blocks, completions = -(-(shape.prompt + shape.new) // shape.block_size), shape.samples * shape.prompts
+    length, num_blocks = shape.prompt + shape.new, (completions + 1) * blocks
+    return kvjax.Cache.create(spec_of(model, min(completions, 8), length, num_blocks, shape.block_size))
 
 
-def dense_sampler(size: Size):
+def roll_out(model: Decoder, cache: kvjax.Cache, prompts: Any, lengths: Any, shape: Shape, **options: Any) -> Any:
+    """`rollout` of all samples."""
+    return kvjax.rollout(model, cache, prompts, lengths, samples=shape.samples, max_new_tokens=shape.new, **options)
+
+
+def dense_sampler(shape: Shape):
     """A jitted greedy sampler, (model, prompt i32[1, P]) -> i32[G, T], that knows no sharing."""
 
     @jax.jit
     def sample(model: Decoder, prompt: jax.Array) -> jax.Array:
-        tokens = jnp.broadcast_to(prompt, (size.samples, size.prompt))
-        positions = jnp.broadcast_to(jnp.arange(size.prompt)[None], tokens.shape)
+        tokens = jnp.broadcast_to(prompt, (shape.samples, shape.prompt))
+        positions = jnp.broadcast_to(jnp.arange(shape.prompt)[None], tokens.shape)
 
         def prefill(number, _, layers, q, kv, angles):
             k, v = (jnp.moveaxis(x, 1, 2) for x in (rotate(kv[0], angles), kv[1]))  # [R, K, P, D]
-            padded = [jnp.pad(x, ((0, 0), (0, 0), (0, size.new), (0, 0))) for x in (k, v)]
+            padded = [jnp.pad(x, ((0, 0), (0, 0), (0, shape.new), (0, 0))) for x in (k, v)]
             return _causal(rotate(q, angles), k, v), (*layers, tuple(padded))
 
         x, layers = model._stream(tokens, positions, prefill, ())
@@ -113,11 +96,11 @@ def dense_sampler(size: Size):
 
         def step(carry, number):
             token, layers = carry
-            logits, layers = contiguous_step(model, layers, token, jnp.full_like(token, size.prompt) + number)
+            logits, layers = contiguous_step(model, layers, token, jnp.full_like(token, shape.prompt) + number)
             new = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return (new, layers), token
 
-        _, chosen = lax.scan(step, (first, layers), jnp.arange(size.new, dtype=jnp.int32))
+        _, chosen = lax.scan(step, (first, layers), jnp.arange(shape.new, dtype=jnp.int32))
         return chosen.T
 
     return sample
@@ -133,116 +116,144 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("rkgts,rksd->rtkgd", weight, v).reshape(rows, length, heads, width)
 
 
-def paged_sampler(size: Size):
-    """The same by `rollout`, (model, cache, prompt) -> (tokens i32[G, T], cache)."""
-    scheduler = Scheduler(chunk=min(size.prompt, 512))
-
-    def sample(model: Decoder, cache: kvjax.Cache, prompt: jax.Array) -> tuple[jax.Array, kvjax.Cache]:
-        found, cache, _ = kvjax.rollout(
-            model, cache, prompt, np.array([size.prompt], np.int32), samples=size.samples, max_new_tokens=size.new,
-            sampling=kvjax.Sampling(), scheduler=scheduler,
-        )  # fmt: skip
-        return found.tokens[0], cache
-
-    return jax.jit(sample, donate_argnums=1)
-
-
-def compare_samplers(case: Case, size: Size) -> tuple[float, dict[str, float]]:
+def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
     """How many times longer the dense sampler takes; and seconds."""
-    model, prompt = make_model(case), make_prompt(case, size)
-    dense, paged = dense_sampler(size), paged_sampler(size)
-    programs: Any = {
-        "dense": (lambda: None, lambda _: dense(model, prompt)),
-        "paged": (lambda: make_cache(model, size), lambda cache: paged(model, cache, prompt)),
+    (model, prompt, lengths), dense = make_model(config, shape), dense_sampler(shape)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def paged(model: Decoder, cache: kvjax.Cache, prompt: jax.Array) -> jax.Array:
+        rolled, cache, _ = roll_out(
+            model, cache, prompt, lengths, shape, sampling=kvjax.Sampling(),
+            scheduler=Scheduler(chunk=min(shape.prompt, 512)),
+        )  # fmt: skip
+        return rolled.tokens[0], cache
+
+    programs: dict[str, Program] = {
+        "dense": lambda: (dense(model, prompt), None),
+        "paged": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt)),
     }
-    took, results = common.in_turns(programs, case.rounds)
-    common.require(np.array_equal(results["paged"][0], results["dense"]), "the samplers chose other tokens")
-    seconds = {f"{name}_{size.prompt}_s": one.cpu for name, one in took.items()}
-    return took["dense"].cpu / took["paged"].cpu, seconds
+    took, _ = common.in_turns(programs, rounds, lambda one, other: np.array_equal(one[0], other[0]))
+    return took["dense"].cpu / took["paged"].cpu, common.times(took, f"{shape.prompt}_s", "cpu")
 
 
-def compare_engines(case: Case, size: Size) -> tuple[float, dict[str, float]]:
-    """How many times longer Tunix' vanilla engine takes than `KvjaxRollout`, all that they do included; and seconds."""
-    prompt = make_prompt(case, size)[0]
-    programs = tunix_engines.engines(case.config, prompt, size.samples, size.new, size.block_size)
-    took, results = common.in_turns(programs, case.rounds)
-    common.require(np.array_equal(*results.values()), "the engines chose other tokens")
-    return took["vanilla"].cpu / took["engine"].cpu, {f"{name}_{size.prompt}_s": one.cpu for name, one in took.items()}
+def tunix_version() -> str | None:
+    """The version of google-tunix; None if it is not installed."""
+    try:
+        return metadata.version("google-tunix")
+    except metadata.PackageNotFoundError:
+        return None
 
 
-def compare_slots(case: Case, size: Size) -> float:
-    """Slots that samples at temperature 1 fill, which differ, in terms of the dense buffers' slots."""
-    model = make_model(case)
-    _, cache, _ = kvjax.rollout(
-        model, make_cache(model, size), make_prompt(case, size), np.array([size.prompt], np.int32),
-        samples=size.samples, max_new_tokens=size.new,
+# A tokenizer of texts that are numbers. Padding and ends are no tokens of the model.
+NUMBERS = types.SimpleNamespace(
+    encode=lambda text: [int(word) for word in text.split()],
+    decode=lambda ids: " ".join(map(str, ids)),
+    bos_id=lambda: 0, eos_id=lambda: -2, pad_id=lambda: -1,
+)  # fmt: skip
+
+
+def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: int, block_size: int) -> dict[str, Any]:
+    """Programs: `samples` greedy completions i32[G, T] of a prompt i32[P], by either engine.
+
+    Each call of kvjax' engine is the first of its version of the weights, which finds nothing and empties old blocks.
+    """
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
+    from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+
+    from models.tunix import KvjaxRollout
+
+    layer, length = config.layers[0], prompt.size + new
+    sizes = qwen3.ModelConfig(
+        num_layers=len(config.layers), vocab_size=config.vocab_size, embed_dim=config.hidden_size,
+        hidden_dim=config.intermediate_size, num_heads=config.num_heads, head_dim=layer.head_dim,
+        num_kv_heads=layer.kv_heads, rope_theta=1_000_000, norm_eps=1e-6,
     )  # fmt: skip
-    return int(jnp.sum(cache.state.groups[0].blocks.fill)) / size.slots
+    model, rng = qwen3.Qwen3(sizes, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    leaves, tree = jax.tree.flatten(nnx.state(model))
+    leaves = [leaf + 0.02 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
+    nnx.update(model, jax.tree.unflatten(tree, leaves))
+    rollout_config = RolloutConfig(new, top_p=None, max_prompt_length=prompt.size, kv_cache_size=length)
+    cache_config = CacheConfig(length, len(config.layers), layer.kv_heads, layer.head_dim)
+    vanilla = VanillaRollout(model, NUMBERS, cache_config)
+    paged = KvjaxRollout(model, NUMBERS, rollout_config=rollout_config, block_size=block_size)
+    texts = [" ".join(map(str, prompt.tolist()))] * samples
+
+    def run(engine: Any) -> Callable[[Any], np.ndarray]:
+        return lambda _: np.stack(engine.generate(texts, rollout_config).tokens)
+
+    run(paged)(None)  # the program that empties old blocks is compiled by the second call
+    return {"vanilla": (lambda: None, run(vanilla)), "engine": (paged.sampler.renew, run(paged))}
 
 
-def compare_scores(case: Case) -> tuple[float, dict[str, float]]:
-    """How many times longer a dense pass over whole rows takes than `score`; and seconds."""
-    size, model = case.score, make_model(case)
-    prompt = make_prompt(case, size)
-    completions = np.random.default_rng(1).integers(0, case.config.vocab_size, (1, size.samples, size.new))
-    completions = completions.astype(np.int32)
-    rows = np.concatenate([np.repeat(prompt, size.samples, axis=0), completions[0]], axis=1)
+def compare_engines(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
+    """How many times longer Tunix' vanilla engine takes than `KvjaxRollout`, all that they do included; and seconds."""
+    prompt = make_model(config, shape)[1][0]
+    programs = tunix_engines(config, prompt, shape.samples, shape.new, shape.block_size)
+    took, _ = common.in_turns(programs, rounds, np.array_equal)
+    return took["vanilla"].cpu / took["engine"].cpu, common.times(took, f"{shape.prompt}_s", "cpu")
+
+
+def compare_slots(config: ModelConfig, shape: Shape) -> float:
+    """Slots that samples at temperature 1 fill, which differ, in terms of the dense buffers' slots."""
+    model, prompt, lengths = make_model(config, shape)
+    _, cache, _ = roll_out(model, make_cache(model, shape), prompt, lengths, shape)
+    return int(jnp.sum(cache.state.groups[0].blocks.fill)) / (shape.samples * (shape.prompt + shape.new))
+
+
+def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, float]:
+    """`score_x`: how many times longer a dense pass over whole rows takes than `score`."""
+    model, prompt, lengths = make_model(config, shape)
+    completions = random_prompts(config.vocab_size, (1, shape.samples, shape.new), 1)
+    rows = np.concatenate([np.repeat(prompt, shape.samples, axis=0), completions[0]], axis=1)
 
     @jax.jit
     def dense(model: Decoder, rows: jax.Array) -> jax.Array:
-        scores = jax.nn.log_softmax(model.dense(rows, np.arange(size.prompt - 1, rows.shape[1] - 1)), axis=-1)
-        return jnp.take_along_axis(scores, rows[:, size.prompt :, None], axis=-1)[:, :, 0]
+        scores = jax.nn.log_softmax(model.dense(rows, np.arange(shape.prompt - 1, rows.shape[1] - 1)), axis=-1)
+        return jnp.take_along_axis(scores, rows[:, shape.prompt :, None], axis=-1)[:, :, 0]
 
-    paged = jax.jit(functools.partial(kvjax.score, chunk=min(size.prompt, 512)), donate_argnums=1)
-    lengths = np.array([size.prompt], np.int32)
-    programs: Any = {
-        "dense_score": (lambda: None, lambda _: dense(model, rows)),
-        "score": (lambda: make_cache(model, size), lambda cache: paged(model, cache, prompt, completions, lengths)),
+    paged = jax.jit(functools.partial(kvjax.score, chunk=min(shape.prompt, 512)), donate_argnums=1)
+    programs: dict[str, Program] = {
+        "dense_score": lambda: [[dense(model, rows)]],
+        "score": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt, completions, lengths)),
     }
-    took, results = common.in_turns(programs, case.rounds)
-    same = np.allclose(results["score"][0][0], results["dense_score"], atol=1e-4)
-    common.require(same, "the log-probabilities differ")
-    return took["dense_score"].cpu / took["score"].cpu, {f"{name}_s": one.cpu for name, one in took.items()}
+    took, _ = common.in_turns(programs, rounds, lambda one, other: np.allclose(one[0][0], other[0][0], atol=1e-4))
+    return {"score_x": took["dense_score"].cpu / took["score"].cpu, **common.times(took, "s", "cpu")}
 
 
-def compare_canonical(case: Case, size: Size) -> float:
+def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
     """How many times longer rollouts take with `canonical=True`."""
-    model, rng = make_model(case), np.random.default_rng(size.prompts)
-    prompts = rng.integers(0, case.config.vocab_size, (size.prompts, size.prompt)).astype(np.int32)
-    shortest = size.prompt if size.prompts == 1 else -(-size.prompt // 4)
-    lengths = rng.integers(shortest, size.prompt + 1, size.prompts).astype(np.int32)
+    (model, *_), rng = make_model(config, shape), np.random.default_rng(shape.prompts)
+    prompts = rng.integers(0, config.vocab_size, (shape.prompts, shape.prompt)).astype(np.int32)
+    shortest = shape.prompt if shape.prompts == 1 else -(-shape.prompt // 4)
+    lengths = rng.integers(shortest, shape.prompt + 1, shape.prompts).astype(np.int32)
 
-    def program(canonical: bool):
+    def program(canonical: bool) -> Program:
+        @jax.jit
         def sample(model: Decoder, cache: kvjax.Cache) -> jax.Array:
-            found, _, _ = kvjax.rollout(
-                model, cache, prompts, lengths, samples=size.samples, max_new_tokens=size.new,
-                sampling=kvjax.Sampling(), scheduler=Scheduler(chunk=min(size.prompt, 128)), canonical=canonical,
+            rolled, _, _ = roll_out(
+                model, cache, prompts, lengths, shape, sampling=kvjax.Sampling(), canonical=canonical,
+                scheduler=Scheduler(chunk=min(shape.prompt, 128)),
             )  # fmt: skip
-            return found.tokens
+            return rolled.tokens
 
-        jitted = jax.jit(sample)
-        return lambda: make_cache(model, size), lambda cache: jitted(model, cache)
+        return lambda: make_cache(model, shape), lambda cache: sample(model, cache)
 
-    took, results = common.in_turns({"plain": program(False), "canonical": program(True)}, case.rounds)
-    common.require(np.array_equal(*results.values()), "canonical=True chose other tokens")
+    took, _ = common.in_turns({"plain": program(False), "canonical": program(True)}, rounds, np.array_equal)
     return took["canonical"].cpu / took["plain"].cpu
 
 
-def count_recompiles(case: Case) -> int:
+def count_recompiles(config: ModelConfig, shape: Shape) -> int:
     """Programs that are compiled by training steps after the first one: each has new weights, seeds and prompts."""
-    size, model = case.decode, make_model(case)
-    graph, weights = nnx.split(model)
-    cache, lengths = make_cache(model, size), np.array([size.prompt], np.int32)
+    model, prompts, lengths = make_model(config, shape)
+    (graph, weights), cache = nnx.split(model), make_cache(model, shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(weights: Any, cache: kvjax.Cache, prompt: jax.Array, version: jax.Array):
         options: Any = {"namespace": version}
-        found, cache, _ = kvjax.rollout(
-            nnx.merge(graph, weights), cache, prompt, lengths, samples=size.samples, max_new_tokens=size.new,
-            seed=version, **options,
-        )  # fmt: skip
-        _, cache, _ = kvjax.score(nnx.merge(graph, weights), cache, prompt, found.tokens, lengths, **options)
-        rows = jnp.concatenate([jnp.broadcast_to(prompt, (size.samples, size.prompt)), found.tokens[0]], axis=1)
+        rolled, cache, _ = roll_out(nnx.merge(graph, weights), cache, prompt, lengths, shape, seed=version, **options)
+        _, cache, _ = kvjax.score(nnx.merge(graph, weights), cache, prompt, rolled.tokens, lengths, **options)
+        rows = jnp.concatenate([jnp.broadcast_to(prompt, (shape.samples, shape.prompt)), rolled.tokens[0]], axis=1)
 
         def loss(weights: Any) -> jax.Array:
             return -jnp.mean(jax.nn.log_softmax(nnx.merge(graph, weights).dense(rows))[..., 0])
@@ -251,35 +262,37 @@ def count_recompiles(case: Case) -> int:
         return new, cache
 
     for number in range(3):
-        weights, cache = step(weights, cache, make_prompt(case, size) + number % 2, np.int32(number))
+        weights, cache = step(weights, cache, prompts + number % 2, np.int32(number))
     return step._cache_size() - 1
 
 
-def main() -> None:
-    def add(parser):
-        parser.add_argument("--rounds", type=int, default=Case().rounds, help="how often each program runs")
-        parser.add_argument("--quick", action="store_true", help="tiny shapes: that it runs, not how fast")
-
-    args = common.parse("rollout", __doc__, add)
-    case = QUICK if args.quick else Case()._replace(rounds=args.rounds)
-    group_x, details = compare_samplers(case, case.group)
-    decode_x, more = compare_samplers(case, case.decode)
-    score_x, of_scores = compare_scores(case)
-    details |= {"group_dense_x": group_x, "decode_dense_x": decode_x} | more | of_scores
-    version, baseline = tunix_engines.version(), "the dense sampler of this benchmark"
-    if version is not None:
-        baseline = f"the vanilla engine of google-tunix {version}"
-        group_x, seconds = compare_engines(case, case.group)
-        decode_x, more = compare_engines(case, case.decode)
-        details |= seconds | more
-    print(f"  group_x and decode_x are to {baseline}")
-    metrics = {
-        "group_x": group_x, "decode_x": decode_x, "score_x": score_x,
-        "canonical_x": compare_canonical(case, case.group), "canonical_short_x": compare_canonical(case, case.short),
-        "slots_of_dense": compare_slots(case, case.group), "recompiles": count_recompiles(case),
-    }  # fmt: skip
-    common.report("rollout", metrics, args.json, details, {"baseline": baseline}, BARS)
+LARGE = ModelConfig("llama", 2048, 256, 768, 8, (LayerConfig(4, 32),) * 4)
+SMALL = ModelConfig("llama", 64, 16, 32, 2, (LayerConfig(1, 8),) * 2)
+SIZES = {
+    "config": (LARGE, SMALL),
+    "group": (Shape(), Shape(2, 16, 4, 4)),
+    "decode": (Shape(prompt=64, new=192), Shape(2, 4, 8, 4)),
+    "score": (Shape(prompt=1024), Shape(2, 16, 4, 4)),
+    "short": (Shape(1, 64, prompts=16), Shape(1, 8, 4, 4, prompts=3)),
+}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(BARS, SIZES, rounds=(10, 1))
+def measure(size):
+    config, rounds, version = size.config, size.rounds, tunix_version()
+    for name in ("group", "decode"):
+        shape = getattr(size, name)
+        ratio, seconds = compare_samplers(config, shape, rounds)
+        yield {f"{name}_x": ratio, f"{name}_dense_x": ratio, **seconds}
+        if version is not None:
+            ratio, seconds = compare_engines(config, shape, rounds)
+            yield {f"{name}_x": ratio, **seconds}
+    own = "the dense sampler of this benchmark"
+    yield {"baseline": own if version is None else f"the vanilla engine of google-tunix {version}"}
+    yield compare_scores(config, size.score, rounds)
+    yield {
+        "canonical_x": compare_canonical(config, size.group, rounds),
+        "canonical_short_x": compare_canonical(config, size.short, rounds),
+        "slots_of_dense": compare_slots(config, size.group),
+        "recompiles": count_recompiles(config, size.decode),
+    }

@@ -11,9 +11,8 @@ log-probabilities. The programs take turns, so that a noisy machine is noisy for
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import common
-from benchmarks.common import Bar
-from benchmarks.decode_loop import take_turns
+from benchmarks.common import Bar, Program, Size, benchmark
 from kvjax.serving.sampling import Sampling, sample
 from tests.oracle import static_sampling
 from tests.oracle.static_sampling import Static
@@ -47,20 +45,6 @@ WAYS = {
     "top_k_top_p": Static(0.7, 40, 0.9),
 }
 Choose = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array]]
-
-
-class Size(NamedTuple):
-    """R rows choose among V tokens, so many steps a call; greedy calls are timed more often than the slow ones."""
-
-    rows: int = 32
-    vocab: int = 128_256
-    steps: int = 8
-    rounds: int = 40
-    slow_rounds: int = 3
-    clock: Callable[[], float] = time.perf_counter
-
-
-QUICK = Size(rows=4, vocab=512, steps=2, rounds=1, slow_rounds=1)
 
 
 def plain(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,41 +90,24 @@ def compare(programs: dict[str, Choose], sampling: Sampling, size: Size, rounds:
     rng = np.random.default_rng(0)
     logits = jnp.asarray(3 * rng.standard_normal((size.rows, size.vocab), np.float32))
     each = jax.tree.map(lambda leaf: np.repeat(leaf, size.rows), sampling)
-    loops = {name: loop(choose, size) for name, choose in programs.items()}
-    turns = {name: (lambda: (logits, each), lambda state, run=run: (state, run(*state))) for name, run in loops.items()}
-    seconds, ends = take_turns(turns, size.clock, rounds)
-    tokens, scores = zip(*(end[1][-1] for end in ends.values()), strict=True)
-    common.require(all(map(functools.partial(np.array_equal, tokens[0]), tokens)), "programs chose different tokens")
-    common.require(all(map(functools.partial(np.array_equal, scores[0]), scores)), "log-probabilities differ")
-    return {name: took / size.steps for name, took in seconds.items()}
+    loops: dict[str, Program] = {
+        name: functools.partial(loop(choose, size), logits, each) for name, choose in programs.items()
+    }
+    took, _ = common.in_turns(loops, rounds, lambda one, other: all(map(np.array_equal, one, other)))
+    return {name: seconds.least / size.steps for name, seconds in took.items()}
 
 
-def measure(size: Size) -> dict[str, float]:
+# R rows choose among V tokens, so many steps a call; greedy calls are timed more often than the slow ones.
+SIZES = {"rows": (32, 4), "vocab": (128_256, 512), "steps": (8, 2), "slow_rounds": (3, 1)}
+
+
+@benchmark(BARS, SIZES, rounds=(40, 1), strict=True)
+def measure(size):
     """Milliseconds of a step, and what sampling by row takes to what a program for that one way takes."""
-    greedy = {"plain": plain, "by_row": by_row}
-    seconds = compare(greedy, Sampling(min_tokens=3), size, size.rounds)
-    metrics = {f"greedy_{name}_ms": 1e3 * took for name, took in seconds.items()}
-    metrics["greedy_ratio"] = seconds["by_row"] / seconds["plain"]
+    seconds = compare({"plain": plain, "by_row": by_row}, Sampling(min_tokens=3), size, size.rounds)
+    yield {f"greedy_{name}_ms": 1e3 * took for name, took in seconds.items()}
+    yield {"greedy_ratio": seconds["by_row"] / seconds["plain"]}
     for name, way in WAYS.items():
         seconds = compare({"static": static(way), "by_row": by_row}, Sampling(*way), size, size.slow_rounds)
-        metrics |= {f"{name}_{which}_ms": 1e3 * took for which, took in seconds.items()}
-        metrics[f"{name}_ratio"] = seconds["by_row"] / seconds["static"]
-    return metrics
-
-
-def main() -> None:
-    def options(parser):
-        parser.add_argument("--quick", action="store_true", help="a tiny vocabulary: whether it runs, not how fast")
-        parser.add_argument("--cpu-time", action="store_true", help="of all cores together; for a busy machine")
-
-    args = common.parse("sampling", __doc__, options)
-    size = QUICK if args.quick else Size()
-    size = size._replace(clock=time.process_time) if args.cpu_time else size
-    print(f"sampling: {size.rows} rows choose among {size.vocab:,} tokens")
-    metrics = measure(size)
-    common.report("sampling", metrics, args.json, bars=BARS)
-    common.require_bars({} if args.quick else metrics, BARS)
-
-
-if __name__ == "__main__":
-    main()
+        yield {f"{name}_{which}_ms": 1e3 * took for which, took in seconds.items()}
+        yield {f"{name}_ratio": seconds["by_row"] / seconds["static"]}

@@ -11,16 +11,15 @@ agree. A missed bar ends the benchmark.
 import functools
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import kvjax
-from benchmarks import common
-from benchmarks.common import Bar
+from benchmarks import caches, common
+from benchmarks.common import Bar, Size, benchmark
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder, scanned
 
@@ -42,36 +41,13 @@ is scanned, as one of 109M parameters did (`--hidden 512`).
 TOLERANCE = 1e-3
 
 
-class Size(NamedTuple):
-    """Models of `few` and of `many` layers, rows with a context of so many tokens, and rounds of timing."""
-
-    few: int = 4
-    many: int = 32
-    hidden: int = 256
-    rows: int = 16
-    context: int = 256
-    compiles: int = 2
-    rounds: int = 20
-
-
-QUICK = Size(few=2, many=4, hidden=32, rows=2, context=16, compiles=1, rounds=1)
-
-
 def config_of(num_layers: int, size: Size) -> ModelConfig:
     """A model whose K/V heads are as wide as they are many."""
     return ModelConfig("llama", 8192, size.hidden, 3 * size.hidden, 8, (LayerConfig(4, size.hidden // 8),) * num_layers)
 
 
 def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
-    """A spec with blocks for all rows and the tokens that are decoded."""
-    length = size.context + size.rounds + 2
-    return kvjax.make_spec(
-        model.layer_specs(),
-        num_blocks=size.rows * -(-length // 16),
-        max_seqs=size.rows,
-        max_length=length,
-        dtype="float32",
-    )
+    return caches.spec_of(model, size.rows, size.context + size.rounds + 2)
 
 
 def step(model: Decoder, cache: kvjax.Cache, tokens: jax.Array):
@@ -115,68 +91,44 @@ def compare_programs(unrolled: Any, scan: Any, size: Size) -> dict[str, float]:
 def make_cache(model: Decoder, size: Size) -> kvjax.Cache:
     """Rows of random K/V."""
     spec = spec_of(model, size)
-    rows, lengths = jnp.arange(size.rows, dtype=jnp.int32), jnp.full((size.rows,), size.context, jnp.int32)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 8192, (size.rows, size.context)), jnp.int32)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def fill(cache):
-        cache, admitted = cache.admit(rows, tokens, lengths)
-        cache, committed = cache.commit(tokens, lengths)
-        (pool,) = jax.tree.leaves(cache.pools)
-        pools = cache.pools.with_pool(0, 0, jax.random.normal(jax.random.key(1), pool.shape, pool.dtype))
-        return kvjax.Cache(cache.state, pools), admitted.ok & committed.ok
-
-    cache, ok = fill(kvjax.Cache.create(spec))
+    tokens = caches.random_prompts(8192, (size.rows, size.context))
+    state, ok = caches.hold(kvjax.init(spec), jnp.asarray(tokens), jnp.full((size.rows,), size.context, jnp.int32))
     common.require(bool(ok), "the rows could not be admitted")
-    return cache
+    pools = kvjax.init_pools(spec)
+    (pool,) = jax.tree.leaves(pools)
+    return kvjax.Cache(state, pools.with_pool(0, 0, jax.random.normal(jax.random.key(1), pool.shape, pool.dtype)))
 
 
 def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
     """The least seconds of a step of each program, taken in turns; ends the benchmark if their logits differ."""
     model = Decoder(config_of(size.many, size), rngs=nnx.Rngs(0))
     models = {"unrolled": model, "scanned": scanned(model)}
-    caches = {name: make_cache(model, size) for name in programs}
-    least, tokens = dict.fromkeys(programs, float("inf")), jnp.zeros((size.rows, 1), jnp.int32)
-    for number in range(size.rounds + 1):
-        logits = {}
-        for name, program in programs.items():
-            began = time.perf_counter()
-            caches[name], logits[name], ok = jax.block_until_ready(program(models[name], caches[name], tokens))
-            if number:
-                least[name] = min(least[name], time.perf_counter() - began)
-            common.require(bool(ok), "the cache refused a step")
-        one, other = logits.values()
-        common.require(bool(jnp.allclose(one, other, TOLERANCE, TOLERANCE)), "the two models' logits differ")
-        tokens = jnp.argmax(one, axis=-1).astype(jnp.int32)[:, None]
-    return least
+    held, tokens = {name: make_cache(model, size) for name in programs}, jnp.zeros((size.rows, 1), jnp.int32)
+
+    def run(name: str) -> jax.Array:
+        held[name], logits, ok = programs[name](models[name], held[name], tokens)
+        common.require(bool(ok), "the cache refused a step")
+        return logits
+
+    close = functools.partial(jnp.allclose, rtol=TOLERANCE, atol=TOLERANCE)
+    took, _ = common.in_turns({name: functools.partial(run, name) for name in programs}, size.rounds, close)
+    return {name: each.least for name, each in took.items()}
 
 
-def measure(size: Size) -> dict[str, float]:
-    """All of it; the bars are left to `main`."""
-    metrics, programs = {}, {}
+SIZES = {
+    "few": (4, 2), "many": (32, 4), "hidden": (256, 32), "rows": (16, 2), "context": (256, 16), "compiles": (2, 1),
+}  # fmt: skip
+
+
+@benchmark(BARS, SIZES, rounds=(20, 1), strict=True)
+def measure(size):
+    jax.config.update("jax_enable_compilation_cache", False)
+    programs = {}
     for name, scan in (("scanned", True), ("unrolled", False)):
         seconds, programs[name] = compile_steps(scan, size)
-        metrics |= {f"{name}_compile_{layers}_s": seconds[layers] for layers in seconds}
-        metrics[f"{name}_compile_ratio"] = seconds[size.many] / seconds[size.few]
-    metrics |= compare_programs(programs["unrolled"], programs["scanned"], size)
+        yield {f"{name}_compile_{layers}_s": seconds[layers] for layers in seconds}
+        yield {f"{name}_compile_ratio": seconds[size.many] / seconds[size.few]}
+    yield compare_programs(programs["unrolled"], programs["scanned"], size)
     least = time_steps(programs, size)
-    metrics |= {f"{name}_step_ms": 1e3 * seconds for name, seconds in least.items()}
-    return metrics | {"step_ratio": least["scanned"] / least["unrolled"]}
-
-
-def main() -> None:
-    def options(parser):
-        parser.add_argument("--hidden", type=int, default=Size().hidden, help="width of the models (%(default)s)")
-        parser.add_argument("--quick", action="store_true", help="tiny models: whether it runs, not how fast")
-
-    args = common.parse("scan", __doc__, options)
-    jax.config.update("jax_enable_compilation_cache", False)
-    size = QUICK if args.quick else Size(hidden=args.hidden)
-    print(f"scan: {size.few} and {size.many} layers of {size.hidden}, {size.rows} rows of {size.context} tokens")
-    metrics = measure(size)
-    common.report("scan", metrics, args.json, bars=BARS)
-    common.require_bars({} if args.quick else metrics, BARS)
-
-
-if __name__ == "__main__":
-    main()
+    yield {f"{name}_step_ms": 1e3 * seconds for name, seconds in least.items()}
+    yield {"step_ratio": least["scanned"] / least["unrolled"]}

@@ -9,7 +9,7 @@ Bytes: 64 blocks of 1 MB from numpy into pools, in place, and back, to one `jax.
 which copies them into new memory; and to disk, checksums and adoption included, to one file of as many bytes that is
 written and synced, and read after its pages were dropped.
 
-Generations with a store (`benchmarks/stored_prefixes.py`): an answer of one token to a stored prompt of 2,048 tokens in
+Generations with a store: an answer of one token to a stored prompt of 2,048 tokens in
 an empty cache, the store being opened and its pages dropped; CPU time of a generation whose store writes all that it
 computes, `flush` included, and of one whose blocks are all in the cache and in the store; and the growth of resident
 memory while 1 GB is written and then read, the larger of both.
@@ -19,24 +19,32 @@ Ways take turns, and the median of several rounds counts. Bytes and tokens are c
 
 from __future__ import annotations
 
-import argparse
+import concurrent.futures
+import contextlib
+import ctypes
 import functools
+import gc
+import operator
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
 import kvjax
-from benchmarks import common, stored_prefixes
-from benchmarks.common import Bar
+from benchmarks import caches, common
+from benchmarks.common import Bar, Program, Size, benchmark
 from kvjax.stores import DiskStore, Staged, adopt, gather, land, load, save, scatter
+from models.decoder import Decoder
 
 BARS = {
     "adopt_over_admit": Bar("`adopt` and `land`, to `admit` and `release`", at_most=2),
@@ -58,42 +66,6 @@ its rate was 0.32x to 0.46x of a file's: it misses its bar on a busy machine. `D
 missed its bar once.
 """
 MODEL = "a model"
-Figures = tuple[dict[str, float], dict[str, float]]  # metrics and details
-
-
-class Size(NamedTuple):
-    """Blocks of the pool and of a prefix for the verbs; blocks that move and their shape."""
-
-    num_blocks: int = 65_536
-    prefix: int = 128
-    calls: int = 32
-    blocks: int = 64
-    layers: int = 8
-    kv_heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
-    rounds: int = 11
-
-
-QUICK = Size(64, 8, 1, 3, 2, 2, 8, 4, 1)
-
-
-def full_state(size: Size) -> kvjax.CacheState:
-    """A cache with all rows free, whose blocks are all findable."""
-    length = size.prefix * size.block_size
-    spec = kvjax.make_spec(
-        num_blocks=size.num_blocks, max_seqs=size.calls, max_length=length, block_size=size.block_size
-    )
-
-    def fill(state: kvjax.CacheState, number: jax.Array):
-        return computed(state, tokens_of(number, length), length)
-
-    state, ok = jax.jit(lambda state, numbers: lax.scan(fill, state, numbers), donate_argnums=0)(
-        kvjax.init(spec), jnp.arange(size.num_blocks // size.prefix, dtype=jnp.int32)
-    )
-    full = int(state.groups[0].num_cached) == size.num_blocks
-    common.require(bool(jnp.all(ok)) and full, "the cache could not be filled")
-    return state
 
 
 def tokens_of(number: jax.Array, length: int) -> jax.Array:
@@ -110,13 +82,6 @@ def computed(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[k
     return state, admitted.ok & committed.ok & released.ok & (admitted.cached[0] == 0)
 
 
-def emptied(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
-    """Admits a prompt that is not cached and releases it, which empties its blocks."""
-    state, admitted = kvjax.admit(state, 0, tokens, length)
-    state, released = kvjax.release(state, 0)
-    return state, admitted.ok & released.ok & (admitted.cached[0] == 0)
-
-
 def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
     """Adopts a prompt that is not cached."""
     columns = length // state.spec.block_size
@@ -127,17 +92,18 @@ def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kv
     return state, reserved.ok & landed.ok & (stored == columns)
 
 
-def measure_verbs(size: Size) -> Figures:
+def measure_verbs(size: Size) -> dict[str, float]:
     """`adopt_over_admit` and `adopt_over_computed`, and microseconds a prefix."""
-    start, length = full_state(size), size.prefix * size.block_size
+    length, full = size.prefix * size.block_size, size.num_blocks // size.prefix
+    spec = kvjax.make_spec(
+        num_blocks=size.num_blocks, max_seqs=size.calls, max_length=length, block_size=size.block_size
+    )
+    start = caches.full_state(spec, lambda number: tokens_of(number, length))
     calls = jnp.arange(size.calls, dtype=jnp.int32)
-
-    def prompt(call: jax.Array) -> jax.Array:
-        return tokens_of(call + size.num_blocks // size.prefix, length)
 
     def admitted(state: kvjax.CacheState) -> tuple[kvjax.CacheState, jax.Array]:
         def admit(state: kvjax.CacheState, row: jax.Array):
-            state, events = kvjax.admit(state, row, prompt(row), length)
+            state, events = kvjax.admit(state, row, tokens_of(row + full, length), length)
             return state, events.ok & (kvjax.events.counts(events)["removed"] == size.prefix)
 
         def release(state: kvjax.CacheState, row: jax.Array):
@@ -148,54 +114,37 @@ def measure_verbs(size: Size) -> Figures:
         state, released = lax.scan(release, state, calls)
         return state, ok & released
 
-    def one_by_one(verb: Callable[..., Any]):
-        return lambda state: lax.scan(lambda state, call: verb(state, prompt(call), length), state, calls)
+    def one_by_one(verb: Callable[..., Any], state: kvjax.CacheState):
+        return lax.scan(lambda state, call: verb(state, tokens_of(call + full, length), length), state, calls)
 
-    runs = {verb.__name__: one_by_one(verb) for verb in (adopted, computed, emptied)} | {"admitted": admitted}
-    copy = functools.partial(jax.tree.map, jnp.copy, start)
-    programs = {name: (copy, jax.jit(run, donate_argnums=0)) for name, run in runs.items()}
+    runs = {verb.__name__: functools.partial(one_by_one, verb) for verb in (adopted, computed)}
+    runs["admitted"] = admitted
+    programs: dict[str, Program] = {
+        name: (caches.copy_of(start), jax.jit(run, donate_argnums=0)) for name, run in runs.items()
+    }
     took, results = common.in_turns(programs, size.rounds)
     for name, (state, ok) in results.items():
         common.require(bool(jnp.all(ok)), f"a prefix was not {name}")
         kvjax.check(state)
-    ways = {"admit": "admitted", "computed": "computed", "emptied": "emptied"}
+    ways = {"admit": "admitted", "computed": "computed"}
     ratios = {f"adopt_over_{way}": took["adopted"].wall / took[name].wall for way, name in ways.items()}
-    details = {"adopt_over_emptied": ratios.pop("adopt_over_emptied")}
-    return ratios, details | {f"{name}_us": 1e6 * one.wall / size.calls for name, one in took.items()}
+    return ratios | common.times(took, "us", calls=size.calls)
 
 
 class Bytes:
-    """A cache whose blocks have random bytes, and these bytes.
-
-    Attributes:
-      tokens: i32[T]; the prompt whose blocks they are.
-      data: f32[B, L, 2, K, P, D]; by numpy, in memory that jax copies and does not share.
-      cache: has them all.
-    """
+    """A cache whose blocks have random bytes; these, f32[B, L, 2, K, P, D]; and the prompt i32[T] of the blocks."""
 
     def __init__(self, size: Size):
         self.size, self.names = size, kvjax.Namespaces()
         length = size.blocks * size.block_size
-        self.spec = kvjax.make_spec(
-            [kvjax.LayerSpec(size.kv_heads, size.head_dim)] * size.layers, num_blocks=size.blocks + 1, max_seqs=1,
-            max_length=length + 1, block_size=size.block_size, dtype="float32",
-        )  # fmt: skip
+        self.spec = spec_of_bytes(size, size.blocks + 1, length + 1)
         shape = size.blocks, size.layers, 2, size.kv_heads, size.block_size, size.head_dim
         self.data = unaligned(np.random.default_rng(0).standard_normal(shape, np.float32))
-        self.tokens = np.arange(1, length + 1, dtype=np.int32)
+        self.tokens, self.staged = np.arange(1, length + 1, dtype=np.int32), Staged(((self.data,),), self.spec)
         self.cache, events = jax.jit(kvjax.Cache.adopt)(
-            self.empty(), self.tokens, length, self.staged, np.ones((size.blocks,), np.bool_)
+            kvjax.Cache.create(self.spec), self.tokens, length, self.staged, np.ones((size.blocks,), np.bool_)
         )
         common.require(bool(events.ok), "the blocks were not adopted")
-
-    @property
-    def staged(self) -> Staged:
-        """The bytes for `scatter`."""
-        return Staged(((self.data,),), self.spec)
-
-    def empty(self) -> kvjax.Cache:
-        """A cache that has none of the blocks."""
-        return kvjax.Cache.create(self.spec)
 
     def rows_in(self, cache: kvjax.Cache) -> np.ndarray:
         """i32[B]; the pool rows of the blocks in a cache; it must have all of them."""
@@ -203,10 +152,18 @@ class Bytes:
         common.require(int(events.cached[0]) == len(self.tokens), "a cache lacks blocks")
         return np.asarray(state.groups[0].table[0])[: self.size.blocks]
 
-    def require_in(self, cache: kvjax.Cache, name: str) -> None:
-        """Requires of a cache that it has the blocks, with their bytes."""
-        (array,) = jax.device_get(cache.pools.arrays[0])
-        require_equal(array[self.rows_in(cache)], self.data, name)
+    def rates(self, took: dict[str, common.Took], bases: dict[str, str], of: str) -> dict[str, float]:
+        """The rate of each way to that of its base; and all of them in GB/s."""
+        ratios = {f"{name}_of_{of}": took[base].wall / took[name].wall for name, base in bases.items()}
+        return ratios | {f"{name}_gb_s": self.data.nbytes / each.wall / 1e9 for name, each in took.items()}
+
+
+def spec_of_bytes(size: Size, num_blocks: int, max_length: int) -> kvjax.CacheSpec:
+    """A cache of one row whose blocks have 1 MB each."""
+    return kvjax.make_spec(
+        [kvjax.LayerSpec(size.kv_heads, size.head_dim)] * size.layers, num_blocks=num_blocks, max_seqs=1,
+        max_length=max_length, block_size=size.block_size, dtype="float32",
+    )  # fmt: skip
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
@@ -224,41 +181,31 @@ def require_equal(found: Any, wanted: np.ndarray, name: str) -> None:
     common.require(same, f"{name}: other bytes than were written")
 
 
-def measure_device(given: Bytes) -> Figures:
+def measure_device(given: Bytes) -> dict[str, float]:
     """`scatter_of_device_put` and `gather_of_device_put`."""
     size, rows = given.size, [np.random.default_rng(1).permutation(given.size.blocks).astype(np.int32)]
     write = jax.jit(lambda pools, staged: scatter(pools, staged, rows, [size.blocks]), donate_argnums=0)
     read = jax.jit(lambda pools: gather(pools, rows))
     pools = [jax.block_until_ready(kvjax.init_pools(given.spec))]
 
-    def put(_: Any) -> None:
+    def put() -> None:
         pools[:] = [jax.block_until_ready(write(pools[0], given.staged))]
 
-    programs: Any = {
-        "device_put": (tuple, lambda _: jax.device_put(given.data)),
-        "scatter": (tuple, put),
-        "gather": (tuple, lambda _: np.asarray(read(pools[0]).arrays[0][0])),
+    programs: dict[str, Program] = {
+        "device_put": lambda: jax.device_put(given.data),
+        "scatter": put,
+        "gather": lambda: np.asarray(read(pools[0]).arrays[0][0]),
     }
     took, results = common.in_turns(programs, size.rounds)
     require_equal(results["gather"], given.data, "gather")
-    rates = {f"{name}_of_device_put": took["device_put"].wall / took[name].wall for name in ("scatter", "gather")}
-    return rates, {f"{name}_gb_s": given.data.nbytes / one.wall / 1e9 for name, one in took.items()}
+    return given.rates(took, dict.fromkeys(("scatter", "gather"), "device_put"), "device_put")
 
 
-class Folders:
-    """New folders on the disk, each in place of its last one."""
-
-    def __init__(self, root: pathlib.Path):
-        self.root, self.number = root, 0
-
-    def new(self, name: str) -> pathlib.Path:
-        """An empty folder; the last one of this name is deleted."""
-        for old in self.root.glob(f"{name}-*"):
-            shutil.rmtree(old)
-        self.number += 1
-        folder = self.root / f"{name}-{self.number}"
-        folder.mkdir()
-        return folder
+def new_folder(root: pathlib.Path, name: str) -> pathlib.Path:
+    """An empty folder in place of the last one of this name."""
+    shutil.rmtree(root / name, ignore_errors=True)
+    (root / name).mkdir()
+    return root / name
 
 
 def write_file(path: pathlib.Path, data: np.ndarray) -> None:
@@ -268,14 +215,14 @@ def write_file(path: pathlib.Path, data: np.ndarray) -> None:
         os.fsync(file.fileno())
 
 
-def measure_disk(given: Bytes, root: pathlib.Path) -> Figures:
+def measure_disk(given: Bytes, root: pathlib.Path) -> dict[str, float]:
     """`save`, `load`, and both ways of `DiskStore`, to one file."""
-    folders, options = Folders(root), {"names": given.names, "model": MODEL}
-    saved, stored, path = folders.new("saved") / "cache", folders.new("stored") / "store", root / "file"
+    options: Any = {"names": given.names, "model": MODEL}
+    saved, stored, path = root / "saved", root / "stored", root / "file"
     write_file(path, given.data)
     save(given.cache, saved, **options)
-    rows, in_flight = given.rows_in(given.cache).tolist(), 2 * given.data.nbytes
-    limits = {"max_bytes": 4 * given.data.nbytes, "max_in_flight": in_flight}
+    rows = given.rows_in(given.cache).tolist()
+    limits = {"max_bytes": 4 * given.data.nbytes, "max_in_flight": 2 * given.data.nbytes}
     opened: dict[str, DiskStore] = {"read": DiskStore(stored, given.spec, **options, **limits)}
     blocks = opened["read"].blocks(given.tokens)
 
@@ -286,72 +233,226 @@ def measure_disk(given: Bytes, root: pathlib.Path) -> Figures:
     def new_store() -> DiskStore:
         if "write" in opened:
             opened.pop("write").close()
-        opened["write"] = DiskStore(folders.new("written") / "store", given.spec, **options, **limits)
+        opened["write"] = DiskStore(new_folder(root, "written") / "store", given.spec, **options, **limits)
         return opened["write"]
 
-    def read(_: Any) -> list[Any]:
-        return [future.result() for future in [opened["read"].read(block, 0) for block in blocks]]
+    def read(store: DiskStore) -> list[Any]:
+        return [future.result() for future in [store.read(block, 0) for block in blocks]]
 
     def empty() -> kvjax.Cache:
-        stored_prefixes.drop_pages(saved)
-        return given.empty()
+        drop_pages(saved)
+        return kvjax.Cache.create(given.spec)
 
     write(opened["read"])
-    programs: Any = {
-        "file_write": (lambda: folders.new("file") / "file", lambda path: write_file(path, given.data)),
-        "save": (lambda: folders.new("save") / "cache", lambda folder: save(given.cache, folder, **options)),
+    programs: dict[str, Program] = {
+        "file_write": (lambda: new_folder(root, "files") / "file", lambda path: write_file(path, given.data)),
+        "save": (lambda: new_folder(root, "save") / "cache", lambda folder: save(given.cache, folder, **options)),
         "store_write": (new_store, write),
-        "file_read": (lambda: stored_prefixes.drop_pages(path), lambda _: np.fromfile(path, np.float32)),
+        "file_read": (lambda: drop_pages(path), lambda _: np.fromfile(path, np.float32)),
         "load": (empty, lambda cache: load(cache, saved, **options)),
-        "store_read": (lambda: stored_prefixes.drop_pages(stored), read),
+        "store_read": (lambda: drop_pages(stored), lambda _: read(opened["read"])),
     }
     try:
         took, results = common.in_turns(programs, given.size.rounds)
-        require_written(opened["write"], blocks, given.data)
+        written = opened["write"].counters["written"]
+        common.require(written == len(blocks), f"{written} blocks were written, not {len(blocks)}")
+        answers = {"written": read(opened["write"]), "store": results["store_read"]}
     finally:
         for store in opened.values():
             store.close()
+    for name, words in answers.items():
+        common.require(None not in words, f"{name}: blocks are missing")
+        require_equal(np.stack([arrays[0] for arrays in words]), given.data, name)
     require_equal(results["file_read"], given.data.reshape(-1), "file")
-    given.require_in(results["load"][0], "load")
-    words = results["store_read"]
-    common.require(None not in words, "a store lacks blocks")
-    require_equal(np.stack([arrays[0] for arrays in words]), given.data, "store")
-    ways = {"save": "file_write", "store_write": "file_write", "load": "file_read", "store_read": "file_read"}
-    rates = {f"{name}_of_file": took[file].wall / took[name].wall for name, file in ways.items()}
-    return rates, {f"{name}_gb_s": given.data.nbytes / one.wall / 1e9 for name, one in took.items()}
+    cache = results["load"][0]
+    require_equal(jax.device_get(cache.pools.arrays[0][0])[given.rows_in(cache)], given.data, "load")
+    bases = {"save": "file_write", "store_write": "file_write", "load": "file_read", "store_read": "file_read"}
+    return given.rates(took, bases, "file")
 
 
-def require_written(store: DiskStore, blocks: list[Any], data: np.ndarray) -> None:
-    """Requires of a store that it has written these blocks, with their bytes."""
-    words = [store.read(block, 0).result() for block in blocks]
-    common.require(store.counters["written"] == len(blocks) and None not in words, "blocks were not written")
-    require_equal(np.stack([arrays[0] for arrays in words]), data, "store")
+def drop_pages(path: pathlib.Path) -> None:
+    """Syncs a file, or all files of a folder, and drops their pages from memory."""
+    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
 
 
-def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--rounds", type=int, help="how often the ways are timed")
-        parser.add_argument("--quick", action="store_true", help="tiny: whether it runs, not how fast")
-        parser.add_argument(
-            "--folder", type=pathlib.Path, help="on the disk to measure; that of temporary files if None"
+class Job:
+    """Prompts that a model answers greedily, with or without a store."""
+
+    def __init__(self, size: Size, rows: int, prompt: int, new: int):
+        self.model, self.new, self.names = Decoder(size.config, rngs=nnx.Rngs(0)), new, kvjax.Namespaces()
+        self.prompts = caches.random_prompts(size.config.vocab_size, (rows, prompt), prompt).tolist()
+        num_blocks = 2 * rows * -(-(prompt + new) // size.block_size)
+        self.spec = caches.spec_of(self.model, rows, prompt + new, num_blocks, size.block_size)
+
+    def empty(self) -> kvjax.Cache:
+        return kvjax.Cache.create(self.spec)
+
+    def open(self, folder: pathlib.Path) -> DiskStore:
+        return DiskStore(folder, self.spec, model=MODEL, names=self.names, max_bytes=1 << 30, patience_ms=60_000)
+
+    def answer(self, cache: kvjax.Cache, store: DiskStore | None = None) -> tuple[list[Any], list[int], kvjax.Cache]:
+        """The tokens of each answer, how many of each prompt were stored, and the cache."""
+        outputs, cache, _ = kvjax.generate(
+            self.model, cache, self.prompts, max_new_tokens=self.new, names=self.names, log_events=False, store=store
         )
+        return [output.tokens for output in outputs], [output.stored_tokens for output in outputs], cache
 
-    args = common.parse("stores", __doc__, options)
-    size, generation = (QUICK, stored_prefixes.QUICK) if args.quick else (Size(), stored_prefixes.Size())
-    if args.rounds is not None:
-        size, generation = (
-            size._replace(rounds=args.rounds),
-            generation._replace(rounds=args.rounds, batch_rounds=args.rounds),
-        )
-    metrics, details = measure_verbs(size)
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+
+def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
+    """`restart_x`: an answer to a stored prompt, the store being opened, to one that is computed."""
+    job, folder, opened = Job(size, 1, size.prompt, 1), root / "restart", list[DiskStore]()
+    with job.open(folder) as store:
+        job.answer(job.empty(), store)
+
+    def close() -> kvjax.Cache:
+        while opened:
+            opened.pop().close()
+        drop_pages(folder)
+        return job.empty()
+
+    def restart(cache: kvjax.Cache) -> Any:
+        opened.append(job.open(folder))
+        return job.answer(cache, opened[-1])
+
+    programs: dict[str, Program] = {"computed": (job.empty, job.answer), "stored": (close, restart)}
+    took, results = common.in_turns(programs, size.rounds, lambda one, other: one[0] == other[0])
+    close()
+    (stored,) = results["stored"][1]
+    common.require(stored >= size.prompt - size.block_size, f"{stored} tokens were stored")
+    return {"restart_x": took["computed"].wall / took["stored"].wall, **common.times(took, "ms")}
+
+
+def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
+    """`writing_x` and `idle_x`: CPU time of a generation with a store, to one without."""
+    job, idle = Job(size, size.rows, size.batch_prompt, size.new), root / "idle"
+    writing = list[DiskStore]()
+    with job.open(idle) as store:
+        *_, warm = job.answer(job.empty(), store)
+        store.flush()
+        before = store.counters
+
+        def begin() -> kvjax.Cache:
+            while writing:
+                writing.pop().close()
+            shutil.rmtree(root / "writing", ignore_errors=True)
+            writing.append(job.open(root / "writing"))
+            return job.empty()
+
+        def write(cache: kvjax.Cache) -> list[Any]:
+            tokens, *_ = job.answer(cache, writing[-1])
+            writing[-1].flush()
+            return tokens
+
+        programs: dict[str, Program] = {
+            "without": (job.empty, lambda cache: job.answer(cache)[0]),
+            "writing": (begin, write),
+            "warm": (caches.copy_of(warm), lambda cache: job.answer(cache)[0]),
+            "idle": (caches.copy_of(warm), lambda cache: job.answer(cache, store)[0]),
+        }
+        took, _ = common.in_turns(programs, size.batch_rounds, operator.eq)
+        common.require(store.counters == before, "an idle store was read or written")
+    written = writing[0].counters["written"]
+    writing[0].close()
+    blocks = size.rows * ((size.batch_prompt + size.new - 1) // size.block_size)
+    common.require(written == blocks, f"{written} blocks were written, not {blocks}")
+    ratios = {"writing_x": took["writing"].cpu / took["without"].cpu, "idle_x": took["idle"].cpu / took["warm"].cpu}
+    return ratios | common.times(took, "ms", "cpu")
+
+
+def pass_through(way: str, folder: str, quick: bool) -> float:
+    """How much memory grows at most while blocks are written or read, to what may be in flight; in a process alone."""
+    size = measure.size(quick)
+    spec = spec_of_bytes(size, size.piece, size.piece * size.block_size)
+    pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), kvjax.init_pools(spec))
+    tokens = np.arange(size.total * size.block_size, dtype=np.int32)
+    options: Any = {"model": MODEL, "names": kvjax.Namespaces(), "max_bytes": 1 << 40}
+    with DiskStore(folder, spec, **options, max_in_flight=size.max_in_flight) as store:
+        blocks = store.blocks(tokens)
+        if way == "write":
+            store.write(pools, 0, other := store.blocks(tokens[::-1])[: size.piece], list(range(len(other))))
+            store.flush()  # programs are compiled
+            run = functools.partial(write_all, store, pools, blocks, size.piece)
+        else:
+            wanted = jax.device_get(pools.arrays[0][0])
+            drop_pages(pathlib.Path(folder))
+            run = functools.partial(read_all, store, blocks, wanted, size.piece)
+        with growth() as grown:
+            run()
+    return max(grown) / size.max_in_flight
+
+
+def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> None:
+    """Writes blocks a piece at a time, as soon as one more may be in flight."""
+    size, submitted, before = store.values.sizes[0], 0, store.counters["written"]
+    for first in range(0, len(blocks), piece):
+        some = blocks[first : first + piece]
+        while (submitted + len(some) - (store.counters["written"] - before)) * size > store.max_in_flight:
+            time.sleep(1e-4)
+        store.write(pools, 0, some, list(range(len(some))))
+        submitted += len(some)
+    store.flush()
+    written = store.counters["written"] - before
+    common.require(written == len(blocks), f"{written} blocks were written, not {len(blocks)}")
+
+
+def read_all(store: DiskStore, blocks: list[Any], wanted: np.ndarray, piece: int) -> None:
+    """Reads blocks, as many at a time as may be in flight, and compares their bytes."""
+    most = store.max_in_flight // store.values.sizes[0]
+    for first in range(0, len(blocks), most):
+        futures = [store.read(block, 0) for block in blocks[first : first + most]]
+        concurrent.futures.wait(futures)
+        for at, future in enumerate(futures, first):
+            (words,) = future.result()
+            common.require(np.array_equal(words, wanted[at % piece].view(words.dtype)), "other bytes than were written")
+
+
+@contextlib.contextmanager
+def growth() -> Iterator[list[int]]:
+    """Samples resident memory; yields a list that gets the bytes by which it has grown."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)  # what compilation has freed
+    start, grown, stop = common.resident(), [0], threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(1e-3):
+            grown.append(common.resident() - start)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield grown
+    finally:
+        stop.set()
+        thread.join()
+
+
+SIZES = {
+    # Blocks of the pool and of a prefix for the verbs; blocks that move and their shape.
+    "num_blocks": (65_536, 64), "prefix": (128, 8), "calls": (32, 1), "blocks": (64, 3), "layers": (8, 2),
+    "kv_heads": (8, 2), "head_dim": (128, 8), "block_size": (16, 4),
+    # A stored prompt; a batch that is written; blocks that pass through a store, and those of one `write`.
+    "config": caches.CONFIGS, "prompt": (2048, 16), "rows": (8, 2), "batch_prompt": (256, 8), "new": (64, 4),
+    "total": (1000, 40), "piece": (24, 3), "max_in_flight": (256 << 20, 1 << 14),
+    "batch_rounds": (25, 1),  # the batch's CPU time differs by little
+    "folder": pathlib.Path(tempfile.gettempdir()),  # on the disk to measure
+}  # fmt: skip
+
+
+@benchmark(BARS, SIZES, rounds=(11, 1))
+def measure(size):
+    yield measure_verbs(size)
+    with tempfile.TemporaryDirectory(dir=size.folder) as folder:
         given, root = Bytes(size), pathlib.Path(folder)
-        parts = [measure_device(given), measure_disk(given, root)]
-        parts += [measure(generation, root) for measure in stored_prefixes.MEASURES]
-    for more in parts:
-        metrics, details = metrics | more[0], details | more[1]
-    common.report("stores", metrics, args.json, details, bars=BARS)
-
-
-if __name__ == "__main__":
-    main()
+        yield measure_device(given)
+        yield measure_disk(given, root)
+        yield measure_restart(size, root)
+        yield measure_writing(size, root)
+        # Each way in a process of its own, in whose memory nothing else has left holes.
+        memory = str(root / "memory")
+        grown = {way: common.apart("stores", "pass_through", way, memory, size.quick) for way in ("write", "read")}
+    yield {"rss_of_in_flight": max(grown.values())} | {f"rss_of_{way}": value for way, value in grown.items()}

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +35,12 @@ class Request(NamedTuple):
 
 def read_trace(path: pathlib.Path, number: int) -> list[Request]:
     """The first requests of a trace: JSON lines as Mooncake has published them, or the table in `benchmarks/data`."""
-    return [_request(*fields) for fields in _read_fields(path, number)]
+    requests, of_an_id = [], np.arange(HASHED // SHRINK, dtype=np.int32)
+    for timestamp, input_length, output_length, ids in _read_fields(path, number):
+        tokens = np.array(ids, np.int32)[:, None] * of_an_id.size + of_an_id
+        prompt = tokens.reshape(-1)[: -(-input_length // SHRINK)]
+        requests.append(Request(timestamp // MS_A_STEP, prompt, -(-output_length // SHRINK)))
+    return requests
 
 
 def read_blocks(path: pathlib.Path, number: int | None = None, longest: int | None = None) -> Trace:
@@ -62,10 +66,3 @@ def _ids(runs: str) -> list[int]:
     """Ids of which runs are written as first x number."""
     pairs = [map(int, run.split("x")) for run in runs.split()]
     return [first + i for first, number in pairs for i in range(number)]
-
-
-def _request(timestamp: int, input_length: int, output_length: int, hash_ids: Sequence[int]) -> Request:
-    of_an_id = HASHED // SHRINK
-    tokens = np.array(hash_ids, np.int32)[:, None] * of_an_id + np.arange(of_an_id, dtype=np.int32)
-    prompt = tokens.reshape(-1)[: -(-input_length // SHRINK)]
-    return Request(timestamp // MS_A_STEP, prompt, -(-output_length // SHRINK))

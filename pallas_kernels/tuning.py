@@ -2,7 +2,7 @@
 """The choice of implementation, and tile sizes, by chip and shape, with the reasons.
 
 None of it was measured on a GPU yet. The figures come from what the compiler says of registers and shared memory, and
-from what others measured; `python -m benchmarks.kernels` measures them.
+from what others measured; `make gpu` measures them, and other tile sizes.
 """
 
 from __future__ import annotations

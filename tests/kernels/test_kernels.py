@@ -13,6 +13,7 @@ from pallas_kernels import mosaic, triton, triton_rope, xla
 from pallas_kernels.quantise import largest, quantise
 from pallas_kernels.schedule import query_tiles, split_lengths
 from pallas_kernels.triton_attention import by_bits
+from tests.kernels import on_gpu
 
 
 def pool_of(dtype="float32", blocks=8, heads=3, size=4, width=20, seed=0, parts=2):
@@ -260,3 +261,12 @@ def test_moving_blocks_copies_no_pool(shape):
         memory = jax.jit(move, donate_argnums=0).lower(pool, *args).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= pool.nbytes
         assert memory.temp_size_in_bytes < 0.05 * pool.nbytes, move.__name__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("function", "who"), on_gpu.CHECKS)
+def test_each_kernel_is_right_on_this_machine(function, who):
+    try:
+        on_gpu.check(function, who)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))

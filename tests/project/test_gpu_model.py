@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import gpu_model
 from benchmarks.gpu_model import Attention, Node, Step
-from benchmarks.gpu_step import CONFIGS, QUICK, Size
+from benchmarks.gpu_step import CONFIGS
 from tests.drive import ROOT, output_of
 from tests.kernels import gpu_thunks
 from tests.kernels.gpu_hlo import Module
@@ -92,48 +92,29 @@ def test_the_floor_is_what_must_move_once(name, layers):
     assert step.fits and not Step(CONFIGS["8b"], "bfloat16", 128, 8192).fits
 
 
-def test_what_a_gpu_has_measured_is_found(tmp_path):
-    step = Step(CONFIGS["8b"], "bfloat16", 32, Size().context)
-    assert gpu_model.measured_us("8b", step, tmp_path / "none") is None
-    (tmp_path / "a.json").write_text(json.dumps({"metrics": {"kvjax": {"step_8b_b1_us": 7.0}}}))
-    sections = {"step_8b_b32": {"metrics": {"kvjax": {"step_8b_b32_us": 9.0}}}, "device": {}}
-    (tmp_path / "gpu_first.json").write_text(json.dumps({"sections": sections}))
-    assert [gpu_model.measured_us("8b", step._replace(rows=rows), tmp_path) for rows in (1, 32, 128)] == [7, 9, None]
-    others = step._replace(dtype="int8"), step._replace(length=QUICK.context)
-    assert [gpu_model.measured_us("8b", other, tmp_path) for other in others] == [None, None]
-    shown = gpu_model.line("step", gpu_model.Estimate(1, 2, 1, 1), 9.0)
-    assert shown.split() == ["step", "1", "2", "1", "1", "4", "25%", "9"]
-
-
-def test_the_table_leaves_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
+def test_the_table_leaves_out_what_does_not_fit(monkeypatch):
     monkeypatch.setattr(gpu_model, "find_compilers", lambda: True)
     nodes = [Node("product", True, 10**9), ATTEND]
-    kernels = {"decode_attention": {"registers": 168, "bulk_copies": 0}}
-    made = lambda step, layers: gpu_model.Compiled([BOOKS, *layers * nodes], kernels)  # noqa: E731
-    monkeypatch.setattr(gpu_model, "compile_step", made)
-    file = tmp_path / "model.json"
-    monkeypatch.setattr(
-        sys, "argv", ["", "--models", "8b", "--batches", "128", "--lengths", "8192", "--json", str(file)]
-    )
-    gpu_model.main()
-    result = json.loads(file.read_text())
-    assert list(result["left_out"]) == ["step_8b_b16_b128_8192"] and "memory" in capsys.readouterr().out
-    assert list(result["not_measured"]) == list(result["kernels_us"]) == ["step_8b_int8_b128_8192"]
-    metrics = {name.removeprefix("step_8b_int8_b128_8192_"): value for name, value in result["metrics"].items()}
+    kernels = {"decode_attention": {"registers": 168}}
+    monkeypatch.setattr(gpu_model, "compile_step", lambda step, layers: ([BOOKS, *layers * nodes], kernels))
+    size = gpu_model.measure.size(models=["8b"], batches=[128], lengths=[8192])
+    result = gpu_model.measure.run(size)
+    assert list(result["left_out"]) == ["step_8b_b16_b128_8192"]
+    assert list(result["kernels_us"]) == ["step_8b_int8_b128_8192"]
+    metrics = {name.removeprefix("step_8b_int8_b128_8192_"): value for name, value in result.items()}
     assert metrics["gaps_us"] == 64 and metrics["bookkeeping_us"] == 1 and 0 < metrics["share"] < 1
     assert result["constants"] == gpu_model.CONSTANTS
-    assert result["attention"] == {"step_8b_int8_b128_8192": {"decode_attention": {"registers": 168}}}
+    assert result["attention"] == {"step_8b_int8_b128_8192": kernels}
     nodes[0] = BOOKS
     with pytest.raises(SystemExit, match=r"step_8b_int8_b128_8192: .* less than the floor"):
-        gpu_model.main()
+        gpu_model.measure.run(size)
 
 
-def test_without_compilers_it_says_so(tmp_path, monkeypatch, capsys):
+def test_without_compilers_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_model, "find_compilers", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["", "--json", str(tmp_path / "model.json")])
-    gpu_model.main()
-    assert "not run: no CUDA compiler" in capsys.readouterr().out
-    assert "metrics" not in json.loads((tmp_path / "model.json").read_text())
+    gpu_model.measure.main(["--json", str(tmp_path / "model.json")])
+    result = json.loads((tmp_path / "model.json").read_text())
+    assert result["not_measured"].startswith("no CUDA compiler") and "metrics" not in result
 
 
 # Runs the command, and notes what else counts of the programs that it compiles.
@@ -147,7 +128,7 @@ def noted(root, *rest):
     seen.append((len(nodes), sum(node.is_of_model for node in nodes), parts_of(root)))
     return nodes
 gpu_model.nodes_of = noted
-gpu_model.main()
+gpu_model.measure.main()
 print(json.dumps(seen))
 """
 
@@ -157,15 +138,13 @@ print(json.dumps(seen))
 def test_a_step_is_compiled_and_its_nodes_are_those_that_are_counted(tmp_path):
     file = tmp_path / "model.json"
     printed = output_of(sys.executable, "-c", NOTED, "--quick", "--json", str(file), PYTHONPATH=str(ROOT))
-    head, row, *_, seen = printed.splitlines()
-    assert head.split()[0] == "model" and row.split()[-2:] == ["not", "measured"]
-    counts = json.loads(seen)
+    counts = json.loads(printed.splitlines()[-1])
     for nodes, of_model, parts in counts:
         assert nodes == parts["model"]["launches"] + parts["around"]["launches"]
         assert of_model >= parts["model"]["launches"] > 20
     (two, its, _), (three, others, _) = counts
     assert 10 < others - its == three - two  # a layer more is all of the model
-    metrics, attention = (json.loads(file.read_text())[key] for key in ("metrics", "attention"))
+    metrics, attention = (json.loads(file.read_text())[key] for key in ("details", "attention"))
     assert {"registers", "resident", "programs"} <= set(attention["step_tiny_b16_b2_64"]["decode_attention"])
     found = {name.removeprefix("step_tiny_b16_b2_64_"): value for name, value in metrics.items()}
     assert 0 < found["floor_us"] < found["kernels_us"] < found["step_us"] and 0 < found["share"] < 1
@@ -183,4 +162,4 @@ def test_nothing_is_computed_twice_where_pools_fill_the_memory(tmp_path):
     output_of(sys.executable, "-m", "benchmarks.gpu_model", *options, "--json", str(file), PYTHONPATH=str(ROOT))
     result = json.loads(file.read_text())
     assert not [kernel for kernels in result["kernels_us"].values() for kernel in kernels if "remat" in kernel]
-    assert result["metrics"]["step_8b_b16_b128_4096_share"] > 0.9
+    assert result["details"]["step_8b_b16_b128_4096_share"] > 0.9

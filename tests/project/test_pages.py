@@ -5,12 +5,14 @@ Tunix' page is run here; the Python of serving.md, which needs servers, in tests
 """
 
 import contextlib
+import itertools
 import re
 import warnings
 
 import jax
 import pytest
 
+from benchmarks.pages import GROUPS, of_name
 from tests.drive import ROOT
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -90,6 +92,8 @@ def test_commands_on_the_pages_exist_with_their_options():
         path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         assert path.exists() or module == "benchmarks.NAME", module
         defined = "".join(file.read_text() for file in path.parent.glob("*.py"))
+        if module.startswith("benchmarks.") and path.stem in itertools.chain(*GROUPS.values()):  # sizes are options
+            defined += "".join(f'"--{size.replace("_", "-")}"' for size in of_name(path.stem).sizes)
         assert not [option for option in wanted if f'"{option}"' not in defined], module
     rules = (ROOT / "Makefile").read_text()
     names = {*re.findall(r"^([a-z-]+):", rules, re.M), *(f"bench-{path.stem}" for path in ROOT.glob("benchmarks/*.py"))}

@@ -7,11 +7,11 @@ import subprocess
 
 import pytest
 
-from benchmarks import gpu_page, kernels, pages, replay
+from benchmarks import kernels, pages, replay
 from benchmarks.common import Bar, require_bars
 from tests.drive import ROOT
 
-NAMES = [name for names in (*pages.GROUPS.values(), pages.ON_GPU) for name in names]
+NAMES = [name for group in pages.GROUPS.values() for name in group]
 WHERE = {
     "date": "2026-01-02T03:04:05+00:00",
     "versions": {"python": "3.12.1", "jax": "0.12.0"},
@@ -36,7 +36,7 @@ def test_every_benchmark_of_make_has_bars_and_a_section():
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert sorted(made) == sorted(NAMES)
     for name in NAMES:
-        bars = pages.module(name).BARS
+        bars = pages.of_name(name).bars
         texts = [bar.what for bar in bars.values()]
         assert texts and len(set(texts)) == len(texts), name
         for bar in bars.values():
@@ -64,60 +64,66 @@ def test_values_are_shown_with_three_digits_and_their_unit():
     assert [Bar("").shown(x) for x in (1.004, 1.5, 1.30)] == ["1.00x", "1.5x", "1.3x"]
 
 
-def test_a_page_says_what_is_met_missed_and_not_run(tmp_path):
-    results = results_of(tmp_path, bookkeeping={"step_us": 61.234, "admit_us": 150.02, "call_us": 500.0}, memory={})
+def test_pages_say_what_is_met_missed_and_not_run(tmp_path):
+    metrics = {"step_us": 61.234, "admit_us": 150.02, "call_us": 500.0}
+    results = results_of(tmp_path, bookkeeping=metrics, memory={}, compile={"first_warm_s": 7.04})
     pages.write(results, tmp_path / "docs")
-    text = (tmp_path / "docs/cpu.md").read_text()
+    text = (tmp_path / "docs/all.md").read_text()
     assert text.startswith("<!-- `python -m benchmarks.pages` has written this page")
-    bars = pages.module("bookkeeping").BARS
+    bars = pages.of_name("bookkeeping").bars
     assert f"| {bars['step_us'].what} | 61.2 µs | at most 130 µs: met |\n" in text
     assert f"| {bars['admit_us'].what} | 150.02 µs | at most 150 µs: **missed** |\n" in text
     assert f"| {bars['call_us'].what} | 500 µs | |\n" in text
     assert f"| {bars['vmap_growth'].what} | not measured | at most 2x |\n" in text
     assert "Run on 2026-01-02: python 3.12.1, jax 0.12.0; a CPU, 2 cores." in text
-    assert f"| {pages.module('offload').BARS['to_host_of_device_put'].what} | not run | at least 0.8x |\n" in text
-    assert pages.module("attention").NOTES.strip() in text and "![" not in text
-    index = (tmp_path / "docs/index.md").read_text()
-    assert "`make bench-bookkeeping` | 1 of 2 met |" in index and "`make bench-events` | not run |" in index
+    not_run = pages.of_name("offload").bars["to_host_of_device_put"].what
+    assert f"| {not_run} | not run | at least 0.8x |\n" in text
+    assert "are lost in reading: see [attention](#attention)" in text and "![" not in text
+    assert "`make bench-bookkeeping` | 1 of 2 met |" in text and "`make bench-events` | not run |" in text
+    usual = (tmp_path / "docs/index.md").read_text()
+    assert len(rows_of(usual)) == 1 + len(pages.USUAL) == 13
+    assert (
+        f"| {bars['admit_us'].what} | 150.02 µs | at most 150 µs: **missed** | [Bookkeeping](all.md#bookkeeping) |"
+        in usual
+    )
+    assert all(row[2] for row in rows_of(usual)), "a figure without a bar"
+    found = pages.readme(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n", results)
+    assert found.startswith(f"before\n{pages.BEGIN}\n| ") and found.endswith(f"\n{pages.END}\nafter\n")
+    assert len(rows_of(found)) == 7 and "old" not in found and found.count("Run on") == 1
+    assert "256 rows, 65,536 blocks | 61.2 µs | `python -m benchmarks.bookkeeping` |" in found
+    assert "| not run | `python -m benchmarks.serving` |" in found
 
 
-def test_links_of_the_index_lead_to_headings(tmp_path):
+def test_links_lead_to_headings(tmp_path):
     pages.write(pages.Results(tmp_path), tmp_path)
-    links = re.findall(r"\]\((\w+\.md)(?:#([\w-]+))?\)", (tmp_path / "index.md").read_text())
-    assert len(links) == len(NAMES) + 2
-    for page, anchor in links:
-        headings = re.findall(r"^#+ (.*)$", (tmp_path / page).read_text(), re.M)
-        slugs = [heading.lower().replace(" ", "-") for heading in headings]
-        assert slugs.count(anchor) == 1 or not anchor, anchor
+    for page in ("index", "all"):
+        links = re.findall(r"\]\(((?:\w+\.md)?)(?:#([\w-]+))?\)", (tmp_path / f"{page}.md").read_text())
+        assert len(links) >= len(pages.USUAL)
+        for target, anchor in links:
+            headings = re.findall(r"^#+ (.*)$", (tmp_path / (target or f"{page}.md")).read_text(), re.M)
+            slugs = [heading.lower().replace(" ", "-") for heading in headings]
+            assert slugs.count(anchor) == 1 or not anchor, anchor
 
 
 def test_rows_of_the_committed_pages_are_bars():
-    texts = {bar.what for name in NAMES for bar in pages.module(name).BARS.values()}
-    text = (ROOT / "docs/performance/cpu.md").read_text()
-    assert len(rows_of(text)) > 100 and {row[0] for row in rows_of(text)} <= {*texts, "value"}
+    texts = {bar.what for name in NAMES for bar in pages.of_name(name).bars.values()}
+    text = (ROOT / "docs/performance/all.md").read_text()
+    figures = text[text.index("\n## Metadata") : text.index("\n## On a GPU")]
+    assert len(rows_of(figures)) > 100 and {row[0] for row in rows_of(figures)} <= {*texts, "value"}
     assert not re.search(r"benchmarks\.\w+ .*--quick", text)  # figures of tiny shapes
+    usual = rows_of((ROOT / "docs/performance/index.md").read_text())
+    assert {tuple(row[:3]) for row in usual[1:]} <= {tuple(row) for row in rows_of(figures)}
 
 
-def test_readme_has_six_figures_between_its_markers(tmp_path):
-    results = results_of(tmp_path, bookkeeping={"step_us": 61.234}, compile={"first_warm_s": 7.04})
-    found = pages.readme(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n", results)
-    assert found.startswith(f"before\n{pages.BEGIN}\n| ") and found.endswith(f"\n{pages.END}\nafter\n")
-    assert len(rows_of(found)) == 1 + len(pages.FIRST) == 7 and "old" not in found
-    assert "256 rows, 65,536 blocks | 61.2 µs | `python -m benchmarks.bookkeeping` |" in found
-    assert "| not run | `python -m benchmarks.memory` |" in found and found.count("Run on") == 1
-    assert pages.readme("no markers\n", results) == "no markers\n"
-
-
-def test_the_page_about_gpus_says_what_was_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_page, "MEASURED", tmp_path / "gpu_first.json")
-    text = gpu_page.page([], pages.table)
-    bars = sum(len(bar.who) for bar in kernels.BARS)
-    assert "**Nothing is measured yet.**" in text and text.count("| not measured |") == bars
+def test_the_page_says_what_a_gpu_has_measured(tmp_path):
+    file = tmp_path / "gpu_first.json"
+    text = pages.measured(file)
+    assert "**Nothing is measured yet.**" in text and text.count("| not measured |") == len(kernels.BARS)
     metrics = {"triton": {"decode_32x4096_b16_us": 150.0, "decode_ragged_b16_of_copy": 0.9}}
     result = {"about": {"device": "H200"}, "sections": {"decode_ragged": {"metrics": metrics}}}
-    gpu_page.MEASURED.write_text(json.dumps({"benchmark": "gpu_first", **result}))
-    text = gpu_page.page([], pages.table)
-    assert "| `decode_32x4096_b16_us` | triton | 150: missed | at most 139 |" in text
+    file.write_text(json.dumps({"benchmark": "gpu_first", **result}))
+    text = pages.measured(file)
+    assert "| `decode_32x4096_b16_us` | triton | 150: **missed** | at most 139 |" in text
     assert "1.11x the time of a copy: decode_ragged_b16 triton" in text and "Nothing is measured" not in text
 
 

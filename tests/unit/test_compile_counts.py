@@ -5,6 +5,7 @@ import jax
 import pytest
 
 from benchmarks import compile as compiled
+from scripts import fusions
 
 # The distinct fusions of each program, by default of the verbs. Lower a number when its count falls.
 BUDGETS = {
@@ -78,5 +79,5 @@ ENTRY %main (x: s32[4]) -> (s32[], s32[], s32[]) {
 
 def test_fusions_are_listed_by_the_functions_that_they_come_from(capsys):
     _, program, _ = compiled.compile_program(compiled.programs()["fork"]())
-    compiled.print_functions(program, 30)
+    fusions.print_functions(program, 30)
     assert "distinct fusions" in (out := capsys.readouterr().out) and "  kvjax/verbs/fork.py fork" in out

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from benchmarks import bookkeeping, snapshots
+from benchmarks import bookkeeping, kinds
 from tests.drive import Driver
 
 P, S, T, WINDOW = 4, 3, 24, 6  # the next token sees 5 before it
@@ -57,7 +57,7 @@ def test_a_row_holds_what_its_window_needs_and_no_more():
     most, chunk = -(-32 // 16) + 1, 64 // 16
     layers, blocks = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, 32)], {None: 256, 32: most + chunk}
     spec = kvjax.make_spec(layers, num_blocks=blocks, max_seqs=1, max_length=4096, block_size=16)
-    ok, state, chunks, steps = snapshots.long_row(spec, 2048, 64, 2048)
+    ok, state, chunks, steps = kinds.long_row(spec, 2048, 64, 2048)
     assert ok and np.max(chunks[:, 0, 1]) <= most + chunk and np.max(chunks[:, 1, 1]) <= most
     assert np.max(steps[:, 0, 1]) == np.max(steps[:, 1, 1]) == most
     assert steps[-1, 1].tolist() == [256, 2] and state.seqs.committed.tolist() == [4096]

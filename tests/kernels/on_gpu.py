@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether each kernel is right on this machine, for `benchmarks.gpu_first`: small cases, each run twice.
+"""Whether each kernel is right on this machine: small cases, each run twice. `pytest -m gpu` runs them.
 
 Attention is held against float64, over pools of NaN but for the tokens that it may read; moves against their twins in
 XLA, and transitions of a cache against plain jax, both bit for bit. A kernel that is run again gives the same bits.
-Without a GPU Triton's kernels run in Pallas's interpreter.
+Without a GPU Triton's kernels run in Pallas's interpreter. `benchmarks.gpu_first` calls the checks one by one, and
+switches off what is wrong: they need no pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import numpy as np
 
 import kvjax
 import pallas_kernels
-from benchmarks import common, gpu
 from kvjax.gpu import choice
 from pallas_kernels import xla
 from tests.kernels import attention
@@ -37,14 +37,23 @@ KINDS = [WIDE, {**WIDE, "stored": "int8"}, {**WIDE, "stored": "float8_e4m3fn"}, 
 SMALL = {"kv_heads": 2, "group": 2, "width": 16, "block_size": 4}
 
 
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def require(fact: bool, otherwise: str) -> None:
+    if not fact:
+        raise AssertionError(otherwise)
+
+
 def check(function: str, who: str) -> None:
     """Runs one check.
 
     Raises:
-      AssertionError: naming what differs; also SystemExit.
+      AssertionError: naming what differs.
       NotImplementedError: if this machine cannot run the kernel.
     """
-    if who == "mosaic" and not gpu.has_gpu():
+    if who == "mosaic" and not has_gpu():
         raise NotImplementedError("no GPU: Pallas's simulator of Mosaic would take minutes")
     if function == TRANSITIONS:
         check_transitions()
@@ -56,9 +65,9 @@ def check(function: str, who: str) -> None:
 
 def check_attention(function: str, who: str) -> None:
     """Decode or prefill, without options and with all, over each kind of pool that the kernel serves."""
-    lengths, most = ([9, 1, 0, 131, 4000], 300) if gpu.has_gpu() else ([9, 1, 0, 37], 12)
+    lengths, most = ([9, 1, 0, 131, 4000], 300) if has_gpu() else ([9, 1, 0, 37], 12)
     counts, served = np.minimum(lengths, most), 0
-    for kind in KINDS if gpu.has_gpu() else [SMALL]:
+    for kind in KINDS if has_gpu() else [SMALL]:
         for name in ("plain", "all"):
             case = attention.Case(lengths, **kind)
             options = attention.options_for(case, name)
@@ -91,7 +100,7 @@ def check_bits(case: Any, function: str, who: str, counts: np.ndarray) -> None:
 
 def check_move(function: str, who: str) -> None:
     """Writes, with rotation and without, and copies of blocks, of a pool half of which is NaN."""
-    heads, width = (8, 128) if gpu.has_gpu() else (2, 16)
+    heads, width = (8, 128) if has_gpu() else (2, 16)
     rng, blocks = np.random.default_rng(0), 12
     pool = rng.standard_normal((blocks + 1, 2, 2, heads, 16, width)).astype(np.float32)
     pool[::2] = np.nan
@@ -115,7 +124,7 @@ def check_move(function: str, who: str) -> None:
         for pair in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             rows = blocks if pair[0].shape == pool.shape else None  # the scratch row may hold anything
             same = jnp.array_equal(*(x[:rows] for x in pair), equal_nan=True)
-            common.require(bool(same), f"{who} differs from its twin")
+            require(bool(same), f"{who} differs from its twin")
 
 
 def check_transitions() -> None:
@@ -137,7 +146,7 @@ def check_transitions() -> None:
         return {**verbs, "commit": program(kvjax.commit)}
 
     on_the_host = functools.partial(jax.default_device, jax.devices("cpu")[0])
-    kernels = programs(contextlib.nullcontext if gpu.has_gpu() else choice.interpreted)
+    kernels = programs(contextlib.nullcontext if has_gpu() else choice.interpreted)
     plain, others = programs(on_the_host), {"admit": jax.jit(kvjax.admit), "release": jax.jit(kvjax.release)}
     state, _ = others["admit"](kvjax.init(spec), rows[:3], rng.integers(0, 2, (3, 9)).astype(np.int32), np.full(3, 9))
     state, _ = jax.jit(kvjax.fork)(state, 0, 4)
@@ -147,7 +156,7 @@ def check_transitions() -> None:
         wanted = plain[verb](before, *args)
         for _ in range(2):
             pairs = zip(jax.tree.leaves(kernels[verb](before, *args)), jax.tree.leaves(wanted), strict=True)
-            common.require(all(np.array_equal(*pair) for pair in pairs), f"{verb} differs from plain jax")
+            require(all(np.array_equal(*pair) for pair in pairs), f"{verb} differs from plain jax")
         return wanted
 
     for step in range(24):

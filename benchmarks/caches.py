@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches, models and no models that several benchmarks begin with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from benchmarks import common
+from kvjax._arrays import Pytree
+from models.config import LayerConfig, ModelConfig
+
+LLAMA = ModelConfig("llama", 8192, 256, 768, 8, (LayerConfig(4, 32),) * 8)  # 10 million parameters
+TINY = ModelConfig("llama", 128, 32, 64, 4, (LayerConfig(2, 8),) * 2)
+CONFIGS = LLAMA, TINY  # of a run, and of a quick one
+
+
+class NoModel(Pytree):
+    """Chooses token 0, and leaves the pools as they are."""
+
+    def __call__(self, tokens, pools, view, /, *, last):
+        del tokens, view
+        return jnp.zeros((*last.shape, 1), jnp.float32), pools
+
+
+@jax.tree_util.Partial
+def reads_the_view(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array) -> tuple[jax.Array, Any]:
+    """Logits of a model that only reads the view, so that a loop has to compute it."""
+    seen = sum(jnp.sum(x, dtype=jnp.int32) for x in jax.tree.leaves(view))
+    return jnp.stack([tokens[:, 0] + seen, last], axis=1).astype(jnp.float32), pools
+
+
+def spec_of(model: Any, rows: int, length: int, num_blocks: int | None = None, block_size: int = 16) -> kvjax.CacheSpec:
+    """A cache in float32 for rows of so many tokens; with just the blocks for them, unless it is given more."""
+    return kvjax.make_spec(
+        model.layer_specs(), num_blocks=num_blocks or rows * -(-length // block_size), max_seqs=rows,
+        max_length=length, block_size=block_size, dtype="float32",
+    )  # fmt: skip
+
+
+def random_prompts(vocabulary: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """i32[shape]; tokens at random."""
+    return np.random.default_rng(seed).integers(0, vocabulary, shape, np.int32)
+
+
+def serve_alone(
+    state: kvjax.CacheState, tokens: jax.Array, length: int
+) -> tuple[kvjax.CacheState, tuple[jax.Array, kvjax.Events]]:
+    """Admits a prompt into row 0, commits what was not cached and releases it.
+
+    Returns:
+      The state; whether the cache did all of it, and the events of the admission.
+    """
+    zero = jnp.zeros((1,), jnp.int32)
+    state, admitted = kvjax.admit(state, 0, tokens, length)
+    cached = admitted.cached[0]
+    state, committed = kvjax.commit(state, jnp.roll(tokens, -cached)[None], zero + length - cached, seqs=zero)
+    state, released = kvjax.release(state, 0)
+    return state, (admitted.ok & committed.ok & released.ok, admitted)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def hold(state: kvjax.CacheState, tokens: jax.Array, lengths: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
+    """Lets every row hold a prompt, of tokens i32[S, T], and says whether the cache did all of it."""
+    state, admitted = kvjax.admit(state, jnp.arange(state.spec.max_seqs, dtype=jnp.int32), tokens, lengths)
+    state, committed = kvjax.commit(state, tokens, lengths)
+    return state, admitted.ok & committed.ok
+
+
+def full_state(spec: kvjax.CacheSpec, prompt: Callable[[jax.Array], jax.Array]) -> kvjax.CacheState:
+    """A cache whose rows are free and whose blocks are all findable: those of the last prompts i32[max_length]."""
+
+    def fill(state: kvjax.CacheState, number: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
+        state, (ok, _) = serve_alone(state, prompt(number), spec.max_length)
+        return state, ok
+
+    blocks, size = spec.groups[0].num_blocks, spec.block_size
+    numbers = jnp.arange(-(-blocks * size // spec.max_length), dtype=jnp.int32)
+    state, ok = jax.jit(lambda state: lax.scan(fill, state, numbers), donate_argnums=0)(kvjax.init(spec))
+    common.require(bool(jnp.all(ok)) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")
+    return state
+
+
+def copy_of(state: Any) -> Callable[[], Any]:
+    """What makes a copy of a state, which may be donated."""
+    return lambda: jax.tree.map(jnp.copy, state)
