@@ -121,7 +121,7 @@ def serve_replicas(devices):
     data = PartitionSpec("replicas")
     specs = {"in_specs": (PartitionSpec(), data, data), "out_specs": (data, data)}
     program, compiled = jax.jit(jax.shard_map(replica, mesh=mesh, **specs)), None
-    model = jax.device_put(MODEL, whole)
+    model = jax.device_put(jax.tree.map(np.asarray, MODEL), whole)
     begun = [begin(devices[n]) for n in local]
     servings, empty, logs = (
         [serving for serving, _ in begun],

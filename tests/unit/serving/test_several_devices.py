@@ -15,7 +15,7 @@ import kvjax
 from kvjax.serving import Replicas, Request
 from tests import drive
 from tests.drive import output_of
-from tests.serving_kit import MODEL, assert_chained, make_cache, make_spec, prompts_of, together
+from tests.serving_kit import HOST, MODEL, assert_chained, make_cache, make_spec, prompts_of, together
 from tests.unit.serving import served_replicas
 
 
@@ -38,20 +38,19 @@ USES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("host", [0, 12])
+@pytest.mark.parametrize("host", [0, HOST])
 @pytest.mark.parametrize("use", USES)
 def test_a_model_on_another_device_than_the_cache_is_refused(use, host):
     """Before anything is donated."""
     devices = jax.devices()
     model, cache = jax.device_put(MODEL, devices[1]), make_cache(host=host)
-    cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
     with pytest.raises(ValueError, match=r"^model.*: got an array on .*1.*, wanted it on .*0.*, where the cache is"):
         USES[use](model, cache, [[1, 2]])
     kvjax.check(cache.cache.state if host else cache.state)
 
 
 def test_an_engine_refuses_a_model_on_another_device_than_a_cache_that_nobody_has_put():
-    cache = make_cache()
+    cache = kvjax.Cache.create(make_spec())
     with pytest.raises(ValueError, match=r"^model.*: got an array on .*1.*, wanted it on .*0"):
         drive.engine(jax.device_put(MODEL, jax.devices()[1]), cache)
     kvjax.check(cache.state)
@@ -118,4 +117,4 @@ def test_what_makes_and_runs_caches_from_the_host_is_refused_inside_a_program(pr
     with pytest.raises(ValueError, match=rf"^Replicas: {INSIDE}use kvjax\.serving\.serve under shard_map"):
         program(lambda _: replicas.run_batch([Request([1, 2])]))(prompt)
     with pytest.raises(ValueError, match=rf"^TieredCache\.create: {INSIDE}make a Cache"):
-        program(lambda _: kvjax.tiers.TieredCache.create(make_spec(host=12)))(prompt)
+        program(lambda _: kvjax.tiers.TieredCache.create(make_spec(host=HOST)))(prompt)
