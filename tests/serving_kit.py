@@ -25,7 +25,7 @@ from tests import drive
 from tests.drive import VERBS, padded
 from tests.poison import poisoned
 
-VOCAB, DIM = 31, 8
+VOCAB, DIM, NUMBERS = 31, 8, 1000
 ROWS, LENGTH, SIZE, BLOCKS, HOST, NEW, BEFORE = 3, 32, 4, 24, 20, 6, 7
 WINDOWS = {"plain": (None,), "windows": (None, 6)}
 SCHEDULER, STEPS, NUM_STOP_TOKENS, TOP_LOGPROBS = Scheduler(chunk=8), 4, 4, 2
@@ -80,6 +80,12 @@ class Attention(Pytree):
             scores = jnp.where(is_seen, queries @ keys.T * DIM**-0.5, -jnp.inf)
             x = x + jax.nn.softmax(scores) @ values
         return x @ self.head
+
+
+def successor(tokens, pools, view, *, last):
+    """A model that always predicts the next number, and stores nothing."""
+    del view
+    return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % NUMBERS, NUMBERS), pools
 
 
 MODEL = jax.device_put(Attention.create(), jax.devices()[0])

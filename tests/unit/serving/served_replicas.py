@@ -2,7 +2,7 @@
 """`serve` under `shard_map` over replicas: `python -m tests.unit.serving.served_replicas PORT NUMBER`.
 
 PORT is the coordinator's; NUMBER is this process's, which has one device and the replica on it, of two. Prints a
-line of JSON: what `serve_replicas` returns. `test_several_devices.py` runs the same in one process.
+line of JSON: what `serve_replicas` returns. `test_several_devices.py` compares it with each replica alone.
 """
 
 import argparse

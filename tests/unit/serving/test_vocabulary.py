@@ -240,6 +240,7 @@ def test_a_preempted_request_keeps_its_tokens_and_its_turn():
     assert next(admitted(served) for served in desk.steps() if admitted(served))[0] == slot
 
 
+@pytest.mark.slow
 @row("MicroBatchScheduler, its chunking policies")
 def test_rows_that_decode_run_with_chunks_given_in_order_or_in_equal_shares():
     for scheduler, dealt in ((VLLM, [3, 2]), (TRT, [2, 2, 2])):
