@@ -32,6 +32,7 @@ from tests.serving_kit import (
     spread,
     start,
     state_of,
+    successor,
     together,
 )
 
@@ -61,7 +62,7 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
     ):
         with monkeypatch.context() as patch:
             calls = Calls(patch, inner=cause is KeyboardInterrupt)
-            causes = []
+            causes, finishes = [], []
             for n in calls.each(**how):
                 run += 1
                 prompts = prompts_of(run)
@@ -70,6 +71,7 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
                     assert [output.finish for output in outputs] == ["length"] * 2
                 except kvjax.serving.GenerationInterrupted as error:
                     causes.append(type(error.__cause__))
+                    finishes.append([output.finish for output in error.outputs])
                     outputs, cache, decoded = error.outputs, error.cache, error.events
                 events += decoded
                 # Blocks that a chunk pushes out of a window do not go to the host.
@@ -77,7 +79,7 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
                 assert_whole(cache, events, () if lossy else prompts, () if lossy else outputs)
                 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             assert causes == [cause] * (n - 1)
-            assert n > 5
+            assert n > 5 and (host or "after" not in how or finishes[-1] == ["length"] * 2)
 
 
 def test_a_second_ctrl_c_acts_at_once_and_may_cost_the_cache(monkeypatch):
@@ -187,15 +189,19 @@ def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_child
 def test_a_cache_with_a_host_tier_steps():
     cache, tokens = start(host=HOST), np.arange(21, dtype=np.int32).reshape(3, 7)
     after, logits, events = cache.step(MODEL, tokens, np.asarray([0, 3, 0], np.int32))
-    assert logits.shape == (3, VOCAB)
+    np.testing.assert_allclose(logits[1], MODEL.dense(tokens[1, :3])[2], atol=1e-4)
     assert bool(events.ok) and after.cache.state.seqs.committed.tolist() == [0, 3, 0]
     after, logits, _ = kvjax.step(MODEL, after, tokens, np.asarray([0, 4, 0], np.int32), logits="all")
+    text = np.concatenate([tokens[1, :3], tokens[1, :4]])
     assert logits.shape == (3, 7, VOCAB)
+    np.testing.assert_allclose(logits[1, :4], MODEL.dense(text)[3:], atol=1e-4)
     kvjax.check(state_of(after))
     with pytest.raises(ValueError, match=r"^cache: was donated"):
         cache.step(MODEL, tokens, np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"^cache: was donated"):
         cache.watermark(1, most=1)
+    with pytest.raises(ValueError, match=r"^model: got successor"):
+        after.step(successor, tokens, np.zeros(3, np.int32))
 
 
 def test_a_run_without_requests_ends_at_once():
