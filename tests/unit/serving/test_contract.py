@@ -320,22 +320,25 @@ def test_wrong_models_and_caches_are_named(way):
 
 
 @pytest.mark.parametrize(
-    ("way", "host"),
+    ("way", "kind", "host"),
     [
-        *[(way, 0) for way in WAYS],
+        *[(way, "plain", 0) for way in WAYS],
         *[
-            pytest.param(way, HOST, marks=of_own_programs(way, but="Engine")) for way in WAYS if way != "rollout"
-        ],  # it moves nothing
+            pytest.param(way, "plain", HOST, marks=of_own_programs(way, but="Engine"))
+            for way in WAYS
+            if way != "rollout"  # it moves nothing
+        ],
+        pytest.param("run_batch", "windows", 0, marks=pytest.mark.long),
     ],
 )
-def test_events_come_once_and_in_order(way, host):
+def test_events_come_once_and_in_order(way, kind, host):
     """With a host tier some blocks go there, and come back."""
-    session, reused, queried = WAYS[way](8 if host else BLOCKS, spec=make_spec(host=host)), 0, 0
+    session, reused, queried = WAYS[way](8 if host else BLOCKS, spec=make_spec(kind, host)), 0, 0
     others = [ask([token, *DOCUMENT[9:20]]) for token in range(4)]
     for number, requests in enumerate([GREEDY, others, GREEDY]):
         before = len(session.events[0])
         outputs = session.run(requests, log_events=number < 2)
-        assert_alike(outputs, wanted(requests), has_top=way != "rollout")
+        assert_alike(outputs, wanted(requests, kind=kind), has_top=way != "rollout")
         reused += sum(output.cached_tokens for output in outputs)
         queried += sum(output.prompt_tokens for output in outputs)
         if way in ("generate", "stream", "run_batch"):
