@@ -137,7 +137,7 @@ def test_turns_go_on_from_rows_that_are_held():
     others = np.stack([prompts_of(number)[0] for number in range(3, 7)]).astype(np.int32)
     _, cache, _ = run(cache, others, np.ones_like(IS_PROMPT), newer, namespace=1)
     text = [*prompt, *np.asarray(first.tokens)[0, 0].tolist(), 2, 2]
-    second, cache, _ = turn(cache, text, first.rows)
+    second, cache, _ = turn(cache, text, np.asarray(first.rows))
     assert int(second.cached[0, 0]) == WIDTH + MOST - 1
     assert np.asarray(second.tokens)[0, 0].tolist() == chosen(text)
     cache, events = cache.release(np.asarray(second.rows).reshape(-1))

@@ -33,7 +33,8 @@ def reference(temperature=1.0, kind="plain"):
 
 
 def test_scores_are_those_of_whole_sequences_whatever_is_cached():
-    cache, log, before = make_cache(), rollout_log(make_spec(), (B, P), T, G), score._cache_size()
+    log = jax.device_put(rollout_log(make_spec(), (B, P), T, G), jax.devices()[0])  # like that which a call returns
+    cache, before = make_cache(), score._cache_size()
     for _ in range(2):  # the second time all prompts are found
         found, cache, log = score(
             MODEL, cache, PROMPTS, COMPLETIONS, LENGTHS, completion_lengths=ENDS, temperature=np.float32(0.7), log=log
