@@ -83,7 +83,7 @@ class HostTier[C: AnyCache]:
             self._set_refused(0)
 
     def _set_refused(self, value: int) -> None:
-        """Sets `refused`, in an array that is committed to its device if the old one is: jax would compile anew else."""
+        """Sets `refused`, in an array committed to its device if the old one is: jax would compile the loop anew."""
         old = self.state.serving.refused
         new = jax.device_put(np.int32(value), old.sharding if old.committed else None)
         self.state.serving = self.state.serving.replace(refused=new)
