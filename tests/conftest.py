@@ -46,7 +46,7 @@ FIRST = (
     "test_debug.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_engine.py", "test_mesh.py",
     "test_serve_load.py", "test_serve_ends.py", "test_serve_bodies.py", "test_serve_disconnects.py",
     "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_commands.py",
-    "test_listener.py", "test_run_batch.py", "test_serving.py", "test_scheduler.py",
+    "test_listener.py", "test_run_batch.py", "test_kinds.py", "test_serving.py", "test_scheduler.py",
     "test_vocabulary.py", "test_listening.py", "test_machine_vmap.py", "test_windows.py", "test_tracing.py",
     "test_workload.py", "test_vmap.py", "test_broken.py", "test_sampler.py", "test_steps.py",
 )  # fmt: skip
