@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report of the files that compile longest, over all processes of a run; and the cache of programs on disk."""
+"""A report of what a run compiles, over all its processes; a budget of CI's; and the cache of programs on disk."""
 
 import collections
+import os
 import pathlib
 import threading
 import time
@@ -13,6 +14,12 @@ import pytest
 COMPILED = "/jax/core/compile/backend_compile_duration"
 RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
 MOST = 10  # files that are reported
+# The functions whose programs have the loop of a scheduler, by far the longest to compile: that of a driver, and those
+# that tests jit themselves.
+LOOPS = {"_turn", "serve", "serve_step", "rollout", "what_if"}
+# Such programs that a run of CI may compile. Lower the number when the count falls. Before it is raised: a test that
+# takes the model, specs and options of `serving_kit.py` compiles none of its own.
+MAX_LOOPS = 70
 
 
 def forget_old_programs(folder: pathlib.Path, days: float = 14) -> None:
@@ -48,33 +55,46 @@ class ProgramLimit:
 class Compiles:
     """A plugin of pytest that counts what its process compiles. Processes that a test starts are not counted.
 
+    A run of CI fails if it compiles more than `max_loops` programs with the loop of a scheduler.
+
     Attributes:
       file: of the test that runs.
       seconds: the time of each compile, by file.
+      loops: the number of programs with such a loop, by file.
     """
 
-    def __init__(self):
-        self.file = "(imported)"
+    def __init__(self, max_loops=MAX_LOOPS):
+        self.file, self.max_loops = "(imported)", max_loops
         self.seconds = collections.defaultdict(list)
+        self.loops = collections.Counter()
         self._thread = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._record)
 
-    def _record(self, event, seconds, **_):
+    def _record(self, event, seconds, *, fun_name="", **_):
         if event == COMPILED and not getattr(self._thread, "retrieved", False):
             self.seconds[self.file].append(seconds)
+            self.loops[self.file] += fun_name.removeprefix("jit(").removesuffix(")") in LOOPS
         if event in (COMPILED, RETRIEVED):
             self._thread.retrieved = event == RETRIEVED
+
+    @property
+    def is_over(self):
+        return bool(os.environ.get("CI")) and self.loops.total() > self.max_loops
 
     def pytest_runtest_logstart(self, nodeid):
         self.file = nodeid.split("::")[0]
 
     def pytest_sessionfinish(self, session):
         if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, which reports to the one that began it
-            session.config.workeroutput["compiles"] = dict(self.seconds)
+            session.config.workeroutput["compiles"] = dict(self.seconds), dict(self.loops)
+        elif self.is_over:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
-        for file, seconds in getattr(node, "workeroutput", {}).get("compiles", {}).items():
+        seconds_of_files, loops = getattr(node, "workeroutput", {}).get("compiles", ({}, {}))
+        self.loops.update(loops)
+        for file, seconds in seconds_of_files.items():
             self.seconds[file] += seconds
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -82,4 +102,9 @@ class Compiles:
         if costliest:
             terminalreporter.section(f"{MOST} files that compiled longest")
         for file, seconds in costliest:
-            terminalreporter.write_line(f"{sum(seconds):.2f}s in {len(seconds)} compiles  {file}")
+            loops = f" ({self.loops[file]} of serve)" if self.loops[file] else ""
+            terminalreporter.write_line(f"{sum(seconds):.2f}s in {len(seconds)} compiles{loops}  {file}")
+        if self.is_over:
+            terminalreporter.write_line(f"serve programs: got {self.loops.total()}, wanted at most {self.max_loops}")
+        elif costliest:
+            terminalreporter.write_line(f"{self.loops.total()} serve programs; CI may compile {self.max_loops}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for tests of generation: a model that reads the cached K/V, a spec for each kind of cache, and ways to run.
+"""Tools for tests of generation: one model, a spec for each kind of cache, and ways to run.
 
 Up to 8 prompts with `OPTIONS` share one program for each spec, by any of the ways. It takes long to compile.
 """
@@ -10,42 +10,119 @@ import itertools
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax import Sampling
+from kvjax._arrays import Pytree
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler, driver, host_tier
+from kvjax.serving import Output, Request, Scheduler, driver, host_tier
+from kvjax.serving.sampling import sample
 from kvjax.testing.trial import verify_order
 from tests import drive
 from tests.drive import VERBS, padded
-from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, name_of
+from tests.poison import poisoned
 
-MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), TWO)
-OPTIONS = {"max_new_tokens": 6, "chunk": 8, "steps": 4}
-LAYERS = {"plain": (None, None), "windows": (None, 6)}
-BLOCKS, HOST, ROWS, LENGTH, BEFORE = 16, 12, 3, 32, 7
+VOCAB, DIM, NUMBERS = 31, 8, 1000
+ROWS, LENGTH, SIZE, BLOCKS, HOST, NEW, BEFORE = 3, 32, 4, 24, 20, 6, 7
+WINDOWS = {"plain": (None,), "windows": (None, 6)}
+SCHEDULER, STEPS, NUM_STOP_TOKENS, TOP_LOGPROBS = Scheduler(chunk=8), 4, 4, 2
+RETAINED = kvjax.Retention.of([(0, 8, 60)])  # every request has one, so that runs share programs
+BASE = {"scheduler": SCHEDULER, "steps": STEPS, "top_logprobs": TOP_LOGPROBS}  # of all runs
+OPTIONS = {
+    "max_new_tokens": NEW, "retention": RETAINED, "chunk": SCHEDULER.chunk, "steps": STEPS,
+    "top_logprobs": TOP_LOGPROBS,
+}  # fmt: skip
+
+
+class Attention(Pytree):
+    """Layers of attention with random weights, as many as the pools have. A token depends on all before it."""
+
+    embed: jax.Array  # f32[V, D]
+    project: jax.Array  # f32[L, 3, D, D]
+    head: jax.Array  # f32[D, V]
+
+    @classmethod
+    def create(cls):
+        rng = np.random.default_rng(0)
+        shapes = (VOCAB, DIM), (3, DIM, DIM), (DIM, VOCAB), (3, DIM, DIM)
+        embed, first, head, second = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+        return cls(embed, jnp.stack([first, second]), head)
+
+    def inputs(self, tokens, positions):
+        """The embeddings f32[..., D]."""
+        angles = jnp.multiply.outer(positions.astype(jnp.float32), jnp.arange(1, DIM + 1, dtype=jnp.float32))
+        return self.embed[tokens] + jnp.sin(angles)
+
+    def projected(self, layer, x):
+        """The queries, keys and values f32[3, ..., D] of a layer."""
+        return jnp.einsum("...d,nde->n...e", x, self.project[layer]) * DIM**-0.5
+
+    def __call__(self, tokens, pools, view, *, last):
+        x = self.inputs(tokens, view.positions)
+        for layer in range(sum(len(pool.layers) for group in pools.spec.groups for pool in group.pools)):
+            queries, keys, values = self.projected(layer, x)
+            pools = kvjax.write(pools, layer, keys[:, :, None], values[:, :, None], view)
+            window = pools.spec.groups[pools.at(layer)[0]].window
+            x = x + kvjax.attend(queries[:, :, None], pools, layer, view, window=window)[:, :, 0]
+        logits = x @ self.head
+        return logits if last is None else logits[jnp.arange(tokens.shape[0]), last], pools
+
+    def dense(self, tokens, windows=WINDOWS["plain"]):
+        """The logits f32[T, V] of a whole text i32[T], without a cache."""
+        positions = jnp.arange(len(tokens), dtype=jnp.int32)
+        x = self.inputs(tokens, positions)
+        for layer, window in enumerate(windows):
+            queries, keys, values = self.projected(layer, x)
+            distance = positions[:, None] - positions[None]
+            is_seen = (distance >= 0) & (distance < (len(tokens) if window is None else window))
+            scores = jnp.where(is_seen, queries @ keys.T * DIM**-0.5, -jnp.inf)
+            x = x + jax.nn.softmax(scores) @ values
+        return x @ self.head
+
+
+def successor(tokens, pools, view, *, last):
+    """A model that always predicts the next number, and stores nothing."""
+    del view
+    return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % NUMBERS, NUMBERS), pools
+
+
+MODEL = jax.device_put(Attention.create(), jax.devices()[0])
 
 
 @functools.cache
 def make_spec(kind="plain", host=0):
     """A spec of three rows of 32 tokens, with `host` blocks on the second tier."""
-    layers = [kvjax.LayerSpec(1, 2, window) for window in LAYERS[kind]]
+    layers = [kvjax.LayerSpec(1, DIM, window) for window in WINDOWS[kind]]
     return kvjax.make_spec(
         layers, num_blocks=BLOCKS, num_host_blocks=host, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE,
-        dtype="float32",
+        dtype="float32", retention=True,
     )  # fmt: skip
 
 
+def empty(spec, num_blocks=None):
+    """An empty cache, with NaN in all its slots.
+
+    The number of blocks in use is traced, and the arrays are committed to their device like those that a run leaves:
+    so all runs share programs.
+    """
+    options = {} if num_blocks is None else {"num_blocks": np.int32(num_blocks)}
+    cache = (kvjax.tiers.TieredCache if spec.has_host else kvjax.Cache).create(spec, **options)
+    own = cache.cache if spec.has_host else cache
+    own = own.replace(pools=poisoned(own.pools))
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache.replace(own) if spec.has_host else own)
+
+
 def make_cache(num_blocks=BLOCKS, host=0, kind="plain"):
-    """An empty cache. Its number of blocks in use is traced, so that it shares programs."""
-    create = kvjax.tiers.TieredCache.create if host else kvjax.Cache.create
-    return create(make_spec(kind, host), num_blocks=np.int32(num_blocks))
+    """An empty cache of one of the specs."""
+    return empty(make_spec(kind, host), num_blocks)
 
 
 def start(kind="plain", host=0):
     """A cache with two rows in use, which are not the generation's. So its prompts run one at a time."""
-    cache = make_cache(BLOCKS - 4 if host else BLOCKS, host, kind)
+    cache = make_cache(12 if host else 16, host, kind)
     admit = kvjax.tiers.TieredCache.admit if host else ADMIT
     rows, tokens = np.array([1, 2], np.int32), np.zeros((2, 16), np.int32) + np.array([[1], [2]], np.int32)
     return admit(
@@ -62,19 +139,91 @@ def state_of(cache):
     return cache.state
 
 
+def kind_of(cache):
+    return "windows" if len(state_of(cache).spec.groups) > 1 else "plain"
+
+
 def prompts_of(number):
     """Two prompts of 13 tokens, which share no blocks with those of another number; numbers go up to 39."""
     pair = (2 * number, 2 * number + 1)
-    return [[*(one // VOCAB**digit % VOCAB for digit in range(SIZE)), 1, 2, 0, 2, 1, 0, 0, 1, 2] for one in pair]
+    return [[*(one // 3**digit % 3 for digit in range(SIZE)), 1, 2, 0, 2, 1, 0, 0, 1, 2] for one in pair]
 
 
-def assert_chained(prompts, outputs):
-    """Asserts that each token is the model's choice after its prompt, so that no byte that it read was wrong."""
+def ask(prompt, **fields):
+    """A request that shares the programs of the others."""
+    return Request(prompt, **{"max_new_tokens": NEW, "retention": RETAINED} | fields)
+
+
+# The model's answers, without a cache.
+
+
+@functools.partial(jax.jit, static_argnames=("logprobs", "windows"))
+def _choose(tokens, number, sampling, stream, stop, generated, logprobs, windows):
+    return sample(
+        MODEL.dense(tokens, windows)[number - 1][None], sampling, stream[None], number[None], stop=stop,
+        generated=generated[None], top_logprobs=TOP_LOGPROBS, logprobs=logprobs,
+    )  # fmt: skip
+
+
+def streams_of(request, number):
+    """The random stream of each sample, the first of which is output `number`, as the docs have it."""
+    seed, samples = request.seed, range(request.samples)
+    if isinstance(seed, jax.Array):
+        key = jax.random.wrap_key_data(seed) if seed.dtype == jnp.uint32 else seed
+        return [int(jax.random.bits(jax.random.fold_in(key, sample))) for sample in samples]
+    return [(int(number if seed is None else seed) + sample) % 2**32 for sample in samples]
+
+
+def wanted(requests, *, kind="plain", most_tokens=LENGTH, logprobs="raw", **_):
+    """The outputs, a sample after the other, by a computation of the whole text for every token.
+
+    Args:
+      requests: all can be served.
+      kind: of the cache.
+      most_tokens: of a request, as there are blocks.
+      logprobs: as of `RunOptions`.
+    """
+    outputs = []
+    for request in requests:
+        stop = np.resize([*request.stop_tokens, -1], NUM_STOP_TOKENS).astype(np.int32)
+        for stream in streams_of(request, len(outputs)):
+            outputs.append(output := Output(len(request.prompt)))
+            while output.finish is None:
+                text = [*request.prompt, *output.tokens]
+                tokens = np.resize(np.array(text, np.int32), LENGTH)
+                of_row = np.int32(len(text)), request.sampling or Sampling(), np.uint32(stream), stop
+                choice = jax.device_get(
+                    _choose(tokens, *of_row, np.int32(len(output.tokens)), logprobs=logprobs, windows=WINDOWS[kind])
+                )
+                top = choice.top_tokens.tolist(), choice.top_logprobs.tolist()
+                output.add(choice.tokens.tolist(), choice.logprobs.tolist(), *top)
+                if output.tokens[-1] in request.stop_tokens:
+                    output.finish = "stop"
+                elif len(output.tokens) == request.max_new_tokens:
+                    output.finish = "length"
+                elif len(text) + 1 > most_tokens:
+                    output.finish = "row_full" if most_tokens == LENGTH else "no_blocks"
+    return outputs
+
+
+@functools.cache
+def _answer(prompt, number, kind):
+    return wanted([ask(prompt, max_new_tokens=number)], kind=kind)[0]
+
+
+def answer(prompt, number=NEW, kind="plain"):
+    """The output of a greedy request."""
+    return _answer(tuple(map(int, prompt)), number, kind)
+
+
+def assert_chained(prompts, outputs, kind="plain"):
+    """Asserts that outputs are the model's choices after their prompts, so that no byte that it read was wrong."""
     for prompt, output in zip(prompts, outputs, strict=True):
-        path = tuple(prompt)
-        for token in output.tokens:
-            assert token == name_of(0, path) % VOCAB
-            path += (token,)
+        number = len(output.tokens)
+        if number:
+            whole = answer(prompt, max(number, NEW), kind)
+            assert output.tokens == whole.tokens[:number]
+            np.testing.assert_allclose(output.logprobs, whole.logprobs[:number], atol=1e-4)
 
 
 def assert_whole(cache, events, prompts=(), outputs=()):
@@ -83,7 +232,7 @@ def assert_whole(cache, events, prompts=(), outputs=()):
     kvjax.check(state)
     assert state.seqs.length.tolist() == [0, BEFORE, BEFORE]
     assert kvjax.fold(events).index == kvjax.events.index_of(state)
-    assert_chained(prompts, outputs)
+    assert_chained(prompts, outputs, kind_of(cache))
     for prompt, output in zip(prompts, outputs, strict=True):
         if output.tokens:
             text = [*prompt, *output.tokens]
@@ -95,14 +244,14 @@ def assert_whole(cache, events, prompts=(), outputs=()):
 
 
 def together(cache, prompts, model=MODEL, **options):
-    return kvjax.generate(model, cache, prompts, **OPTIONS, **options)
+    return kvjax.generate(model, cache, prompts, **OPTIONS | options)
 
 
 def spread(cache, prompts, **options):
     """`generate`, by `stream`."""
     events, progress = [], None
     try:
-        for progress in drive.stream(MODEL, cache, prompts, **OPTIONS, **options):
+        for progress in drive.stream(MODEL, cache, prompts, **OPTIONS | options):
             events += progress.events
     except kvjax.serving.GenerationInterrupted as error:
         error.events[:0] = events
@@ -111,8 +260,7 @@ def spread(cache, prompts, **options):
 
 
 def batched(cache, prompts, **options):
-    options = {"max_new_tokens": OPTIONS["max_new_tokens"], "steps": OPTIONS["steps"], **options}
-    return drive.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
+    return drive.run_batch(MODEL, cache, prompts, **OPTIONS | options)
 
 
 WAYS = (together, spread, batched)

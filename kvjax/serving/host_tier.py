@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax._compile import OutermostJit
@@ -81,7 +80,13 @@ class HostTier[C: AnyCache]:
         self.empty_blocks()
         groups = self.state.cache.state.groups
         if any(int(group.num_empty) > number for group, number in zip(groups, before, strict=True)):
-            self.state.serving = self.state.serving.replace(refused=jnp.int32(0))
+            self._set_refused(0)
+
+    def _set_refused(self, value: int) -> None:
+        """Sets `refused`, in an array committed to its device if the old one is: jax would compile the loop anew."""
+        old = self.state.serving.refused
+        new = jax.device_put(np.int32(value), old.sharding if old.committed else None)
+        self.state.serving = self.state.serving.replace(refused=new)
 
     def onboard(self, requests: Any, slot: int, row: int) -> None:
         """Admits a request, in numpy arrays, with its blocks on the host; without them if that cannot be done."""
@@ -111,7 +116,7 @@ class HostTier[C: AnyCache]:
         verb, row = (TieredCache.swap_out, rows.out) if rows.out >= 0 else (TieredCache.swap_in, rows.back)
         events, *_ = self.call(verb, row)
         if not bool(events.ok):
-            self.state.serving = self.state.serving.replace(refused=jnp.int32(1))
+            self._set_refused(1)
         return True
 
     def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int], bool]:

@@ -33,8 +33,7 @@ class Replica:
 
     def __init__(self, device: Any, model: Model, make_cache: Callable[[], Any]):
         self._device, self.model, self._make_cache = device, model, make_cache
-        with on(device):
-            self.cache = make_cache()
+        self.cache = self._empty()
         self.prefixes = CachedPrefixes(self.cache.state.spec)
 
     def run(self, requests: Sequence[Request], options: RunOptions) -> list[Output]:
@@ -51,10 +50,14 @@ class Replica:
         """Goes on with the cache that a failure has left, or with an empty one; returns whether the cache was lost."""
         is_lost = self.cache is None
         if is_lost:
-            with on(self._device):
-                self.cache = self._make_cache()
+            self.cache = self._empty()
         self.prefixes.attach(self.cache.state)
         return is_lost
+
+    def _empty(self) -> Any:
+        """An empty cache, committed to its devices like those that runs leave: jax would compile anew for these."""
+        with on(self._device):
+            return jax.tree.map(lambda x: jax.device_put(x, x.sharding), self._make_cache())
 
 
 def check_devices(devices: Sequence[Any], heads: str | None) -> None:

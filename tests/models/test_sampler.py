@@ -12,9 +12,10 @@ import kvjax
 from models.paged_decoders import paged
 from models.sampler import Options, Sampler, group_size
 from tests.models import bonsai
-from tests.oracle.bytes_machine import SIZE, VOCAB, name_of
-from tests.serving_kit import MODEL, prompts_of
+from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, name_of
+from tests.serving_kit import prompts_of
 
+MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), TWO)
 A, B = (np.array(prompt, np.int32) for prompt in prompts_of(0))
 MOST, WIDTH = 4, 13
 

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.serving import Sampling, Scheduler
 from models import Decoder, LayerConfig, ModelConfig, load
 from tests import drive
+from tests.serving_kit import empty
 
 CHUNK, SIZE, ROWS, LENGTH, BLOCKS, NEW = 64, 16, 5, 192, 60, 20
 # The golden model, and options of the cache. A wide model's matrix products differ by their number of rows.
@@ -38,10 +39,10 @@ def model_of(kind):
 
 
 def make_cache(kind):
-    """An empty cache with a few blocks less than all the tests' prompts need."""
+    """An empty cache, full of NaN, with a few blocks less than all the tests' prompts need."""
     options = {"num_blocks": BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "block_size": SIZE, "dtype": "float32"}
     spec = kvjax.make_spec(model_of(kind).layer_specs(), **options | KINDS[kind][1])
-    return (kvjax.tiers.TieredCache if spec.has_host else kvjax.Cache).create(spec)
+    return empty(spec)
 
 
 def run(kind, cache, prompts, seeds, **options):

@@ -2,7 +2,7 @@
 """`serve` under `shard_map` over replicas: `python -m tests.unit.serving.served_replicas PORT NUMBER`.
 
 PORT is the coordinator's; NUMBER is this process's, which has one device and the replica on it, of two. Prints a
-line of JSON: what `serve_replicas` returns. `test_several_devices.py` runs the same in one process.
+line of JSON: what `serve_replicas` returns. `test_several_devices.py` compares it with each replica alone.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def serve_replicas(devices):
     data = PartitionSpec("replicas")
     specs = {"in_specs": (PartitionSpec(), data, data), "out_specs": (data, data)}
     program, compiled = jax.jit(jax.shard_map(replica, mesh=mesh, **specs)), None
-    model = jax.device_put(MODEL, whole)
+    model = jax.device_put(jax.tree.map(np.asarray, MODEL), whole)
     begun = [begin(devices[n]) for n in local]
     servings, empty, logs = (
         [serving for serving, _ in begun],

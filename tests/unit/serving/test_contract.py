@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of all ways of serving: same requests, same answers, events, refusals and caches.
 
-The other files of tests say only what is of one way alone. The model without a cache, and the ways, are in `ways.py`.
+The other files of tests say only what is of one way alone. The model and its answers without a cache are in
+`serving_kit.py`, the ways in `ways.py`.
 """
 
 from __future__ import annotations
@@ -18,34 +19,31 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Namespaces, Retention, Sampling
+from kvjax import Namespaces, Sampling
 from kvjax.events import Listeners, listeners
-from kvjax.serving import Engine, EngineError, GenerationInterrupted, Output, Request, RunOptions, Scheduler, driver
-from tests.serving_kit import ctrl_c_acts, press
-from tests.unit.serving.ways import (
+from kvjax.serving import Engine, EngineError, GenerationInterrupted, Output, Request, Scheduler, driver
+from kvjax.stores import DiskStore
+from tests.serving_kit import (
     BLOCKS,
-    LAYERS,
+    DIM,
+    HOST,
     LENGTH,
     MODEL,
     NEW,
     ROWS,
-    SHAPE,
     SIZE,
-    SPEC,
     VOCAB,
-    WAYS,
-    Session,
+    ask,
+    ctrl_c_acts,
+    make_cache,
+    make_spec,
+    press,
     wanted,
 )
+from tests.unit.serving.ways import WAYS, Session
 
 __all__ = ["ctrl_c_acts"]
-RETAINED = Retention.of([(0, 8, 60)])
 DOCUMENT = np.random.default_rng(1).integers(0, VOCAB, 30).tolist()
-
-
-def ask(prompt: Any, **fields: Any) -> Request:
-    """A request. All have a retention, so that runs share programs."""
-    return Request(prompt, **{"max_new_tokens": NEW, "retention": RETAINED} | fields)
 
 
 def ways(but: str = "") -> Any:
@@ -130,9 +128,9 @@ CASES = {
 LONG = ("preempted rows", "steps that Python calls", "log-probabilities of the sampling")
 
 
-def of_own_programs(way: str) -> Any:
-    """The mark of a case with programs of its own: each device of `Replicas` compiles them."""
-    return pytest.mark.slow if way == "Replicas" else pytest.mark.long
+def of_own_programs(way: str, *, but: str = "") -> Any:
+    """The mark of a case with a program of its own, which all batches share. Other ways need one more, by night."""
+    return pytest.mark.long if way in ("generate", "stream", "run_batch", but) else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -283,7 +281,10 @@ def test_a_request_that_a_run_does_not_know_is_named_before_anything_runs(way):
 
 @ways(but="rollout")
 def test_retention_is_refused_where_the_spec_has_none(way):
-    session = WAYS[way](spec=kvjax.make_spec(LAYERS, **SHAPE))
+    spec = kvjax.make_spec(
+        [kvjax.LayerSpec(1, DIM)], num_blocks=4, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE, dtype="float32"
+    )
+    session = WAYS[way](4, spec=spec)
     with pytest.raises(ValueError, match=r"(retention|num_ranges): got .*, wanted None .*retention=False"):
         session.run([ask([1, 2])])
 
@@ -301,7 +302,7 @@ def test_wrong_models_and_caches_are_named(way):
     def wrong(tokens, pools, view, *, last):
         return None
 
-    gone, cache = (kvjax.Cache.create(SPEC) for _ in range(2))
+    gone, cache = make_cache(), make_cache()
     jax.tree.map(lambda leaf: leaf.delete(), gone)
     for model, given, message in (
         (MODEL, cache.state, r"cache: got a CacheState, wanted a Cache\(state, pools\) or a TieredCache"),
@@ -319,21 +320,25 @@ def test_wrong_models_and_caches_are_named(way):
 
 
 @pytest.mark.parametrize(
-    ("way", "host"),
+    ("way", "kind", "host"),
     [
-        *[(way, 0) for way in WAYS],
-        *[pytest.param(way, 40, marks=of_own_programs(way)) for way in WAYS if way != "rollout"],  # it moves nothing
+        *[(way, "plain", 0) for way in WAYS],
+        *[
+            pytest.param(way, "plain", HOST, marks=of_own_programs(way, but="Engine"))
+            for way in WAYS
+            if way != "rollout"  # it moves nothing
+        ],
+        pytest.param("run_batch", "windows", 0, marks=pytest.mark.long),
     ],
 )
-def test_events_come_once_and_in_order(way, host):
+def test_events_come_once_and_in_order(way, kind, host):
     """With a host tier some blocks go there, and come back."""
-    spec = kvjax.make_spec(LAYERS, retention=True, num_host_blocks=host, **SHAPE)
-    session, reused, queried = WAYS[way](8 if host else BLOCKS, spec=spec), 0, 0
+    session, reused, queried = WAYS[way](8 if host else BLOCKS, spec=make_spec(kind, host)), 0, 0
     others = [ask([token, *DOCUMENT[9:20]]) for token in range(4)]
     for number, requests in enumerate([GREEDY, others, GREEDY]):
         before = len(session.events[0])
         outputs = session.run(requests, log_events=number < 2)
-        assert_alike(outputs, wanted(requests), has_top=way != "rollout")
+        assert_alike(outputs, wanted(requests, kind=kind), has_top=way != "rollout")
         reused += sum(output.cached_tokens for output in outputs)
         queried += sum(output.prompt_tokens for output in outputs)
         if way in ("generate", "stream", "run_batch"):
@@ -341,6 +346,22 @@ def test_events_come_once_and_in_order(way, host):
     totals = session.totals
     assert (totals.queried_tokens, totals.reused_tokens) == (queried, reused) and reused
     assert not host or (totals.offloaded_blocks and totals.onboarded_blocks)
+
+
+@ways(but="rollout")
+def test_a_new_cache_finds_what_an_earlier_one_has_stored(way, tmp_path):
+    """Of a prompt of whole blocks all but the last token, and of each block one is read for all."""
+    options = {"model": "m", "names": Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000}
+    requests = [ask(DOCUMENT[:16]), ask([*DOCUMENT[:16], 1]), ask(DOCUMENT[20:30])]
+    for turn in range(2):
+        session = WAYS[way]()
+        with DiskStore(tmp_path, make_spec(), **options) as store:
+            outputs = session.run(requests, store=store)
+            assert_alike(outputs, wanted(requests))
+            assert not any(store.counters[name] for name in ("broken", "failed", "dropped"))
+            if turn:
+                assert all(output.stored_tokens <= output.cached_tokens for output in outputs)
+                assert [output.stored_tokens for output in outputs] == [15, 16, 8]
 
 
 def listener_counts(session: Session) -> dict[str, int]:
@@ -436,10 +457,3 @@ def test_the_listener_of_replicas_has_the_index_of_each_in_the_run_after_ctrl_c(
         session.run(GREEDY)
     session.has_index = True
     session.run(GREEDY)
-
-
-@pytest.mark.long
-def test_an_engine_takes_the_steps_of_its_options():
-    with Engine(MODEL, kvjax.Cache.create(SPEC), RunOptions(steps=4)) as engine:
-        handles = [engine.submit(Request(prompt, max_new_tokens=NEW)) for prompt in PROMPTS]
-        assert [handle.result(60).tokens for handle in handles] == [output.tokens for output in wanted(GREEDY)]

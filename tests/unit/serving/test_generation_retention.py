@@ -5,22 +5,16 @@ Prompts have 9 to 16 tokens and two ranges each, and run in pairs, so that all t
 """
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import kvjax
+from tests.serving_kit import successor
 
 pytestmark = pytest.mark.long
-SYSTEM, VOCAB = [7, 3, 9, 1, 7, 7, 2, 5], 1000  # two whole blocks
+SYSTEM = [7, 3, 9, 1, 7, 7, 2, 5]  # two whole blocks
 LAYERS = [kvjax.LayerSpec(kv_heads=1, head_dim=1)]
 SHAPE = {"max_seqs": 2, "max_length": 32, "block_size": 4, "dtype": "float32"}
 SPEC = kvjax.make_spec(LAYERS, num_blocks=12, retention=True, **SHAPE)
-
-
-def successor(tokens, pools, view, *, last):
-    """A model that always predicts the next number, and stores nothing."""
-    del view
-    return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % VOCAB, VOCAB), pools
 
 
 MODEL = jax.tree_util.Partial(successor)
@@ -82,13 +76,3 @@ def test_each_prompt_has_a_retention_of_its_own():
     assert [stored[n, n + 1, n + 2, n + 3] for n in (1, 2, 3, 4)] == [20, 35, 35, 35]  # begun by the prompt
     assert [stored[n + 4, n + 5, n + 6, n + 7] for n in (1, 2, 3, 4)] == [35, 35, 60, 35]
     assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
-
-
-def test_what_cannot_be_is_named():
-    bare = kvjax.Cache.create(kvjax.make_spec(LAYERS, num_blocks=12, **SHAPE))
-    with pytest.raises(ValueError, match="retention: got 1, wanted one for each of 2 prompts"):
-        kvjax.generate(MODEL, bare, [[1], [2]], retention=[None])
-    for retentions in (stated(50), [None, stated(50)]):
-        with pytest.raises(ValueError, match=r"retention: got one, wanted None \(the spec was made with retention=F"):
-            kvjax.generate(MODEL, bare, [[1], [2]], retention=retentions)
-    kvjax.generate(MODEL, bare, [[], []], retention=[None, None])

@@ -17,17 +17,12 @@ from jax.tree_util import Partial
 import kvjax
 from kvjax.serving import make_requests
 from tests import drive
+from tests.serving_kit import NUMBERS, successor
 
-VOCAB = 11
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_blocks=4, max_seqs=2, max_length=8, block_size=4, dtype="float32")
 GROUP = dataclasses.replace(SPEC.groups[0], num_host_blocks=4)
 TIERED = dataclasses.replace(SPEC, groups=(GROUP,))
 USES = [kvjax.generate, drive.stream, drive.run_batch]
-
-
-def successor(tokens, pools, view, *, last):
-    line = tokens[jnp.arange(tokens.shape[0]), last]
-    return jax.nn.one_hot((line + 1) % VOCAB, VOCAB), pools
 
 
 MODEL = Partial(successor)
@@ -87,11 +82,11 @@ class OfLinen(nn.Module):
 
 TRAINING = {
     "NNX's Dropout": lambda: OfNNX(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
-    "NNX's BatchNorm": lambda: OfNNX(nnx.BatchNorm(VOCAB, rngs=nnx.Rngs(0))),
+    "NNX's BatchNorm": lambda: OfNNX(nnx.BatchNorm(NUMBERS, rngs=nnx.Rngs(0))),
     "Linen's Dropout": lambda: Partial(OfLinen(nn.Dropout(0.5, deterministic=False)).apply, {}),
     "Linen's BatchNorm": lambda: Partial(
         OfLinen(nn.BatchNorm(use_running_average=False, use_bias=False, use_scale=False)).apply,
-        {"batch_stats": {"layer": {"mean": jnp.zeros(VOCAB), "var": jnp.ones(VOCAB)}}},
+        {"batch_stats": {"layer": {"mean": jnp.zeros(NUMBERS), "var": jnp.ones(NUMBERS)}}},
     ),
 }
 
@@ -175,6 +170,15 @@ def test_a_tiered_cache_inside_a_program_is_refused_with_a_hint_at_its_cache(pro
         with pytest.raises(ValueError, match=wanted):
             program(lambda cache, call=call: call(tiered.replace(cache), np.arange(4)), tiered.cache)
     kvjax.check(tiered.state)
+
+
+@pytest.mark.parametrize("program", ["jit", "shard_map"])
+def test_what_makes_caches_is_refused_inside_a_program(program):
+    replicas = kvjax.serving.Replicas(MODEL, SPEC, jax.devices()[:1])
+    with pytest.raises(ValueError, match=rf"^Replicas: {INSIDE}inside one use kvjax\.serving\.serve under shard_map"):
+        PROGRAMS[program](lambda _: replicas.run_batch(make_requests([[1, 2]])), jnp.arange(3))
+    with pytest.raises(ValueError, match=rf"^TieredCache\.create: {INSIDE}inside one make a Cache"):
+        PROGRAMS[program](lambda _: kvjax.tiers.TieredCache.create(TIERED), jnp.arange(3))
 
 
 def test_a_progress_gives_a_state_that_is_never_donated():

@@ -2,11 +2,8 @@
 """Latents and states in one model: `run_batch` chooses the tokens of a computation from scratch, without a cache.
 
 The prompts share prefixes and are sampled several times. Rows are few, and so are the blocks of one group or the other.
+`tests/oracle/` has such layers with every scheduler, and with a host tier, by night.
 """
-
-import dataclasses
-import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +16,9 @@ from kvjax.serving import Sampling, Scheduler
 from kvjax.serving.sampling import sample
 from tests import drive
 from tests.poison import poisoned
-from tests.serving_kit import count_swaps, state_of
+from tests.serving_kit import state_of
 
-SIZE, ROWS, LENGTH, BLOCKS, HOST, NEW = 8, 4, 56, 40, 30, 18
+SIZE, ROWS, LENGTH, BLOCKS, NEW = 8, 4, 56, 40, 18
 VOCAB, DIM, HEADS, WIDTH, VALUES = 31, 16, 2, 12, 8
 SAMPLING = Sampling(temperature=1.0)
 SAMPLES = [1, 2, 1, 2, 2, 1]
@@ -100,23 +97,15 @@ def assert_recomputed(prompts, outputs, seeds):
         np.testing.assert_allclose(output.logprobs, logprobs[chosen], atol=1e-4)
 
 
-@functools.cache
-def spec_of(host):
-    layers = [kvjax.LayerSpec.recurrent({"sum": (DIM,)}), kvjax.LayerSpec.latent(WIDTH, VALUES)]
-    return kvjax.make_spec(
-        layers, num_blocks=BLOCKS, num_host_blocks=host, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE,
-        dtype="float32",
-    )  # fmt: skip
-
-
-def make_cache(host, numbers=(BLOCKS, BLOCKS)):
+def make_cache(numbers=(BLOCKS, BLOCKS)):
     """An empty cache, with NaN in its pools, and so many blocks of each group in use."""
-    spec = spec_of(host)
-    cache = kvjax.tiers.TieredCache.create(spec) if host else kvjax.Cache.create(spec)
+    layers = [kvjax.LayerSpec.recurrent({"sum": (DIM,)}), kvjax.LayerSpec.latent(WIDTH, VALUES)]
+    spec = kvjax.make_spec(
+        layers, num_blocks=BLOCKS, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE, dtype="float32"
+    )  # fmt: skip
+    cache = kvjax.Cache.create(spec)
     groups = (kvjax.init(spec, num_blocks=np.int32(n)).groups[at] for at, n in enumerate(numbers))
-    own = cache.cache if host else cache
-    own = own.replace(state=own.state.replace(groups=tuple(groups)), pools=poisoned(own.pools))
-    return dataclasses.replace(cache, cache=own) if host else own
+    return cache.replace(state=cache.state.replace(groups=tuple(groups)), pools=poisoned(cache.pools))
 
 
 def make_prompts():
@@ -142,35 +131,17 @@ def run(cache, scheduler, prompts, first_seed=0):
     return outputs, cache, events
 
 
-CASES = [*itertools.product(("max_tokens", "num_tokens", "batch"), (1, 4, SIZE), (5, 12))]  # reserve, k, chunk
-LONG = [("num_tokens", 4, 12)]
-MARKS = {**dict.fromkeys(CASES, pytest.mark.slow), **dict.fromkeys(LONG, pytest.mark.long)}
-
-
-@pytest.mark.parametrize(("reserve", "k", "chunk"), [pytest.param(*case, marks=MARKS[case]) for case in CASES])
-def test_tokens_are_those_of_a_computation_from_scratch(reserve, k, chunk):
+@pytest.mark.long
+def test_tokens_are_those_of_a_computation_from_scratch():
     """With plenty of blocks, over what the cache has then, and with few blocks of either group."""
-    scheduler, prompts = Scheduler(reserve, chunk=chunk, chunk_rows=2, k=k), make_prompts()
-    outputs, cache, events = run(make_cache(0), scheduler, prompts)
+    scheduler, prompts = Scheduler("num_tokens", chunk=12, chunk_rows=2, k=4), make_prompts()
+    outputs, cache, events = run(make_cache(), scheduler, prompts)
     assert not any(output.preemptions for output in outputs)
     again, cache, more = run(cache, scheduler, prompts, first_seed=50)
     first, second = (sum(output.cached_tokens for output in each) for each in (outputs, again))
     assert second > first > 0
     assert kvjax.fold(events + more).index == kvjax.events.index_of(state_of(cache))
     for name, numbers in FEW.items():
-        outputs, _, events = run(make_cache(0, numbers), scheduler, prompts)
+        outputs, _, events = run(make_cache(numbers), scheduler, prompts)
         assert any(event["kind"] == "removed" and event["group"] == (name == "snapshots") for event in events)
-        assert name == "snapshots" or any(output.preemptions for output in outputs) == (reserve == "num_tokens")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("k", "chunk"), [(SIZE, 5), (1, 12)])
-def test_tokens_after_states_were_on_the_host_are_those_of_a_computation_from_scratch(k, chunk, monkeypatch):
-    """Rows are swapped out and in, and prompts onboarded."""
-    scheduler, moved = Scheduler("num_tokens", chunk=chunk, chunk_rows=2, k=k, preempt="swap"), count_swaps(monkeypatch)
-    _, cache, events = run(make_cache(HOST, FEW["blocks"]), scheduler, make_prompts())
-    assert sum(moved["swap_out"]) >= sum(moved["swap_in"]) > 0
-    assert {event["group"] for event in events if event["kind"] == "updated" and event["level"]} == {0, 1}
-    outputs, _, events = run(cache, scheduler, make_prompts(), first_seed=50)
-    assert any(output.cached_tokens for output in outputs)
-    assert {event["group"] for event in events if event["kind"] == "updated" and not event["level"]} == {0, 1}
+        assert name == "snapshots" or any(output.preemptions for output in outputs)

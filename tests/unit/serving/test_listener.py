@@ -36,7 +36,6 @@ from tests.serving_kit import (
 
 __all__ = ["ctrl_c_acts"]
 pytestmark = pytest.mark.long
-ALWAYS = range(1, 1000)
 
 
 def moves_fail(monkeypatch, to="device"):
@@ -121,15 +120,13 @@ def test_the_events_of_a_loop_are_published_while_the_next_one_runs(way, monkeyp
     assert order == wanted and loops > 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_that_it_raises_ends_the_run_and_loses_nothing(way):
+def test_an_interrupt_that_it_raises_is_told_together_with_what_it_raises_at_its_last_events():
     def leave():
         raise SystemExit("enough")
 
-    listener = Listener(leave, ALWAYS)
+    listener = Listener(leave, range(1, 1000))
     with pytest.raises(GenerationInterrupted) as caught:
-        way(start(), prompts_of(0), listener=listener)
-    assert isinstance(caught.value.__cause__, SystemExit)
+        together(start(), prompts_of(0), listener=listener)
     at_last = "; at its last events the listener raised SystemExit: enough"
     assert str(caught.value) == f"interrupted by SystemExit: enough; go on with this error's `cache`{at_last}"
     assert listener.calls == 2  # the events of a loop, and a snapshot
@@ -170,6 +167,7 @@ def test_a_listener_may_compute_while_its_stream_is_collected_in_a_trace():
     collect_in_a_trace(streams)
     stored = sum(event["kind"] == "stored" for event in progress.events + progress.closing)
     assert sum(found) == stored and len(found) == 2 and progress.closing
+    assert_whole(progress.cache, progress.events + progress.closing, prompts_of(0), progress.outputs)
 
 
 @pytest.mark.parametrize("at", [2, 3])

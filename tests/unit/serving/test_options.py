@@ -39,6 +39,7 @@ def test_a_clock_may_have_any_ints():
             "reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'",
         ),
         (lambda: make_requests([[1]], samples=[1, 2]), "samples: got 2, wanted one for each of 1 prompts"),
+        (lambda: make_requests([[1], [2]], retention=[None]), "retention: got 1, wanted one for each of 2 prompts"),
         (lambda: kvjax.run_batch(MODEL, make_cache(), [], progress=1), "progress: got 1, wanted a function or None"),
         (lambda: kvjax.run_batch(MODEL, make_cache(), [[1]]), "requests: got a list as number 0, wanted"),
     ],

@@ -8,10 +8,10 @@ import pytest
 
 import kvjax
 from kvjax.serving import Penalties, Scheduler, penalize
-from models import load
 from tests import drive
+from tests.serving_kit import LENGTH, MODEL, VOCAB, ask, batched, make_cache
 
-VOCABULARY, MOST = 7, 5
+VOCABULARY, MOST, NEW = 7, 5, 12
 
 
 def stacked(*each):
@@ -57,68 +57,56 @@ def test_wrong_penalties_are_named(options, message):
 
 
 def test_a_batch_whose_requests_have_different_states_is_refused():
-    spec = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=8, block_size=4)
-    model = jax.tree_util.Partial(lambda tokens, pools, view, *, last: (jnp.zeros((*last.shape, VOCABULARY)), pools))
-    cache, one = kvjax.Cache.create(spec), Penalties.of(MOST)
+    cache, one = make_cache(), Penalties.of(MOST)
     for states, logits_fn, message in (
         ([one, None], penalize, "prompt 1: logits_state: got None, wanted arrays like those of the first prompt"),
         ([one, Penalties.of(MOST + 1)], penalize, "prompt 1: logits_state: got .*, wanted arrays like those of the"),
         ([one, one], None, "prompt 0: logits_state: got one, wanted None without a logits_fn"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            drive.run_batch(model, cache, [[1], [2]], logits_fn=logits_fn, logits_state=states)
+            batched(cache, [[1], [2]], logits_fn=logits_fn, logits_state=states)
     kvjax.check(cache.state)
 
 
+def chosen(prompt, frequency=0.0, presence=0.0, bias=None):
+    """Tokens one after the other, by whole prompts and plain arithmetic."""
+    tokens, bias, dense = [], bias or {}, jax.jit(MODEL.dense)
+    for _ in range(NEW):
+        text = [*prompt, *tokens]
+        logits = np.array(dense(np.resize(np.array(text, np.int32), LENGTH))[len(text) - 1])
+        counts = np.bincount(tokens, minlength=len(logits))
+        logits -= frequency * counts + presence * (counts > 0)
+        logits[[*bias]] += [*bias.values()]
+        tokens.append(int(np.argmax(logits)))
+    return tokens
+
+
 @pytest.mark.slow
-def test_an_engine_penalizes_those_who_ask_and_nobody_else():
-    model = load("tests/data/goldens/llama")[0]
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=40, max_seqs=3, max_length=64, block_size=16, dtype="float32"
-    )
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 40, length).tolist() for length in (5, 20, 33, 9)]
+def test_an_engine_and_a_batch_penalize_those_who_ask_and_nobody_else():
+    rng, most = np.random.default_rng(0), LENGTH
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (5, 14, 20, 9)]
     wanted = [
         {},
         {"frequency": 5.0, "presence": 2.0, "bias": {3: 30.0}},
-        {"bias": {3: 40.0, 5: -100.0}},
+        {"bias": {3: 100.0, 5: -100.0}},
         {"presence": -5.0},
     ]
-    new, options = 12, {"logits_fn": penalize, "logits_state": Penalties.of(64)}
-
-    @jax.jit
-    def logits_of(line, length):
-        cache, _ = kvjax.Cache.create(spec).admit(np.zeros(1, np.int32), line[None], length[None])
-        return kvjax.step(model, cache, line[None], length[None], np.zeros(1, np.int32))[1][0]
-
-    def chosen(prompt, frequency=0.0, presence=0.0, bias=None):
-        """Tokens one after the other, by whole prompts and plain arithmetic."""
-        tokens, bias = [], bias or {}
-        for _ in range(new):
-            line, text = np.zeros((64,), np.int32), prompt + tokens
-            line[: len(text)] = text
-            logits = np.array(logits_of(line, np.int32(len(text))))
-            counts = np.bincount(tokens, minlength=len(logits))
-            logits -= frequency * counts + presence * (counts > 0)
-            logits[[*bias]] += [*bias.values()]
-            tokens.append(int(np.argmax(logits)))
-        return tokens
-
-    with drive.engine(model, kvjax.Cache.create(spec), scheduler=Scheduler(reserve="num_tokens"), **options) as engine:
-        asks = list(zip(prompts * 2, wanted * 2, strict=True))
-        handles = [
-            drive.ask(engine, prompt, max_new_tokens=new, logits_state=Penalties.of(64, **one) if one else None)
-            for prompt, one in asks
-        ]
+    options = {"logits_fn": penalize, "scheduler": Scheduler(reserve="num_tokens")}
+    asks = [
+        ask(prompt, logits_state=Penalties.of(most, **one) if one else None, retention=None, max_new_tokens=NEW)
+        for prompt, one in zip(prompts, wanted, strict=True)
+    ]
+    with drive.engine(MODEL, make_cache(), logits_state=Penalties.of(most), **options) as engine:
+        handles = [engine.submit(one) for one in asks * 2]
         found = [handle.result(60).tokens for handle in handles]
         with pytest.raises(ValueError, match=r"logits_state: got .*, wanted arrays like those of the engine"):
-            drive.ask(engine, [1], logits_state=Penalties.of(65))
-    assert found == [chosen(prompt, **one) for prompt, one in asks[:4]] * 2
-    states = [Penalties.of(64, **one) for one in wanted]
+            engine.submit(ask([1], logits_state=Penalties.of(most + 1), retention=None))
+    assert found == [chosen(prompt, **one) for prompt, one in zip(prompts, wanted, strict=True)] * 2
+    states = [Penalties.of(most, **one) for one in wanted]
     outputs, *_ = drive.run_batch(
-        model, kvjax.Cache.create(spec), prompts, max_new_tokens=new, logits_fn=penalize, logits_state=states
+        MODEL, make_cache(), prompts, max_new_tokens=NEW, logits_fn=penalize, logits_state=states
     )
     assert [output.tokens for output in outputs] == found[:4]
-    assert found[2] == [3] * new and 1 < found[1].count(3) < new
+    assert found[2] == [3] * NEW and 1 < found[1].count(3) < NEW
     with pytest.raises(ValueError, match="logits_state: got one, wanted None without a logits_fn"):
-        drive.engine(model, kvjax.Cache.create(spec), logits_state=Penalties.of(64))
+        drive.engine(MODEL, make_cache(), logits_state=Penalties.of(most))

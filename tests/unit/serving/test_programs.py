@@ -11,16 +11,11 @@ import kvjax
 from kvjax._compile import OutermostJit
 from kvjax.serving import Sampling, Scheduler, driver, turns
 from kvjax.serving.requests import Stage
+from tests.serving_kit import NUMBERS, successor
 
-VOCAB = 13
 LAYERS = [kvjax.LayerSpec(1, 2)]
 SPEC = kvjax.make_spec(LAYERS, num_blocks=256, max_seqs=8, max_length=512, block_size=16, dtype="float32")
 PROGRAMS = ("apply", "turn")
-
-
-def successor(tokens, pools, view, *, last):
-    line = tokens[jnp.arange(tokens.shape[0]), last]
-    return jax.nn.one_hot((line + 1) % VOCAB, VOCAB), pools
 
 
 def ended(model, serving, log, *, scheduler, steps, logits_fn, fixed_steps, now):
@@ -65,7 +60,7 @@ def test_another_batch_compiles_nothing(monkeypatch, real):
     model, cache, rng, seen = Partial(successor), kvjax.Cache.create(SPEC), np.random.default_rng(0), []
     before = compiled()
     for number in (1, 3, 8, 12):
-        prompts = [rng.integers(0, VOCAB, length).tolist() for length in np.linspace(10, 300, number, dtype=int)]
+        prompts = [rng.integers(0, NUMBERS, length).tolist() for length in np.linspace(10, 300, number, dtype=int)]
         for sampling in (None, Sampling(0.7, top_k=5), [Sampling(min_tokens=2)] * number):
             stop = () if sampling is None else (1, 2)
             outputs, cache, _ = kvjax.generate(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts: completions inside the caller's program, of a model whose tokens tell the bytes that it read."""
+"""Rollouts: completions inside the caller's program. `test_contract.py` has what they share with other ways."""
 
+import dataclasses
 import functools
 
 import chex
@@ -13,26 +14,26 @@ from jax.sharding import PartitionSpec
 import kvjax
 from kvjax import Sampling
 from kvjax.serving import Finish, rollout_log
-from models import load
 from tests import drive
 from tests.mesh import AUTO, mesh_of
-from tests.models.families import GOLDENS
-from tests.oracle.bytes_machine import VOCAB, name_of
-from tests.serving_kit import MODEL, ROWS, make_cache, make_spec, prompts_of, start
+from tests.serving_kit import MODEL, ROWS, SCHEDULER, VOCAB, answer, make_cache, make_spec, prompts_of, start
 
-GREEDY, MOST, SAMPLES = Sampling(), 4, 2
+GREEDY, MOST, SAMPLES, WIDTH = Sampling(), 4, 2, 13
 PROMPTS = np.array([*prompts_of(0), *prompts_of(1)], np.int32)
 LENGTHS = np.array([13, 9, 5, 13], np.int32)
+IS_PROMPT = np.arange(WIDTH)[None] < LENGTHS[:, None]
 BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs", "logits_fn", "hold")
 rollout = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES), static_argnames=BOTH)
 
 
+def run(cache, prompts=PROMPTS, mask=IS_PROMPT, model=MODEL, namespace=0, **options):
+    """Greedy completions."""
+    return rollout(model, cache, prompts, mask=mask, sampling=GREEDY, namespace=np.int32(namespace), **options)
+
+
 def chosen(prompt):
     """The tokens that the model chooses after a prompt."""
-    path = tuple(np.asarray(prompt).tolist())
-    for _ in range(MOST):
-        path += (name_of(0, path) % VOCAB,)
-    return list(path[-MOST:])
+    return answer(prompt, MOST).tokens
 
 
 def assert_chosen(found, prompts=PROMPTS, lengths=LENGTHS):
@@ -41,41 +42,29 @@ def assert_chosen(found, prompts=PROMPTS, lengths=LENGTHS):
     assert np.all(found.mask) and np.all(found.lengths == MOST) and np.all(found.finish == Finish.LENGTH)
 
 
-def test_completions_of_padded_prompts_and_what_a_second_call_finds():
-    found, cache, log = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY)
+def test_completions_of_prompts_with_padding_on_either_side_and_what_a_second_call_finds():
+    found, cache, log = run(make_cache())
     assert log is None
     assert_chosen(found)
     assert np.all(np.asarray(cache.state.seqs.length) == 0)
     kvjax.check(cache.state)
-    left = np.stack([np.roll(prompt, 13 - length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)])
-    mask = np.arange(13)[None] >= 13 - LENGTHS[:, None]
-    again, cache, _ = rollout(MODEL, cache, left, mask=mask, sampling=GREEDY)
+    left = np.stack([np.roll(prompt, WIDTH - length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)])
+    again, cache, _ = run(cache, left, IS_PROMPT[:, ::-1])
     assert_chosen(again)
     assert np.sum(again.cached[:, 0]) > np.sum(found.cached[:, 0])
     kvjax.check(cache.state)
 
 
-@pytest.mark.slow
-def test_new_weights_seeds_and_lengths_compile_nothing_and_find_nothing_old():
-    program = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES))
-    cache = make_cache()
-    for version in range(3):
-        arguments = {"sampling": GREEDY, "seed": np.uint32(version), "namespace": np.int32(version)}
-        found, cache, _ = program(MODEL, cache, PROMPTS, np.minimum(LENGTHS + version, 13), **arguments)
-        assert np.all(np.asarray(found.cached)[0, 0] == 0)  # the first prompt shares nothing with this call's others
-    assert program._cache_size() == 1
-
-
 def test_prompts_that_cannot_be_served_and_rows_of_others():
     """Two rows are somebody else's, so that the samples of a prompt come one after the other."""
-    cache = start()
+    cache, mask = start(), IS_PROMPT.copy()
     before = np.asarray(cache.state.groups[0].table[1:])
-    lengths = np.array([13, 0, 14, 5], np.int32)
-    found, cache, _ = rollout(MODEL, cache, PROMPTS, lengths, sampling=GREEDY)
-    assert np.asarray(found.finish)[1:3].tolist() == [[Finish.BAD_REQUEST] * 2] * 2
-    assert not np.any(found.mask[1:3]) and not np.any(found.tokens[1:3]) and not np.any(found.logprobs[1:3])
-    for row in (0, 3):
-        assert np.asarray(found.tokens)[row].tolist() == [chosen(PROMPTS[row, : lengths[row]])] * 2
+    mask[1] = False
+    found, cache, _ = run(cache, mask=mask)
+    assert np.asarray(found.finish)[1].tolist() == [Finish.BAD_REQUEST] * 2
+    assert not np.any(found.mask[1]) and not np.any(found.tokens[1]) and not np.any(found.logprobs[1])
+    for row in (0, 2, 3):
+        assert np.asarray(found.tokens)[row].tolist() == [chosen(PROMPTS[row, : LENGTHS[row]])] * 2
     np.testing.assert_array_equal(cache.state.groups[0].table[1:], before)
     kvjax.check(cache.state)
 
@@ -84,12 +73,12 @@ def test_prompts_that_cannot_be_served_and_rows_of_others():
 def test_no_row_too_many_tokens_and_too_few_blocks():
     cache, events = start().admit(0, np.full(16, 1, np.int32), 3)
     assert bool(events.ok)
-    found, after, _ = rollout(MODEL, cache, PROMPTS, LENGTHS, sampling=GREEDY)
+    found, after, _ = run(cache)
     assert np.all(found.finish == Finish.CANCELLED) and np.all(found.lengths == 0)
     chex.assert_trees_all_equal(after.state.groups[0].table, cache.state.groups[0].table)
-    found, cache, _ = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY, max_new_tokens=24)
+    found, cache, _ = run(make_cache(), max_new_tokens=24)
     assert np.asarray(found.finish)[:, 0].tolist() == [Finish.ROW_FULL, Finish.LENGTH, Finish.LENGTH, Finish.ROW_FULL]
-    found, cache, _ = rollout(MODEL, make_cache(4), PROMPTS, LENGTHS, sampling=GREEDY)
+    found, cache, _ = run(make_cache(4))
     assert np.asarray(found.finish)[0, 0] == Finish.NO_BLOCKS
     kvjax.check(cache.state)
 
@@ -97,12 +86,12 @@ def test_no_row_too_many_tokens_and_too_few_blocks():
 @pytest.mark.slow
 def test_events_are_those_of_the_cache_and_a_full_log_ends_the_rollout():
     log = rollout_log(make_spec(), PROMPTS.shape, MOST, SAMPLES)
-    found, cache, log = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY, log=log)
+    found, cache, log = run(make_cache(), log=log)
     assert_chosen(found)
     mirror = kvjax.fold(kvjax.to_list(log))
     assert mirror == kvjax.fold(kvjax.events.snapshot(cache.state))
     log = rollout_log(make_spec(), (1, 1), 1)
-    found, cache, log = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY, log=log)
+    found, cache, log = run(make_cache(), log=log)
     assert np.any(found.finish == Finish.CANCELLED)
     assert kvjax.fold(kvjax.to_list(log)) == kvjax.fold(kvjax.events.snapshot(cache.state))
     assert np.all(np.asarray(cache.state.seqs.length) == 0)
@@ -116,41 +105,44 @@ def test_under_vmap_and_in_replicas():
     caches = jax.vmap(lambda n: kvjax.Cache.create(make_spec(), num_blocks=n))(np.array([16, 12], np.int32))
     prompts = np.stack([PROMPTS, PROMPTS[::-1]])
     lengths = np.stack([LENGTHS, LENGTHS[::-1]])
-    run = functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES, sampling=GREEDY)
-    found, after, _ = jax.jit(jax.vmap(run, in_axes=(None, 0, 0, 0)))(MODEL, caches, prompts, lengths)
+    own = functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES, sampling=GREEDY)
+    found, after, _ = jax.jit(jax.vmap(own, in_axes=(None, 0, 0, 0)))(MODEL, caches, prompts, lengths)
     for one, text, length in zip((0, 1), prompts, lengths, strict=True):
         assert_chosen(jax.tree.map(lambda x, one=one: x[one], found), text, length)
 
     def replica(model, *arguments):
-        found, cache, _ = run(model, *jax.tree.map(lambda x: x[0], arguments))
+        found, cache, _ = own(model, *jax.tree.map(lambda x: x[0], arguments))
         return jax.tree.map(lambda x: x[None], (found, cache))
 
     with mesh_of(2, 1, AUTO) as mesh:
         data = PartitionSpec("data")
         specs = {"in_specs": (PartitionSpec(), *[data] * 3), "out_specs": (data, data)}
         program = jax.shard_map(replica, mesh=mesh, **specs)
-        replicas = jax.jit(program)(MODEL, caches, prompts, lengths)
+        replicas = jax.jit(program)(jax.tree.map(np.asarray, MODEL), caches, prompts, lengths)
     chex.assert_trees_all_equal(jax.device_get(replicas), jax.device_get((found, after)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_turns_go_on_from_rows_that_are_held():
-    """Another rollout between two turns evicts what nobody holds; the second turn finds all of the first one's."""
-    cache = make_cache(14)
-    prompts, lengths = PROMPTS[:1], LENGTHS[:1]
-    first, cache, _ = rollout(MODEL, cache, prompts, lengths, sampling=GREEDY, hold=True, samples=1)
+    """New weights sample between two turns, and evict what nobody holds. The second turn goes on under the old ones."""
+    prompt, newer = PROMPTS[0].tolist(), jax.tree.map(lambda weights: weights * 1.5, MODEL)
+
+    def turn(cache, text, rows):
+        tokens, mask = np.array([drive.padded(text, 20)]), np.arange(20)[None] < len(text)
+        return run(cache, tokens, mask, continues=rows, hold=True, samples=1)
+
+    first, cache, _ = turn(make_cache(14), prompt, np.full((1, 1), -1, np.int32))
     (row,) = np.asarray(first.rows).reshape(-1).tolist()
-    assert int(cache.state.seqs.committed[row]) == 13 + MOST - 1
+    assert int(cache.state.seqs.committed[row]) == WIDTH + MOST - 1
     others = np.stack([prompts_of(number)[0] for number in range(3, 7)]).astype(np.int32)
-    _, cache, _ = rollout(MODEL, cache, others, np.full(4, 13, np.int32), sampling=GREEDY)
-    text = np.concatenate([prompts[0], np.asarray(first.tokens)[0, 0], [2, 2]])[None].astype(np.int32)
-    found, after, _ = rollout(
-        MODEL, cache, text, np.array([text.size], np.int32), sampling=GREEDY, continues=first.rows, samples=1
-    )
-    assert int(found.cached[0, 0]) == 13 + MOST - 1
-    assert np.asarray(found.tokens)[0, 0].tolist() == chosen(text[0])
-    assert np.all(np.asarray(after.state.seqs.length) == 0) and np.all(found.rows == -1)
-    kvjax.check(after.state)
+    _, cache, _ = run(cache, others, np.ones_like(IS_PROMPT), newer, namespace=1)
+    text = [*prompt, *np.asarray(first.tokens)[0, 0].tolist(), 2, 2]
+    second, cache, _ = turn(cache, text, np.asarray(first.rows))
+    assert int(second.cached[0, 0]) == WIDTH + MOST - 1
+    assert np.asarray(second.tokens)[0, 0].tolist() == chosen(text)
+    cache, events = cache.release(np.asarray(second.rows).reshape(-1))
+    assert bool(events.ok) and not np.any(cache.state.seqs.length)
+    kvjax.check(cache.state)
 
 
 def counting(logits, last, positions, state):
@@ -164,7 +156,7 @@ def counting(logits, last, positions, state):
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
     """Few blocks, so that requests are preempted; each completion goes on from its own state."""
-    scheduler, most = kvjax.serving.Scheduler(reserve="num_tokens", chunk=8, k=k), 11
+    scheduler, most = dataclasses.replace(SCHEDULER, reserve="num_tokens", k=k), 11
     state = {"count": np.array([0, 1, 2, 7], np.int32)}
     lengths = np.array([13, 9, 5, 12], np.int32)
     found, cache, _ = rollout(
@@ -174,29 +166,6 @@ def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
     wanted = (state["count"][:, None, None] + np.arange(most)) % VOCAB
     np.testing.assert_array_equal(found.tokens, wanted)
     assert np.any(found.preemptions) and np.all(found.logprobs == 0) and np.all(found.finish == Finish.LENGTH)
-    kvjax.check(cache.state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("logprobs", ["raw", "sampling"])
-def test_samples_are_those_of_run_batch(logprobs):
-    """A model of a checkpoint, with a sampling for each prompt; log-probabilities of both kinds."""
-    model, _ = load(GOLDENS / "llama")
-    spec = kvjax.make_spec(model.layer_specs(), num_blocks=40, max_seqs=4, max_length=32, block_size=4, dtype="float32")
-    prompts, stop = np.random.default_rng(0).integers(0, 30, (4, 13)).astype(np.int32), [7, 8, 9]
-    samplings = [Sampling(temperature, top_k) for temperature, top_k in ((0, None), (1, None), (2, 5), (0.5, 2))]
-    options = {"max_new_tokens": MOST, "samples": SAMPLES, "stop_tokens": stop, "logprobs": logprobs, "seed": 3}
-    outputs, _, _ = drive.run_batch(model, kvjax.Cache.create(spec), prompts.tolist(), sampling=samplings, **options)
-    each = jax.tree.map(lambda *leaves: np.stack(leaves), *samplings)
-    found, cache, _ = jax.jit(functools.partial(kvjax.rollout, model, sampling=each, **options))(
-        kvjax.Cache.create(spec), prompts, np.full(4, 13, np.int32)
-    )
-    found = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), found)
-    for number, output in enumerate(outputs):
-        mask = found.mask[number]
-        assert found.tokens[number][mask].tolist() == output.tokens
-        np.testing.assert_allclose(found.logprobs[number][mask], output.logprobs, atol=1e-4)
-        assert Finish(int(found.finish[number])).name.lower() == output.finish
     kvjax.check(cache.state)
 
 

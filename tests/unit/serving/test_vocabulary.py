@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effects and guarantees of other systems' calls, reached with kvjax: a test for each row of the vocabulary's page.
+"""Effects and guarantees of other systems' calls, reached with kvjax: the rows of the vocabulary's page.
 
-Requests run in the programs of three schedulers, with the spec and model of `tests/oracle/serving.py`. Rows that verbs
-alone reach are in `test_vocabulary_verbs.py`.
+Here are the rows of the scheduler, which runs three sets of options; those that verbs alone reach are in
+`test_vocabulary_verbs.py`. A test may have several rows.
 """
 
 import ast
@@ -10,36 +10,26 @@ import pathlib
 import re
 
 import chex
-import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Cache, Status
-from kvjax.events import init_log
-from kvjax.serving import Scheduler, cancel, drain, init_serving, results, submit
+from kvjax.serving import Scheduler, drain, results
 from kvjax.serving.requests import Stage
 from tests import drive
-from tests.drive import PLAIN, TIERS, Driver, holders, table
-from tests.oracle.bytes_machine import SIZE
-from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, OPTIONS, ROWS, SLOTS, config, program
+from tests.drive import TIERS, Driver
+from tests.oracle.serving import OPTIONS, ROWS, SLOTS
+from tests.unit.serving.stories import Desk
 
 VLLM = Scheduler(reserve="num_tokens", chunk=3, chunk_rows=2, budget=ROWS + 5, k=4, k_waiting=2, watermark=1)
 TRT = OPTIONS["max_tokens"]
 STATIC = Scheduler(reserve="batch", chunk=6, chunk_rows=2, k=4)
-TESTS = {}
-_submit = jax.jit(submit, static_argnames="scheduler")
 
 
-def row(theirs):
-    """Marks the test of a row of the page, by the text of its left column."""
-
-    def mark(test):
-        assert theirs not in TESTS
-        TESTS[theirs] = test
-        return pytest.mark.long(test)
-
-    return mark
+def row(*theirs):
+    """Marks the test of rows of the page, by the texts of their left columns."""
+    del theirs
+    return pytest.mark.long
 
 
 def of_rows(path):
@@ -48,77 +38,23 @@ def of_rows(path):
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     marks = [(mark, function) for function in functions for mark in function.decorator_list]
     return {
-        mark.args[0].value: "\n".join(text.splitlines()[function.lineno : function.end_lineno])
+        theirs.value: "\n".join(text.splitlines()[function.lineno : function.end_lineno])
         for mark, function in marks
         if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "row"
+        for theirs in mark.args
     }
 
 
-def test_each_row_of_the_page_has_its_test_which_uses_what_it_names():
+def test_each_row_of_the_page_has_a_test_which_uses_what_it_names():
     page = (drive.ROOT / "docs/reference/vocabulary.md").read_text()
     cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     rows = [(theirs, ours) for theirs, ours, _ in cells if theirs != "theirs"]
     path = pathlib.Path(__file__)
     tests = {**of_rows(path), **of_rows(path.with_name("test_vocabulary_verbs.py"))}
-    assert [theirs for theirs, _ in rows] == [*tests] and [*TESTS] == [*of_rows(path)]
+    assert sorted(theirs for theirs, _ in rows) == sorted(tests)
     for theirs, ours in rows:
         names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", ours)))
         assert names and all(re.search(rf"\b{name}\b", tests[theirs]) for name in names), (theirs, names)
-
-
-class Desk:
-    """Requests to a scheduler, over a cache of so many blocks."""
-
-    def __init__(self, scheduler, num_blocks=24):
-        self.scheduler = scheduler
-        cache = Cache.create(config("full").spec(), num_blocks=np.int32(num_blocks))
-        self.serving = init_serving(cache, [COLUMNS * SIZE + 1] * SLOTS)
-
-    def submit(self, *prompts, new=4, priority=0):
-        """Statuses, slots and generations of up to three requests."""
-        lengths = drive.padded([len(prompt) for prompt in prompts], 3)
-        self.serving, *answers = _submit(
-            self.serving, drive.padded([token for prompt in prompts for token in prompt], LINE), lengths,
-            np.full(3, new, np.int32), scheduler=self.scheduler, priority=np.full(3, priority, np.int32),
-        )  # fmt: skip
-        status, slots, generations = (np.asarray(answer).tolist()[: len(prompts)] for answer in answers)
-        return [Status(one).name for one in status], slots, generations
-
-    def step(self, number=1):
-        for _ in range(number):
-            self.serving, _, served = program(self.scheduler)(MODEL, self.serving, init_log(LOG, SIZE))
-            kvjax.check(self.serving.cache.state)
-        return jax.device_get(served)
-
-    def steps(self):
-        """The `Served` of each step, until all requests are over."""
-        for _ in range(200):
-            if not bool(self.serving.busy):
-                return
-            yield self.step()
-        raise AssertionError("requests do not end")
-
-    def cancel(self, slot, generation):
-        self.serving, status = cancel(self.serving, np.array([slot], np.int32), np.array([generation], np.int32))
-        return Status(int(status[0])).name
-
-    def stage(self, slot):
-        return Stage(int(self.serving.requests.stage[slot]))
-
-    @property
-    def rows(self):
-        """The request of each row."""
-        return np.asarray(self.serving.row).tolist()
-
-    @property
-    def num_pending(self):
-        """The number of tokens of each row's request that the cache has not committed."""
-        num_tokens = np.asarray(self.serving.requests.num_tokens)[self.serving.row]
-        return np.where(np.array(self.rows) >= 0, num_tokens - self.serving.cache.state.seqs.committed, 0).tolist()
-
-    @property
-    def held(self):
-        return int(np.sum(np.asarray(self.serving.cache.state.groups[0].blocks.refcount) > 0))
 
 
 def admitted(served):
@@ -138,11 +74,6 @@ def decoded(served):
     """Rows that chose without a chunk."""
     chose = np.flatnonzero((served.chosen.tokens >= 0).any(axis=1)).tolist()
     return [row for row in chose if row not in served.chunks.rows]
-
-
-def of_blocks(number):
-    """A cache of so many blocks."""
-    return Driver(kvjax.init(PLAIN, num_blocks=np.int32(number)))
 
 
 A, B, C = [1, 2, 0, 1, 1, 2, 2, 0], [2, 0, 1, 1, 2, 2, 0, 0], [0, 0, 2, 1, 0, 1, 2, 2]
@@ -206,90 +137,6 @@ def test_a_request_is_admitted_or_waits_or_is_refused():
     assert admitted(desk.step()) == [now] and desk.stage(later) == Stage.WAITING
     list(desk.steps())
     assert {output.finish for output in results(desk.serving).values()} == {"length"}
-
-
-@row("v1 `allocate_slots`: None")
-def test_blocks_that_cannot_be_had_are_refused_and_nothing_changes():
-    driver = of_blocks(3)
-    driver.start(0, A)
-    driver.start(1, A[::-1][:4])
-    assert driver.admit(2, B) == ["NO_BLOCKS"] and int(driver.events.shortfall) == 2  # the driver compares the states
-    next_token = np.array([True, False, False, False]), np.array([1, 0, 0, 0], np.int32)
-    assert driver.status("extend", *next_token, max_tokens=drive.MOST)[0] == "NO_BLOCKS"
-    driver.do("release", 1)
-    driver.do("extend", *next_token, max_tokens=drive.MOST)  # by the block that the other gave back
-
-
-@row("v0 `append_slots`")
-def test_a_block_is_taken_when_the_last_one_is_full_and_copied_when_it_is_shared():
-    driver = of_blocks(12)
-    driver.start(0, A[:6])
-    for text, number in ((A[6:], 2), ([1], 3)):
-        count = np.array([len(text), 0, 0, 0], np.int32)
-        driver.do("extend", count > 0, count, max_tokens=drive.MOST)
-        driver.write({0: text})
-        assert len(table(driver, 0)) == number
-    driver.do("fork", 0, 1)
-    shared = table(driver, 0)[2]
-    assert driver.grow(1, 1, 0, 0) == ["OK"] * 4
-    (copy,) = [event for event in driver.recorded if event["kind"] == "copied"]
-    ours, theirs = table(driver, 0), table(driver, 1)
-    assert ours[:2] == theirs[:2] and {ours[2], theirs[2]} == {shared, copy["block"]} and copy["source"] == shared
-
-
-@row("v0 `fork`")
-def test_a_fork_takes_no_block_and_holds_each():
-    driver = of_blocks(3)
-    driver.start(0, [*A, 1])
-    driver.do("fork", 0, 1)
-    assert table(driver, 1) == table(driver, 0) and holders(driver, 0) == [2, 2, 2]
-
-
-@row("`free`")
-def test_freed_blocks_stay_findable_and_shared_ones_held():
-    driver = of_blocks(12)
-    driver.start(0, [*A, 1])
-    driver.do("fork", 0, 1)
-    driver.do("release", 0)
-    assert holders(driver, 1) == [1, 1, 1]
-    driver.do("release", 1)
-    assert driver.found([*A, 1, 1]) == 9
-    assert driver.status("release", 1) == ["BAD_REQUEST"]
-
-
-@row("v0 `mark_blocks_as_computed`")
-def test_a_block_is_found_once_it_is_committed():
-    driver = of_blocks(12)
-    driver.admit(0, A)
-    assert driver.found([*A, 1]) == 0
-    driver.do("commit", *drive.lines({0: A}, ROWS, PLAIN.max_length))
-    assert driver.found([*A, 1]) == 8
-
-
-@row("v0 `get_block_table`")
-def test_a_view_has_the_block_tables():
-    driver = of_blocks(12)
-    driver.start(0, [*A, 1])
-    tables = kvjax.pools.view(driver.state, 1).tables[0]
-    assert tables[0].tolist() == [*table(driver, 0), 12, 12]  # the scratch row for a column without a block
-    assert (np.asarray(tables[1:]) == 12).all()
-
-
-@pytest.mark.slow
-@row("v0 `swap_out`, `swap_in`")
-def test_a_row_goes_to_the_host_and_comes_back_as_a_whole():
-    driver = Driver(kvjax.init(TIERS, num_blocks=np.int32(3)))
-    driver.start(0, [*A, 1])
-    device = table(driver, 0)
-    orders = driver.do("swap_out", 0).transfer
-    sources = [int(s) for s, b in zip(orders.source, orders.block, strict=True) if b >= 0]
-    assert set(device) <= set(sources)  # (source, target) of each move
-    driver.start(1, C)
-    assert driver.status("swap_in", 0) == ["NO_BLOCKS"]  # 1 block of 3 is free: none moves
-    driver.do("release", 1)
-    driver.do("swap_in", 0)
-    assert not np.asarray(driver.state.seqs.swapped_out).any()
-    assert driver.grow(1, 0, 0, 0) == ["OK"] * 4
 
 
 @row("`max_num_seqs`")
@@ -393,6 +240,7 @@ def test_a_preempted_request_keeps_its_tokens_and_its_turn():
     assert next(admitted(served) for served in desk.steps() if admitted(served))[0] == slot
 
 
+@pytest.mark.slow
 @row("MicroBatchScheduler, its chunking policies")
 def test_rows_that_decode_run_with_chunks_given_in_order_or_in_equal_shares():
     for scheduler, dealt in ((VLLM, [3, 2]), (TRT, [2, 2, 2])):
@@ -414,45 +262,6 @@ def test_a_request_has_a_slot_of_its_own():
     slots = [slot for _ in range(3) for slot in desk.submit(A, B, C)[1]]
     assert slots == [*range(SLOTS), -1, -1]
     assert desk.submit(A)[0] == ["HELD"]
-
-
-@row("`prefetch`, `alloc`")
-def test_a_prompt_gets_all_of_its_blocks_or_none():
-    driver = of_blocks(3)
-    driver.start(0, A)
-    assert driver.admit(1, B) == ["NO_BLOCKS"]
-    assert driver.admit(1, [*A, 1]) == ["OK"]  # two blocks of three are free
-
-
-@row("`fetch`, `runtime_inputs`")
-def test_a_view_has_the_positions_lengths_and_slots_of_the_next_tokens():
-    driver = of_blocks(12)
-    driver.start(0, A)
-    driver.admit(1, [*A[:6], 2])
-    seen = jax.device_get(kvjax.pools.view(driver.state, np.array([0, 1, 0, 0], np.int32), 1))
-    first, second = table(driver, 1)
-    assert first == table(driver, 0)[0] and seen.tables[0][1, :2].tolist() == [first, second]
-    assert (seen.positions[1].tolist(), seen.lengths.tolist()) == ([6], [0, 7, 0, 0])
-    assert seen.slots[0][1].tolist() == [second * 4 + 2]
-
-
-@row("`step`")
-def test_what_is_committed_is_found_and_equal_blocks_become_one():
-    driver = of_blocks(12)
-    driver.admit(0, A)
-    driver.admit(1, A)
-    assert not set(table(driver, 0)) & set(table(driver, 1))
-    driver.do("commit", *drive.lines({0: A, 1: A}, ROWS, PLAIN.max_length))
-    assert table(driver, 0) == table(driver, 1) and holders(driver, 0) == [2, 2]
-    assert driver.found([*A, 1]) == 8
-
-
-@row("`release`")
-def test_released_blocks_are_the_next_requests():
-    driver = of_blocks(12)
-    driver.start(0, A)
-    driver.do("release", 0)
-    assert driver.start(2, [*A, 1]) == 8
 
 
 @row("CE and TG")

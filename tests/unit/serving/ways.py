@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of serving as one interface, a small model for them, and what that model wants without a cache.
+"""The ways of serving as one interface, with the model and the specs of `serving_kit.py`.
 
 Every run goes on with the cache of the run before. Behind each one the cache is sound, no row of it is in use, and all
 events that came so far give its index.
@@ -11,12 +11,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 from kvjax import Sampling
-from kvjax._arrays import Pytree
 from kvjax.serving import (
     Engine,
     EngineError,
@@ -26,99 +24,8 @@ from kvjax.serving import (
     Replicas,
     Request,
     RunOptions,
-    Scheduler,
 )
-from kvjax.serving.sampling import sample
-
-VOCAB, WIDTH = 31, 8
-ROWS, LENGTH, SIZE, BLOCKS, NEW = 3, 32, 4, 24, 6
-SHAPE = {"num_blocks": BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "block_size": SIZE, "dtype": "float32"}
-LAYERS = [kvjax.LayerSpec(1, WIDTH)]
-SPEC = kvjax.make_spec(LAYERS, retention=True, **SHAPE)
-BASE = {"scheduler": Scheduler(chunk=8), "steps": 4, "top_logprobs": 2}  # runs with these share programs
-NUM_STOP_TOKENS = 4
-
-
-class Attention(Pytree):
-    """A layer of attention with random weights. Its tokens, which depend on all before, are far from constant."""
-
-    embed: jax.Array  # f32[V, D]
-    project: jax.Array  # f32[3, D, D]
-    head: jax.Array  # f32[D, V]
-
-    @classmethod
-    def create(cls) -> Attention:
-        rng = np.random.default_rng(0)
-        shapes = (VOCAB, WIDTH), (3, WIDTH, WIDTH), (WIDTH, VOCAB)
-        return cls(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes))
-
-    def inputs(self, tokens: Any, positions: Any) -> tuple[jax.Array, jax.Array]:
-        """The embeddings f32[..., D] and their queries, keys and values f32[3, ..., D]."""
-        angles = jnp.multiply.outer(positions.astype(jnp.float32), jnp.arange(1, WIDTH + 1, dtype=jnp.float32))
-        x = self.embed[tokens] + jnp.sin(angles)
-        return x, jnp.einsum("...d,nde->n...e", x, self.project) * WIDTH**-0.5
-
-    def __call__(self, tokens: Any, pools: Any, view: Any, *, last: Any) -> Any:
-        x, (queries, keys, values) = self.inputs(tokens, view.positions)
-        pools = kvjax.write(pools, 0, keys[:, :, None], values[:, :, None], view)
-        x = x + kvjax.attend(queries[:, :, None], pools, 0, view)[:, :, 0]
-        return (x @ self.head)[jnp.arange(tokens.shape[0]), last], pools
-
-    def dense(self, tokens: Any, number: Any) -> jax.Array:
-        """The logits f32[1, V] after the first `number` tokens of i32[T]."""
-        positions = jnp.arange(len(tokens), dtype=jnp.int32)
-        x, (queries, keys, values) = self.inputs(tokens, positions)
-        scores = jnp.where(positions < number, keys @ queries[number - 1] * WIDTH**-0.5, -jnp.inf)
-        return (x[number - 1] + jax.nn.softmax(scores) @ values)[None] @ self.head
-
-
-MODEL = Attention.create()
-
-
-@jax.jit(static_argnames="logprobs")
-def _choose(tokens, number, sampling, stream, stop, generated, logprobs):
-    return sample(
-        MODEL.dense(tokens, number), sampling, stream[None], number[None], stop=stop, generated=generated[None],
-        top_logprobs=BASE["top_logprobs"], logprobs=logprobs,
-    )  # fmt: skip
-
-
-def streams_of(request: Request, number: int) -> list[int]:
-    """The random stream of each sample, the first of which is output `number`, as the docs have it."""
-    seed, samples = request.seed, range(request.samples)
-    if isinstance(seed, jax.Array):
-        key = jax.random.wrap_key_data(seed) if seed.dtype == jnp.uint32 else seed
-        return [int(jax.random.bits(jax.random.fold_in(key, sample))) for sample in samples]
-    return [(int(number if seed is None else seed) + sample) % 2**32 for sample in samples]
-
-
-def wanted(requests: list[Request], *, most_tokens: int = LENGTH, logprobs: str = "raw", **_: Any) -> list[Output]:
-    """The outputs, a sample after the other, by a computation of the whole text for every token.
-
-    Args:
-      requests: all can be served.
-      most_tokens: of a request, as there are blocks.
-      logprobs: as of `RunOptions`.
-    """
-    outputs = list[Output]()
-    for request in requests:
-        stop = np.resize([*request.stop_tokens, -1], NUM_STOP_TOKENS).astype(np.int32)
-        for stream in streams_of(request, len(outputs)):
-            outputs.append(output := Output(len(request.prompt)))
-            while output.finish is None:
-                text = [*request.prompt, *output.tokens]
-                padded = np.resize(np.array(text, np.int32), LENGTH)
-                of_row = np.int32(len(text)), request.sampling or Sampling(), np.uint32(stream), stop
-                choice = jax.device_get(_choose(padded, *of_row, np.int32(len(output.tokens)), logprobs=logprobs))
-                top = choice.top_tokens.tolist(), choice.top_logprobs.tolist()
-                output.add(choice.tokens.tolist(), choice.logprobs.tolist(), *top)
-                if output.tokens[-1] in request.stop_tokens:
-                    output.finish = "stop"
-                elif len(output.tokens) == request.max_new_tokens:
-                    output.finish = "length"
-                elif len(text) + 1 > most_tokens:
-                    output.finish = "row_full" if most_tokens == LENGTH else "no_blocks"
-    return outputs
+from tests.serving_kit import BASE, BLOCKS, MODEL, NEW, NUM_STOP_TOKENS, empty, make_spec, streams_of
 
 
 class Session:
@@ -135,8 +42,8 @@ class Session:
       listener: of all runs.
     """
 
-    def __init__(self, num_blocks: int = BLOCKS, spec: Any = SPEC):
-        self.spec, self.then, self.away, self.has_index = spec, None, lambda: False, True
+    def __init__(self, num_blocks: int = BLOCKS, spec: Any = None):
+        self.spec, self.then, self.away, self.has_index = spec or make_spec(), None, lambda: False, True
         self.caches = self.create(np.int32(num_blocks))
         self.events: list[list[dict[str, Any]]] = [[] for _ in self.caches]
         self.totals, self.decoded = kvjax.events.Totals(), list[dict[str, Any]]()
@@ -145,8 +52,7 @@ class Session:
     guard: str | None = "disallow"
 
     def create(self, num_blocks: Any) -> list[Any]:
-        create = kvjax.tiers.TieredCache.create if self.spec.has_host else kvjax.Cache.create
-        return [create(self.spec, num_blocks=num_blocks)]
+        return [empty(self.spec, num_blocks)]
 
     def hear(self, number: int, events: Any) -> None:
         if self.away():

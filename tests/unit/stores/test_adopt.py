@@ -55,7 +55,7 @@ def test_a_generation_goes_on_in_another_cache(kind):
     _, first, _ = serving_kit.together(serving_kit.make_cache(kind=kind), [prompt])
     second = carried(first, serving_kit.make_cache(12, kind=kind), prompt)
     outputs, _, _ = serving_kit.together(second, [prompt])
-    serving_kit.assert_chained([prompt], outputs)
+    serving_kit.assert_chained([prompt], outputs, kind)
     assert outputs[0].cached_tokens == len(prompt) // SIZE * SIZE
 
 
