@@ -237,7 +237,7 @@ def test_gains_below_the_bars_end_the_benchmark():
 
 
 def record_of(*names):
-    """What the sections of the kernels record in a quick run."""
+    """The records of the kernel sections in a quick run."""
     record = gpu.Record()
     for name, run in kernels.sections(kernels.QUICK).items():
         if name == "ceilings" or name.startswith(names):

@@ -120,7 +120,7 @@ def test_the_events_of_a_loop_are_published_while_the_next_one_runs(way, monkeyp
     assert order == wanted and loops > 1
 
 
-def test_an_interrupt_that_it_raises_is_told_together_with_what_it_raises_at_its_last_events():
+def test_an_interrupt_that_it_raises_comes_with_its_failure_at_the_last_events():
     def leave():
         raise SystemExit("enough")
 

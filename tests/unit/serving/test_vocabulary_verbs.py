@@ -27,7 +27,7 @@ def of_blocks(number):
 
 
 @row("v1 `allocate_slots`: None", "`prefetch`, `alloc`", "`allocate_for_seq`")
-def test_all_blocks_that_are_asked_for_come_or_none_and_nothing_changes():
+def test_all_blocks_of_a_request_come_or_none_and_nothing_changes():
     driver = of_blocks(3)  # it compares the states around a refusal
     driver.start(0, A)
     assert driver.admit(1, B) == ["NO_BLOCKS"] and int(driver.events.shortfall) == 1
