@@ -232,8 +232,8 @@ def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
         @jax.jit
         def sample(model: Decoder, cache: kvjax.Cache) -> jax.Array:
             rolled, _, _ = roll_out(
-                model, cache, prompts, lengths, shape, sampling=kvjax.Sampling(), canonical=canonical,
-                scheduler=Scheduler(chunk=min(shape.prompt, 128)),
+                model, cache, prompts, lengths, shape, sampling=kvjax.Sampling(),
+                scheduler=Scheduler(chunk=min(shape.prompt, 128), canonical=canonical),
             )  # fmt: skip
             return rolled.tokens
 

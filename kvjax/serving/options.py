@@ -153,14 +153,6 @@ class Scheduler:
         return min(self.chunk, self.chunk_tokens(spec))
 
 
-def with_canonical(scheduler: Any, canonical: bool) -> Scheduler:
-    """The scheduler, `Scheduler()` for None; with its option `canonical` if that is asked for."""
-    scheduler = Scheduler() if scheduler is None else scheduler
-    if not isinstance(scheduler, Scheduler):
-        raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
-    return scheduler if canonical is False else dataclasses.replace(scheduler, canonical=canonical)
-
-
 def sort_keys(serving: Serving, scheduler: Scheduler) -> SortKeys:
     """The sort keys of the requests, all [W]: late ones first, then the smallest `order`, then the earliest."""
     requests = serving.requests

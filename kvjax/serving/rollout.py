@@ -20,7 +20,7 @@ from kvjax.events.records import Status
 from kvjax.model import Model, check_model, check_placement
 from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.decode import LogitsFn, note
-from kvjax.serving.options import Scheduler, with_canonical
+from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
 from kvjax.serving.requests import Finish, Serving, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
@@ -74,7 +74,6 @@ def rollout(
     logprobs: Literal["sampling", "raw"] = "sampling",
     logits_fn: LogitsFn | None = None,
     logits_state: Any = None,
-    canonical: bool = False,
     scheduler: Scheduler | None = None,
     log: Log = None,
     now: Any = 0,
@@ -108,9 +107,8 @@ def rollout(
         Called once for each token, with the token before it.
       logits_state: a tree of arrays [B, ...], such as the state of a grammar. Each completion begins with its
         prompt's, and `logits_fn` gets those of the rows [S, ...] as a fourth argument and returns (logits, new ones).
-      canonical: static; whether a completion is the same bits whatever the cache has and whoever runs beside it; sets
-        the scheduler's option.
-      scheduler: static; None: `Scheduler()`.
+      scheduler: static; None: `Scheduler()`. With its option `canonical` a completion is the same bits whatever the cache
+        has and whoever runs beside it.
       log: of `rollout_log`, takes the events; if it has no space for the next step's, the rollout ends. None: nobody
         wants them.
       now: i32[] ms.
@@ -127,7 +125,9 @@ def rollout(
     prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask)
     number, width = prompts.shape
     groups, most = static_int("samples", samples, 1), static_int("max_new_tokens", max_new_tokens, 1)
-    scheduler, spec = with_canonical(scheduler, canonical), cache.state.spec
+    scheduler, spec = Scheduler() if scheduler is None else scheduler, cache.state.spec
+    if not isinstance(scheduler, Scheduler):
+        raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
     check_logprobs(logprobs)
     _check(spec, scheduler, (number, groups), hold, logits_state)
     if continues is not None:

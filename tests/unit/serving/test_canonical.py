@@ -52,8 +52,8 @@ def test_a_rollout_is_the_same_bits_warm_and_cold_and_in_other_rows():
     @jax.jit
     def sample(cache, prompts, lengths, seeds):
         found, cache, _ = kvjax.rollout(
-            model, cache, prompts, lengths, samples=2, max_new_tokens=NEW, seeds=seeds, canonical=True,
-            scheduler=Scheduler(chunk=CHUNK),
+            model, cache, prompts, lengths, samples=2, max_new_tokens=NEW, seeds=seeds,
+            scheduler=Scheduler(chunk=CHUNK, canonical=True),
         )  # fmt: skip
         return found, cache
 
