@@ -107,8 +107,8 @@ def rollout(
         Called once for each token, with the token before it.
       logits_state: a tree of arrays [B, ...], such as the state of a grammar. Each completion begins with its
         prompt's, and `logits_fn` gets those of the rows [S, ...] as a fourth argument and returns (logits, new ones).
-      scheduler: static; None: `Scheduler()`. With its option `canonical` a completion is the same bits whatever the cache
-        has and whoever runs beside it.
+      scheduler: static; None: `Scheduler()`. With its option `canonical` a completion is the same bits whatever the
+        cache has and whoever runs beside it.
       log: of `rollout_log`, takes the events; if it has no space for the next step's, the rollout ends. None: nobody
         wants them.
       now: i32[] ms.
