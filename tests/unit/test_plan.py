@@ -323,7 +323,9 @@ def test_a_fraction_of_a_devices_memory():
         ({"device_fraction": 1.5}, "device_fraction: got 1.5"),
         ({"device_fraction": 0.5, "device": Device(None)}, "toy:0 does not report .*; pass budget_bytes"),
         ({"budget_bytes": 10**6, "model_bytes": -1}, "model_bytes: got -1"),
-        ({"budget_bytes": 10**6, "block_size": 0}, "block_size: got 0"),
+        ({"budget_bytes": 10**6, "model_bytes": 0.5}, "model_bytes: got 0.5"),
+        ({"budget_bytes": -1}, "budget_bytes: got -1"),
+        *(({"budget_bytes": 10**6, name: 0}, f"{name}: got 0") for name in ("block_size", "max_seqs", "max_length")),
         ({"budget_bytes": 10**6, "shares": "half"}, r"shares: got 'half', wanted .* windows \[None\]"),
         ({"budget_bytes": 10**6, "shares": {None: 1, 8: 2}}, r"shares: got \{None: 1, 8: 2\}, wanted"),
         ({"budget_bytes": 10**6, "shares": {None: 0}}, r"shares\[None\]: got 0, wanted a number above 0"),
@@ -345,7 +347,7 @@ def test_a_fraction_of_a_devices_memory():
 )
 def test_bad_arguments_are_named(budget, message):
     with pytest.raises(ValueError, match=message):
-        plan(LAYERS, **budget, **SHAPE)
+        plan(LAYERS, **(SHAPE | budget))
 
 
 def test_a_host_budget_wants_layers():
