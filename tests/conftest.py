@@ -77,11 +77,15 @@ def _is_reached(item, homes):
 
 # "default": the same examples every time, so that a red run stays red.
 # "nightly": 10,000 steps of a state machine, new ones every night; a failure prints how to repeat it.
+# "planted": to know that a planted mistake is noticed, nobody needs the smallest example (tests/project/mutations.py).
 _ALWAYS = {
     "deadline": None,  # the first example of a shape compiles
     "print_blob": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 }
 hypothesis.settings.register_profile("default", derandomize=True, max_examples=20, stateful_step_count=30, **_ALWAYS)
+hypothesis.settings.register_profile(
+    "planted", hypothesis.settings.get_profile("default"), phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
 hypothesis.settings.register_profile("nightly", max_examples=200, stateful_step_count=50, **_ALWAYS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

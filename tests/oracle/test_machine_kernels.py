@@ -4,12 +4,11 @@
 A kernel serves calls for all rows with at most a block of tokens. Other calls of the machine do not change.
 """
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis.stateful import initialize
 
-from tests.oracle.machine import SIZE, CacheMachine
+from tests.oracle.machine import SIZE, CacheMachine, num_blocks
 from tests.unit.gpu.histories import FUSED, Both
 
 
@@ -18,7 +17,7 @@ class KernelsMachine(CacheMachine):
 
     config = "plain"
 
-    @initialize(blocks=st.integers(1, 12))
+    @initialize(blocks=num_blocks)
     def start(self, blocks):
         super().start(self.config, blocks)
         self.verbs = Both(seed=blocks)

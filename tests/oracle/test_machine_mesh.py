@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine with a state on a mesh of heads and context: the oracle's answers, equal on every device."""
 
-import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
@@ -9,13 +8,13 @@ from hypothesis.stateful import initialize, invariant
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.mesh import mesh_of
-from tests.oracle.machine import CacheMachine
+from tests.oracle.machine import CacheMachine, num_blocks
 
 
 class MeshMachine(CacheMachine):
     """The same requests. The metadata is not divided, so that no device needs another's."""
 
-    @initialize(blocks=st.integers(1, 12))
+    @initialize(blocks=num_blocks)
     def start(self, blocks):
         super().start("windows, retention", blocks)
         with mesh_of(2, 2, names=("heads", "context")) as mesh:

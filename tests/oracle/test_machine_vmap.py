@@ -11,7 +11,7 @@ import pytest
 from hypothesis.stateful import initialize, invariant, rule
 
 from tests import drive
-from tests.oracle.machine import CONFIGS, CacheMachine, joined
+from tests.oracle.machine import CONFIGS, CacheMachine, joined, num_blocks
 
 pytestmark = pytest.mark.slow  # tests/unit/verbs/test_vmap.py runs by day
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
@@ -62,7 +62,7 @@ class TwoCachesMachine(CacheMachine):
     # These name blocks, which have other numbers in the second cache.
     pin = pin_cached = unpin = unpin_what_a_row_holds = evict = None
 
-    @initialize(config=st.sampled_from(NAMES), blocks=st.integers(1, 12), others=st.integers(1, 12))
+    @initialize(config=st.sampled_from(NAMES), blocks=num_blocks, others=num_blocks)
     def start(self, config, blocks, others):
         super().start(config, blocks)
         self.oracle, self.second = Recorder(self.oracle), CacheMachine()

@@ -402,8 +402,9 @@ def plant(mistake: Mistake) -> tuple[bool, str, float]:
             copying = shutil.copytree if path.is_dir() else shutil.copy2
             copying(path, copy / name)
         (copy / mistake.file).write_text(source(mistake))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--no-header", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
+        command += ["-n", "0", "-m", "not slow and not gpu"]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "HYPOTHESIS_PROFILE": "planted"}
         try:
             done = subprocess.run(
                 [*command, *mistake.tests.split()], cwd=copy, env=environment, capture_output=True, text=True,
