@@ -1356,7 +1356,7 @@ class Requests(Draws):
         return found
 
     def verb(self) -> str:
-        """What is asked next."""
+        """The verb of the next request."""
         life = self.life
         if self.chance(0.25 if self.loop else 0.08):
             self.loop = not self.loop
