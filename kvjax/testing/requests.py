@@ -108,7 +108,10 @@ class Draws:
       rng: numpy's generator.
       documents: i32[3, max_length + 1]: the texts that prompts begin like.
       used: the rows in use, a guess by the requests alone.
+      aim: the share of rows that suit their request.
     """
+
+    aim = 0.9
 
     def __init__(self, seed: int, spec: CacheSpec, num_namespaces: int = 2):
         self.spec, self.num_namespaces, self.rng = spec, num_namespaces, np.random.default_rng(seed)
@@ -176,7 +179,7 @@ class Draws:
     def row(self, free: bool = False) -> int:
         """Mostly a row in use, or one that is free."""
         rows = [seq for seq in range(self.spec.max_seqs) if (seq in self.used) != free]
-        return int(self.rng.choice(rows)) if rows and self.chance(0.9) else self.number(self.spec.max_seqs)
+        return int(self.rng.choice(rows)) if rows and self.chance(self.aim) else self.number(self.spec.max_seqs)
 
     def host_group(self) -> int:
         """A group with a host tier."""

@@ -1285,9 +1285,9 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 _WEIGHTS = {
     "admit": 30, "commit": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
-    "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 3, "swap_in": 4,
+    "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 5, "swap_in": 8,
     "complete": 3, "generate": 2,
-    "rollout": 4, "score": 4, "adopt": 5, "reserve": 5, "deliver": 8, "land": 6, "misuse": 2,
+    "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "land": 6, "misuse": 2,
 }  # fmt: skip
 
 
@@ -1301,6 +1301,7 @@ class Requests(Draws):
     """
 
     life: Life
+    aim = 0.97
 
     def __init__(self, seed: int, config: Config):
         super().__init__(seed, config.spec(), TENANTS)
@@ -1463,7 +1464,7 @@ class Requests(Draws):
             request["hits"] = self.rng.integers(0, 4, WIDTH // SIZE).tolist()
         if life.has_host:
             later, often = (8, 0.6) if verb == "generate" else (2, 0.1)  # it moves blocks many times
-            often = 0.3 if verb in ("adopt", "reserve") else often
+            often = 0.4 if verb in ("adopt", "reserve") else often
             request |= {"defer": self.chance(0.15), "fault": self.number(later) if self.chance(often) else None}
         return request
 
