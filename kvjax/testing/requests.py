@@ -168,9 +168,9 @@ class Draws:
                 fields = {}
         return {"verb": verb} | fields
 
-    def number(self, *bounds: int) -> int:
-        """An integer below a bound, or from the first bound to below the second."""
-        return int(self.rng.integers(*bounds))
+    def number(self, low: int, high: int | None = None) -> int:
+        """An integer from `low` to below `high`; with one bound, from 0 to below it."""
+        return int(self.rng.integers(low, high))
 
     def chance(self, probability: float) -> bool:
         """Whether something with this probability happens."""
