@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Required, TypedDict, cast
 
 import numpy as np
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
 _WEIGHTS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
           "evict": 2, "forget_namespaces": 1, "reset": 1}  # fmt: skip
+_VERBS = list(_WEIGHTS)
+_SHARES = np.array(list(_WEIGHTS.values())) / sum(_WEIGHTS.values())
 
 
 class Request(TypedDict, total=False):
@@ -90,53 +92,125 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
       >>> [next(requests) for _ in range(100)] == [next(again) for _ in range(100)]
       True
     """
-    rng = np.random.default_rng(seed)
-    documents = rng.integers(0, 3, (3, spec.max_length + 1))
-    verbs, weights = list(_WEIGHTS), np.array(list(_WEIGHTS.values())) / sum(_WEIGHTS.values())
-
-    used: set[int] = set()  # the rows in use, as a guess without the cache
-
-    def row(free: bool = False) -> int:
-        rows = [r for r in range(spec.max_seqs) if (r in used) != free]
-        return int(rng.choice(rows)) if rows and rng.random() < 0.9 else int(rng.integers(spec.max_seqs))
-
-    def text(length: int) -> list[int]:
-        begun = int(rng.integers(length + 1)) if rng.random() < 0.7 else length
-        return [*documents[rng.integers(3)][:begun].tolist(), *rng.integers(0, 3, length - begun).tolist()]
-
-    def extra(tokens: list[int]) -> list[int]:
-        return [int(t == 2 and rng.random() < 0.5) for t in tokens]
-
-    make: dict[str, Callable[[], Fields]] = {
-        "admit": lambda: {
-            "seq": row(free=True), "tokens": text(int(rng.integers(1, spec.max_length + 1))),
-            "namespace": int(rng.integers(num_namespaces)),
-        },
-        "extend": lambda: {"num_tokens": _per_row(spec, lambda: int(rng.integers(MAX_TOKENS + 1) * rng.integers(2)))},
-        "commit": lambda: {
-            "num_tokens": _per_row(spec, lambda: spec.max_length if rng.random() < 0.6 else int(rng.integers(6))),
-            "tokens": _per_row(spec, lambda: text(spec.max_length)),
-        },
-        "fork": lambda: {"src": row(), "dst": row(free=True)},
-        "truncate": lambda: {"seq": row(), "drop": int(rng.integers(1, 2 * spec.block_size))},
-        "release": lambda: {"seq": row()},
-        "evict": lambda: {"block": int(rng.integers(spec.groups[0].num_ids))},
-        "forget_namespaces": lambda: {"keep": [int(rng.integers(num_namespaces))]},
-        "pin": lambda: {"seq": row(), "num_blocks": int(rng.integers(1, spec.max_blocks_per_seq + 1))},
-        "unpin": lambda: {"which": int(rng.integers(1000))},
-        "reset": dict,
-    }  # fmt: skip
+    draws = Draws(seed, spec, num_namespaces)
     while True:
-        request: dict[str, Any] = {"verb": str(rng.choice(verbs, p=weights))}
-        request |= make[request["verb"]]()
-        if rng.random() < 0.04:
-            request |= _flaw(request, int(rng.integers(3)), spec)
-        if spec.extra_ids and "tokens" in request:
-            tokens = request["tokens"]
-            request["extra_ids"] = extra(tokens) if request["verb"] == "admit" else [extra(text) for text in tokens]
-        used |= {request[name] for name in ("seq", "dst") if request["verb"] in ("admit", "fork") and name in request}
-        used -= {request["seq"]} if request["verb"] == "release" else set()
-        yield cast(Request, request)
+        yield draws.next()
+
+
+class Draws:
+    """Draws requests at random, one by one.
+
+    A subclass that knows the cache tells which rows are in use, and may override `prompt` and `following`.
+
+    Attributes:
+      spec: of the cache.
+      num_namespaces: tenants.
+      rng: numpy's generator.
+      documents: i32[3, max_length + 1]: the texts that prompts begin like.
+      used: the rows in use, a guess by the requests alone.
+      aim: the share of rows that suit their request.
+    """
+
+    aim = 0.9
+
+    def __init__(self, seed: int, spec: CacheSpec, num_namespaces: int = 2):
+        self.spec, self.num_namespaces, self.rng = spec, num_namespaces, np.random.default_rng(seed)
+        self.documents = self.rng.integers(0, 3, (3, spec.max_length + 1))
+        self.used: set[int] = set()
+
+    def next(self) -> Request:
+        """A request of any verb of the first table of `Request`, perhaps with a flaw."""
+        request = self.make(str(self.rng.choice(_VERBS, p=_SHARES)))
+        if self.chance(0.04):
+            request |= _flaw(request, self.number(3), self.spec)
+        if self.spec.extra_ids and "tokens" in request:
+            request |= {"extra_ids": self.extra_ids(request)}
+        self.used |= {
+            request[name] for name in ("seq", "dst") if request["verb"] in ("admit", "fork") and name in request
+        }
+        self.used -= {request["seq"]} if request["verb"] == "release" else set()
+        return cast(Request, request)
+
+    def make(self, verb: str) -> Fields:
+        """A request of this verb, without extra ids."""
+        spec, number = self.spec, self.number
+        match verb:
+            case "admit":
+                fields: Fields = {"seq": self.row(free=True)} | self.prompt()
+            case "extend":
+                fields = {"num_tokens": [number(MAX_TOKENS + 1) * number(2) for _ in range(spec.max_seqs)]}
+            case "commit":
+                longest, rows = spec.max_length, range(spec.max_seqs)
+                fields = {"num_tokens": [longest if self.chance(0.6) else number(6) for _ in rows]}
+                fields["tokens"] = [self.following(seq) for seq in rows]
+            case "fork":
+                fields = {"src": self.row(), "dst": self.row(free=True)}
+            case "truncate":
+                fields = {"seq": self.row(), "drop": number(1, 2 * spec.block_size)}
+            case "evict":
+                fields = {"block": number(spec.groups[0].num_ids)}
+            case "forget_namespaces":
+                fields = {"keep": [number(self.num_namespaces)]}
+            case "pin":
+                fields = {"seq": self.row(), "num_blocks": number(1, spec.max_blocks_per_seq + 1)}
+            case "unpin":
+                fields = {"which": number(1000)}
+            case "release" | "swap_out" | "swap_in":
+                fields = {"seq": self.row()}
+            case "offload" | "onboard":
+                fields = {"which": number(1, 16), "group": self.host_group()}
+            case "watermark":
+                group = self.host_group()
+                fields = {"empty": number(spec.groups[group].num_blocks + 1), "group": group}
+            case "complete":
+                fields = {"ok": self.chance(0.75)}
+            case _:
+                fields = {}
+        return {"verb": verb} | fields
+
+    def number(self, low: int, high: int | None = None) -> int:
+        """An integer from `low` to below `high`; with one bound, from 0 to below it."""
+        return int(self.rng.integers(low, high))
+
+    def chance(self, probability: float) -> bool:
+        """Whether something with this probability happens."""
+        return bool(self.rng.random() < probability)
+
+    def row(self, free: bool = False) -> int:
+        """Mostly a row in use, or one that is free."""
+        rows = [seq for seq in range(self.spec.max_seqs) if (seq in self.used) != free]
+        return int(self.rng.choice(rows)) if rows and self.chance(self.aim) else self.number(self.spec.max_seqs)
+
+    def host_group(self) -> int:
+        """A group with a host tier."""
+        return int(self.rng.choice(self.spec.host_groups))
+
+    def prompt(self) -> Fields:
+        """The tokens of a prompt, and their namespace."""
+        return {
+            "tokens": self.text(self.number(1, self.spec.max_length + 1)),
+            "namespace": self.number(self.num_namespaces),
+        }
+
+    def following(self, seq: int) -> list[int]:
+        """The tokens that a row goes on with."""
+        del seq
+        return self.text(self.spec.max_length)
+
+    def text(self, length: int) -> list[int]:
+        """So many tokens, which mostly begin like a document."""
+        begun = self.number(length + 1) if self.chance(0.7) else length
+        document = self.documents[self.number(3)]
+        return [*document[:begun].tolist(), *self.rng.integers(0, 3, length - begun).tolist()]
+
+    def extra_ids(self, request: Fields) -> Any:
+        """Extra ids for the tokens of a request."""
+
+        def ids(text: Sequence[int]) -> list[int]:
+            return [int(token == 2 and self.chance(0.5)) for token in text]
+
+        tokens = request["tokens"]
+        return ids(tokens) if request["verb"] == "admit" else [ids(text) for text in tokens]
 
 
 def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int = 40) -> SearchStrategy[list[Request]]:
@@ -173,10 +247,6 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
 
 def _joined(lists: list[list[Any]]) -> list[Any]:
     return [request for part in lists for request in part]
-
-
-def _per_row(spec: CacheSpec, make: Callable[[], Any]) -> list[Any]:
-    return [make() for _ in range(spec.max_seqs)]
 
 
 def _flaw(request: Fields, which: int, spec: CacheSpec) -> Fields:

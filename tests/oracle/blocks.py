@@ -95,6 +95,7 @@ class Block:
     hits: int = 0  # how often the contents were reused since they were stored
     stored: int = 0  # clock when the contents entered the index
     released: int = 0  # clock when the last holder let go
+    freed: int = 0  # ms of that
     stated: Priority = DEFAULT
     expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
     host: bool = False  # its tier, if it is not empty

@@ -41,6 +41,8 @@ from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler, rollout_log
 from kvjax.state import NO_BLOCK, EvictionPolicy
 from kvjax.stores import Adopted, Staged, scatter
+from kvjax.testing.expected import MAX_TOKENS
+from kvjax.testing.requests import Draws
 from kvjax.testing.trial import verify_order
 from kvjax.tiers import FailedTransfer, TieredCache
 from pallas_kernels.loops import scan, varying
@@ -52,7 +54,7 @@ SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
 VERSIONS = 50  # of the weights, at most
 TWO = ((None, 0), (None, 0))  # layers of full attention
 RECURRENT, LATENT, WIDEST = "recurrent", "latent", 3  # layers of a configuration; tokens of tiles, fewer than a block's
-AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of admit, tokens of extend, blocks of offload, watermark
+AT_ONCE, NAMED, EMPTIED = 2, 4, 4  # rows of admit, blocks of offload, of watermark
 LEAVE = 6  # blocks of evict and forget_namespaces, where that is stated
 READERS = (*cases.VIEWS, "lookup")  # they change nothing
 
@@ -897,7 +899,7 @@ class Life:
     def items(self, tokens: Any) -> Path:
         return tuple(zip(tokens, extras(tokens), strict=True)) if self.extra else tuple(tokens)
 
-    def _compute(self, request: Request) -> None:
+    def _commit(self, request: Request) -> None:
         """Writes and commits the rest of the rows' prompts, then tokens of the request's; refused is a row's flaw."""
         how, by_name = request.get("how", "view" if self.extra else "step"), request.get("seqs")
         rows, (flaw, at) = list(by_name or range(ROWS)), request.get("flaw", ("", 0))
@@ -908,7 +910,7 @@ class Life:
         for seq, row in self.rows.items():
             reserved = int(self.state.seqs.length[seq]) - len(row.items)
             rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
-            new[seq] = () if row.swapped else rest[: min(request["counts"][seq], reserved)]
+            new[seq] = () if row.swapped else rest[: min(request["num_tokens"][seq], reserved)]
         new = [line if seq in rows and seq != flawed else () for seq, line in enumerate(new)]
         if self.extra and how == "step":  # which commits no extra ids
             new = [tuple((token, 0) for token, _ in line) for line in new]
@@ -985,11 +987,11 @@ class Life:
         if not want.any():
             return
         if request["wide"]:
-            events, lost = self.moving("extend", want > 0, want, max_tokens=MOST)
+            events, lost = self.moving("extend", want > 0, want, max_tokens=MAX_TOKENS)
             self.lose(lost)
             want[lost] = 0
         else:
-            events = self.on_face("extend", want > 0, want, max_tokens=MOST)
+            events = self.on_face("extend", want > 0, want, max_tokens=MAX_TOKENS)
         if not bool(events.ok):
             return
         self.tally["copied on write"] += sum(e["kind"] == "copied" for e in kvjax.to_list(events))
@@ -997,7 +999,7 @@ class Life:
         for seq in np.flatnonzero(want).tolist():
             row = self.rows[seq]
             rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
-            new[seq] = rest[: min(request["counts"][seq], int(want[seq]))]
+            new[seq] = rest[: min(request["num_tokens"][seq], int(want[seq]))]
         values, tokens, counts, extra = self.appended(new)
         extra = None if extra is None else extra[:, :SIZE]
         self.cache, committed, trimmed = self.programs["decode"](
@@ -1012,7 +1014,7 @@ class Life:
         lengths = self.state.seqs.length
         counts = np.array([
             min(n, WIDTH - int(lengths[seq])) if seq in self.rows and not self.rows[seq].swapped else 0
-            for seq, n in enumerate(request["counts"])
+            for seq, n in enumerate(request["num_tokens"])
         ], np.int32)  # fmt: skip
         some = {}
         if request.get("seqs"):  # rows by name, a program of its own, for configurations that may take long
@@ -1021,10 +1023,10 @@ class Life:
         if not counts.any():
             return
         if request["wide"]:
-            events, lost = self.moving("extend", counts > 0, counts, max_tokens=MOST, **some)
+            events, lost = self.moving("extend", counts > 0, counts, max_tokens=MAX_TOKENS, **some)
             self.lose(lost)
         else:
-            events = self.on_face("extend", counts > 0, counts, max_tokens=MOST, **some)
+            events = self.on_face("extend", counts > 0, counts, max_tokens=MAX_TOKENS, **some)
         self.tally["rows by name"] += bool(some)
         self.tally["copied on write"] += sum(e["kind"] == "copied" for e in kvjax.to_list(events))
 
@@ -1067,7 +1069,7 @@ class Life:
         for number in sorted({0, request.get("group", 0) % len(self.spec.groups)}):
             group = self.state.groups[number]
             table = group.table[request["seq"]]
-            findable = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["number"])
+            findable = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["num_blocks"])
             ids = np.where(findable, table, NO_BLOCK).astype(np.int32)
             if findable.any() and bool(self.on_face("pin", ids, group=number).ok):
                 self.pins.append((ids, number))
@@ -1082,7 +1084,7 @@ class Life:
     def _evict(self, request: Request) -> None:
         cached = self.cached(0)
         if cached:
-            self.on_face("evict", np.array([cached[request["which"] % len(cached)]], np.int32), **self.leave)
+            self.on_face("evict", np.array([cached[request["block"] % len(cached)]], np.int32), **self.leave)
 
     def _forget_namespaces(self, request: Request) -> None:
         keep = request["keep"]
@@ -1108,34 +1110,29 @@ class Life:
         depth = depth if group.group0_block is None else depth[group.group0_block]
         return sorted(np.flatnonzero(idle).tolist(), key=lambda b: -depth[b])
 
-    def tier_of(self, request: Request) -> int:
-        """The number of a group with a host tier."""
-        tiered = [number for number, spec in enumerate(self.spec.groups) if spec.num_host_blocks]
-        return tiered[request["group"] % len(tiered)]
-
-    def _shift(self, request: Request) -> None:
-        """Moves cached blocks by name. A chain goes to the host from its end."""
-        back, number = request["back"], self.tier_of(request)
-        ids = self.cached(number, host=back)
-        ids = ids[::-1] if back else ids
-        if ids:
-            first = request["which"] % len(ids)
-            chosen = ids[first : first + request["number"]]
+    def _offload(self, request: Request) -> None:
+        """Moves cached blocks by name. A chain goes to the host from its end, and comes back from its beginning."""
+        verb, number = request["verb"], request["group"]
+        ids = self.cached(number, host=verb == "onboard")[:: 1 if verb == "offload" else -1]
+        chosen = [block for i, block in enumerate(ids[:NAMED]) if request["which"] >> i & 1]
+        if chosen:
             ids = np.array([*chosen, *[NO_BLOCK] * (NAMED - len(chosen))], np.int32)
-            self.lose(self.moving("onboard" if back else "offload", ids, group=number)[1])
+            self.lose(self.moving(verb, ids, group=number)[1])
+
+    _onboard = _offload
 
     def _watermark(self, request: Request) -> None:
-        number = self.tier_of(request)
-        self.lose(self.moving("watermark", np.int32(request["empty"]), most=EMPTIED, group=number)[1])
+        self.lose(self.moving("watermark", np.int32(request["empty"]), most=EMPTIED, group=request["group"])[1])
 
-    def _swap(self, request: Request) -> None:
+    def _swap_out(self, request: Request) -> None:
         """Swaps a row out or in."""
-        seq = request["seq"]
-        back = seq in self.rows and self.rows[seq].swapped
-        events, lost = self.moving("swap_in" if back else "swap_out", np.int32(seq))
+        verb, seq = request["verb"], request["seq"]
+        events, lost = self.moving(verb, np.int32(seq))
         if bool(events.ok):
-            self.rows[seq].swapped = not back
+            self.rows[seq].swapped = verb == "swap_out"
         self.lose(lost)
+
+    _swap_in = _swap_out
 
     def _complete(self, request: Request) -> None:
         """Completes moves whose `complete` was deferred."""
@@ -1203,45 +1200,42 @@ class Life:
             path += (token,)
         self.tally["generated"] += len(tokens)
 
-    def _rollout(self, request: Request) -> None:
-        """Samples two completions of each prompt inside one program; see `_generate`."""
+    def by_tenants(self, request: Request) -> tuple[list[int], tuple[Any, ...], dict[str, Any]]:
+        """The prompts' tenants; the model, the cache, the prompts and their lengths; options of rollouts and scores."""
         prompts, space_of = request["prompts"], request["space_of"]
         spaces = [space_of[prompt[0]] for prompt in prompts]
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        tokens = np.stack([np.pad(prompt, (0, WIDTH - SIZE - len(prompt))) for prompt in prompts]).astype(np.int32)
+        tokens = np.stack([drive.padded(prompt, WIDTH - SIZE) for prompt in prompts])
+        model = Chain(np.array([name_of(space, ()) for space in space_of], np.int32), self.config.layers)
         log = rollout_log(self.spec, tokens.shape, SIZE, 2)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        return spaces, (model, self.cache, tokens, lengths), {"namespace": np.array(spaces, np.int32), "log": log}
+
+    def _rollout(self, request: Request) -> None:
+        """Samples two completions of each prompt inside one program; see `_generate`."""
         self.tally["beside other rows"] += len(self.rows) > 0
-        roots = np.array([name_of(space, ()) for space in space_of], np.int32)
-        found, self.cache, log = self.programs["rollout"](
-            Chain(roots, self.config.layers), self.cache, tokens, lengths, namespace=np.array(spaces, np.int32), log=log
-        )
+        spaces, args, options = self.by_tenants(request)
+        found, self.cache, log = self.programs["rollout"](*args, **options)
         self.follow(log)
         found = jax.device_get(found)
-        for prompt, space, chosen, mask in zip(prompts, spaces, found.tokens, found.mask, strict=True):
+        for prompt, space, chosen, mask in zip(request["prompts"], spaces, found.tokens, found.mask, strict=True):
             for sample in range(2):
                 self._check_chosen(prompt, space, chosen[sample][mask[sample]].tolist())
         self.tally["rollout hit"] += int(np.sum(found.cached[:, 0] > 0))
 
     def _score(self, request: Request) -> None:
         """Scores completions, whose log-probabilities tell that each token before them was read as it is."""
-        prompts, texts, ends = request["prompts"], request["completions"], request["ends"]
-        spaces = [request["space_of"][prompt[0]] for prompt in prompts]
-        tokens = np.stack([np.pad(prompt, (0, WIDTH - SIZE - len(prompt))) for prompt in prompts]).astype(np.int32)
-        log = rollout_log(self.spec, tokens.shape, SIZE, 2)
-        roots = np.array([name_of(space, ()) for space in request["space_of"]], np.int32)
-        found, self.cache, log = self.programs["score"](
-            Chain(roots, self.config.layers), self.cache, tokens, np.array(texts, np.int32),
-            np.array([len(prompt) for prompt in prompts], np.int32), completion_lengths=np.array(ends, np.int32),
-            namespace=np.array(spaces, np.int32), log=log,
-        )  # fmt: skip
+        texts, ends = request["completions"], request["ends"]
+        spaces, (*args, lengths), options = self.by_tenants(request)
+        options["completion_lengths"] = np.array(ends, np.int32)
+        found, self.cache, log = self.programs["score"](*args, np.array(texts, np.int32), lengths, **options)
         self.follow(log)
-        for prompt, space, *group in zip(prompts, spaces, texts, ends, np.asarray(found), strict=True):
+        for prompt, space, *group in zip(request["prompts"], spaces, texts, ends, np.asarray(found), strict=True):
             if (self.rows or self.pins or self.adoptions) and np.isnan(group[-1]).any():  # too few rows or blocks
                 self.tally["not scored"] += 1
                 continue
             for text, end, got in zip(*group, strict=True):
                 wanted = [score_of((*prompt, *text[:at]), space, text[at]) for at in range(end)]
-                same = np.allclose(got, padded_floats(wanted), atol=1e-5)
+                same = np.allclose(got, [*wanted, *[0] * (SIZE - end)], atol=1e-5)
                 assert same, f"scores of {text[:end]} after {prompt} are {got}, wanted {wanted}"
                 self.tally["scored"] += 1
 
@@ -1255,6 +1249,11 @@ def names_of(namespace: int, path: Path) -> np.ndarray:
     names = [name_of(namespace, text) for text in texts]
     _NAMES.update(zip(((namespace, text) for text in texts), names, strict=True))
     return np.array(names, np.int32)
+
+
+def plain(path: Sequence[Any]) -> list[int]:
+    """The tokens of a path, without their extra ids."""
+    return [item[0] if isinstance(item, tuple) else item for item in path]
 
 
 def extras(tokens: Any) -> list[int]:
@@ -1271,11 +1270,6 @@ def retention_of(stated: list[list[int]]) -> kvjax.Retention:
     return jax.tree.map(lambda *x: np.stack(x), *each)
 
 
-def padded_floats(values: list[float]) -> np.ndarray:
-    """f32[P]: the values, then 0."""
-    return np.array([*values, *[0] * (SIZE - len(values))], np.float32)
-
-
 def padded(values: Any) -> np.ndarray:
     return drive.padded(values, WIDTH)
 
@@ -1289,65 +1283,59 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 # Requests.
 
 _WEIGHTS = {
-    "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
+    "admit": 30, "commit": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
-    "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
-    "rollout": 4, "score": 4, "adopt": 5, "reserve": 5, "deliver": 8, "land": 6, "misuse": 2,
+    "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 5, "swap_in": 8,
+    "complete": 3, "generate": 2,
+    "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "land": 6, "misuse": 2,
 }  # fmt: skip
 
 
-RARE = ("pin", "unpin", "evict", "swap", "beam_step", "fork", "trim", "shift", "watermark")
+RARE = ("pin", "unpin", "evict", "swap_out", "swap_in", "beam_step", "fork", "trim", "offload", "onboard", "watermark")
 
 
-class Requests:
-    """Draws requests that the cache can mostly do. Each is plain data, so that it can be repeated without others."""
+class Requests(Draws):
+    """Draws requests as `kvjax.testing` does, by what the cache has, and others beside them.
+
+    Each is plain data, so that it can be repeated without others.
+    """
+
+    life: Life
+    aim = 0.97
 
     def __init__(self, seed: int, config: Config):
-        self.rng, self.config = np.random.default_rng(seed), config
+        super().__init__(seed, config.spec(), TENANTS)
+        self.config = config
         self.apart = np.random.default_rng((seed, 1))  # for faces and flaws, so that a seed's requests stay as they are
-        self.documents = self.rng.integers(0, VOCAB, (3, WIDTH)).tolist()
         self.loop = False  # whether requests come from a jitted loop, which moves nothing
 
-    def number(self, *bounds: int) -> int:
-        return int(self.rng.integers(*bounds))
-
-    def chance(self, of: float) -> bool:
-        return bool(self.rng.random() < of)
-
-    def text(self, length: int, shared: float = 0.75) -> list[int]:
-        """So many tokens. They often begin like a document, and sometimes all are its beginning."""
-        shared = 0
-        if self.chance(shared):
-            shared = length if self.chance(0.4) else self.number(length + 1)
-        return [*self.documents[self.number(3)][:shared], *self.rng.integers(0, VOCAB, length - shared).tolist()]
-
-    def continued(self, row: Row | None) -> list[int]:
-        """The tokens after a row's text. If that is the beginning of a document, they mostly continue it."""
-        text = [] if row is None else [x[0] if isinstance(x, tuple) else x for x in max(row.items, row.prompt, key=len)]
-        rest = [d[len(text) :] for d in self.documents if text and d[: len(text)] == text and self.chance(0.8)]
-        return [*(rest[0] if rest else []), *self.text(WIDTH)][:WIDTH]
-
-    def prompt(self, life: Life) -> tuple[list[int], int]:
+    def prompt(self) -> dict[str, Any]:
         """Tokens and a namespace. Often they are cached, or begin like a cached text, on either tier."""
-        nodes = list(life.mirror.nodes.values())
-        if life.adoptions and self.chance(0.4):  # others want the same
-            nodes = [(one.namespace, one.items) for one in life.adoptions]
+        nodes = list(self.life.mirror.nodes.values())
+        if self.life.adoptions and self.chance(0.4):  # others want the same
+            nodes = [(one.namespace, one.items) for one in self.life.adoptions]
         if not nodes or self.chance(0.5):
-            return self.text(self.length()), life.newest(int(self.chance(0.3)))
+            # Often of whole blocks, of which the last one is computed again.
+            length = SIZE * self.number(1, WIDTH // SIZE + 1) if self.chance(0.4) else self.number(1, WIDTH + 1)
+            return {"tokens": self.text(length), "namespace": self.life.newest(int(self.chance(0.3)))}
         namespace, path, *_ = nodes[self.number(len(nodes))]
-        namespace = life.newest(namespace) if self.chance(0.7) else namespace
-        prefix = [x[0] if isinstance(x, tuple) else x for x in path]
-        prefix = prefix[: self.number(1, len(prefix) + 1)] if self.chance(0.5) else prefix
-        more = self.number(0, 2 * SIZE)
-        return [*prefix, *self.rng.integers(0, VOCAB, more).tolist()][:WIDTH], namespace
+        namespace = self.life.newest(namespace) if self.chance(0.7) else namespace
+        prefix = plain(path)[: self.number(1, len(path) + 1) if self.chance(0.5) else None]
+        tokens = [*prefix, *self.rng.integers(0, VOCAB, self.number(2 * SIZE)).tolist()][:WIDTH]
+        return {"tokens": tokens, "namespace": namespace}
 
-    def length(self) -> int:
-        """The length of a prompt, often of whole blocks, of which the last one is computed again."""
-        return SIZE * self.number(1, WIDTH // SIZE + 1) if self.chance(0.4) else self.number(1, WIDTH + 1)
+    def following(self, seq: int) -> list[int]:
+        """The tokens after a row's text. If that is the beginning of a document, they mostly continue it."""
+        row = self.life.rows.get(seq)
+        text = [] if row is None else plain(max(row.items, row.prompt, key=len))
+        documents = [document for document in self.documents.tolist() if text and document[: len(text)] == text]
+        rest = documents[0][len(text) :] if documents and self.chance(0.8) else []
+        return [*rest, *self.text(WIDTH)][:WIDTH]
 
-    def spaces(self, life: Life) -> list[int]:
+    def spaces(self) -> list[int]:
         """A namespace for each first token of a prompt: a tenant's, mostly under the newest weights."""
-        versions = [life.version if self.chance(0.8) else self.number(life.version + 1) for _ in range(VOCAB)]
+        newest = self.life.version
+        versions = [newest if self.chance(0.8) else self.number(newest + 1) for _ in range(VOCAB)]
         return [version * TENANTS + self.number(TENANTS) for version in versions]
 
     def columns(self, chance: float) -> list[list[bool]]:
@@ -1355,143 +1343,134 @@ class Requests:
         chance = 1 if self.chance(0.4) else chance
         return [[self.chance(chance) for _ in range(WIDTH // SIZE)] for _ in range(3)]
 
-    def number_of_steps(self) -> int:
-        """The k of a block of steps."""
-        return (1, SIZE - 1, SIZE)[self.number(3)]
+    def per_row(self, chance: float) -> list[bool]:
+        return [self.chance(chance) for _ in range(ROWS)]
 
-    def few(self, rows: list[int], count: int) -> list[int]:
-        """So many of the rows, -1 where they are too few; sometimes with a row that cannot be used."""
-        rows = [rows[i] for i in self.rng.permutation(len(rows)).tolist()]
-        if self.chance(0.03):
-            rows.insert(0, self.number(ROWS))
-        return [*dict.fromkeys(rows), *[-1] * count][:count]
+    def several(self, verb: str, count: int) -> list[dict[str, Any]]:
+        """Requests of one verb, seldom for the same row, sometimes for none."""
+        found = []
+        for _ in range(count):
+            found.append(self.make(verb))
+            self.used ^= {found[-1]["seq"]}
+        if self.chance(0.3):
+            found[-1]["seq"] = NO_BLOCK
+        return found
 
-    def draw(self, life: Life) -> Request:
-        """The next request."""
+    def verb(self) -> str:
+        """The verb of the next request."""
+        life = self.life
         if self.chance(0.25 if self.loop else 0.08):
             self.loop = not self.loop
         between = life.has_host and not self.loop
         used = [seq for seq, row in life.rows.items() if not row.swapped]
         free = [seq for seq in range(ROWS) if seq not in life.rows]
         reserved = life.state.seqs.length - life.state.seqs.committed
-        asleep = [seq for seq, row in life.rows.items() if row.swapped]
+        generates = self.config.generate and free
         candidates = {
-            "admit": free, "compute": [seq for seq in used if reserved[seq]], "extend": used, "release": life.rows,
-            "decode": [seq for seq in used if not reserved[seq]], "trim": used,
+            "admit": free, "commit": any(reserved[used]), "extend": used, "release": life.rows,
+            "decode": not all(reserved[used]), "trim": used,
             "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
             "forget_namespaces": life.mirror.nodes, "update": life.version < VERSIONS - 1,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
-            "shift": between and life.mirror.nodes, "watermark": between and life.mirror.nodes,
-            "swap": between and life.rows, "complete": life.flying, "generate": self.config.generate and free,
-        }  # fmt: skip
-        candidates |= dict.fromkeys(
-            ("rollout", "score"), self.config.generate and free and not life.has_host and not self.config.kernels
-        )
-        candidates |= {
-            "adopt": True,
-            "misuse": True,
-            "reserve": len(life.adoptions) < 2,
-            "deliver": life.adoptions,
+            **dict.fromkeys(("offload", "onboard", "watermark"), between and life.mirror.nodes),
+            "swap_out": between and used, "swap_in": between and len(life.rows) > len(used), "complete": life.flying,
+            "generate": generates,
+            **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.kernels),
+            "adopt": True, "misuse": True, "reserve": len(life.adoptions) < 2, "deliver": life.adoptions,
             "land": life.adoptions and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
-        }
+        }  # fmt: skip
         allowed = self.config.verbs
         if allowed is not None and not between and life.has_host:
             candidates |= {verb: False for verb in ("admit", "adopt", "reserve") if f"loop {verb}" not in allowed}
         verbs = [v for v, on in candidates.items() if on and (allowed is None or v in allowed)]
         if not verbs:
             self.loop = not self.loop
-            return self.draw(life)
+            return self.verb()
         weights = np.array([_WEIGHTS[v] / (3 if v == "admit" and len(free) < AT_ONCE else 1) for v in verbs])
         weights *= [12 if allowed and v == "generate" else 1 for v in verbs]
         weights *= [4 if self.config.every and v in RARE else 1 for v in verbs]
-        request: Request = {"verb": verbs[int(self.rng.choice(len(verbs), p=weights / weights.sum()))]}
-        match request["verb"]:
+        return str(self.rng.choice(verbs, p=weights / weights.sum()))
+
+    def draw(self, life: Life) -> Request:
+        """The next request."""
+        self.life, every, allowed = life, self.config.every, self.config.verbs
+        verb = self.verb()
+        wide = life.has_host and not self.loop
+        may_be_wide = wide and (allowed is None or "wide extend" in allowed)
+        self.used = {seq for seq, row in life.rows.items() if verb == "release" or row.swapped == (verb == "swap_in")}
+        if verb in ("admit", "fork"):  # which want a free row too
+            self.used = set(life.rows)
+        request: Request = {"verb": verb, "wide": wide}
+        match verb:
             case "admit":
-                request["seqs"] = self.few(free, AT_ONCE)
-                prompts = [self.prompt(life) for _ in range(AT_ONCE)]
-                request |= {"prompts": [text for text, _ in prompts], "namespaces": [space for _, space in prompts]}
-                request["wide"] = between
+                asks = self.several("admit", AT_ONCE)
+                request |= {"seqs": [ask["seq"] for ask in asks], "prompts": [ask["tokens"] for ask in asks]}
+                request["namespaces"] = [ask["namespace"] for ask in asks]
+            case "release":
+                request["seqs"] = [one["seq"] for one in self.several("release", 2)]
             case "adopt" | "reserve":
-                request["tokens"], request["namespace"] = self.prompt(life)
-                request |= {"have": self.columns(0.8), "wide": between}
+                request |= self.prompt() | {"have": self.columns(0.8)}
             case "deliver":
                 request |= {"which": self.number(100), "came": self.columns(0.5)}
             case "land":
                 request |= {"which": self.number(100), "arrived": self.columns(0.8), "again": self.chance(0.2)}
-            case "compute":
-                request["counts"] = [WIDTH if self.chance(0.75) else self.number(7) for _ in range(ROWS)]
-                request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
-                if self.config.every:
+            case "commit":
+                request |= self.make("commit")
+                if every:
                     request["how"] = ("step", "view", "ragged", "mixed")[self.number(4)]
                     request["seqs"] = [-1 if self.chance(0.1) else seq for seq in self.rng.permutation(ROWS).tolist()]
                 if self.apart.random() < 0.1:
-                    flaws = ("beyond", "fewer", "token", "twice")[: 3 + self.config.every]
+                    flaws = ("beyond", "fewer", "token", "twice")[: 3 + every]
                     request["flaw"] = str(self.apart.choice(flaws)), int(self.apart.integers(ROWS))
             case "misuse":
                 request["number"] = (2**40 + 5, -(2**33), 2**31)[self.number(3)]
             case "extend":
-                request["counts"] = [self.number(MOST + 1) * self.number(2) for _ in range(ROWS)]
-                request["wide"] = between and (allowed is None or "wide extend" in allowed)
-                if self.config.every or (allowed is None and self.chance(0.5)):
+                request |= self.make("extend") | {"wide": may_be_wide}
+                if every or (allowed is None and self.chance(0.5)):
                     request["seqs"] = self.rng.permutation(ROWS)[:2].tolist()
             case "decode":
-                request |= {"k": self.number_of_steps(), "active": [self.chance(0.8) for _ in range(ROWS)]}
-                request["counts"] = [self.number(1, SIZE + 1) if self.chance(0.5) else SIZE for _ in range(ROWS)]
-                request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
-                request["wide"] = between and (allowed is None or "wide extend" in allowed)
+                request |= {"k": self.number_of_steps(), "active": self.per_row(0.8), "wide": may_be_wide}
+                request["num_tokens"] = [self.number(1, SIZE + 1) if self.chance(0.5) else SIZE for _ in range(ROWS)]
+                request["tokens"] = [self.following(seq) for seq in range(ROWS)]
             case "trim":
-                request["active"] = [self.chance(0.6) for _ in range(ROWS)]
-            case "release":
-                request["seqs"] = [*self.few(list(life.rows), 1 + self.number(2)), -1][:2]
-            case "fork":
-                request |= {"src": self.few(used, 1)[0], "dst": self.few(free, 1)[0]}
-            case "truncate":
-                request |= {"seq": self.few(used, 1)[0], "drop": self.number(1, 2 * SIZE)}
+                request["active"] = self.per_row(0.6)
             case "beam_step":
                 request["parents"] = self.rng.integers(0, 2, 2).tolist()
             case "pin":
-                request |= {"seq": self.few(used, 1)[0], "number": self.number(1, 3)}
-                request["group"] = self.number(2) if self.config.every else 0
+                request |= self.make("pin") | {"group": self.number(2) if every else 0}
             case "forget_namespaces":
                 tenants, version = range(TENANTS), life.version
                 if self.chance(0.3):  # one tenant, or old weights
                     tenants, version = [self.number(TENANTS)] * TENANTS, self.number(life.version + 1)
                 request["keep"] = [version * TENANTS + tenant for tenant in tenants]
-            case "unpin" | "evict":
-                request["which"] = self.number(100)
-            case "shift":
-                request |= {"which": self.number(100), "number": self.number(1, NAMED + 1), "back": self.chance(0.5)}
-                request["group"] = self.number(2)
-            case "watermark":
-                request |= {"empty": self.number(1, EMPTIED + 1), "group": self.number(2)}
-            case "swap":
-                request["seq"] = self.few(asleep if asleep and self.chance(0.7) else used or asleep, 1)[0]
-            case "rollout":
-                request["prompts"] = [self.text(self.number(1, WIDTH - SIZE + 1)) for _ in range(3)]
-                request["space_of"] = self.spaces(life)
-            case "score":
+            case "rollout" | "score":
                 request["prompts"] = [self.text(self.number(1, WIDTH - SIZE + 1)) for _ in range(3)]
                 request["completions"] = self.rng.integers(0, VOCAB, (3, 2, SIZE)).tolist()
                 request["ends"] = self.rng.integers(0, SIZE + 1, (3, 2)).tolist()
-                request["space_of"] = self.spaces(life)
+                request["space_of"] = self.spaces()
             case "generate":
                 count = self.number(2, 5)
                 request["prompts"] = [self.text(self.number(1, 13)) for _ in range(count)]
                 request["most"] = [1 if self.chance(0.3) else self.number(1, 5) for _ in range(count)]
                 request["priorities"] = self.rng.integers(-3, 6, count).tolist()
-                request["space_of"] = self.spaces(life)
-                request["k"] = SIZE if allowed else self.number_of_steps()
+                request |= {"space_of": self.spaces(), "k": SIZE if allowed else self.number_of_steps()}
+            case _:
+                request |= self.make(verb)
         request |= {"poison": self.chance(0.7), "face": str(self.apart.choice(self.config.faces))}
-        if self.config.every:
-            length = AT_ONCE if request["verb"] == "admit" else WIDTH // SIZE
-            width = 3 if request["verb"] == "admit" else 2
+        if every:
+            length = AT_ONCE if verb == "admit" else WIDTH // SIZE
+            width = 3 if verb == "admit" else 2
             request["stated"] = self.rng.integers(0, 101, (length, width)).tolist()
             request["hits"] = self.rng.integers(0, 4, WIDTH // SIZE).tolist()
         if life.has_host:
-            later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves blocks many times
-            often = 0.3 if request["verb"] in ("adopt", "reserve") else often
+            later, often = (8, 0.6) if verb == "generate" else (2, 0.1)  # it moves blocks many times
+            often = 0.4 if verb in ("adopt", "reserve") else often
             request |= {"defer": self.chance(0.15), "fault": self.number(later) if self.chance(often) else None}
         return request
+
+    def number_of_steps(self) -> int:
+        """The k of a block of steps."""
+        return (1, SIZE - 1, SIZE)[self.number(3)]
 
 
 class Failure(AssertionError):
@@ -1553,12 +1532,13 @@ def shrink(config: Config, requests: list[Request]) -> list[Request]:
 
 FULL = (None, 0)
 FAST = (
-    "admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "decode", "trim", "complete", "update",
+    "admit", "loop admit", "commit", "extend", "release", "fork", "truncate", "decode", "trim", "complete", "update",
     "adopt", "reserve", "deliver", "land",
 )  # fmt: skip
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
-    "land", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "shift", "watermark", "swap", "misuse",
+    "land", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard", "watermark",
+    "swap_out", "swap_in", "misuse",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
@@ -1578,9 +1558,11 @@ CONFIGS = {
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
     "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
     "rollouts": Config(
-        verbs=("admit", "compute", "release", "update", "forget_namespaces", "pin", "unpin", "rollout", "score")
+        verbs=("admit", "commit", "release", "update", "forget_namespaces", "pin", "unpin", "rollout", "score")
     ),
-    "batches": Config(host=8, verbs=("admit", "compute", "release", "swap", "pin", "unpin", "update", "generate")),
+    "batches": Config(
+        host=8, verbs=("admit", "commit", "release", "swap_out", "swap_in", "pin", "unpin", "update", "generate")
+    ),
     "host": Config(host=5),
     "host, int8, methods": Config(host=5, dtype="int8", faces=("TieredCache",)),
     "by class, host": Config(host=5, policy=lfu()),

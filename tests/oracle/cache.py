@@ -118,6 +118,12 @@ class Oracle(Tiers):
         over = block.expiry is not None and self.now >= block.expiry
         return DEFAULT.priority if over else block.stated.priority
 
+    def queue_position(self, block: Block) -> tuple[int, int]:
+        """The score of `trt_leaf`: a block whose time is over begins to wait anew, with the default priority."""
+        current = self.priority(block)
+        is_over = current != block.stated.priority
+        return current, block.expiry if is_over else block.freed
+
     # The verbs.
 
     def admit(
@@ -813,7 +819,7 @@ class Oracle(Tiers):
         own = group.blocks[block]
         own.refcount -= 1
         if not own.refcount and own.node:
-            own.released, own.queued = self.clock, self.turn
+            own.released, own.queued, own.freed = self.clock, self.turn, self.now
             self.clock, self.turn = self.clock + 1, self.turn + 1
             own.expiry = None if own.stated.ttl is None else self.now + own.stated.ttl
         elif not own.refcount:

@@ -24,7 +24,7 @@ TELLING = ("kvjax.debug", "kvjax.events")  # these rooms describe a state
 # Patterns of arguments that the machine does not draw, each with its reason.
 UNDRAWN = {
     "*.create.*": "A history makes one cache; configurations draw the policy and the mesh, test_policies.py the rest.",
-    "*.step.logits": "The logits are no part of the cache; tests/unit/interop/test_decoders.py reads all of them.",
+    "*.step.logits": "The logits are no part of the cache; tests/models/test_paged_decoders.py reads all of them.",
 }
 
 

@@ -61,7 +61,7 @@ from tests.oracle.bytes_machine import (
 from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
-VERBS = ("admit", "compute", "release", "pin", "unpin", "generate")
+VERBS = ("admit", "commit", "release", "pin", "unpin", "generate")
 AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
 SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
 

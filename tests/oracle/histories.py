@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import random
+from collections.abc import Callable
 
 from tests.oracle.blocks import NO_BLOCK, Status
 from tests.oracle.requests import Ask, Finish, Report, Request, Stage
@@ -19,11 +20,11 @@ def choose(request: Request, position: int) -> int:
     return hash((*request.tokens, request.seed)) % VOCAB
 
 
-def alone(ask: Ask) -> tuple[list[int], Finish]:
+def alone(ask: Ask, model: Callable[[Request, int], int] = choose) -> tuple[list[int], Finish]:
     """A request's tokens and finish, if it runs by itself."""
-    request = Request(0, tokens=list(ask.tokens), seed=ask.seed)
+    request = Request(0, tokens=list(ask.tokens), seed=ask.seed, namespace=ask.namespace)
     while len(request.tokens) < ask.max_tokens:
-        request.tokens.append(choose(request, len(request.tokens)))
+        request.tokens.append(model(request, len(request.tokens)))
         if request.tokens[-1] in ask.stop:
             return request.tokens, Finish.STOP
     return request.tokens, Finish.LENGTH
@@ -105,7 +106,7 @@ class Watch:
         """
         return 2 * sum(ask.max_tokens for ask in self.asks.values()) + 2 * len(self.asks) + 2
 
-    def run(self) -> Watch:
+    def finish(self) -> None:
         """Runs steps until nothing is left to do, and verifies the end."""
         bound = self.bound
         while not self.idle:
@@ -114,7 +115,6 @@ class Watch:
             assert bound > 0, "it does not come to an end"
         self.step()  # the last rows are released
         self.verify_end()
-        return self
 
     def step(self) -> Report:
         """Runs one step, and verifies it."""
@@ -200,7 +200,7 @@ class Watch:
         """Verifies that each request ended once, with the tokens that it has alone, and that no block is held."""
         assert collections.Counter(self.over) == collections.Counter(list(self.asks))
         for request, ask in self.asks.items():
-            tokens, finish = alone(ask)
+            tokens, finish = alone(ask, self.scheduler.model)
             assert request.over and request.ended >= request.first_token and request.ended >= request.submitted
             if request.finish in (Finish.STOP, Finish.LENGTH):
                 assert (request.tokens, request.finish) == (tokens, finish)

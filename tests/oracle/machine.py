@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "whole blocks": {"policy": "fifo", "partial_reuse": False},
     "by class": {"policy": "lfu", "num_host_blocks": 4},
     "retention": {"policy": "priority", "retention": True},
+    "queues": {"policy": "trt_leaf", "retention": True, "partial_reuse": False},
     "windows": {"layers": [(None, 0), (6, 3)]},
     "windows, retention": {"policy": "priority", "retention": True, "layers": [(None, 0), (6, 3)]},
     "host, windows, retention": {
@@ -51,7 +52,8 @@ DEFAULT = os.environ.get("KVJAX_MACHINE", "windows, retention")
 NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else [DEFAULT]
 POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.policies.fifo(), lambda block: block.stored),
-    "priority": (kvjax.policies.priority(), None),
+    "priority": (kvjax.policies.priority(), Oracle.priority),
+    "trt_leaf": (kvjax.policies.trt_leaf(), Oracle.queue_position),
     "lfu": (kvjax.policies.lfu(), lambda block: (block.hits, block.queued)),
 }  # fmt: skip
 # Of `admit` and `lookup`: how much is reserved, and where the reused prefix may end.
@@ -135,11 +137,11 @@ class CacheMachine(RuleBasedStateMachine):
         windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in spec.window_groups if group.window]
         first = spec.groups[0].num_blocks if spec.bare else blocks
         self.oracle = Oracle(
-            first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score or lru, windows,
+            first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score, windows,
             options.get("num_host_blocks", 0), spec.offload_min_priority, spec.bare, blocks * spec.has_recurrent,
         )  # fmt: skip
-        if self.timed:
-            self.oracle.score = self.oracle.priority
+        if self.timed:  # the score depends on the time
+            self.oracle.score = functools.partial(score, self.oracle)
         self.oracle.now = 2**31 - 20  # the library's time wraps soon
         self.state = nearly_wrapped(self.state)
         self.mirror, self.pins, self.moves, self.adoptions = kvjax.events.Mirror(), [], [], []

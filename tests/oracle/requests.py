@@ -8,8 +8,6 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from tests.oracle.blocks import Retention
-
 
 class Stage(enum.IntEnum):
     """The stage of a request; EMPTY: the slot is free. The numbers are the library's, as in `Finish`."""
@@ -41,7 +39,6 @@ class Ask:
     namespace: int = 0
     seed: int = 0
     stop: Sequence[int] = ()
-    retention: Retention | None = None
     sample_of: int = -1
 
 
@@ -72,7 +69,6 @@ class Request:
     namespace: int = 0
     seed: int = 0
     stop: Sequence[int] = ()
-    retention: Retention | None = None
     parent: Request | None = None
     passed: int = 0
     finish: Finish = Finish.NONE

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.oracle.blocks import NO_BLOCK, Event, Group, Result, Retention, Status
+from tests.oracle.blocks import NO_BLOCK, Event, Group, Result, Status
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask, Finish, Options, Report, Request, Stage
 
@@ -89,7 +89,7 @@ class Scheduler:
             self.requests[slot.slot] = taken[-1] = Request(
                 slot.slot, slot.generation, Stage.WAITING, list(ask.tokens), len(ask.tokens), ask.max_tokens,
                 ask.priority,
-                self.arrivals, ask.namespace, ask.seed, ask.stop, ask.retention, submitted=self.steps,
+                self.arrivals, ask.namespace, ask.seed, ask.stop, submitted=self.steps,
                 parent=taken[ask.sample_of] if ask.sample_of >= 0 else None,
             )  # fmt: skip
             self.arrivals += 1
@@ -275,7 +275,7 @@ class Scheduler:
         """Admits a request into the first free row, and gives its samples the next ones; False if it is refused."""
         row, *others = self._free_rows()
         result = self.cache.admit(
-            row, request.tokens, namespace=request.namespace, retention=_stated(request),
+            row, request.tokens, namespace=request.namespace,
             reserve_tokens=self.options.chunk if len(self.cache.groups) > 1 else None,
             alignment_tokens=self.options.alignment_tokens,
         )  # fmt: skip
@@ -574,23 +574,3 @@ class Scheduler:
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.cache.block_size)
-
-
-def _stated(request: Request) -> Retention:
-    """The priorities that a request states. Blocks of generated tokens are no prompt's, even if it comes back."""
-    stated, prompt = request.retention or Retention(), request.prompt
-    ranges = [(start, prompt if end is None else min(end, prompt), priority) for start, end, priority in stated.ranges]
-    return Retention([*ranges, (prompt, None, stated.generated)], stated.generated)
-
-
-def cached_tokens(
-    cache: Oracle, options: Options, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
-) -> int:
-    """The number of cached tokens found by prompts that arrive at once, with these outputs after each."""
-    limits = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
-    scheduler = Scheduler(cache, options, lambda request, at: outputs[request.slot][at - request.prompt], limits)
-    answers = scheduler.submit([Ask(prompt, max_tokens) for prompt, max_tokens in zip(prompts, limits, strict=True)])
-    assert all(status == Status.OK for status, *_ in answers)
-    while not all(request.over for request in scheduler.requests):
-        scheduler.step()
-    return sum(request.cached for request in scheduler.requests)

@@ -40,7 +40,7 @@ from tests.oracle.bytes_machine import (
 )  # fmt: skip
 from tests.oracle.cache import Oracle
 from tests.oracle.events import named, without_copied_paths
-from tests.oracle.requests import Ask, Finish, Request
+from tests.oracle.requests import Ask, Finish, Report, Request
 from tests.oracle.requests import Options as OracleOptions
 from tests.oracle.scheduler import Scheduler
 
@@ -133,12 +133,22 @@ class Both:
         self.documents = self.rng.integers(0, VOCAB, (3, COLUMNS * SIZE)).tolist()
         self.tally: collections.Counter[str] = collections.Counter()
 
-    def run(self, steps: int) -> collections.Counter[str]:
+    @property
+    def scheduler(self) -> Scheduler:
+        """The oracle's, as in `histories.Watch`."""
+        return self.oracle
+
+    def run(self, steps: int) -> None:
+        """Random requests come and go, and steps run."""
         for _ in range(steps):
-            kind = self.rng.choice(["submit", "cancel", "drain", "step"], p=(0.25, 0.06, 0.12, 0.57))
-            getattr(self, str(kind))()
-            self.agree()
-        return self.tally
+            kind = str(self.rng.choice(["submit", "cancel", "drain", "step"], p=(0.25, 0.06, 0.12, 0.57)))
+            if kind == "submit":
+                self.submit(*self.draw())
+            elif kind == "cancel":  # perhaps a request that has left its slot
+                request = self.oracle.requests[self.rng.integers(SLOTS)]
+                self.cancel(request, request.generation - int(self.rng.random() < 0.1))
+            else:
+                getattr(self, kind)()
 
     def finish(self) -> None:
         """Runs steps until nothing is left to do."""
@@ -146,7 +156,6 @@ class Both:
             if all(request.stage in (Stage.EMPTY, Stage.DONE, Stage.CANCELLED) for request in self.oracle.requests):
                 break
             self.step()
-            self.agree()
         else:
             raise AssertionError("requests do not end")
         self.step()  # the last rows are released
@@ -155,8 +164,8 @@ class Both:
 
     # Requests.
 
-    def submit(self) -> None:
-        """Submits a few requests at once. They often begin alike or are samples of one; some cannot be accepted."""
+    def draw(self) -> list[Ask]:
+        """A few requests to submit at once. They often begin alike or are samples of one; some cannot be accepted."""
         batch: list[Ask] = []
         for number in range(AT_ONCE):
             tokens, lead = self.prompt(), -1
@@ -167,6 +176,11 @@ class Both:
             stop = (1,) if self.rng.random() < 0.3 else ()
             options = {"priority": int(self.rng.integers(3)), "namespace": int(TENANTS[tokens[0]]) if tokens else 0}
             batch.append(Ask(tokens, len(tokens) + new, **options, stop=stop, sample_of=lead))
+        return batch
+
+    def submit(self, *asks: Ask) -> list[Request | None]:
+        """Submits requests at once, up to AT_ONCE; returns the oracle's, None for one that is refused."""
+        batch = [*asks, *[Ask([], 0)] * (AT_ONCE - len(asks))]
         wanted = self.oracle.submit(batch)
         line = drive.padded([token for ask in batch for token in ask.tokens], LINE)
 
@@ -186,6 +200,8 @@ class Both:
         self.tally["sample"] += sum(
             ask.sample_of >= 0 and s == Status.OK for ask, s in zip(batch, statuses, strict=True)
         )
+        self.agree()
+        return [self.oracle.requests[slot] if s == Status.OK else None for s, slot, _ in wanted[: len(asks)]]
 
     def prompt(self) -> list[int]:
         """Tokens that mostly begin like a document, and mostly do not fill a row."""
@@ -194,14 +210,15 @@ class Both:
         document = self.documents[self.rng.integers(3)]
         return [*document[:shared], *self.rng.integers(0, VOCAB, length - shared).tolist()]
 
-    def cancel(self) -> None:
-        """Cancels some request, perhaps one that has left its slot."""
-        slot = int(self.rng.integers(SLOTS))
-        generation = self.oracle.requests[slot].generation - int(self.rng.random() < 0.1)
+    def cancel(self, request: Request, generation: int | None = None) -> bool:
+        """Cancels a request, or that of another generation in its slot; False if it is too late."""
+        slot, generation = request.slot, request.generation if generation is None else generation
         wanted = self.oracle.cancel(slot, generation)
         self.serving, status = _cancel(self.serving, np.array([slot], np.int32), np.array([generation], np.int32))
         assert int(status[0]) == wanted
         self.tally["cancelled"] += wanted == Status.OK
+        self.agree()
+        return wanted == Status.OK
 
     def drain(self) -> None:
         found = results(self.serving)
@@ -215,8 +232,10 @@ class Both:
             assert request.tokens == whole[: request.num_tokens]
             assert request.tokens == whole or request.finish in (Finish.CANCELLED, Finish.NO_BLOCKS)
             self.tally[f"finish {request.finish.name}"] += 1
+        self.agree()
 
-    def step(self) -> None:
+    def step(self) -> Report:
+        """Runs a step of both; returns the report."""
         log = init_log(LOG, SIZE)
         self.serving, log, served = program(self.options, self.layers)(self.model, self.serving, log)
         wanted, served = self.oracle.step(LOG - worst_step(self.spec, self.options)), jax.device_get(served)
@@ -237,6 +256,8 @@ class Both:
         self.tally.update(admitted=len(admitted), preempted=len(wanted.preempted), mixed=wanted.mixed)
         self.tally.update(out_of_blocks=len(wanted.out_of_blocks), refused=wanted.n == 0)
         self.tally[f"n={wanted.n}"] += 1
+        self.agree()
+        return wanted
 
     def agree(self) -> None:
         """Asserts that both are in the same state, and that it is sound."""

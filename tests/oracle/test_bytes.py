@@ -56,7 +56,7 @@ FAST, ADOPTING = CONFIGS["fast host"], ("adopt", "reserve", "deliver", "land")
 WITHOUT = dataclasses.replace(FAST, verbs=tuple(verb for verb in FAST.verbs if verb not in ADOPTING))
 
 
-@pytest.mark.parametrize(("config", "seed"), [(WITHOUT, 7), pytest.param(FAST, 19, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("config", "seed"), [(WITHOUT, 7), pytest.param(FAST, 4, marks=pytest.mark.long)])
 def test_bytes_over_two_tiers(config, seed):
     life = live(config, seed=seed, steps=500)
     assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS, *MISUSED)
@@ -82,7 +82,7 @@ def served(*prompts, namespace=0, **request):
     prompts = [*prompts, *[[0]] * len(pad)]
     return [
         call("admit", seqs=seqs + pad, prompts=prompts, namespaces=[namespace] * 2, wide=True, **request),
-        call("compute", counts=[16] * 3, tokens=rows),
+        call("commit", num_tokens=[16] * 3, tokens=rows),
         call("release", seqs=seqs + pad),
     ]
 
@@ -123,26 +123,41 @@ def boastful(monkeypatch):
     monkeypatch.setattr(Cache, "commit", wrong)
 
 
+def assert_noticed(config, history, mistake, noticed, monkeypatch):
+    """Carries out a history, which fails as `noticed` says with a mistake, in programs that are traced anew."""
+    if mistake is None:
+        assert_happened(carry_out(config, lambda _: history).tally, *noticed)
+        return
+    mistake(monkeypatch)
+    functions = {
+        "decode": bytes_machine.block_of_steps, "adopt": kvjax.stores.adopt, "land": kvjax.stores.land,
+        "scatter": bytes_machine.scatter,
+        **{f"Cache.{name}": getattr(Cache, name) for name in ("adopt", "step", "truncate")},
+    }  # fmt: skip
+    for name, function in functions.items():
+        program = jax.jit(lambda *args, function=function, **options: function(*args, **options))
+        monkeypatch.setitem(bytes_machine.programs(False), name, program)
+    with pytest.raises(AssertionError, match=f"^step {noticed}"):
+        carry_out(config, lambda _: history)
+
+
+ROWS = np.zeros((3, 16), int).tolist()
+STEPS = [
+    *served([0, 1, 2, 0, 1, 2], [1, 1])[:2],
+    call("decode", k=4, active=[True] * 3, num_tokens=[2, 4, 0], tokens=ROWS, wide=False),
+]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mistake", "noticed"),
-    [(None, None), (forgetful, "is read by"), (greedy, "tables hold blocks"), (boastful, "row 0 has")],
-)
+    [
+        (None, ("decode", "block given back")), (forgetful, "3, .*is read by"), (greedy, "3, .*tables hold blocks"),
+        (boastful, "3, .*row 0 has"),
+    ],
+)  # fmt: skip
 def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch):
-    rows, programs = np.zeros((3, 16), int).tolist(), bytes_machine.programs(False)
-    history = [
-        *served([0, 1, 2, 0, 1, 2], [1, 1])[:2],
-        call("decode", k=4, active=[True] * 3, counts=[2, 4, 0], tokens=rows, wide=False),
-    ]
-    if mistake is not None:
-        mistake(monkeypatch)
-    monkeypatch.setitem(programs, "decode", jax.jit(lambda *args: bytes_machine.block_of_steps(*args)))
-    if mistake is None:
-        tally = carry_out(CONFIGS["fast host"], lambda _: history).tally
-        assert_happened(tally, "decode", "block given back")
-    else:
-        with pytest.raises(AssertionError, match=f"^step 3, .*{noticed}"):
-            carry_out(CONFIGS["fast host"], lambda _: history)
+    assert_noticed(CONFIGS["fast host"], STEPS, mistake, noticed, monkeypatch)
 
 
 TEXT, ALL = {"tokens": [0, 1, 2, 0, 1, 2, 2, 0, 1, 2], "namespace": 0}, [[True] * 4] * 3
@@ -191,35 +206,23 @@ IN_PARTS = [
 ]
 
 
+def at_once(have):
+    return [call("adopt", **TEXT, have=have, wide=False)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("history", "mistake", "noticed"),
     [
-        ([call("adopt", **TEXT, have=ALL, wide=False)], None, ""), (IN_PARTS, None, ""),
-        ([call("adopt", **TEXT, have=ALL, wide=False)], displaced, "step 1, .* is read by .*block"),
-        ([call("adopt", **TEXT, have=[[True, False] * 2] * 3, wide=False)], hopeful, "step 1, .* holds nan"),
-        (IN_PARTS, displaced, "step 2, .* is read by .*an adoption"),
-        (IN_PARTS, hopeful, "step 3, .* has landed without its bytes"),
-        (IN_PARTS, unheld, "step 1, .*broken"),
+        (at_once(ALL), None, ("adopted",)), (IN_PARTS, None, ("landed", "dropped", "BAD_REQUEST")),
+        (at_once(ALL), displaced, "1, .* is read by .*block"),
+        (at_once([[True, False] * 2] * 3), hopeful, "1, .* holds nan"),
+        (IN_PARTS, displaced, "2, .* is read by .*an adoption"),
+        (IN_PARTS, hopeful, "3, .* has landed without its bytes"), (IN_PARTS, unheld, "1, .*broken"),
     ],
 )  # fmt: skip
 def test_mistakes_in_adoptions_are_noticed(history, mistake, noticed, monkeypatch):
-    config = CONFIGS["windows, int8"]
-    if mistake is None:
-        tally = carry_out(config, lambda _: history).tally
-        assert_happened(tally, *(("adopted",) if len(history) == 1 else ("landed", "dropped", "BAD_REQUEST")))
-        return
-    mistake(monkeypatch)
-    programs = bytes_machine.programs(False)
-    for name, function in {
-        "Cache.adopt": Cache.adopt, "adopt": kvjax.stores.adopt, "land": kvjax.stores.land,
-        "scatter": bytes_machine.scatter,
-    }.items():  # fmt: skip
-        monkeypatch.setitem(
-            programs, name, jax.jit(lambda *args, function=function, **kwargs: function(*args, **kwargs))
-        )
-    with pytest.raises(AssertionError, match=f"^{noticed}"):
-        carry_out(config, lambda _: history)
+    assert_noticed(CONFIGS["windows, int8"], history, mistake, noticed, monkeypatch)
 
 
 def no_ends(monkeypatch):
@@ -245,45 +248,31 @@ def anywhere(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mistake", "step", "noticed"),
+    ("mistake", "noticed"),
     [
-        (None, 0, ""),
-        (no_ends, 2, "snapshot .* after .2. tokens"),
-        (partial, 4, "snapshot .* after .6. tokens"),
-        (forgetful, 6, "row 0"),
-        (anywhere, 7, "snapshot .* after .8. tokens"),
+        (None, ("hit", "decode", "BAD_REQUEST")), (no_ends, "2, .*snapshot .* after .2. tokens"),
+        (partial, "4, .*snapshot .* after .6. tokens"), (forgetful, "6, .*row 0"),
+        (anywhere, "7, .*snapshot .* after .8. tokens"),
     ],
-)
-def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch):
-    rows, programs, config = np.zeros((3, 16), int).tolist(), bytes_machine.programs(False), CONFIGS["fast recurrent"]
+)  # fmt: skip
+def test_mistakes_with_snapshots_are_noticed(mistake, noticed, monkeypatch):
+    config = CONFIGS["fast recurrent"]
     if mistake is partial:
         config = dataclasses.replace(config, options={"partial_reuse": True})
     history = [
         *served([0, 1, 2, 0, 1, 2]),
         *served([0, 1, 2, 0, 1, 1])[:2],
-        call("decode", k=4, active=[True] * 3, counts=[3, 0, 0], tokens=rows, wide=False),
+        call("decode", k=4, active=[True] * 3, num_tokens=[3, 0, 0], tokens=ROWS, wide=False),
         call("truncate", seq=0, drop=2),
     ]
-    if mistake is None:
-        tally = carry_out(config, lambda _: history).tally
-        assert_happened(tally, "hit", "decode", "BAD_REQUEST")
-        return
-    mistake(monkeypatch)
-    for name, function in {
-        "Cache.step": Cache.step, "decode": bytes_machine.block_of_steps, "Cache.truncate": Cache.truncate,
-    }.items():  # fmt: skip
-        monkeypatch.setitem(
-            programs, name, jax.jit(lambda *args, function=function, **kwargs: function(*args, **kwargs))
-        )
-    with pytest.raises(AssertionError, match=f"^step {step}, .*{noticed}"):
-        carry_out(config, lambda _: history)
+    assert_noticed(config, history, mistake, noticed, monkeypatch)
 
 
 @pytest.mark.slow
 def test_bytes_with_kernels():
     life = live(CONFIGS["fast kernels"], seed=0, steps=500)
     assert_happened(life.tally, *HAPPENS, *ADOPTED)
-    traced = life.programs["Cache.extend"].trace(life.cache, np.ones(3, bool), max_tokens=bytes_machine.MOST)
+    traced = life.programs["Cache.extend"].trace(life.cache, np.ones(3, bool), max_tokens=bytes_machine.MAX_TOKENS)
     assert "extend_rows" in str(traced.jaxpr)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler in plain Python by itself: rules with numbers, then random histories."""
+"""Stories of the scheduler, told by the one in plain Python and by the library; then laws of the first by itself.
+
+Random histories of both: `test_machine_serving.py`. More of the library: `tests/unit/serving/test_scheduler.py`.
+"""
 
 import collections
 import itertools
@@ -7,11 +10,177 @@ import random
 
 import pytest
 
-from tests.oracle.blocks import Priority, Result, Retention, Status
+from tests.oracle import serving
+from tests.oracle.blocks import Result, Status
+from tests.oracle.bytes_machine import SIZE
 from tests.oracle.cache import Oracle
 from tests.oracle.histories import VOCAB, Watch, choose
 from tests.oracle.requests import Ask, Finish, Options, Stage
-from tests.oracle.scheduler import Scheduler, cached_tokens
+from tests.oracle.scheduler import Scheduler
+from tests.oracle.serving import BLOCKS, COLUMNS, OPTIONS, ROWS, SLOTS, TENANTS, Both, oracle_options
+
+# Stories.
+
+LONGEST = COLUMNS * SIZE  # tokens of a row
+
+
+def on_the_oracle(name, num_blocks=BLOCKS):
+    cache = Oracle(num_blocks, SIZE, ROWS, COLUMNS)
+    return Watch(Scheduler(cache, oracle_options(OPTIONS[name]), serving.choose, [LONGEST + 1] * SLOTS))
+
+
+def on_both(name, num_blocks=BLOCKS):
+    """Each step of the library's scheduler is the oracle's, with every byte compared."""
+    return Both(OPTIONS[name], "full", num_blocks, seed=0)
+
+
+def ask(tokens, more, priority=0, **options):
+    """A request of the tenant that its first token tells the model."""
+    return Ask(tokens, len(tokens) + more, priority, int(TENANTS[tokens[0]]), **options)
+
+
+def family(number, tokens, more):
+    """Samples of one prompt."""
+    return [ask(tokens, more, seed=seed, sample_of=min(seed, 1) - 1) for seed in range(number)]
+
+
+def slots(*requests):
+    return [request.slot for request in requests]
+
+
+def admitted(report):
+    return [slot for slot, *_ in report.admitted]
+
+
+def the_last_in_order_is_preempted_and_keeps_its_turn(begin):
+    """Three rows of two blocks each fill the cache. Each then wants one more."""
+    story = begin("num_tokens", 6)
+    first, last, second = story.submit(ask([0] * 8, 6, 1), ask([1] * 8, 6), ask([2] * 8, 6, 1))
+    assert admitted(story.step()) == slots(first, second, last)
+    while not (report := story.step()).preempted:
+        pass
+    assert report.preempted == slots(last) and not report.admitted
+    assert (last.stage, last.preemptions, last.arrival) == (Stage.WAITING, 1, 1)
+    story.finish()
+    assert last.ended > max(first.ended, second.ended) and first.preemptions == 0
+
+
+def a_block_of_steps_is_shorter_while_somebody_waits(begin):
+    story = begin("num_tokens")
+    story.submit(ask([0], 4), ask([1], 19), ask([2], 19))
+    *_, waiting = story.submit(ask([1, 2], 19), ask([2, 1], 9))
+    assert story.step().n == 1  # an admission was tried
+    report = story.step()
+    assert (report.n, len(report.chosen[1])) == (2, 2) and waiting.stage == Stage.WAITING
+    while waiting.stage == Stage.WAITING:
+        report = story.step()
+    assert report.n == 1 and report.admitted
+    while not (report := story.step()).released and not (report.n == 4 and not report.mixed):
+        pass
+    assert report.n == 4
+    story.finish()
+
+
+def reserving_leaves_blocks_for_all_that_running_rows_can_become(begin, name="max_tokens", number=2):
+    """Each request needs one block at first and three at its end."""
+    story = begin(name, 8)
+    story.submit(*(ask([first], 9) for first in range(3)))
+    assert len(story.step().admitted) == number
+    story.finish()
+
+
+def without_reserving_more_rows_run(begin):
+    reserving_leaves_blocks_for_all_that_running_rows_can_become(begin, "num_tokens", 3)
+
+
+def a_batch_is_admitted_when_no_row_runs(begin):
+    story, reports = begin("batch"), []
+    first = story.submit(ask([0], 2), ask([1], 5), ask([2], 2))
+    second = story.submit(ask([1, 2], 2), ask([2, 1], 2))
+    while not all(request.over for request in first + second):
+        reports.append(story.step())
+    begun = [report for report in reports if report.admitted]
+    assert list(map(admitted, begun)) == [slots(*first, second[0]), slots(second[1])]
+    story.finish()
+
+
+def few_are_passed_over_in_one_step(begin):
+    """Prompts of five blocks do not fit beside a row, and after two of them nobody looks any further."""
+    for big, number in (([[1] * LONGEST], 1), ([[1] * LONGEST, [2] * LONGEST], 0)):
+        story = begin("num_tokens", 6)
+        story.submit(ask([0] * 8, 9, 1))
+        while story.step().mixed:
+            pass
+        story.submit(*(ask(tokens, 1) for tokens in big), ask([1], 2))
+        assert len(story.step().admitted) == number
+        story.finish()
+
+
+def samples_fork_when_their_prompt_is_computed(begin):
+    story = begin("num_tokens")
+    parent, *samples = story.submit(*family(3, [0] * 8, 6))
+    (other,) = story.submit(ask([1], 8))
+    report = story.step()
+    assert admitted(report) == slots(parent, other) and report.chunks == {0: 6} and set(report.chosen) == {3}
+    assert story.scheduler.rows == [parent, *samples, other]
+    report = story.step()
+    assert report.chunks == {0: 2} and set(report.chosen) == {0, 1, 2, 3}
+    assert [sample.cached for sample in samples] == [8, 8] and story.scheduler.cache.counts()["active"] == 2 + 1
+    story.finish()
+    assert len({tuple(request.tokens) for request in (parent, *samples)}) == 1  # the model is greedy
+
+
+def samples_of_a_cancelled_prompt_go_on_by_themselves(begin, is_running=True):
+    story = begin("num_tokens")
+    parent, *samples = story.submit(*family(3, [0] * 12, 6))
+    if is_running:
+        story.step()
+    assert story.cancel(parent) and not story.cancel(parent)
+    report = story.step()
+    assert [sample.parent for sample in samples] == [None, None]
+    assert admitted(report) == slots(samples[0])  # the other waits for its prefix
+    story.finish()
+
+
+def samples_of_a_waiting_prompt_that_is_cancelled_do_so_too(begin):
+    samples_of_a_cancelled_prompt_go_on_by_themselves(begin, is_running=False)
+
+
+def a_stop_token_ends_a_row_inside_a_block_of_steps(begin):
+    """The model's third token after the prompt is its first 0."""
+    story = begin("num_tokens")
+    short, other = story.submit(ask([1, 0], 19, stop=[0]), ask([2], 19))
+    story.finish()
+    assert (short.finish, short.tokens) == (Finish.STOP, [1, 0, 1, 1, 0])
+    assert (short.first_token, short.ended, other.ended) == (1, 3, 19)
+
+
+STORIES = {
+    the_last_in_order_is_preempted_and_keeps_its_turn: pytest.mark.long,
+    a_block_of_steps_is_shorter_while_somebody_waits: pytest.mark.long,
+    without_reserving_more_rows_run: pytest.mark.long,
+    few_are_passed_over_in_one_step: pytest.mark.long,
+    samples_fork_when_their_prompt_is_computed: pytest.mark.long,
+    samples_of_a_cancelled_prompt_go_on_by_themselves: pytest.mark.long,
+    samples_of_a_waiting_prompt_that_is_cancelled_do_so_too: pytest.mark.long,
+    a_stop_token_ends_a_row_inside_a_block_of_steps: pytest.mark.long,
+    # A program each.
+    reserving_leaves_blocks_for_all_that_running_rows_can_become: pytest.mark.slow,
+    a_batch_is_admitted_when_no_row_runs: pytest.mark.slow,
+}
+
+
+@pytest.mark.parametrize("story", [pytest.param(story, id=story.__name__) for story in STORIES])
+def test_a_story_on_the_oracle(story):
+    story(on_the_oracle)
+
+
+@pytest.mark.parametrize("story", [pytest.param(one, id=one.__name__, marks=mark) for one, mark in STORIES.items()])
+def test_a_story_on_the_library(story):
+    story(on_both)
+
+
+# Laws of the oracle.
 
 GREEDY = Options(k=1)
 
@@ -25,17 +194,6 @@ def watch(num_blocks=40, size=4, rows=3, most=6, slots=9, options=GREEDY, cache=
 def text(length, start=0):
     """Tokens that occur nowhere else, unless they start with the same number."""
     return list(range(start, start + length))
-
-
-def slots(*requests):
-    return [request.slot for request in requests]
-
-
-def admitted(report):
-    return [slot for slot, *_ in report.admitted]
-
-
-# Submit, cancel, drain.
 
 
 @pytest.mark.parametrize(
@@ -55,79 +213,35 @@ def test_what_could_never_run_is_refused(ask, status):
     assert watch().scheduler.submit([ask])[0][0] == status
 
 
-def test_what_never_fits_is_refused_and_pinned_blocks_count():
-    scheduler = watch(num_blocks=5).scheduler
-    assert [scheduler.submit([Ask([1], max_tokens)])[0][0] for max_tokens in (22, 21)] == [Status.NO_BLOCKS, Status.OK]
-    drained = watch(num_blocks=5)
-    drained.submit(Ask(text(5), 6))
-    drained.run()
-    drained.pin(random.Random(0))
-    pinned = len(drained.pins[0])
-    assert pinned in (1, 2)
-    fits = 4 * (5 - pinned) + 1
-    assert drained.scheduler.submit([Ask([9], fits + 1)])[0][0] == Status.NO_BLOCKS
-    assert drained.scheduler.submit([Ask([9], fits)])[0][0] == Status.OK
+def test_samples_need_a_parent_with_the_same_prompt_that_is_nobodys_sample():
+    first, sample = Ask([1, 2], 5), Ask([1, 2], 5, sample_of=0)
+    asks = [first, sample, Ask([1, 2], 5, sample_of=1), Ask([1, 3], 5, sample_of=0), Ask([1, 2], 5, 0, 1, 2)]
+    statuses = [status for status, *_ in watch().scheduler.submit([*asks, Ask([1, 2], 5, sample_of=4)])]
+    bad = Status.BAD_REQUEST
+    assert statuses == [Status.OK, Status.OK, bad, bad, Status.OK, bad]  # the last one has another namespace
 
 
-def test_slots_are_taken_in_order_and_a_refusal_takes_none():
-    watched = watch(slots=2)
-    answers = watched.scheduler.submit([Ask([1], 3), Ask([], 3), Ask([2], 3), Ask([3], 3)])
-    assert answers == [(Status.OK, 0, 0), (Status.BAD_REQUEST, -1, -1), (Status.OK, 1, 0), (Status.HELD, -1, -1)]
-
-
-def test_a_late_cancel_hits_nobody():
-    watched = watch(slots=1)
-    (first,) = watched.submit(Ask([1], 3))
-    assert watched.cancel(first) and not watched.cancel(first)
-    assert watched.scheduler.drain() == [first]
-    (second,) = watched.scheduler.submit([Ask([2], 3)])
-    assert second == (Status.OK, 0, 1)
-    assert watched.scheduler.cancel(0, 0) == Status.BAD_REQUEST
-    assert watched.scheduler.cancel(0, 1) == Status.OK
-    assert watched.scheduler.cancel(1, 0) == watched.scheduler.cancel(-1, 0) == Status.BAD_REQUEST
-
-
-def test_a_cancelled_row_is_free_after_the_next_step_and_drained_then():
-    watched = watch()
-    (request,) = watched.submit(Ask([1], 9))
+def test_a_preempted_prompt_takes_its_samples_along():
+    watched = watch(num_blocks=6, rows=4, options=Options(reserve="num_tokens", k=1, chunk=1))
+    (first,) = watched.submit(Ask(text(8, 50), 20, priority=1))
+    while first.num_tokens < 12:
+        watched.step()
+    parent, sample = watched.submit(Ask(text(8), 9), Ask(text(8), 9, sample_of=0))
     watched.step()
-    assert watched.cancel(request) and watched.scheduler.drain() == []
-    report = watched.step()
-    assert report.released == [0] and watched.over == [request] and watched.cache.counts()["active"] == 0
-    assert request.finish == Finish.CANCELLED and request.ended == 1
-
-
-# Retire.
-
-
-def test_the_last_in_order_is_preempted_and_keeps_its_turn():
-    """Three rows of two blocks each fill the cache; each then wants one more."""
-    watched = watch(num_blocks=6, options=Options(reserve="num_tokens", k=1, chunk=8))
-    first, last, second = watched.submit(Ask(text(8, 10), 14, 1), Ask(text(8, 20), 14), Ask(text(8, 30), 14, 1))
-    assert admitted(watched.step()) == slots(first, second, last)
-    report = watched.step()
-    assert report.preempted == slots(last) and not report.admitted
-    assert (last.stage, last.preemptions, last.arrival) == (Stage.WAITING, 1, 1)
-    watched.run()
-    assert watched.over[-1] is last and first.preemptions == 0
-
-
-def test_what_a_request_finds_when_it_comes_back_is_not_counted():
-    options = Options(reserve="num_tokens", k=1, chunk=16, wait_for_prefix=False)
-    watched = watch(num_blocks=4, options=options)
-    _, last = watched.submit(Ask(text(5), 14), Ask(text(5), 14))
-    watched.step()
-    while last.stage == Stage.WAITING or not last.preemptions:
-        report = watched.step()
-    assert report.admitted[0][2] >= 4 and last.cached == 0
-    watched.run()
+    assert [parent.stage, sample.stage] == [Stage.RUNNING] * 2
+    while not parent.preemptions:
+        watched.step()
+    assert [parent.stage, sample.stage] == [Stage.WAITING] * 2 and sample.parent is parent
+    assert sample.preemptions == 0
+    watched.finish()
+    assert parent.finish == sample.finish == Finish.LENGTH
 
 
 def test_a_request_that_is_alone_and_does_not_fit_is_over():
     """Its blocks were free when it was submitted. Then the blocks that others have left are pinned."""
     watched = watch(num_blocks=4, options=Options(k=1, chunk=8))
     watched.submit(Ask(text(8, 50), 9))
-    watched.run()
+    watched.finish()
     (request,) = watched.submit(Ask(text(4), 16))
     while request.num_tokens < 7:
         watched.step()
@@ -137,51 +251,7 @@ def test_a_request_that_is_alone_and_does_not_fit_is_over():
     while not request.over:
         watched.step()
     assert request.finish == Finish.NO_BLOCKS and request.num_tokens == 9 and not any(watched.scheduler.rows)
-    watched.run()
-
-
-# Grow.
-
-
-@pytest.mark.parametrize(("k_waiting", "n"), [(2, 2), (4, 3)])
-def test_a_block_of_steps_is_shorter_while_somebody_waits(k_waiting, n):
-    watched = watch(rows=2, options=Options(k=4, k_waiting=k_waiting, chunk=8))
-    watched.submit(Ask([1], 5), Ask([2], 20), Ask([3], 9))
-    assert watched.step().n == 1  # an admission was tried
-    report = watched.step()
-    assert (report.n, len(report.chosen[1])) == (n, n)  # three tokens are left of the first row's
-    while watched.waiting:
-        report = watched.step()
-    assert report.n == 1 and report.admitted
-    assert watched.step().n == 4
-
-
-def test_blocks_of_steps_are_long_again_once_nobody_more_can_be_admitted():
-    watched = watch(num_blocks=6, options=Options(k=4, k_waiting=4, chunk=8))
-    watched.submit(Ask([1], 22), Ask([2], 9))
-    assert [watched.step().n for _ in range(3)] == [1, 1, 4]  # the first token counts as a change
-
-
-def test_num_steps_counts_from_what_rows_have_reserved():
-    cache = Oracle(2, 4, 2, 2)
-    assert cache.admit(0, text(8), reserve_tokens=None).ok and cache.rows[0].length == 8
-    assert cache.num_steps([4, 0], 4, 100) == 4  # nothing to take
-    cache = Oracle(1, 4, 2, 2)
-    assert cache.admit(0, text(4)).ok
-    assert cache.commit([text(3), []], [3, 0]).ok
-    assert cache.num_steps([4, 0], 4, 100) == 1  # one reserved token, and then another block
-    cache = Oracle(3, 4, 2, 2)
-    assert cache.admit(0, text(8)).ok and cache.admit(1, text(4, 50)).ok
-    assert cache.commit([[], text(4, 50)], [0, 4]).ok
-    assert cache.num_steps([4, 4], 4, 100) == 1  # one row's reserved tokens are not another's
-
-
-def test_the_log_limits_a_block_of_steps():
-    watched = watch(options=Options(k=4, chunk=8))
-    watched.submit(Ask([1], 20))
-    watched.step()
-    assert watched.scheduler.step(log_room=0).n == 2  # with three, a block would be filled, and stored
-    assert watched.scheduler.step().n == 4
+    watched.finish()
 
 
 class Refusing(Oracle):
@@ -202,83 +272,9 @@ def test_a_refused_block_of_steps_is_followed_by_one_step_and_that_by_a_preempti
     assert [report.n for report in reports] == [1, 0, 0, 0]
     assert [report.preempted for report in reports] == [[], [], [], slots(second)]
     assert [report.chosen for report in reports[1:]] == [{}] * 3
-    watched.run()
+    watched.finish()
     assert first.finish == Finish.NO_BLOCKS
     assert second.finish == Finish.LENGTH  # `admit`, which is not refused, reserves one token each time
-
-
-# Admit.
-
-
-def test_max_tokens_leaves_blocks_for_all_that_running_rows_can_become():
-    """Each of them needs one block at first and three at its end, so two of three run."""
-    for reserve, number in (("max_tokens", 2), ("num_tokens", 3)):
-        watched = watch(num_blocks=8, options=Options(reserve=reserve, k=1))
-        watched.submit(*(Ask([number], 10) for number in range(3)))
-        assert len(watched.step().admitted) == number
-        watched.run()
-
-
-def test_max_tokens_counts_a_shared_prefix_once():
-    watched = watch(num_blocks=7, options=Options(k=1, chunk=16))
-    watched.submit(Ask([*text(16), 90], 18), Ask([*text(16), 91], 22))
-    assert len(watched.step().admitted) == 1  # 5 and then 6, 4 of them the same: one waits for the other's prefix
-    assert len(watched.step().admitted) == 1
-    watched.run()
-
-
-def test_num_tokens_leaves_the_watermark_unless_no_row_runs():
-    watched = watch(num_blocks=4, options=Options(reserve="num_tokens", watermark=2, k=1, chunk=8))
-    first, second, third = watched.submit(Ask(text(8, 10), 9), Ask([1], 3), Ask([2], 3))
-    assert admitted(watched.step()) == slots(first)
-    assert admitted(watched.step()) == slots(second, third)
-
-
-def test_batch_admits_when_no_row_runs():
-    watched = watch(rows=2, options=Options(reserve="batch", k=1))
-    requests = watched.submit(Ask([1], 3), Ask([2], 6), Ask([3], 3))
-    reports = []
-    while not watched.idle:
-        reports.append(admitted(watched.step()))
-    assert reports[0] == slots(*requests[:2]) and reports[5] == slots(requests[2]) and sum(map(bool, reports)) == 2
-
-
-def test_max_skips_limits_how_many_are_passed_over():
-    big, small = Ask(text(20, 50), 22), Ask([1], 3)
-    for max_skips, number in ((1, 1), (2, 1), (3, 2)):
-        watched = watch(num_blocks=7, rows=4, options=Options(k=1, max_skips=max_skips))
-        watched.submit(Ask([2], 6), big, big, small)  # 2 blocks, 6, 6 and 1
-        assert len(watched.step().admitted) == number
-        watched.run()
-
-
-def test_an_order_of_ones_own():
-    watched = watch(rows=1, options=Options(k=1, order=lambda request, cache: request.max_tokens))
-    requests = watched.submit(Ask([1], 9), Ask([2], 3), Ask([3], 6), Ask([4], 3))
-    watched.run()
-    assert watched.over == [requests[number] for number in (1, 3, 2, 0)]
-
-
-def test_who_waits_for_a_prefix_goes_on_when_a_decode_step_has_computed_it():
-    """Seven tokens of eight are found by a copy, so that the eighth is no chunk."""
-    watched = watch(options=Options(k=4, chunk=8))
-    watched.submit(Ask([*text(7), 90], 10))
-    watched.run()
-    first, second = watched.submit(Ask(text(8), 24), Ask(text(10), 14))
-    report = watched.step()
-    assert report.admitted == [(first.slot, 0, 7)] and not report.mixed
-    assert watched.step().admitted == [(second.slot, 1, 8)]
-
-
-def test_nobody_waits_for_what_it_has_generated():
-    """It was preempted, and a row computes a prompt of the same tokens."""
-    watched = watch(options=Options(k=1, chunk=2))
-    _, request = watched.submit(Ask(text(12), 14), Ask(text(4), 20))
-    request.tokens += text(8, 4)
-    watched.step()
-    assert watched.scheduler._waits_for_prefix(request)
-    watched.step()
-    assert watched.cache.lookup(request.tokens) == 4 and not watched.scheduler._waits_for_prefix(request)
 
 
 @pytest.mark.parametrize("chunk", [3, 8, 64])
@@ -289,7 +285,7 @@ def test_documents_that_many_ask_about_are_computed_once(chunk):
     for waits in (True, False):
         watched = watch(200, rows=8, slots=18, options=Options(k=4, chunk=chunk, max_skips=18, wait_for_prefix=waits))
         watched.submit(*asks)
-        watched.run()
+        watched.finish()
         computed[waits] = watched.computed
     generated = sum(ask.max_tokens - len(ask.tokens) - 1 for ask in asks)
     assert computed[True] == 3 * 16 + 18 * 2 + generated < computed[False]
@@ -316,7 +312,7 @@ def test_nobody_starves(reserve, patience, why):
     assert victim and victim.finish == Finish.LENGTH
     if reserve != "batch":  # which admits nobody while a row runs
         assert watched.passed[victim] == patience
-    watched.run()
+    watched.finish()
 
 
 def test_nobody_starves_in_a_row():
@@ -328,7 +324,7 @@ def test_nobody_starves_in_a_row():
         while len(watched.waiting) < 3:
             watched.submit(Ask([100 + watched.scheduler.arrivals, 99, 98, 97], 5, 1))
     assert victim.finish == Finish.LENGTH and victim.passed == 0
-    watched.run()
+    watched.finish()
 
 
 def test_nobody_starves_by_being_preempted():
@@ -344,10 +340,7 @@ def test_nobody_starves_by_being_preempted():
                 watched.submit(Ask([100 + watched.scheduler.arrivals, 99, 98, 97], 12, 1))
             watched.step()
         assert victim and victim.finish == Finish.LENGTH and watched.happened["preempted"]
-        watched.run()
-
-
-# Compute and choose.
+        watched.finish()
 
 
 def test_chunks_are_dealt_out():
@@ -363,18 +356,7 @@ def test_chunks_are_dealt_out():
         watched = watch(rows=4, options=options)
         watched.submit(*(Ask(prompt, 12) for prompt in tokens))
         assert watched.step().chunks == wanted
-        watched.run()
-
-
-def test_decode_rows_run_in_each_mixed_step():
-    watched = watch(options=Options(k=4, chunk=2))
-    watched.submit(Ask([1], 20))
-    watched.step()
-    watched.submit(Ask(text(6, 40), 9))
-    for _ in range(3):
-        report = watched.step()
-        assert (report.mixed, report.n, report.decoded) == (True, 1, [0])
-        assert list(report.chunks.values()) == [2]
+        watched.finish()
 
 
 def test_chunks_wait_for_each_other():
@@ -389,117 +371,19 @@ def test_chunks_wait_for_each_other():
     assert report.mixed == (len(report.admitted) > 1)
 
 
-def test_a_stop_token_ends_a_row_inside_a_block_of_steps():
-    watched = watch(options=Options(k=4))
-    stop = choose_alone([1], 3)[-1]
-    short, long = watched.submit(Ask([1], 20, stop=[stop]), Ask([2], 20))
-    watched.run()
-    number = choose_alone([1], 24).index(stop) + 1
-    assert short.finish == Finish.STOP and short.num_tokens == 1 + number
-    assert (short.first_token, short.ended, long.ended) == (1, number, 19)
-
-
-def choose_alone(tokens, number):
-    request = watch().scheduler.requests[0]
-    request.tokens = list(tokens)
-    for _ in range(number):
-        request.tokens.append(choose(request, request.num_tokens))
-    return request.tokens[len(tokens) :]
-
-
-@pytest.mark.parametrize("mixed", [True, False])
-def test_of_equal_blocks_the_first_decode_rows_stays(mixed):
-    watched = watch(options=Options(k=1, chunk=8))
-    watched.submit(Ask(text(3), 8), Ask(text(3), 8), *([Ask(text(9, 50), 12)] * mixed))
-    watched.step()
-    tables = watched.cache.tables()
-    assert tables[0] != tables[1]
-    report = watched.step()
-    assert (report.mixed, report.decoded) == (mixed, [0, 1])
-    assert [table[0] for table in watched.cache.tables()[:2]] == tables[0] * 2
-
-
-def test_of_equal_blocks_of_chunks_that_of_the_first_in_order_stays():
-    watched = watch(options=Options(k=1, chunk=10, wait_for_prefix=False))
-    watched.submit(Ask(text(10, 50), 20, 2), Ask(text(5), 8))
-    watched.step()
-    before = watched.cache.rows[1].tables[0][0]
-    watched.submit(Ask(text(5), 8, 1))
-    assert watched.step().chunks == {2: 5, 1: 5}
-    first, second = (watched.cache.rows[row].tables[0][0] for row in (2, 1))
-    assert first == second != before
-
-
-def test_of_equal_blocks_of_one_call_the_first_rows_stays():
-    cache = Oracle(4, 4, 2, 2)
-    assert cache.admit(0, text(5)).ok and cache.admit(1, text(5)).ok
-    blocks = [cache.rows[row].tables[0][0] for row in (0, 1)]
-    assert cache.commit([text(5)] * 2, [5, 5], seqs=[1, 0]).ok
-    assert [cache.rows[row].tables[0][0] for row in (0, 1)] == [blocks[1]] * 2
-
-
-def test_a_request_that_comes_back_states_what_it_stated():
-    """Its generated tokens keep their priority, though they are admitted with its prompt."""
-    watched = watch(num_blocks=4, rows=2, options=Options(reserve="num_tokens", k=1, chunk=8))
-    stated = Retention([(0, None, Priority(80))], Priority(20))
-    watched.submit(Ask(text(4, 10), 17, priority=1), Ask(text(4, 20), 17, retention=stated))
-    request = watched.scheduler.requests[1]
-    while request.stage != Stage.RUNNING or not request.preemptions:
-        watched.step()
-    table = watched.cache.rows[watched.scheduler.rows.index(request)].tables[0]
-    assert [watched.cache.blocks[block].stated.priority for block in table[:2]] == [80, 20]
-    watched.run()
-
-
-# Windows.
-
-
 @pytest.mark.parametrize("pinned", [0, 1])
 def test_rows_with_a_window_are_counted_as_if_they_shared_nothing(pinned):
     """Two rows hold the same blocks. When one drops them, the other still holds them."""
     for blocks, number in ((5, 1), (6, 2)):  # each may need ceil((3 + 1) / 2) + 1
         watched = watch(40, 2, options=Options(k=1, chunk=1), windows=[(4, 0, blocks + pinned)])
         watched.submit(Ask([*text(6), 90], 9))
-        watched.run()
+        watched.finish()
         rng = random.Random(1)
         while len(watched.pins[1]) != pinned:
             watched.pin(rng)
         watched.submit(Ask([*text(6), 91], 12), Ask([*text(6), 92], 12))
         assert len(watched.step().admitted) == number
-        watched.run()
-
-
-def test_a_short_request_needs_less_than_a_window_sees():
-    """The next token of a long request sees 7 tokens, in up to 3 blocks."""
-    watched = watch(windows=[(8, 0, 2)], options=Options(k=1, chunk=1))
-    statuses = [watched.scheduler.submit([Ask([1], max_tokens)])[0][0] for max_tokens in (10, 9)]
-    assert statuses == [Status.NO_BLOCKS, Status.OK]
-
-
-def test_a_chunk_without_blocks_stalls_and_then_others_are_preempted():
-    options = Options(reserve="num_tokens", k=1, chunk=4, chunk_rows=4)
-    watched = watch(40, 4, rows=3, options=options, windows=[(8, 0, 4)])
-    first, *others = watched.submit(*(Ask(text(16, 40 * number), 20) for number in range(3)))
-    reports = []
-    while not watched.idle:
-        reports.append(watched.step())
-    stalls = [number for number, report in enumerate(reports) if report.out_of_blocks]
-    assert stalls and reports[stalls[0] + 1].preempted
-    assert first.preemptions == 0 and sum(other.preemptions for other in others)
-    watched.run()
-
-
-# Recurrent layers.
-
-
-def test_a_prompt_goes_on_at_the_end_of_a_block_with_a_snapshot():
-    """Of the first text's three snapshots two are of blocks that it has gone past. Another text takes the first."""
-    first, other = text(14), text(6, 50)
-    watched = watch(recurrent=4, partial_reuse=False, options=Options(k=4, chunk=4))
-    for tokens, cached in ((first, 0), (other, 0), ([*first[:7], 90], 0), ([*first, 91], 12)):
-        watched.submit(Ask(tokens, len(tokens) + 1))
-        assert watched.step().admitted[0][2] == cached
-        watched.run()
+        watched.finish()
 
 
 def test_a_row_needs_the_snapshots_of_a_chunk_and_that_before_it():
@@ -510,114 +394,6 @@ def test_a_row_needs_the_snapshots_of_a_chunk_and_that_before_it():
     while not watched.idle:
         watched.step()
         assert watched.cache.counts(1)["active"] <= 2
-
-
-# Samples.
-
-
-def family(number, tokens, max_tokens, **more):
-    return [Ask(tokens, max_tokens, seed=seed, sample_of=min(seed, 1) - 1, **more) for seed in range(number)]
-
-
-def test_samples_fork_when_their_prompt_is_computed():
-    watched = watch(rows=4, options=Options(k=4, chunk=3))
-    parent, *samples = watched.submit(*family(3, text(6), 12))
-    (other,) = watched.submit(Ask([50], 9))
-    report = watched.step()
-    assert admitted(report) == slots(parent, other)
-    assert watched.scheduler.rows == [parent, *samples, other]
-    assert report.chunks == {0: 3} and set(report.chosen) == {3}
-    report = watched.step()
-    assert report.chunks == {0: 3} and set(report.chosen) == {0, 1, 2, 3}
-    assert watched.cache.counts()["active"] == 2 + 1
-    assert [sample.cached for sample in samples] == [6, 6]
-    watched.run()
-    assert watched.computed == 6 + 3 * 5 + 8
-
-
-def test_the_last_token_of_a_prompt_that_samples_wait_for_is_a_chunk():
-    watched = watch(options=Options(k=4, chunk=8))
-    watched.submit(Ask([*text(7), 90], 10))
-    watched.run()
-    watched.submit(*family(2, text(8), 20))
-    report = watched.step()
-    assert report.admitted == [(0, 0, 7)] and report.chunks == {0: 1} and set(report.chosen) == {0, 1}
-
-
-def test_samples_are_counted_as_copying_the_last_block_all():
-    """ceil(11 / 4) = 3 blocks; a sample adds 3 - 1, since one is whole; and one more for the copies."""
-    for blocks, status in ((5, Status.NO_BLOCKS), (6, Status.OK)):
-        watched = watch(blocks)
-        watched.submit(*family(2, text(6), 12))
-        assert watched.happened[f"submit {status.name}"] == 2
-        watched.run()
-
-
-def test_until_samples_fork_their_copies_are_counted_too():
-    """A prompt of part of a block has 2 blocks at the end. A sample adds 2, the copies 1; another request wants 1."""
-    for blocks, window, number in ((5, 6, 1), (6, 5, 1), (6, 6, 2)):
-        watched = watch(blocks, rows=4, options=Options(k=1, chunk=1), windows=[(8, 0, window)])
-        watched.submit(*family(2, text(3), 8), Ask([50], 4))
-        assert len(watched.step().admitted) == number
-        watched.run()
-
-
-def test_more_samples_than_rows_are_refused():
-    asks = family(4, text(6), 12)
-    assert [status for status, *_ in watch().scheduler.submit(asks)] == [Status.ROW_FULL] * 4
-    assert [status for status, *_ in watch().scheduler.submit(asks[:3])] == [Status.OK] * 3
-
-
-def test_samples_need_a_parent_with_the_same_prompt_that_is_nobodys_sample():
-    asks = [*family(2, [1, 2], 5), Ask([1, 2], 5, sample_of=1), Ask([1, 3], 5, sample_of=0), Ask([1, 2], 5, 0, 1, 2)]
-    statuses = [status for status, *_ in watch().scheduler.submit([*asks, Ask([1, 2], 5, sample_of=4)])]
-    bad = Status.BAD_REQUEST
-    assert statuses == [Status.OK, Status.OK, bad, bad, Status.OK, bad]  # the last one has another namespace
-
-
-@pytest.mark.parametrize("running", [True, False])
-def test_samples_of_a_cancelled_prompt_go_on_by_themselves(running):
-    watched = watch(options=Options(k=1, chunk=2))
-    parent, *samples = watched.submit(*family(3, text(6), 12))
-    if running:
-        watched.step()
-    assert watched.cancel(parent)
-    if running:
-        assert watched.scheduler.rows == [parent, *samples]
-    report = watched.step()
-    assert [sample.parent for sample in samples] == [None, None]
-    assert admitted(report) == slots(samples[0])  # the other waits for its prefix
-    watched.run()
-
-
-def test_a_preempted_prompt_takes_its_samples_along():
-    watched = watch(num_blocks=6, rows=4, options=Options(reserve="num_tokens", k=1, chunk=1))
-    (first,) = watched.submit(Ask(text(8, 50), 20, priority=1))
-    while first.num_tokens < 12:
-        watched.step()
-    parent, sample = watched.submit(*family(2, text(8), 9))
-    watched.step()
-    assert [parent.stage, sample.stage] == [Stage.RUNNING] * 2
-    while not parent.preemptions:
-        watched.step()
-    assert [parent.stage, sample.stage] == [Stage.WAITING] * 2 and sample.parent is parent
-    assert sample.preemptions == 0
-    watched.run()
-    assert parent.finish == sample.finish == Finish.LENGTH
-
-
-# A whole batch at once.
-
-
-def test_the_cached_tokens_of_prompts_that_arrive_at_once():
-    prompts = [[*text(16, 100 * (number % 4)), 900 + number] for number in range(16)]
-    outputs = [[number] * 4 for number in range(16)]
-    for waits, wanted in ((True, 12 * 16), (False, 8 * 16)):  # the first four prompts are computed, or the first eight
-        options = Options(k=4, wait_for_prefix=waits, max_skips=16)
-        assert cached_tokens(Oracle(200, 4, 8, 6), options, prompts, outputs) == wanted
-
-
-# At random.
 
 
 def draw(rng, reserve, waits, tight, recurrent=False):
@@ -688,7 +464,7 @@ def history(seed, reserve, waits, tight=False, recurrent=False):
         if pins and rng.random() < 0.3:
             watched.pin(rng)
         watched.step()
-    watched.run()
+    watched.finish()
     ends = collections.Counter(request.finish.name for request in watched.asks)
     if not pins and not watched.others and not isinstance(watched.cache, Refusing):
         assert not ends["NO_BLOCKS"]

@@ -52,7 +52,7 @@ MISTAKES = [
         "kvjax/verbs/extend.py",
         "full = active & (-(-grown // size) > spec.max_blocks_per_seq)",
         "full = active & (-(-grown // size) >= spec.max_blocks_per_seq)",
-        "tests/unit/verbs/test_extend.py",
+        MACHINE,
     ),
     Mistake(
         "a block too many for rows that end with one",
@@ -122,7 +122,7 @@ MISTAKES = [
         "kvjax/verbs/fork.py",
         "jnp.broadcast_to(1 - heirs, table.T.shape)",
         "jnp.broadcast_to(heirs * 0, table.T.shape)",
-        "tests/unit/verbs/test_beam.py",
+        MACHINE,
     ),
     Mistake(
         "a row comes back while its blocks are on the move",
@@ -179,7 +179,7 @@ MISTAKES = [
         "kvjax/blocks/match.py",
         "        same_content(blocks, ids, text)\n        & jnp.all(",
         "        (ids >= 0)\n        & jnp.all(",
-        "tests/unit/blocks/test_collisions.py",
+        "-m long tests/unit/blocks/test_collisions.py",
     ),
     Mistake(
         "extra ids are left out of keys",
@@ -200,7 +200,7 @@ MISTAKES = [
         "kvjax/blocks/holders.py",
         "refcount, last = last_of_each(refcount, ids, freed)",
         "refcount, last = last_of_each(refcount, ids, where)",
-        "tests/unit/verbs/test_beam.py " + MACHINE,
+        MACHINE,
     ),
     Mistake(
         "the oldest of equal children is copied",
@@ -214,14 +214,14 @@ MISTAKES = [
         "kvjax/blocks/windows.py",
         "leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], size)",
         "leave = (ids >= 0) & ~spec.keeps(columns, end[:, None] + 1, size)",
-        "tests/unit/blocks/test_windows.py " + MACHINE,
+        MACHINE,
     ),
     Mistake(
         "a window group's block is linked twice",
         "kvjax/blocks/windows.py",
         "missing = good & dedup.first & (group.in_this_group(dedup.target) < 0)",
         "missing = good & (group.in_this_group(dedup.target) < 0)",
-        "tests/unit/blocks/test_windows.py " + MACHINE,
+        MACHINE,
     ),
     # Pools.
     Mistake(

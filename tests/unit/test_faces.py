@@ -57,28 +57,13 @@ def test_both_kinds_of_caches_have_the_same_parts():
 
 
 TOKENS = np.arange(8, dtype=np.int32)
-STORY = [
-    ("admit", (ints(0, 1), np.stack([TOKENS] * 2), ints(7, 8)), {"reserve_tokens": 8}),
-    ("commit", (np.stack([TOKENS] * 2), ints(7, 8)), {"seqs": ints(0, 1)}),
-    ("truncate", (ints(1), ints(6)), {}),
-    ("fork", (ints(1), ints(2)), {}),
-    ("extend", (np.array([False, True]),), {"seqs": ints(-1, 1), "tiers": ("device",)}),
-    ("trim", (np.array([False, True, False]),), {"max_tokens": 4}),
-    ("pin", (ints(0, -1),), {"group": 0}),
-    ("beam_step", (ints(0, 2), ints(1, 1)), {}),
-    ("release", (ints(0, 1, 2),), {}),
-    ("unpin", (ints(0, -1),), {"group": 0}),
-    ("evict", (ints(0),), {"max_removed": 2}),
-    ("forget_namespaces", (ints(0, 2),), {"max_removed": 2}),
-    ("reset", (), {}),
-]
 
 
-@pytest.mark.parametrize("verb", [verb for verb, *_ in STORY if verb not in ("admit", "extend")])
+@pytest.mark.parametrize("verb", [name for name in METHODS if name not in ("admit", "extend", "lookup", *cases.VIEWS)])
 def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
-    """The verbs are traced, not run. The other two order moves, which cannot be traced."""
-    _, args, options = next(step for step in STORY if step[0] == verb)
-    tiered = kvjax.tiers.TieredCache.create(TIERED)
+    """The verbs are traced, not run. Two others order moves, which cannot be traced."""
+    args, options = cases.CALLS[verb]
+    tiered = kvjax.tiers.TieredCache.create(cases.SPECS["all of it"])
 
     def call(cache, host):
         after, events = getattr(kvjax.tiers.TieredCache(cache, host), verb)(*args, **options)
@@ -121,22 +106,6 @@ def test_what_is_static_in_a_verb_is_static_in_its_method(name, monkeypatch):
             if name not in cases.HOST_VERBS:
                 given = options | {option: value}
                 jax.eval_shape(lambda cache, given=given: getattr(cache, name)(*args, **given), tiered.cache)
-
-
-@pytest.mark.slow  # the test above traces these; tests/unit/test_tiers.py runs most of them
-def test_the_verbs_of_a_tiered_cache():
-    driver = drive.Driver(kvjax.tiers.TieredCache.create(TIERED))
-    for verb, args, options in STORY:
-        before = driver.cache
-        driver.do(verb, *args, **options)
-        assert "donated" in repr(before)
-        if verb == "release":
-            tiered = driver.cache
-            assert int(tiered.lookup(TOKENS, 8).cached_tokens) == 6
-            assert tiered.view(1).positions.shape == (3, 1)
-            assert tiered.ragged(ints(1, 1, 1), 4).positions.shape == (1, 4)
-            assert tiered.mixed(np.ones(3, bool), ints(-1), 1, 4).positions.shape == (1, 7)
-    assert kvjax.debug.stats(driver.state).empty_blocks == 8
 
 
 @pytest.mark.parametrize("owner", [kvjax.Cache, pytest.param(kvjax.tiers.TieredCache, marks=pytest.mark.long)])

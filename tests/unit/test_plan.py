@@ -28,14 +28,22 @@ def real_bytes(spec, policy=None) -> int:
 
 
 @pytest.mark.parametrize("budget", [200_000, 1_000_000, 12_345_678])
-@pytest.mark.parametrize("options", [{}, {"block_size": 8, "dtype": "float32", "extra_ids": True}])
-def test_plan_takes_all_that_fits_and_not_a_block_more(budget, options):
-    spec, ledger = plan(LAYERS, budget_bytes=budget, **SHAPE, **options)
+@pytest.mark.parametrize(
+    ("layers", "policy", "options"),
+    [
+        (LAYERS, None, {}), (LAYERS, None, {"block_size": 8, "dtype": "float32", "extra_ids": True}), ([], None, {}),
+        ([], fifo(), {}),
+    ],
+)  # fmt: skip
+def test_plan_takes_all_that_fits_and_not_a_block_more(budget, layers, policy, options):
+    """Without layers it is a cache of metadata alone. The policy's own state counts."""
+    spec, ledger = plan(layers, budget_bytes=budget, policy=policy, **SHAPE, **options)
     (group,) = spec.groups
-    assert ledger.used_bytes == real_bytes(spec) <= budget
-    one_more = make_spec(LAYERS, num_blocks=group.num_blocks + 1, **SHAPE, **options)
-    assert real_bytes(one_more) > budget
+    assert ledger.used_bytes == real_bytes(spec, policy) <= budget
+    one_more = make_spec(layers, num_blocks=group.num_blocks + 1, **SHAPE, **options)
+    assert real_bytes(one_more, policy) > budget
     assert ledger.left_bytes == budget - ledger.used_bytes >= 0
+    assert layers or [entry.name for entry in ledger.entries] == ["metadata"]
 
 
 def test_plan_counts_what_the_ledger_says():
@@ -49,18 +57,6 @@ def test_plan_counts_what_the_ledger_says():
     for entry in ledger.entries:
         assert f"{entry.num_bytes:,}" in text
     assert str(Plan(spec, ledger)) == text
-
-
-def test_the_policys_own_state_counts():
-    spec, ledger = plan([], budget_bytes=1_000_000, policy=fifo(), **SHAPE)
-    assert ledger.used_bytes == real_bytes(spec, fifo())
-    assert spec.groups[0].num_blocks > plan([], budget_bytes=1_000_000, **SHAPE).spec.groups[0].num_blocks
-
-
-def test_a_cache_of_metadata_alone():
-    spec, ledger = plan([], budget_bytes=100_000, **SHAPE)
-    assert [entry.name for entry in ledger.entries] == ["metadata"]
-    assert ledger.used_bytes == real_bytes(spec) <= 100_000
 
 
 def test_too_small_a_budget_says_what_the_least_would_be():
@@ -114,14 +110,8 @@ def test_windows_share_both_budgets(layers, shares):
         assert spent[one] / wanted[one] < (spent[two] + 1.001 * each[two]) / wanted[two]
         assert host[one] / wanted[one] < (host[two] + 1.001 * each[two]) / wanted[two]
     most = max(each.values())
-    assert 4_000_003 - 1.1 * most < ledger.used_bytes <= 4_000_003  # a block takes some metadata too
+    assert 4_000_003 - 1.1 * most < ledger.used_bytes == real_bytes(spec) <= 4_000_003  # a block takes metadata too
     assert 3_000_017 - most < ledger.host_used_bytes == sum(host.values()) <= 3_000_017
-
-
-def test_a_plan_with_windows_counts_everything():
-    for layers in (GEMMA, SINKS):
-        spec, ledger = plan(layers, budget_bytes=600_000, host_budget_bytes=500_000, **SHAPE)
-        assert ledger.used_bytes == real_bytes(spec)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +313,9 @@ def test_a_fraction_of_a_devices_memory():
         ({"device_fraction": 1.5}, "device_fraction: got 1.5"),
         ({"device_fraction": 0.5, "device": Device(None)}, "toy:0 does not report .*; pass budget_bytes"),
         ({"budget_bytes": 10**6, "model_bytes": -1}, "model_bytes: got -1"),
-        ({"budget_bytes": 10**6, "block_size": 0}, "block_size: got 0"),
+        ({"budget_bytes": 10**6, "model_bytes": 0.5}, "model_bytes: got 0.5"),
+        ({"budget_bytes": -1}, "budget_bytes: got -1"),
+        *(({"budget_bytes": 10**6, name: 0}, f"{name}: got 0") for name in ("block_size", "max_seqs", "max_length")),
         ({"budget_bytes": 10**6, "shares": "half"}, r"shares: got 'half', wanted .* windows \[None\]"),
         ({"budget_bytes": 10**6, "shares": {None: 1, 8: 2}}, r"shares: got \{None: 1, 8: 2\}, wanted"),
         ({"budget_bytes": 10**6, "shares": {None: 0}}, r"shares\[None\]: got 0, wanted a number above 0"),
@@ -345,7 +337,7 @@ def test_a_fraction_of_a_devices_memory():
 )
 def test_bad_arguments_are_named(budget, message):
     with pytest.raises(ValueError, match=message):
-        plan(LAYERS, **budget, **SHAPE)
+        plan(LAYERS, **(SHAPE | budget))
 
 
 def test_a_host_budget_wants_layers():

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.testing import SMALL, Request, Trial, jitted_verbs, random_requests, requests
+from kvjax.testing.requests import Draws
 from tests.unit.trials import SPECS, TIERS
 
 VERBS = jitted_verbs()
@@ -247,6 +248,7 @@ def test_a_request_says_its_form():
     for verb in ("extend", "commit", "pin", "unpin"):
         assert verb in fields
     assert set(fields) == set(VERBS) - {"lookup"}
-    for request in itertools.islice(random_requests(0), 300):
+    of_tiers = Draws(0, TIERS)
+    for request in (*itertools.islice(random_requests(0), 300), *map(of_tiers.make, fields)):
         assert set(request) - {"verb"} == fields[request["verb"]] - {"extra_ids"}, request
     assert set().union(*fields.values(), {"verb", "host"}) == set(Request.__annotations__)

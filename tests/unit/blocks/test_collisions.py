@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys that collide all the time may cost hits, but never give a wrong one."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.blocks.keys import prefix_keys
+from kvjax.testing import Trial, random_requests
 from tests import drive
 
 pytestmark = pytest.mark.long
@@ -29,38 +32,13 @@ def verbs(request, monkeypatch):
 
 
 def test_reused_tokens_are_those_of_the_prompt(verbs):
-    """A model of the slots records each block's real K/V as (namespace, prefix) of every written token."""
+    """A trial knows the K/V in every slot, and so finds a row that would read another text's or another tenant's."""
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
-    cache = drive.Driver(kvjax.init(spec), verbs)
-    rng, slots, rows, reused = np.random.default_rng(0), {}, set(), 0
-
-    def copy():
-        for event in kvjax.to_list(cache.events):
-            if event["kind"] == "copied":
-                for i in range(event["num_tokens"]):
-                    slots[event["block"], i] = slots[event["source"], i]
-
-    for _ in range(100):
-        seq = int(rng.integers(S))
-        if seq in rows:
-            cache.do("release", seq)
-            copy()
-            rows.remove(seq)
-        else:
-            tokens, length = rng.integers(0, 2, LENGTH), int(rng.integers(1, LENGTH + 1))
-            namespace = int(rng.integers(2))
-            if cache.admit(seq, tokens[:length], namespace=namespace) == ["OK"]:
-                copy()
-                cached = int(cache.events.cached[0])
-                reused += cached
-                table = np.asarray(cache.state.groups[0].table[seq])
-                for i in range(cached):
-                    assert slots[table[i // P], i % P] == (namespace, *tokens[: i + 1])
-                for i in range(cached, length):
-                    slots[table[i // P], i % P] = (namespace, *tokens[: i + 1])
-                cache.write({seq: tokens[cached:length]})
-                copy()
-                rows.add(seq)
+    trial, reused = Trial(kvjax.init(spec), verbs=verbs), 0
+    requests = (one for one in random_requests(0, spec) if one["verb"] in ("admit", "commit", "release"))
+    for request in itertools.islice(requests, 200):
+        events = trial.do(request)
+        reused += 0 if events is None else int(np.sum(events.cached))
     assert reused > 0
 
 

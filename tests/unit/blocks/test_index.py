@@ -127,35 +127,6 @@ def test_batches_in_and_out(kind, seed):
             assert got == wanted
 
 
-@HASHES
-@pytest.mark.parametrize(
-    "leaving",
-    [[0], [7], [3], [0, 1], [6, 7], [3, 4], [4, 3], [1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [7, 5, 3, 1], [0, 2, 1, 6, 5]],
-    ids=str,
-)
-def test_neighbours_leave_together(kind, leaving):
-    table = Table(kind)
-    tokens = np.zeros((8, SIZE), int)
-    table.insert(range(8), tokens=tokens, parent=[[-1, 0]] * 8)
-    table.remove(leaving)
-    assert table.longest([-1, 0], tokens[0], SIZE)[0] == ((max(table.inside), SIZE) if table.inside else (-1, 0))
-    table.insert(leaving, tokens=tokens[: len(leaving)], parent=[[-1, 0]] * len(leaving))  # and come back
-    assert table.longest([-1, 0], tokens[0], SIZE)[0] == (leaving[-1], SIZE)
-
-
-@HASHES
-def test_all_leave_in_batches_however_they_stand(kind):
-    rng, table = np.random.default_rng(1), Table(kind)
-    for start in range(0, NUM, BATCH):
-        table.insert(
-            range(start, start + BATCH), tokens=np.full((BATCH, SIZE), start), parent=[[-1, start % 3]] * BATCH
-        )
-    order = rng.permutation(NUM).tolist()
-    for start in range(0, NUM, BATCH):
-        table.remove(order[start : start + BATCH])
-    assert np.all(np.asarray(table.links.next)[2 * NUM :] == -1)
-
-
 def test_the_best_child_and_among_equals_the_newest():
     table = Table("many buckets")
     contents = [[5, 1, 2, 3], [5, 1, 2, 9], [5, 1, 0, 0], [6, 1, 2, 3]]

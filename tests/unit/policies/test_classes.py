@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`by_class` against lists in plain Python: random forests are released, held, released again and evicted."""
 
-import functools
-import itertools
-
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +8,8 @@ import pytest
 
 import kvjax
 from kvjax._arrays import pick
-from kvjax.policies import by_class, by_score, lfu
-from kvjax.policies.scores import then_age
-from kvjax.testing import Trial, check_policy, random_requests
+from kvjax.policies import by_class
+from kvjax.testing import check_policy
 from tests.drive import PLAIN
 
 NUMBER, CLASSES, SIZE = 24, 4, 10
@@ -180,31 +175,6 @@ def test_victims_are_those_of_lists_in_plain_python(name):
         forest.release(held)
         pstate = touch(pstate, forest.blocks(), jnp.array((held + [-1] * NUMBER)[:NUMBER], jnp.int32), now)
     assert filled > 3 and forest.passed_over > 100
-
-
-def by_hits_then_age(blocks):
-    """`lfu`, with a pass over all blocks."""
-    return then_age(jnp.minimum(blocks.hits, 120), blocks)
-
-
-@functools.cache
-def slow_lfu():
-    return by_score(by_hits_then_age)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_lfu_is_the_score_that_it_was(seed):
-    """The caches are the same after every request, block numbers included."""
-    classes, scores = Trial(kvjax.init(PLAIN, lfu()), delivers=True), Trial(kvjax.init(PLAIN, slow_lfu()))
-    for step, request in enumerate(itertools.islice(random_requests(seed, PLAIN), 300)):
-        states = []
-        for trial in (classes, scores):
-            trial.do(request)
-            (group,) = trial.state.groups
-            states.append((group.replace(policy=()), trial.state.seqs))
-        chex.assert_trees_all_equal(*states, custom_message=f"step {step}: {request}")
-    assert classes.tally["removed"] > 50
 
 
 @pytest.mark.slow

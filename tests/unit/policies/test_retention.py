@@ -55,43 +55,6 @@ def stated(*ranges, **options):
     return kvjax.Retention.of(ranges, max_ranges=2, **options)
 
 
-def priorities(cache):
-    """{last token of a findable block: its stated priority}."""
-    return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.events.index_of(cache.state).items()}
-
-
-@pytest.mark.long
-def test_a_found_block_takes_the_new_priority_and_says_so():
-    cache, prompt = cache_of(4), np.repeat([1, 2, 3], 4)[:9]
-    serve(cache, 0, prompt, stated((0, 4, 80)))
-    assert priorities(cache) == {1: 80, 2: 35, 3: 35}
-    events = serve(cache, 1, prompt, stated((0, 4, 80), (4, 8, 10)))
-    assert [(e["kind"], e["priority"]) for e in events if e["kind"] == "updated"] == [("updated", 10)]
-    assert priorities(cache) == {1: 80, 2: 10, 3: 35}
-    events = serve(cache, 1, prompt)  # nothing is stated, so nothing changes
-    assert priorities(cache) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
-
-
-@pytest.mark.long
-def test_what_follows_a_cut_is_generated():
-    cache = cache_of(4)
-    cache.start(0, range(12), retention=stated((0, 5, 20), (5, None, 60), decode_priority=80))
-    cache.do("truncate", 0, 4)
-    assert cache.grow(4, 0, 0, 0) == cache.write({0: range(20, 24)}) == ["OK"] * 4
-    assert priorities(cache) == {3: 20, 7: 20, 11: 60, 23: 80}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
-def test_a_time_to_live_ends(now, left):
-    """Its priority is 90 for 10 ms after its release, and then the default one; it is older than the other prompt."""
-    cache = cache_of(2)
-    serve(cache, 0, [1] * 4, stated((0, None, 90, 10)))
-    serve(cache, 0, [2] * 4, stated((0, None, 35)))
-    assert cache.admit(1, [3] * 4, retention=stated((0, None, 0)), now=now) == ["OK"]
-    assert set(priorities(cache)) == left
-
-
 @pytest.mark.long
 def test_a_time_to_live_that_ended_stays_over():
     """2^31 ms are 24 days. By the difference alone it would seem to begin anew from day 25 to 49."""
@@ -131,9 +94,3 @@ def test_times_are_added_in_64_bits(a):
 
 def wrapped(ms):
     return (ms + 2**31) % 2**32 - 2**31
-
-
-@pytest.mark.slow
-def test_priorities_pass_the_conformance_kit():
-    tally = kvjax.testing.check_policy(kvjax.policies.priority(), spec=RETENTION, steps=120)
-    assert tally["removed"] > 10

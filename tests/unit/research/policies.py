@@ -5,7 +5,6 @@ import re
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 
 import kvjax
 from kvjax.policies import by_class, cost_aware, fifo, lfu, lru
@@ -45,11 +44,6 @@ POLICIES = {
     "cost_aware": (cost_aware(balance=5 * BLOCK), oracle.cost_aware(5)),
     "in one line": (kvjax.by_score(often), lambda cache: cache.hits - cache.depth),
 }
-
-
-def marked(lru=()):
-    """The policies to test: `lru` always or with its mark, the others at night."""
-    return [pytest.param(name, marks=lru if name == "lru" else pytest.mark.slow) for name in POLICIES]
 
 
 @st.composite

@@ -32,7 +32,6 @@ from kvjax.research.learning.learned import (
 from kvjax.testing import check_policy
 from tests.oracle import research
 from tests.oracle import research_learned as oracle
-from tests.oracle.bytes_machine import TWO, VOCAB, Chain, name_of
 from tests.unit.research import cases
 
 BLOCK = 4
@@ -264,26 +263,6 @@ def test_caches_evict_what_plain_python_evicts():
     wanted = [hits_of(each, trace, size, "kvjax") for each in learned]
     np.testing.assert_array_equal(found.blocks, wanted)
     assert wanted[0] != wanted[1] and sum(wanted[0]) > 0
-
-
-@pytest.mark.slow
-def test_a_model_generates_with_a_learned_policy():
-    """The cache holds few of the prompts. The tokens are the model's choices after the right bytes."""
-    layers = [kvjax.LayerSpec(1, 2)] * 2
-    spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=2, max_length=24, block_size=BLOCK, dtype="float32")
-    learned = learn_policy(cases.cut(200), hazard="counted")
-    cache = kvjax.Cache.create(spec, learned.policy)
-    prompts = [[number % 5] * 9 + [number % VOCAB] for number in range(16)]
-    model = Chain(np.full(VOCAB, name_of(0, ()), np.int32), TWO)
-    outputs, cache, events = kvjax.generate(model, cache, prompts, max_new_tokens=5)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        path = tuple(prompt)
-        for token in output.tokens:
-            assert token == name_of(0, path) % VOCAB
-            path += (token,)
-    assert sum(event["kind"] == "removed" for event in events) > 10
-    assert sum(output.cached_tokens for output in outputs) > 0
-    kvjax.check(cache.state)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -106,6 +107,18 @@ def test_one_trace_whatever_kind_of_number(verb):
         jitted.eval_shape(state, *args(kind))
     for number in (1, 2, 3):
         jitted.eval_shape(state, *args(lambda _, number=number: number))
+
+
+def test_the_cost_of_extend_follows_the_rows_that_are_named():
+    """Only their events fit. Arrays with an entry for each row are updated, and no other such array is made."""
+    for most in (4, 1_009):  # a number that no other array has in its shape
+        spec = kvjax.make_spec(num_blocks=12, max_seqs=most, max_length=16, block_size=P)
+        state = jax.eval_shape(lambda spec=spec: kvjax.init(spec))
+        run = functools.partial(kvjax.extend, active=np.ones(3, bool), seqs=np.array([2, 0, 1], np.int32))
+        program, (_, events) = jax.make_jaxpr(run, return_shape=True)(state)
+        assert events.records.shape[0] == 2 * 3
+    made = re.findall(r"^ +\w+:\w+\[1009[,\]].* = (\w+)", str(program), re.MULTILINE)
+    assert made == ["scatter"] * 2  # the table and the lengths
 
 
 def test_policies_are_the_same_object_every_time():
