@@ -148,24 +148,6 @@ def test_a_derivative_is_that_of_the_whole_rows():
 
 
 @pytest.mark.long
-def test_a_step_with_the_condition_copies_no_pool():
-    """Two layers of writing and attending, the pool donated, as in a model."""
-    pool, rows, columns = jax.ShapeDtypeStruct((4097, 2, 2, 2, 16, 16), jnp.float32), 8, 128
-
-    def step(q, pool, tables, lengths, slots):
-        for layer in range(2):
-            pool = pallas_kernels.call("append_kv", pool, layer, q[:, :2], q[:, 2:], slots)
-            q = q + pallas_kernels.call("decode_attention", q, pool, layer, tables, lengths, scale=0.25)
-        return q, pool
-
-    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, columns), (rows,), (rows,))]
-    q = jax.ShapeDtypeStruct((rows, 4, 16), jnp.float32)
-    compiled = jax.jit(step, donate_argnums=1).lower(q, pool, *ints).compile()
-    assert compiled.as_text().count(" conditional(") == 2
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * np.prod(pool.shape) * 4
-
-
-@pytest.mark.long
 def test_with_64_bit_types_the_parts_stay_narrow():
     case = Case(SKEWED)
     wanted = run(case)

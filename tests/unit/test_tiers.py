@@ -31,33 +31,6 @@ def compute(cache, tokens, count):
     return kvjax.Cache(cache.state, pools).commit(tokens, count)
 
 
-def holds(tiered, group, row, tokens):
-    """Whether a pool row, of the device or the host, holds the K/V of these tokens."""
-    n = tiered.cache.state.spec.groups[group].num_blocks
-    pool = tiered.cache.pools.arrays[group][0] if row < n else tiered.host.arrays[group][0]
-    kv = np.asarray(pool[row if row < n else row - n])[0, :, 0, : len(tokens), 0]
-    return np.array_equal(kv, [tokens, [-t for t in tokens]])
-
-
-def assert_true_bytes(tiered, texts):
-    """Asserts that all findable blocks, and all that rows can read, hold the right K/V."""
-    state = tiered.cache.state
-    kvjax.check(state)
-    host = jax.device_get(state)
-    tree = host.groups[0]
-    for number, group in enumerate(host.groups):
-        for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.pending_transfer == 0)):
-            group0_block = block if group.group0_block is None else group.group0_block[block]
-            tokens = tree.blocks.tokens[group0_block, : group.blocks.fill[block]].tolist()
-            assert holds(tiered, number, group.host.pool_row[block], tokens), f"group {number}, block {block}"
-        for seq, text in texts.items():
-            written = text[: host.seqs.committed[seq]]
-            for column, block in enumerate(group.table[seq]):
-                part = written[column * SIZE : (column + 1) * SIZE]
-                if block >= 0 and part:
-                    assert holds(tiered, number, group.host.pool_row[block], part), f"row {seq}, column {column}"
-
-
 class Fed(Driver):
     """A cache of both tiers with the K/V of its tokens."""
 
@@ -79,93 +52,6 @@ class Fed(Driver):
         self.compute(seq, text)
         self.do("release", seq)
         return found
-
-
-class Life(Fed):
-    """A cache whose rows and cached blocks come and go at random."""
-
-    def __init__(self, seed, **options):
-        super().__init__(**options)
-        self.rng = np.random.default_rng(seed)
-        self.texts, self.failures = {}, 0
-        self.documents = self.rng.integers(1, 50, (3, WIDTH)).tolist()
-
-    def done(self, request, *args, **options):
-        """Whether a request with moves succeeded: it was not refused, and no move failed."""
-        try:
-            return set(request(*args, **options)) == {"OK"}
-        except kvjax.tiers.FailedTransfer as error:
-            self.cache, self.failures = error.tiered, self.failures + 1
-            self.follow(error.events)
-            self.follow(error.removed)
-            for row in error.lost:
-                self.texts.pop(row, None)
-            return False
-
-    def step(self):
-        rng, rows = self.rng, sorted(self.texts)
-        free = [row for row in range(ROWS) if row not in self.texts]
-        kind = rng.choice(["start", "start", "start", "end", "end", "grow", "swap", "shift", "watermark"])
-        if kind == "start" and free:
-            shared = int(rng.integers(1, WIDTH - 2))
-            text = [*self.documents[rng.integers(3)][:shared], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
-            if self.done(self.admit, free[0], text):
-                self.texts[free[0]] = text
-                self.compute(free[0], text)
-        elif kind == "end" and rows:
-            row = int(rng.choice(rows))
-            self.do("release", row)
-            del self.texts[row]
-        elif kind == "grow" and rows:
-            row = int(rng.choice(rows))
-            if len(self.texts[row]) < WIDTH and self.done(self.grow, *(np.arange(ROWS) == row)):
-                self.texts[row] = [*self.texts[row], int(rng.integers(1, 50))]
-                self.compute(row, self.texts[row])
-        elif kind == "swap" and rows:
-            row = int(rng.choice(rows))
-            self.done(self.status, "swap_in" if self.state.seqs.swapped[row] else "swap_out", row)
-        elif kind == "shift":
-            group = int(rng.integers(2))
-            block = np.full(2, kvjax.state.NO_BLOCK, np.int32)
-            block[0] = rng.integers(14)
-            self.done(self.status, str(rng.choice(["offload", "onboard"])), block, group=group)
-        elif kind == "watermark":
-            self.done(self.status, "watermark", int(rng.integers(6)), most=4, group=int(rng.integers(2)))
-
-
-@pytest.mark.slow  # tests/oracle/test_bytes.py compares the bytes of shorter histories
-@pytest.mark.parametrize(("seed", "dangerous"), [(3, True), (0, False)])
-def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
-    life, copy = Life(seed), host_pool._copy
-
-    def failing(*args):  # the copies of a transfer before the failed one were made
-        if life.rng.random() < 0.15:
-            raise MemoryError("no more pinned memory")
-        return copy(*args)
-
-    if dangerous:
-        monkeypatch.setattr(host_pool, "_copy", failing)
-    moved = 0
-    for _ in range(70):
-        life.step()
-        assert_true_bytes(life.cache, life.texts)
-        moved = max(moved, int(life.state.groups[0].host.num_moves))
-    assert moved > 5
-    assert (life.failures > 0) == dangerous
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("host", "documents"), [(6, 2), pytest.param(24, 4, marks=pytest.mark.slow)])
-def test_evicted_documents_come_back(host, documents):
-    cache = Fed(num_host_blocks=host)
-    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(documents)]  # 6 blocks each, of 8
-    for text in texts:
-        assert cache.serve(0, text) == 0
-    for text in texts:
-        assert cache.serve(0, text) == WIDTH - 2  # all but the last token
-        assert_true_bytes(cache.cache, {})
-    assert cache.found(texts[0], tiers=("device",)) < cache.found(texts[0])
-    assert int(cache.cache.lookup(padded(texts[0], WIDTH), len(texts[0])).host_tokens) > 0
 
 
 @pytest.mark.slow
@@ -196,22 +82,6 @@ def test_after_a_watermark_a_loop_evicts_nothing():
     after = Driver(cache.state)
     for n in range(4):  # and nothing is lost
         assert after.found([*(100 * n + t for t in text), 1]) == 8
-
-
-@pytest.mark.slow
-def test_a_sequence_goes_and_comes_back():
-    cache, text = Fed(), list(range(1, 20))
-    assert cache.admit(1, text) == ["OK"]
-    cache.compute(1, text)
-    cache.do("swap_out", 1)
-    assert int(cache.state.groups[0].num_empty) == 8
-    assert cache.grow(0, 1, 0) == ["OK", "HELD", "OK"]
-    for verb, args in (("fork", (1, 2)), ("truncate", (1, 5)), ("swap_out", (1,))):
-        assert cache.status(verb, *args) == ["BAD_REQUEST"]
-    cache.serve(0, [900 + t for t in range(22)])  # uses the free blocks
-    cache.do("swap_in", 1)
-    assert_true_bytes(cache.cache, {1: text})
-    assert cache.grow(0, 1, 0) == ["OK"] * ROWS
 
 
 @pytest.mark.slow

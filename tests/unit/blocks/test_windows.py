@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from benchmarks import bookkeeping, snapshots
+from benchmarks import snapshots
 from tests.drive import Driver
 
 P, S, T, WINDOW = 4, 3, 24, 6  # the next token sees 5 before it
@@ -215,23 +215,6 @@ def test_one_trace_a_shape(verb):
         for _ in range(3):
             result = jitted.eval_shape(state, *args)
             state = state if verb == "lookup" else result[0]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("run", [bookkeeping.steps, bookkeeping.admissions])
-def test_scanned_steps_copy_nothing_of_the_pools_size(run):
-    blocks = {None: 60_000, 256: 61_000, 512: 62_000}
-    spec = kvjax.make_spec(
-        [kvjax.LayerSpec(1, 1, window) for window in blocks], num_blocks=blocks,
-        max_seqs=bookkeeping.ROWS, max_length=bookkeeping.LENGTH, block_size=bookkeeping.BLOCK,
-    )  # fmt: skip
-    state = jax.eval_shape(lambda: kvjax.init(spec))
-    compiled = jax.jit(run, donate_argnums=0).lower(state).compile()
-    assert bookkeeping.copies_of_blocks(compiled, state) == []
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 0.1 * nbytes
-    assert memory.alias_size_in_bytes >= nbytes
 
 
 def test_layers_are_grouped_by_what_they_see():
