@@ -300,14 +300,14 @@ PROGRAMS = [
     *((LONG, divided, (program, 1, 4)) for program in ("step", "chunk", "extend", "admit")),
     *((SLOW, divided, (program, 2, 2)) for program in ("step", "chunk", "extend", "admit")),
 ]  # fmt: skip
-IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "dynamic-update-slice", "scatter"}
+UPDATES = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "dynamic-update-slice", "scatter"}
 
 
 def copies(text, donated):
     """The instructions that make an array like one of the large ones, but do not update it."""
     large = {",".join(map(str, x.shape)) for x in jax.tree.leaves(donated) if math.prod(np.shape(x)) >= 10_000}
     found = re.findall(r"%?([\w.-]+) = \w+\[([\d,]+)\]\S* ([\w-]+)\(", text)
-    made = [(name, shape, kind) for name, shape, kind in found if shape in large and kind not in IN_PLACE]
+    made = [(name, shape, kind) for name, shape, kind in found if shape in large and kind not in UPDATES]
     return [one for one in made if one[2] != "fusion" or not re.search("scatter|update-slice", one[0])]
 
 

@@ -247,13 +247,14 @@ def test_blocks_go_to_the_host_and_come_back(name, shape, axes):
             shards = [shard for x in jax.tree.leaves((pools, host)) for shard in x.addressable_shards]
             return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
-        model, before = rows(pools, host), pointers()
-        for _ in range(3):
-            moves = random_moves(rng, *zip(*((g.num_blocks, g.num_host_blocks) for g in spec.groups), strict=True))
-            pools, host = host_pool.move(pools, host, order(*moves, (0, 0, spec.groups[0].num_blocks)))
-            model = moved(model, [*moves, (0, 0, spec.groups[0].num_blocks)])
-            # numpy looks at them after their places are known: the oldest jax then copies
-            assert pointers() == before
+        sizes = [(group.num_blocks, group.num_host_blocks) for group in spec.groups]
+        before, (first, *rest) = pointers(), [random_moves(rng, *zip(*sizes, strict=True)) for _ in range(4)]
+        pools, host = host_pool.move(pools, host, order(*first))
+        assert pointers() == before  # before numpy looks at them, which the oldest jax then copies
+        model = rows(pools, host)
+        for moves in rest:
+            pools, host = host_pool.move(pools, host, order(*moves))
+            model = moved(model, moves)
         assert_same(rows(pools, host), model)
         kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(tree)} for tree in (pools, host)]
         assert kinds == [{"device"}, {"pinned_host"}]
