@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier with bytes: every findable block holds the K/V of its tokens, also when moves fail."""
+"""The host tier in stories: which blocks leave, who reads which bytes, and moves that fail or are on their way.
+
+`tests/oracle/test_bytes.py` compares all bytes of random histories.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from tests.drive import Driver, lines, padded
+from tests.drive import BOTH, Driver, lines, padded
 
 ROWS, SIZE, WIDTH = 3, 4, 24
 LAYERS = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
@@ -21,65 +24,33 @@ def make_spec(**options):
     return kvjax.make_spec(LAYERS, **{"num_blocks": 8, "num_host_blocks": 6, **OPTIONS, **options})
 
 
-@jax.jit
-def compute(cache, tokens, count):
-    """Computes the rows' next tokens. The K/V of a token is its number."""
-    view = cache.view(count, tokens.shape[1])
-    pools, kv = cache.pools, tokens.astype(jnp.float32)[..., None, None]
-    for layer in range(len(LAYERS)):
-        pools = kvjax.write(pools, layer, kv, -kv, view)
-    return kvjax.Cache(cache.state, pools).commit(tokens, count)
-
-
-class Fed(Driver):
-    """A cache of both tiers with the K/V of its tokens."""
-
-    def __init__(self, **options):
-        super().__init__(kvjax.tiers.TieredCache.create(make_spec(**options)))
-
-    def compute(self, row, text):
-        """Computes the tokens of a row's text that are not yet written."""
-        new = text[int(self.state.seqs.committed[row]) :]
-        cache, events = compute(self.cache.cache, *lines({row: new}, ROWS, WIDTH))
-        assert bool(events.ok)
-        self.cache = self.cache.replace(cache)
-        self.follow(events)
-
-    def serve(self, seq, text):
-        """Serves a sequence from admit to release; returns the number of tokens that it found."""
-        assert self.admit(seq, text) == ["OK"]
-        found = int(self.events.cached[0])
-        self.compute(seq, text)
-        self.do("release", seq)
-        return found
-
-
 @pytest.mark.slow
 def test_after_a_watermark_a_loop_evicts_nothing():
-    tiered = Fed()
-    text = list(range(1, 9))
+    cache, text = Driver(kvjax.init(make_spec())), list(range(1, 9))
     for n in range(4):
-        tiered.serve(0, [100 * n + t for t in text])
-    assert tiered.admit(0, [5]) == ["OK"]
+        cache.start(0, [100 * n + t for t in text], tiers=BOTH)
+        cache.do("release", 0)
+    assert cache.admit(0, [5], tiers=BOTH) == ["OK"]
     for group in range(2):
-        tiered.do("watermark", 4, most=4, group=group)
-        assert int(tiered.state.groups[group].num_empty) >= 4
+        cache.do("watermark", 4, most=4, group=group)
+        assert int(cache.state.groups[group].num_empty) >= 4
 
     @jax.jit
-    def loop(cache):
-        def one(cache, token):
-            tokens, active = jnp.zeros((ROWS, 1), jnp.int32) + token, jnp.arange(ROWS) == 0
-            cache, extended = cache.extend(active)
-            cache, committed = compute(cache, tokens, active.astype(jnp.int32))
-            return cache, (kvjax.events.counts(extended)["removed"], extended.ok & committed.ok)
+    def loop(state):
+        def one(state, token):
+            active = jnp.arange(ROWS) == 0
+            state, extended = kvjax.extend(state, active)
+            state, committed = kvjax.commit(state, jnp.full((ROWS, 1), token), active.astype(jnp.int32))
+            return state, (kvjax.events.counts(extended)["removed"], extended.ok & committed.ok)
 
-        cache, _ = compute(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
-        return jax.lax.scan(one, cache, jnp.arange(12, dtype=jnp.int32))
+        first = jnp.arange(ROWS) == 0
+        state, _ = kvjax.commit(state, jnp.full((ROWS, 1), 5, jnp.int32), first.astype(jnp.int32))
+        return jax.lax.scan(one, state, jnp.arange(12, dtype=jnp.int32))
 
-    cache, (removed, ok) = loop(tiered.cache.cache)
+    state, (removed, ok) = loop(cache.state)
     assert bool(jnp.all(ok))
     assert int(jnp.sum(removed)) == 0
-    after = Driver(cache.state)
+    after = Driver(state)
     for n in range(4):  # and nothing is lost
         assert after.found([*(100 * n + t for t in text), 1]) == 8
 

@@ -29,7 +29,7 @@ FORMS = {  # the view after the committed tokens, and its number of tokens of ea
     "decode": (lambda state: view(state, [1, 0, 0, 1], 1), [1, 0, 0, 1]),
     "padded": (lambda state: view(state, [2, 0, 0, 4], 4), [2, 0, 0, 4]),
     "ragged": (lambda state: ragged(state, [2, 0, 0, 4], 8), [2, 0, 0, 4]),
-    "mixed": (lambda state: mixed(state, [True, False, False, False], [3, -1], [4, 1], 6), [1, 0, 0, 4]),
+    "mixed": (lambda state: mixed(state, [False, False, False, True], [0, -1], [2, 1], 6), [2, 0, 0, 1]),
 }
 FORMS["mixed as ragged"] = lambda state: FORMS["mixed"][0](state).replace(decodes=0), FORMS["mixed"][1]
 LAYERS = {"kv": LayerSpec(2, 16), "rope": LayerSpec(2, 16), "latents": LayerSpec.latent(24, 16)}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contract of `write`, `rope_write` and `attend`: kinds of layers, forms of views, dtypes and placements, against
-dense attention. The pools begin as NaN, and so do the derivatives."""
+"""One contract of `write`, `rope_write` and `attend`: any layer, view, dtype and placement gives dense attention.
+
+The pools begin as NaN, and so does the padding.
+"""
 
 import functools
 
@@ -84,8 +86,19 @@ def table_of(cases):
     return [pytest.param(*case, marks=marks[mark]) for mark, some in cases.items() for case in some]
 
 
-def ran(where, step, lines, spec):
-    """The pools and the results of a step from pools of NaN, with the tokens of each block in order; numpy's."""
+@pytest.fixture
+def interpreted(where, monkeypatch):
+    """Lets Triton's kernels run in the interpreter where the placement names them."""
+    if "triton" in where:
+        call = functools.partial(pallas_kernels.call, **how("triton"))
+        monkeypatch.setattr(pallas_kernels, "call", lambda *args, implementation, **options: call(*args, **options))
+
+
+def ran(where, step, lines, spec, sent=None):
+    """The pools and the results of a step from pools of NaN, with the tokens of each block in order.
+
+    Its devices send each other what is `sent`, if that is not None.
+    """
     if where not in MESHES:
         pools = poisoned(init_pools(spec))
         if where == "several caches":
@@ -99,7 +112,7 @@ def ran(where, step, lines, spec):
         if where == "heads, rows divided":
             lines = lines | {"q": jax.device_put(lines["q"], NamedSharding(mesh, P("context")))}
         program = jax.jit(step).lower(lines, pools).compile()
-        assert where not in SENT or collectives(program) == SENT[where]
+        assert sent is None or collectives(program) == sent
         pools, results = program(lines, pools)
         for array, layers in zip(pools.arrays[0], spec.groups[0].pools, strict=True):
             (own,) = {shard.data.shape[3:5] for shard in array.addressable_shards}
@@ -124,18 +137,15 @@ def pools_after(x, form, spec, dtype):
 
 
 @pytest.mark.parametrize(("kind", "form", "dtype", "where", "options"), table_of(CASES))
-def test_a_step_is_dense_attention_and_writes_nothing_else(kind, form, dtype, where, options, monkeypatch):
+def test_a_step_is_dense_attention_and_writes_nothing_else(kind, form, dtype, where, options, interpreted):
     """Each byte of the pools is known, and padding is zeros."""
     x, spec, options = inputs(kind), spec_of(kind, dtype), OPTIONS[options]
     lines = jax.jit(functools.partial(on_lines, form=form))(x)
     step = functools.partial(paged, form=form, options=options)
-    if "triton" in where:
-        call = functools.partial(pallas_kernels.call, **how("triton"))
-        monkeypatch.setattr(pallas_kernels, "call", lambda *args, implementation, **options: call(*args, **options))
     if "traced index" in where:  # `layer` is then any of the pool's
         lines = lines | {"index": jnp.int32(1)}
         step = lambda lines, pools: paged(lines, pools, form, options, layer=0, index=lines["index"])  # noqa: E731
-    pools, (out, lse) = ran(where, step, lines, spec)
+    pools, (out, lse) = ran(where, step, lines, spec, SENT.get(where))
     assert (pools.scales is not None) == (dtype in QUANTISED)
     wanted = functools.partial(dense, form=form, options=options, values=LAYERS[kind].values, dtype=dtype)
     got = in_order((np.asarray(out), np.asarray(lse)), form)
@@ -156,13 +166,14 @@ GRADIENTS = {
         *[("kv", form, "one device", "all") for form in ("decode", "padded", "ragged", "mixed")],
         *[("latents", form, "one device", "plain") for form in ("decode", "mixed")],
         ("kv", "padded", "heads", "all"), ("kv", "decode", "several caches", "plain"),
+        ("kv", "mixed", "triton", "plain"), ("rope", "padded", "triton", "plain"),
     ],
     "slow": [("kv", "padded", "both", "no window"), ("kv", "mixed", "both, explicit", "no window")],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "form", "where", "options"), table_of(GRADIENTS))
-def test_gradients_are_those_of_dense_attention(kind, form, where, options):
+def test_gradients_are_those_of_dense_attention(kind, form, where, options, interpreted):
     """They go through two writes to q, old and new K/V, sinks and angles; and forwards, too."""
     x, spec, options = inputs(kind), spec_of(kind), OPTIONS[options]
 
