@@ -22,6 +22,8 @@ from kvjax.pools import rope_write
 from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.views import mixed, view
+from models import verify
+from tests.drive import DATA
 from tests.unit.pools.hand_made import SIZES, SPEC, copied, hand_made_state, no_events, normal
 
 
@@ -55,6 +57,13 @@ def test_numpys_arrays_outside_of_a_program():
     of_jax = [jnp.asarray(x) for x in (*arrays, sinks)]
     np.testing.assert_array_equal(used(*arrays, sinks), used(*of_jax))
     np.testing.assert_array_equal(used(*(x.tolist() for x in arrays), sinks.tolist()), used(*of_jax))
+
+
+@pytest.mark.slow
+def test_over_quantised_pools_verify_reports_the_error_of_the_logits(capsys):
+    assert verify.main(["--kv-dtype", "int8", str(DATA / "goldens" / "llama")]) == 0
+    out = capsys.readouterr().out
+    assert "not judged: largest logit error" in out and "e-01" in out
 
 
 # Refusals.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`save` and `load`: what a cache has found by prefix, it finds after a restart, in other caches too."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,7 @@ from kvjax.stores.transport import read
 from kvjax.tiers import FailedTransfer, TieredCache
 from models import load as load_model
 from models.golden import read_golden
-from tests.drive import METHODS, lines, padded
+from tests.drive import Driver, lines, padded
 from tests.mesh import AUTO, EXPLICIT, mesh_of
 from tests.models.families import GOLDENS
 from tests.unit.stores.kinds import OPTIONS, ROWS, WIDTH, each_kind, make_spec, random_bytes
@@ -32,43 +30,40 @@ def create(spec, **options):
     return (TieredCache if spec.has_host else Cache).create(spec, **options)
 
 
-def run(cache, verb, *args, **options):
-    method = getattr(cache, verb) if isinstance(cache, TieredCache) else functools.partial(METHODS[verb], cache)
-    return method(*args, **options)
+def computed(cache, text, namespace=0, *, release=True):
+    """The cache after a row has computed a text."""
+    driver = Driver(cache, verified=False)
+    driver.start(0, text, namespace=namespace)
+    if release:
+        driver.do("release", 0)
+    return driver.cache
 
 
-def history(cache, seed=0, steps=30, namespaces=1, leave=True):
+def history(cache, seed=0, steps=30, leave=True):
     """The cache after random requests, some of which still have their rows if `leave` is False."""
     rng, spec, active = np.random.default_rng(seed), cache.state.spec, set()
+    driver = Driver(cache, verified=False)
     for step in range(steps):
         seq, now = int(rng.integers(ROWS)), np.int32(step)
-        if seq in active and (leave or step < steps - 6):
-            cache, _ = run(cache, "release", np.int32(seq), now=now)
-            active.discard(seq)
-            continue
         if seq in active:
+            if leave or step < steps - 6:
+                driver.do("release", seq, now=now)
+                active.discard(seq)
             continue
-        text, options = rng.integers(0, 2, rng.integers(2, WIDTH + 1)), {}
+        text, ids, options = rng.integers(0, 2, rng.integers(2, WIDTH + 1)), {}, {}
         if spec.extra_ids:
-            options["extra_ids"] = padded(np.repeat(rng.integers(0, 2), len(text)), WIDTH)
+            ids = {"extra_ids": padded(np.repeat(rng.integers(0, 2), len(text)), WIDTH + 1)}
         if spec.retention:
-            retention = kvjax.Retention.of([(0, 4, int(rng.integers(0, 90)), 50)], decode_priority=20)
-        request = options | ({"retention": retention} if spec.retention else {})
-        namespace = np.int32(rng.integers(namespaces))
-        cache, events = run(
-            cache, "admit", np.int32(seq), padded(text, WIDTH), np.int32(len(text)), namespace=namespace, now=now,
-            **request,
-        )  # fmt: skip
-        if not bool(events.ok):
-            continue
-        active.add(seq)
-        start = int(cache.state.seqs.committed[seq])
-        tokens, counts = lines({seq: text[start:]}, ROWS, WIDTH)
-        extra = {"extra_ids": lines({seq: options["extra_ids"][start : len(text)]}, ROWS, WIDTH)[0]} if options else {}
-        cache, _ = run(cache, "commit", tokens, counts, now=now, **extra)
+            options["retention"] = kvjax.Retention.of([(0, 4, int(rng.integers(0, 90)), 50)], decode_priority=20)
+        if driver.admit(seq, text.tolist(), now=now, **ids, **options) == ["OK"]:
+            active.add(seq)
+            start = int(driver.state.seqs.committed[seq])
+            if ids:
+                ids = {"extra_ids": lines({seq: ids["extra_ids"][start : len(text)]}, ROWS, WIDTH)[0]}
+            driver.write({seq: text[start:]}, now=now, **ids)
     for seq in active if leave else ():
-        cache, _ = run(cache, "release", np.int32(seq), now=np.int32(steps))
-    return random_bytes(cache, seed)
+        driver.do("release", seq, now=np.int32(steps))
+    return random_bytes(driver.cache, seed)
 
 
 def findable(cache):
@@ -151,11 +146,7 @@ def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     spec = make_spec("plain", num_blocks=10)
     saved = history(create(make_spec("plain")), 1)
     save(saved, tmp_path, names=Namespaces(), model=MODEL)
-    text = [2] * 15
-    cache, _ = run(create(spec), "admit", np.int32(0), padded(text, WIDTH), np.int32(15))
-    tokens, counts = lines({0: text}, ROWS, WIDTH)
-    cache, _ = run(cache, "commit", tokens, counts)
-    cache = random_bytes(cache)
+    cache = random_bytes(computed(create(spec), [2] * 15, release=False))
     before = findable(cache)
     cache, counts = load(cache, tmp_path, names=Namespaces(), model=MODEL)
     kvjax.check(cache.state)
@@ -200,9 +191,7 @@ def test_namespaces_keep_apart_what_they_did_before(tmp_path):
     numbers = [names(salt, lora, weights=weights) for salt, lora, weights in pairs]
     text, cache = [1, 2, 3, 4, 5], create(make_spec("plain"))
     for number in numbers[::2]:
-        cache, _ = run(cache, "admit", np.int32(0), padded(text, WIDTH), np.int32(5), namespace=np.int32(number))
-        cache, _ = run(cache, "commit", *lines({0: text}, ROWS, WIDTH))
-        cache, _ = run(cache, "release", np.int32(0))
+        cache = computed(cache, text, number)
     save(cache, tmp_path, names=names, model=MODEL, loras=loras)
     assert not any(salt in path.name for path in tmp_path.iterdir() for salt in ("french", "legal"))
     after, loras = Namespaces(), {7: "french", 1: "legal", 0: "another"}
@@ -225,9 +214,7 @@ def test_namespaces_keep_apart_what_they_did_before(tmp_path):
 def test_a_cache_without_namespaces_needs_no_names(tmp_path):
     text, cache, names = [1, 2, 3, 4, 5], create(make_spec("plain")), Namespaces()
     for folder, number in (("plain", 0), ("salted", names("a"))):
-        cache, _ = run(cache, "admit", np.int32(0), padded(text, WIDTH), np.int32(5), namespace=np.int32(number))
-        cache, _ = run(cache, "commit", *lines({0: text}, ROWS, WIDTH))
-        cache, _ = run(cache, "release", np.int32(0))
+        cache = computed(cache, text, number)
         save(cache, tmp_path / folder, model=MODEL, **({"names": names} if number else {}))
     _, counts = load(create(make_spec("plain")), tmp_path / "plain", model=MODEL)
     assert counts == Loaded(2, 0, 0)
@@ -254,8 +241,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "manifest.json").write_text('{"format": "kvjax cache", "version": 1}')
     good = {"cache": cache, "folder": folder, "names": names, "model": MODEL}
-    tenant = run(create(spec), "admit", np.int32(0), padded([1] * 5, WIDTH), np.int32(5), namespace=np.int32(3))[0]
-    tenant = run(tenant, "commit", *lines({0: [1] * 5}, ROWS, WIDTH))[0]
+    tenant = computed(create(spec), [1] * 5, 3, release=False)
     both = [
         ({"cache": cache.state}, "cache: got a CacheState, wanted a Cache"),
         ({"cache": create(make_spec("tiers")).cache}, "cache: got a Cache whose spec has a host tier"),
