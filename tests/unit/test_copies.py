@@ -46,10 +46,6 @@ def size(tree):
     return tree if isinstance(tree, int) else sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def shapes(make):
-    return jax.eval_shape(make)
-
-
 def i32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -92,15 +88,15 @@ def pool_steps(kind, loop, dtype):
             return lax.while_loop(lambda c: c[0] < 3, lambda c: one(c, records), carry)
         return lax.scan(lambda c, _: (one(c, records), None), carry, None, length=3)[0]
 
-    pools, q = shapes(lambda: init_pools(spec)), jax.ShapeDtypeStruct((16, 1, 2 * layer.kv_heads, width), dtype)
-    lowered = jax.jit(run, donate_argnums=0).lower(pools, q, shapes(lambda: kvjax.init(spec)), i32(256, 9))
+    pools, q = jax.eval_shape(lambda: init_pools(spec)), jax.ShapeDtypeStruct((16, 1, 2 * layer.kv_heads, width), dtype)
+    lowered = jax.jit(run, donate_argnums=0).lower(pools, q, jax.eval_shape(lambda: kvjax.init(spec)), i32(256, 9))
     return Program(lowered, pools, 0.05 * size(pools))
 
 
 def quantised_step(dtype):
     """Writes and attends in both layers; scales are donated too."""
     spec = make_spec([LayerSpec(2, 32)] * 2, num_blocks=512, max_seqs=2, max_length=24, block_size=4, dtype=dtype)
-    pools = shapes(lambda: init_pools(spec))
+    pools = jax.eval_shape(lambda: init_pools(spec))
     assert size(pools) == 513 * sum(pool.block_bytes(4) for pool in spec.groups[0].pools)
 
     def step(pools, state, q):
@@ -110,7 +106,7 @@ def quantised_step(dtype):
             q = q + attend(q, pools, layer, now)
         return pools, q
 
-    lowered = jax.jit(step, donate_argnums=0).lower(pools, shapes(lambda: kvjax.init(spec)), f32(2, 1, 4, 32))
+    lowered = jax.jit(step, donate_argnums=0).lower(pools, jax.eval_shape(lambda: kvjax.init(spec)), f32(2, 1, 4, 32))
     return Program(lowered, pools, 0.2 * size(pools))
 
 
@@ -192,7 +188,7 @@ def host_move(direction, heads, block_size):
 
 def adoption():
     spec = make_spec([LayerSpec(2, 16)] * 2, num_blocks=500, max_seqs=2, max_length=64, block_size=16)
-    cache = shapes(lambda: Cache.create(spec))
+    cache = jax.eval_shape(lambda: Cache.create(spec))
     kv = jax.eval_shape(kvjax.stores.gather, cache.pools, [np.zeros(4, np.int32)])
     args = np.zeros(64, np.int32), np.int32(60), kv, np.ones(4, bool)
     return Program(jax.jit(Cache.adopt, donate_argnums=0).lower(cache, *args), cache.pools, 2 * size(kv) + 20_000)
@@ -214,15 +210,15 @@ def scanned_verbs(run, kind):
     windows = {None: 60_000, 256: 61_000, 512: 62_000} if kind == "windows" else {}
     options = {"max_seqs": bookkeeping.ROWS, "max_length": bookkeeping.LENGTH, "block_size": bookkeeping.BLOCK}
     options |= {"num_blocks": windows or 65_536, "retention": kind == "retention"}
-    state = shapes(lambda: kvjax.init(make_spec([LayerSpec(1, 1, window) for window in windows], **options)))
+    state = jax.eval_shape(lambda: kvjax.init(make_spec([LayerSpec(1, 1, window) for window in windows], **options)))
     return Program(jax.jit(run, donate_argnums=0).lower(state), state, 0.1 * size(state))
 
 
 def scheduler_loop():
     options = {"num_blocks": 16_384, "max_seqs": 4, "max_length": 64, "block_size": 4, "dtype": "float32"}
     spec, scheduler = make_spec([LayerSpec(1, 2)] * 2, **options), Scheduler(chunk=6, chunk_rows=2, k=4)
-    serving = shapes(lambda: init_serving(Cache.create(spec), [65] * 8))
-    log = shapes(lambda: init_log(4 * worst_step(spec, scheduler), 4))
+    serving = jax.eval_shape(lambda: init_serving(Cache.create(spec), [65] * 8))
+    log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), 4))
     run = jax.jit(functools.partial(serve, scheduler=scheduler, steps=64), donate_argnums=(1, 2))
     pools = serving.cache.pools
     return Program(run.lower(MODEL, serving, log), pools, 0.05 * size(pools) + size(log))
@@ -230,8 +226,8 @@ def scheduler_loop():
 
 def decode_loop(choice):
     options = {"num_blocks": 20_000, "max_seqs": 8, "max_length": 256, "block_size": 4, "dtype": "float32"}
-    cache = shapes(lambda: Cache.create(make_spec([LayerSpec(1, 2)] * 2, **options)))
-    log = shapes(lambda: decode_log(cache.state.spec, 4))
+    cache = jax.eval_shape(lambda: Cache.create(make_spec([LayerSpec(1, 2)] * 2, **options)))
+    log = jax.eval_shape(lambda: decode_log(cache.state.spec, 4))
     rows = Rows(i32(8), jax.ShapeDtypeStruct((8,), jnp.bool_), i32(8), jax.ShapeDtypeStruct((8,), jnp.uint32), i32(8))
     sampling = None if choice == "greedy" else jax.tree.map(lambda x: np.repeat(x, 8), kvjax.Sampling(0.5, 40, 0.9, 3))
     run = jax.jit(functools.partial(decode, steps=4), donate_argnames=("cache", "rows", "log"))

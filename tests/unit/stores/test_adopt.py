@@ -15,6 +15,7 @@ from kvjax.blocks.keys import prefix_keys
 from kvjax.stores import Staged, adopt, land
 from kvjax.tiers import TieredCache
 from tests.drive import Driver, Verbs, verb
+from tests.poison import poisoned
 
 ADOPT = jax.jit(Cache.adopt, donate_argnums=0)
 
@@ -52,7 +53,7 @@ def assert_bytes(cache):
 def empty():
     """An empty cache whose K/V are NaN."""
     cache = Cache.create(SPEC)
-    return cache.replace(pools=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pools))
+    return cache.replace(pools=poisoned(cache.pools))
 
 
 def test_a_prefix_is_found_with_its_bytes():
