@@ -6,7 +6,8 @@
 
 BASE is the commit before the change, HEAD~10 by default. Without it, as in a clone without history, everything is
 reached. A module reaches the tests of its room, and those that import it by name; the core also reaches the oracle's
-machines. A test or a page reaches itself. Tools of tests reach nothing: the default tests use them all.
+machines, and whatever has programs over pools their table of copies. A test or a page reaches itself. Tools of tests
+reach nothing: the default tests use them all.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parents[1]
 CORE = ("state", "cache", "tiered", "blocks", "verbs", "policies", "events", "pools")
+COPIES = "tests/unit/test_copies.py"  # of the core, of loops and of kernels
 # What is not a room of kvjax, and the tests of it.
 HOMES = {
     "models": ["tests/models", "tests/project/test_commands.py", "tests/project/test_model_recipes.py"],
-    "pallas_kernels": ["tests/kernels", "tests/unit/gpu"],
+    "pallas_kernels": ["tests/kernels", "tests/unit/gpu", COPIES],
     "benchmarks": ["tests/project/test_benchmarks.py", "tests/project/test_pages_of_results.py"],
     "scripts": ["tests/project/test_packaging.py"],
     "docs": ["tests/project/test_pages.py"],
@@ -50,6 +52,7 @@ def tests_of(files: Iterable[str] | None) -> list[str]:
             home = {f"tests/unit/{package}", f"tests/unit/test_{package.removeprefix('_')}.py"}
             found |= home if any((ROOT / path).exists() for path in home) else importers(f"kvjax/{package}")
             found |= importers(file) | ({"tests/oracle"} if package in CORE else set())
+            found |= {COPIES} if package in (*CORE, "serving") else set()
         elif top == "tests" and rest[-1].startswith("test_"):
             found.add(file)
         found.update(HOMES.get(top, []))

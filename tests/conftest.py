@@ -43,7 +43,7 @@ FIRST = (
     "test_live_engine.py", "test_recurrent.py", "test_rollout.py", "test_stored.py", "test_canonical.py",
     "test_file.py", "test_adopt.py", "test_score.py", "test_serve.py",
     "test_machine_serving.py", "test_contract.py", "test_readme.py", "test_kernels.py", "test_goldens.py",
-    "test_debug.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_engine.py", "test_mesh.py",
+    "test_check.py", "test_copies.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_engine.py", "test_mesh.py",
     "test_serve_load.py", "test_serve_ends.py", "test_serve_bodies.py", "test_serve_disconnects.py",
     "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_commands.py",
     "test_listener.py", "test_run_batch.py", "test_kinds.py", "test_scheduler.py",

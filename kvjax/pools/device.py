@@ -222,9 +222,10 @@ def init_pools(
         )  # fmt: skip
 
     def scales(group: GroupSpec, pool: PoolSpec) -> jax.Array | None:
-        block = pool.block_shape(spec.block_size)
-        shape = group.num_blocks + 1, len(pool.layers), *block.shape[:-1]
-        return zeros(group, shape, jnp.float32, pool.mesh_axes) if pool.quantised else None
+        if not pool.quantised:  # the states of recurrent layers never are
+            return None
+        shape = group.num_blocks + 1, len(pool.layers), *pool.block_shape(spec.block_size).shape[:-1]
+        return zeros(group, shape, jnp.float32, pool.mesh_axes)
 
     def each(make: Callable[[GroupSpec, PoolSpec], Any]) -> Any:
         return tuple(tuple(make(group, pool) for pool in group.pools) for group in spec.groups)

@@ -51,59 +51,54 @@ def test_prefill_mixed_with_decode(shape, name, implementation):
     check_prefill(case, implementation, [9, 1, 0, 90, 1, 7], **options_for(case, name))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_dtypes(dtype, implementation):
-    check_decode(Case([1, 0, 37, 130], dtype=dtype, width=64), implementation)
-    check_prefill(Case([9, 0, 37, 130], dtype=dtype, width=64), implementation, [9, 0, 1, 30])
+NARROW, BYTES = ([1, 0, 37, 130], [1, 0, 1, 30]), ([1, 0, 37, 200], [1, 0, 30, 90])
+LATENTS = [1, 0, 37, 16, 90], [1, 0, 30, 1, 40]
+WIDE, SMALL = {"width": 64}, {"width": 32, "block_size": 8}
+INT8, FP8 = {"stored": "int8"}, {"stored": "float8_e4m3fn"}
 
 
-BOTH_DTYPES = [("int8", "all"), ("float8_e4m3fn", "plain")]
-QUANTISED = [
-    pytest.param(stored, dtype, name, marks=pytest.mark.long if (stored, name) in BOTH_DTYPES else pytest.mark.slow)
-    for stored, dtype in (("int8", "bfloat16"), ("float8_e4m3fn", "float16"))
-    for name in ("plain", "window", "all")
-]
+def latents(heads, width, values, block_size):
+    return {"kv_heads": 1, "group": heads, "width": width, "values": values, "block_size": block_size}
 
 
-@pytest.mark.parametrize(("stored", "dtype", "name"), QUANTISED)
-def test_quantised_pools(stored, dtype, name, implementation):
-    shape = {"kv_heads": 2, "group": 2, "width": 32, "block_size": 8}
-    case = Case([1, 0, 37, 200], **shape, dtype=dtype, stored=stored)
-    check_decode(case, implementation, **options_for(case, name))
-    check_prefill(case, implementation, [1, 0, 30, 90], **options_for(case, name))
-
-
-# Latents: (query heads, width, values, block size), of which the kernels cut each in another way.
-LATENTS = [
-    ((2, 24, 16, 4), "plain", None), ((16, 576, 512, 16), "plain", None), ((20, 40, 24, 8), "all", None),
-    ((3, 48, 48, 4), "window", None), ((16, 80, 64, 16), "all", "int8"), ((4, 576, 512, 8), "sinks", "int8"),
-    ((12, 120, 100, 8), "soft_cap", None), ((40, 96, 64, 32), "scale", "float8_e4m3fn"),
+POOLS = [  # the rows' lengths, their last tokens, the pool, options of attention, options of the test
+    ("", LATENTS, latents(2, 24, 16, 4), "plain", {}),
+    *(("long", NARROW, {"dtype": dtype, **WIDE}, "plain", {}) for dtype in ("bfloat16", "float16")),
+    *((mark, BYTES, {**SMALL, "dtype": "bfloat16", **INT8}, name, {})
+      for mark, name in (("slow", "plain"), ("slow", "window"), ("long", "all"))),
+    *((mark, BYTES, {**SMALL, "dtype": "float16", **FP8}, name, {})
+      for mark, name in (("long", "plain"), ("slow", "window"), ("slow", "all"))),
+    # A softmax in float32 makes the result as exact as the K/V allow.
+    ("long", NARROW, {"dtype": "bfloat16", **WIDE}, "plain", {"queries": "float32"}),
+    *(("long", ([37, 70], [1, 70]), {"scaled": False, **stored}, "plain", {"scale": 0.005}) for stored in (INT8, FP8)),
+    ("long", ([1, 4], [1, 4]), {"kv_heads": 1, "group": 1}, "plain", {}),
+    ("long", ([80, 3, 70], [70, 0, 65]), {"group": 1}, "plain", {"gaps": 5, "max_count": 128}),
+    # Latents, of which the kernels cut each in another way.
+    ("long", LATENTS, {**latents(16, 576, 512, 16), "dtype": "bfloat16"}, "plain", {}),
+    ("slow", LATENTS, latents(20, 40, 24, 8), "all", {}), ("slow", LATENTS, latents(3, 48, 48, 4), "window", {}),
+    ("slow", LATENTS, {**latents(16, 80, 64, 16), "dtype": "bfloat16", **INT8}, "all", {}),
+    ("long", LATENTS, {**latents(4, 576, 512, 8), "dtype": "bfloat16", **INT8}, "sinks", {}),
+    ("slow", LATENTS, latents(12, 120, 100, 8), "soft_cap", {}),
+    ("slow", LATENTS, {**latents(40, 96, 64, 32), "dtype": "bfloat16", **FP8}, "scale", {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "stored"),
-    [pytest.param(*case, marks={0: (), 1: pytest.mark.long, 5: pytest.mark.long}.get(number, pytest.mark.slow))
-     for number, case in enumerate(LATENTS)],
-)  # fmt: skip
-def test_latents(shape, name, stored, implementation):
-    heads, width, values, block_size = shape
-    shape = {"kv_heads": 1, "group": heads, "width": width, "values": values, "block_size": block_size}
-    shape |= {"stored": stored, "dtype": "bfloat16" if stored else "float32"}
-    case = Case([1, 0, 37, 16, 90], **shape)
-    if implementation == "triton" and not stored and width == 576:  # float32 would spill
-        with pytest.raises(NotImplementedError, match="576 wide"):
-            check_decode(case, implementation)
-        case = Case([1, 0, 37, 16, 90], **shape | {"dtype": "bfloat16"})
-    check_decode(case, implementation, **options_for(case, name))
-    check_prefill(case, implementation, [1, 0, 30, 1, 40], **options_for(case, name))
+    ("rows", "shape", "name", "more"),
+    [pytest.param(*case, marks=getattr(pytest.mark, mark) if mark else ()) for mark, *case in POOLS],
+)
+def test_pools_of_all_kinds(rows, shape, name, more, implementation):
+    (lengths, counts), more = rows, dict(more)
+    case = Case(lengths, **shape)
+    case.dtype = more.pop("queries", case.dtype)
+    options = {**options_for(case, name), **({"scale": more.pop("scale")} if "scale" in more else {})}
+    check_decode(case, implementation, **options)
+    check_prefill(case, implementation, counts, **options, **more)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
-def test_pools_of_bytes_without_scales(stored, implementation):
-    check_decode(Case([37, 70], stored=stored, scaled=False), implementation, scale=0.005)
+def test_latents_that_would_spill_are_refused():
+    with pytest.raises(NotImplementedError, match="576 wide"):
+        check_decode(Case(LATENTS[0], **latents(16, 576, 512, 16)), "triton")
 
 
 @pytest.mark.long
@@ -134,14 +129,6 @@ def test_parts_of_blocks_merge_to_the_whole(parts, stored, module):
 
 
 @pytest.mark.long
-def test_wide_queries_over_a_narrow_pool(implementation):
-    """A softmax in float32 makes the result as exact as the K/V allow."""
-    case = Case([1, 0, 37, 130], dtype="bfloat16", width=64)
-    case.dtype = "float32"
-    check_decode(case, implementation)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "window"])
 def test_chunks_of_any_size_from_any_offset(name, implementation):
     """Random rows and chunks through one compiled program, tables longer than any of them."""
@@ -162,17 +149,6 @@ def test_chunks_of_any_size_from_any_offset(name, implementation):
             if count:
                 case.close(out[start : start + count], case.expect(q[start : start + count], row, count, **options)[0])
         np.testing.assert_array_equal(out[counts.sum() :], 0)
-
-
-@pytest.mark.long
-def test_gaps_between_rows_are_padding(implementation):
-    check_prefill(Case([80, 3, 70], group=1), implementation, [70, 0, 65], gaps=5, max_count=128)
-
-
-@pytest.mark.long
-def test_one_row_and_one_block(implementation):
-    check_decode(Case([1], kv_heads=1, group=1), implementation)
-    check_prefill(Case([4], kv_heads=1, group=1), implementation, [4])
 
 
 @pytest.mark.parametrize("kernel", ["triton", "xla"])

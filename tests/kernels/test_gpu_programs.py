@@ -33,23 +33,13 @@ def parts_of(name):
 @needs_toolchain
 @pytest.mark.parametrize("name", ALL)
 def test_programs_stay_within_their_budgets_which_stay_close(name):
-    budgets = Budgets()
-    faults = [fault for part, counts in parts_of(name).items() for fault in budgets.faults(f"{name} {part}", counts)]
+    """The kernels of the model are distinguished from those of the loop. With command buffers a whole loop is one."""
+    parts, budgets = parts_of(name), Budgets()
+    faults = [fault for part, counts in parts.items() for fault in budgets.faults(f"{name} {part}", counts)]
     assert not faults, "\n".join(faults)
-
-
-@needs_toolchain
-@pytest.mark.parametrize("name", [case for case in ALL if case.values[0] in BUFFERED])
-def test_with_command_buffers_a_whole_loop_is_one(name):
-    parts = parts_of(name)
-    assert sum(counts.get("command_buffers", 0) for counts in parts.values()) == 1
-    assert not any(counts["stops"] for counts in parts.values())
-
-
-@needs_toolchain
-@pytest.mark.parametrize("name", ALL)
-def test_the_models_kernels_are_distinguished_from_the_loops(name):
-    parts = parts_of(name)
+    if name in BUFFERED:
+        assert sum(counts.get("command_buffers", 0) for counts in parts.values()) == 1
+        assert not any(counts["stops"] for counts in parts.values())
     if name.startswith("extend"):
         assert set(parts) == {"all"}
     elif name.startswith("step"):

@@ -112,27 +112,3 @@ def test_what_the_kernel_cannot_serve_is_refused():
     q, k, v, *rest = arguments()
     with pytest.raises(NotImplementedError, match="got q, k and v of float32, float32 and bfloat16, wanted one dtype"):
         triton.rope_append(q, k, v.astype(jnp.bfloat16), *rest, interpret=True)
-
-
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_the_derivative_is_that_of_rotation_and_append(implementation):
-    q, k, v, cos, sin, pool, layer, slots = arguments()
-    pool, options = jnp.zeros_like(pool), how(implementation) if implementation == "triton" else {}
-    rng = np.random.default_rng(3)
-    factors = [jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (q, pool)]
-
-    def total(function, *new):
-        return sum(jnp.vdot(*pair) for pair in zip(function(*new, pool, layer, slots), factors, strict=True))
-
-    def called(*args):
-        return pallas_kernels.call("rope_append", *args, **{"implementation": implementation, **options})
-
-    got, wanted = (
-        jax.jit(jax.grad(lambda *new, function=function: total(function, *new), argnums=(0, 1, 2, 3, 4)))(
-            q, k, v, cos, sin
-        )
-        for function in (called, xla.rope_append)
-    )
-    for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-        assert np.any(one != 0)

@@ -134,38 +134,6 @@ def test_each_device_of_a_mesh_chooses_for_its_own_rows(check_vma):
 
 
 @pytest.mark.long
-def test_a_derivative_is_that_of_the_whole_rows():
-    case = Case([3, 2100, 0, 16, 20, 1, 37, 64], group=1, kv_heads=1, block_size=16)
-    q, pool = case.queries(8), jnp.nan_to_num(case.pool)
-
-    def total(q, fixed_split):
-        rows = jnp.asarray(case.tables), jnp.asarray(case.lengths, jnp.int32)
-        return jnp.sum(jnp.square(decode(q, pool, 1, *rows, "xla", scale=0.25, fixed_split=fixed_split)[0]))
-
-    got, wanted = (jax.grad(functools.partial(total, fixed_split=fixed))(q) for fixed in (False, True))
-    assert np.any(got != 0)
-    np.testing.assert_array_equal(got, wanted)
-
-
-@pytest.mark.long
-def test_a_step_with_the_condition_copies_no_pool():
-    """Two layers of writing and attending, the pool donated, as in a model."""
-    pool, rows, columns = jax.ShapeDtypeStruct((4097, 2, 2, 2, 16, 16), jnp.float32), 8, 128
-
-    def step(q, pool, tables, lengths, slots):
-        for layer in range(2):
-            pool = pallas_kernels.call("append_kv", pool, layer, q[:, :2], q[:, 2:], slots)
-            q = q + pallas_kernels.call("decode_attention", q, pool, layer, tables, lengths, scale=0.25)
-        return q, pool
-
-    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, columns), (rows,), (rows,))]
-    q = jax.ShapeDtypeStruct((rows, 4, 16), jnp.float32)
-    compiled = jax.jit(step, donate_argnums=1).lower(q, pool, *ints).compile()
-    assert compiled.as_text().count(" conditional(") == 2
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * np.prod(pool.shape) * 4
-
-
-@pytest.mark.long
 def test_with_64_bit_types_the_parts_stay_narrow():
     case = Case(SKEWED)
     wanted = run(case)

@@ -9,16 +9,18 @@ import re
 import pytest
 
 from tests.drive import ROOT
+from tests.project.sources import source, sources
 
 REFERENCE = {path.stem: path.read_text() for path in (ROOT / "docs/reference").glob("*.md")}
 PAGES = {name: text for name, text in REFERENCE.items() if "automodule::" in text}  # of namespaces
+PACKAGES = "kvjax", "models", "pallas_kernels"
 # Kernels that `pallas_kernels.call` chooses by platform, with the signatures of `pallas_kernels.xla`.
 SAME_AS_XLA = {"pallas_kernels.derivative", "pallas_kernels.mosaic", "pallas_kernels.triton"}
 
 
-def exports(path):
+def exports(module):
     """The names in a module's `__all__`, without importing it; None if it has none."""
-    for node in ast.parse(path.read_text()).body:
+    for node in module.nodes:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
     return None
@@ -27,13 +29,9 @@ def exports(path):
 @functools.cache
 def namespaces():
     """{module: its public names} of each module that has `__all__`, but for private ones."""
-    found = {}
-    for package in ("kvjax", "models", "pallas_kernels"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            if "._" not in module and module not in SAME_AS_XLA and (names := exports(path)) is not None:
-                found[module] = names
-    return found
+    found = {module.name.removesuffix(".py").replace("/", "."): exports(module) for module in sources(*PACKAGES)}
+    found = {name.removesuffix(".__init__"): names for name, names in found.items() if names is not None}
+    return {name: names for name, names in found.items() if "._" not in name and name not in SAME_AS_XLA}
 
 
 def described(text):
@@ -90,18 +88,5 @@ def test_kvjax_is_grouped_as_in_its_source():
 
 @pytest.mark.parametrize("module", sorted(SAME_AS_XLA))
 def test_kernels_without_a_page_have_the_names_of_xlas(module):
-    path = ROOT / f"{module.replace('.', '/')}.py"
-    assert set(exports(path)) <= set(namespaces()["pallas_kernels.xla"])
-
-
-@pytest.mark.parametrize("package", ["kvjax", "models", "pallas_kernels"])
-def test_code_in_docstrings_touches_no_letters(package):
-    """Sphinx takes the backtick in `name`s for no end, and what follows up to the next backtick for code."""
-    kinds, found = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, []
-    for path in sorted((ROOT / package).rglob("*.py")):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
-        for text in (ast.get_docstring(node) or "" for node in nodes):
-            for code in re.finditer(r"`[^`]+`", text):
-                around = text[max(code.start() - 1, 0) : code.start()] + text[code.end() : code.end() + 1]
-                found += [f"{path}: {code[0]}"] if re.search(r"\w", around) else []
-    assert not found, found
+    kernels = source(ROOT / f"{module.replace('.', '/')}.py")
+    assert set(exports(kernels)) <= set(namespaces()["pallas_kernels.xla"])

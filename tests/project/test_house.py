@@ -5,12 +5,15 @@ import ast
 import graphlib
 import pathlib
 import re
+import sys
 import types
 
 import pytest
 
 import kvjax
 import kvjax.stores
+from tests.drive import ROOT
+from tests.project.sources import sources
 
 HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
@@ -22,21 +25,21 @@ ROOMS = (
 
 
 def imports(package="kvjax"):
-    """(module, a module of its package that it imports), anywhere in the file, under TYPE_CHECKING too."""
-    home = HOUSE.parent / package
-    for path in sorted(home.rglob("*.py")):
-        parts = (package, *path.relative_to(home).with_suffix("").parts)
-        module = ".".join(parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom):
+    """(module, a module of its package that it imports)."""
+    for module in sources(package):
+        parts = module.name.removesuffix(".py").split("/")
+        for node, named in module.imports():
+            if isinstance(node, ast.Import):
                 continue
-            source = ".".join([*parts[: -node.level], *([node.module] if node.module else [])] if node.level else [])
-            source = source or node.module or ""
-            if source.split(".")[0] == package:
+            home = [*parts[: -node.level], *([named] if named else [])] if node.level else named.split(".")
+            if home[0] == package:
                 for name in node.names:
-                    part = home.joinpath(*source.split(".")[1:], name.name)
+                    part = ROOT.joinpath(*".".join(home).split("."), name.name)
                     is_module = part.is_dir() or part.with_suffix(".py").exists()
-                    yield module, f"{source}.{name.name}" if is_module else source
+                    yield (
+                        ".".join(parts).removesuffix(".__init__"),
+                        ".".join([*home, *([name.name] if is_module else [])]),
+                    )
 
 
 def room_of(module):
@@ -66,9 +69,35 @@ def test_rooms_are_on_few_floors():
     graph, floors = graph_of(pair for pair in rooms if pair[0] != pair[1]), {}
     for room in graphlib.TopologicalSorter(graph).static_order():
         floors[room] = 1 + max((floors[below] for below in graph.get(room, ())), default=0)
-    files = [path.read_text() for path in HOUSE.rglob("*.py")]
+    files = [module.text for module in sources("kvjax")]
     print(f"0 circles, {max(floors.values())} floors, {sum(text.count(chr(10)) for text in files):,} lines: {floors}")
     assert len(floors) > 20 and max(floors.values()) <= 14
+
+
+# models -> kvjax -> pallas_kernels -> jax, and other packages only where an extra is named.
+MAY_IMPORT = {
+    "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
+    "kvjax": {
+        "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
+        "google", "optax", "prometheus_client", "tensorstore",
+    },
+}  # fmt: skip
+WIRES = {"msgspec", "zmq", "grpc", "grpc_tools", "google", "prometheus_client"}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_of_packages_go_one_way(package):
+    for module in sources(package):
+        found = {named.split(".")[0] for node, named in module.imports() if not getattr(node, "level", 0)}
+        assert found - set(sys.stdlib_module_names) <= MAY_IMPORT[package], module.name
+
+
+def test_nothing_else_imports_the_wires():
+    for module in sources("kvjax"):
+        inside, named = module.name.startswith("kvjax/interop/"), [name for _, name in module.imports()]
+        assert inside or not any(name.startswith("kvjax.interop") for name in named), module.name
+        guarded = inside and "\nexcept ImportError as error:\n" in module.text
+        assert guarded or not WIRES & {name.split(".")[0] for name in named}, module.name
 
 
 def test_what_kvjax_exports_is_short_and_hides_no_module():
@@ -131,10 +160,10 @@ def flags_in(test):
     return [test] if name_of(test) in FLAGS | NUMBERS else []
 
 
-def asking_lines(tree):
+def asking_lines(module):
     """The lines that ask for an optional feature."""
     lines = set()
-    for node in ast.walk(tree):
+    for node in module.nodes:
         conditions = getattr(node, "ifs", [node.test] if hasattr(node, "test") else [])
         conditions = [*conditions, node] if isinstance(node, ast.BoolOp) else conditions
         lines |= {flag.lineno for condition in conditions for flag in flags_in(condition)}
@@ -145,8 +174,7 @@ def asking_lines(tree):
 
 def test_few_lines_ask_for_optional_features():
     """They were 167 when features had just been added one after the other, in every file that they touch."""
-    found = {path: asking_lines(ast.parse(path.read_text())) for path in HOUSE.rglob("*.py")}
-    assert 0 < sum(map(len, found.values())) <= 70
+    assert 0 < sum(len(asking_lines(module)) for module in sources("kvjax")) <= 70
 
 
 def test_a_verbs_file_has_its_name():
@@ -159,61 +187,63 @@ def test_a_verbs_file_has_its_name():
 
 def test_tests_are_nobodys_library():
     """Code for several test files is in a module of its own: `drive.py`, a kit, or a helper in their folder."""
-    for path in (HOUSE.parent / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom | ast.Import):
-                named = [getattr(node, "module", None) or "", *(name.name for name in node.names)]
-                parts = {part for name in named for part in name.split(".")}
-                assert not {part for part in parts if part.startswith("test_")}, f"{path}:{node.lineno}"
-
-
-QUESTIONS = ("What", "How", "Which", "Who", "Whose", "Where")
+    for module in sources("tests"):
+        for node, named in module.imports():
+            parts = {part for name in (named, *(alias.name for alias in node.names)) for part in name.split(".")}
+            assert not {part for part in parts if part.startswith("test_")}, f"{module.name}:{node.lineno}"
 
 
 def test_files_with_prompts_are_made_by_one_helper():
     """`kvjax._files` makes them private. Figures, pictures, learned policies and checkpoints have no prompts."""
     public = {"kvjax/research/__main__.py", "kvjax/research/learning/learned.py", "models/loading.py"}
     writes = re.compile(r"""open\([^()]*["'][wax]b?["']|\.write_(text|bytes)\(|\.mkdir\(|\.touch\(\)|makedirs\(""")
-    found = {
-        f"{path.relative_to(HOUSE.parent)}"
-        for folder in ("kvjax", "models", "pallas_kernels")
-        for path in (HOUSE.parent / folder).rglob("*.py")
-        if writes.search(re.sub(r"^ *(>>>|\.\.\.).*", "", path.read_text(), flags=re.M))
-    }
+    modules = sources("kvjax", "models", "pallas_kernels")
+    found = {module.name for module in modules if writes.search(re.sub(r"(?m)^ *(>>>|\.\.\.).*", "", module.text))}
     assert found == {*public, "kvjax/_files.py"}
+
+
+QUESTIONS = ("What", "How", "Which", "Who", "Whose", "Where")
 
 
 @pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "tests"])
 def test_docstrings_begin_with_a_noun_or_a_verb(folder):
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    found = [
-        f"{path}: {text}"
-        for path in sorted((HOUSE.parent / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, kinds) and (text := ast.get_docstring(node) or "").split(" ")[0] in QUESTIONS
-    ]
-    assert found == []
+    texts = [(module.name, text) for module in sources(folder) for _, text in module.docstrings()]
+    assert [(name, text) for name, text in texts if text.split(" ")[0] in QUESTIONS] == []
 
 
-def lines_of_code(node, lines):
-    """The lines of a module, class or function that hold code: no blank lines, comments and docstrings."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    texts = [inner.body[0] for inner in ast.walk(node) if isinstance(inner, kinds) and ast.get_docstring(inner)]
-    documented = {number for text in texts for number in range(text.lineno, text.end_lineno + 1)}
-    first, last = (1, len(lines)) if isinstance(node, ast.Module) else (node.lineno, node.end_lineno)
-    numbers = set(range(first, last + 1)) - documented
-    return sum(bool(line) and not line.startswith("#") for line in (lines[n - 1].strip() for n in numbers))
+@pytest.mark.parametrize("package", ["kvjax", "models", "pallas_kernels"])
+def test_code_in_docstrings_touches_no_letters(package):
+    """Sphinx takes the backtick in `name`s for no end, and what follows up to the next backtick for code."""
+    for module in sources(package):
+        for _, text in module.docstrings():
+            for code in re.finditer(r"`[^`]+`", text):
+                around = text[max(code.start() - 1, 0) : code.start()] + text[code.end() : code.end() + 1]
+                assert not re.search(r"\w", around), f"{module.name}: {code[0]}"
+
+
+@pytest.mark.parametrize("folder", ["kvjax", "pallas_kernels", "models", "tests", "benchmarks", "scripts", "docs"])
+def test_sources_name_their_licence_and_nothing_outside_the_checkout(folder):
+    outside = re.compile(r"\.\./" + "shared" + r"|[\"'(= ]/(home|root|work|tmp)/")
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+        assert not outside.search(text), (path, outside.search(text))
+
+
+def lines_of_code(module):
+    """The numbers of the lines that hold code: no blank lines, comments and docstrings."""
+    documented = {number for node, _ in module.docstrings() for number in range(node.lineno, node.end_lineno + 1)}
+    lines = ((number, line.strip()) for number, line in enumerate(module.text.splitlines(), 1))
+    return [number for number, line in lines if line and not line.startswith("#") and number not in documented]
 
 
 @pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "benchmarks"])
 def test_no_file_has_over_400_lines_of_code_and_no_function_over_60(folder):
-    lengths = {}
-    for path in sorted((HOUSE.parent / folder).rglob("*.py")):
-        name, text = str(path.relative_to(HOUSE.parent)), path.read_text()
-        lines, tree = text.splitlines(), ast.parse(text)
-        lengths[name] = lines_of_code(tree, lines), 400
-        for node in ast.walk(tree) if folder != "benchmarks" else ():
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lengths[f"{name}:{node.lineno} {node.name}"] = lines_of_code(node, lines), 60
-    assert lengths
-    assert not {name: length for name, (length, most) in lengths.items() if length > most}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef) if folder != "benchmarks" else ()
+    for module in sources(folder):
+        code = lines_of_code(module)
+        assert len(code) <= 400, module.name
+        for node in module.nodes:
+            if isinstance(node, functions):
+                own = sum(node.lineno <= number <= node.end_lineno for number in code)
+                assert own <= 60, f"{module.name}:{node.lineno} {node.name}"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The project's promises about itself: its dependencies, its imports, and the set-up of its environment."""
 
-import ast
 import os
 import pathlib
 import re
@@ -16,11 +15,6 @@ import kvjax
 from tests.drive import ROOT, TIMEOUT, output_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SOURCES = sorted(
-    path
-    for folder in ("kvjax", "pallas_kernels", "models", "tests", "benchmarks", "scripts", "docs")
-    for path in (ROOT / folder).rglob("*.py")
-)
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -64,57 +58,17 @@ def test_the_version_has_one_home():
     assert re.findall(r'^__version__ = "([\d.]+)"$', home.read_text(), re.MULTILINE) == [kvjax.__version__]
 
 
-# models -> kvjax -> pallas_kernels -> jax, and other packages only where an extra is named.
-MAY_IMPORT = {
-    "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
-    "kvjax": {
-        "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
-        "google", "optax", "prometheus_client", "tensorstore",
-    },
-}  # fmt: skip
 # Without one, an error names the extra.
 WIRES = {"msgspec", "zmq", "grpc", "grpc_tools", "google", "prometheus_client"}
-
-
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_imports_go_one_way(package):
-    for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names)
-            assert found <= MAY_IMPORT[package], f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
 
 
 def test_importing_the_library_imports_no_extra():
     code = "import sys, kvjax.stores, pallas_kernels; print(*sys.modules)"
     loaded = output_of(sys.executable, "-c", code).split()
     packages = {module.split(".")[0] for module in loaded}
-    assert not packages & {
-        "chex",
-        "hypothesis",
-        "matplotlib",
-        *WIRES,
-        "flax",
-        "optax",
-        "safetensors",
-        "tensorstore",
-        "tokenizers",
-        "rich",
-        "models",
-        "tests",
-    }
+    tools = {"chex", "hypothesis", "matplotlib", "flax", "optax", "safetensors", "tensorstore", "tokenizers", "rich"}
+    assert not packages & (tools | WIRES | {"models", "tests"})
     assert not {"jax.experimental.pallas.triton", "pallas_kernels.mosaic", "pallas_kernels.triton"} & set(loaded)
-
-
-def test_nothing_else_imports_the_wires():
-    for path in (ROOT / "kvjax").rglob("*.py"):
-        text = path.read_text()
-        found = re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE)
-        inside = path.is_relative_to(ROOT / "kvjax/interop")
-        assert inside or not any(name.startswith("kvjax.interop") for name in found), path
-        guarded = inside and "\nexcept ImportError as error:\n" in text
-        assert guarded or not WIRES & {name.split(".")[0] for name in found}, path
 
 
 WIRES_NEED = 'kvjax.interop: needs msgspec and pyzmq for vllm, and to read trtllm (pip install "kvjax[wires]")'
@@ -207,14 +161,6 @@ def test_importing_the_library_takes_little_more_than_importing_jax():
     times()
     without, with_ = (min(column) for column in zip(*(times() for _ in range(10)), strict=True))
     assert with_ <= 1.25 * without
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_sources_name_their_licence_and_nothing_outside_the_checkout(path):
-    text = path.read_text()
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    outside = r"\.\./" + "shared" + r"|[\"'(= ]/(home|root|work|tmp)/"
-    assert not re.search(outside, text), re.search(outside, text)
 
 
 def sandbox(tmp_path: pathlib.Path, **commands: str) -> tuple[pathlib.Path, dict[str, str]]:

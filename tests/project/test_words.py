@@ -9,9 +9,9 @@ import tokenize
 
 import pytest
 
-import kvjax
+from tests.drive import ROOT
+from tests.project.sources import sources
 
-ROOT = pathlib.Path(kvjax.__file__).parents[1]
 TREES = ("kvjax", "models", "pallas_kernels", "benchmarks", "scripts", "tests")
 # A word in a name, and the word to say instead. `_` and capitals divide a name into words.
 INSTEAD = {
@@ -49,24 +49,19 @@ PROSE = (
 )  # fmt: skip
 
 
-def files(*trees):
-    """The modules of some trees, without this one, which lists the words, and scripts among the data of tests."""
-    paths = [path for tree in trees for path in sorted((ROOT / tree).rglob("*.py"))]
-    return [path for path in paths if not relative(path).startswith(("tests/data/", "tests/project/test_words.py"))]
+def modules(*trees):
+    """The modules of some trees, without this one, which lists the words."""
+    return [module for module in sources(*trees) if module.path != pathlib.Path(__file__)]
 
 
-def relative(path):
-    return path.relative_to(ROOT).as_posix()
-
-
-def left(path):
+def left(name):
     """The words that `STILL` leaves to the tree or the room of a file."""
-    return set().union(*(words for part, words in STILL.items() if relative(path).startswith(part)))
+    return set().union(*(words for part, words in STILL.items() if name.startswith(part)))
 
 
-def names(tree):
+def names(module):
     """(line, name) of all that a module names: variables, attributes, arguments, functions, classes, modules."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 yield node.lineno, name
@@ -86,33 +81,29 @@ def words_of(name):
 @pytest.mark.parametrize("tree", TREES)
 def test_names_say_what_the_library_says(tree):
     found = []
-    for path in files(tree):
-        banned = INSTEAD.keys() - left(path)
-        for line, name in {(0, path.stem), *names(ast.parse(path.read_text()))}:
+    for module in modules(tree):
+        banned = INSTEAD.keys() - left(module.name)
+        for line, name in {(0, module.path.stem), *names(module)}:
             for word in banned & words_of(name) if name not in ALLOWED else ():
-                found.append(f"{relative(path)}:{line}: {name}: say {INSTEAD[word]}, not {word}")
+                found.append(f"{module.name}:{line}: {name}: say {INSTEAD[word]}, not {word}")
     assert not found, "\n".join(sorted(found))
 
 
-def sentences(path):
-    """(line, text) of the docstrings and comments of a module, and of all lines of a page."""
-    text = path.read_text()
-    lines = list(enumerate(text.splitlines(), 1))
-    if path.suffix != ".py":
-        return lines
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    docstrings = [
-        node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)
-    ]
-    found = [line for node in docstrings for line in lines[node.lineno - 1 : node.end_lineno]]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+def sentences(module):
+    """(line, text) of the docstrings and comments of a module."""
+    lines = list(enumerate(module.text.splitlines(), 1))
+    found = [line for node, _ in module.docstrings() for line in lines[node.lineno - 1 : node.end_lineno]]
+    tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
     return [*found, *((one.start[0], one.string) for one in tokens if one.type == tokenize.COMMENT)]
 
 
 def test_sentences_say_what_the_library_says():
-    found = []
-    for path in [*files("kvjax", "models", "tests"), *sorted((ROOT / "docs").rglob("*.md"))]:
-        for line, text in sentences(path):
-            for word in set(PROSE) & set(re.findall(r"[a-z]+", text.lower())):
-                found.append(f"{relative(path)}:{line}: say {INSTEAD[word]}, not {word}")
+    texts = {module.name: sentences(module) for module in modules("kvjax", "models", "tests")}
+    texts |= {page: enumerate(page.read_text().splitlines(), 1) for page in sorted((ROOT / "docs").rglob("*.md"))}
+    found = [
+        f"{name}:{line}: say {INSTEAD[word]}, not {word}"
+        for name, lines in texts.items()
+        for line, text in lines
+        for word in set(PROSE) & set(re.findall(r"[a-z]+", text.lower()))
+    ]
     assert not found, "\n".join(sorted(found))

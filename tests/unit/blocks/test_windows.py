@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from benchmarks import bookkeeping, kinds
+from benchmarks import kinds
 
 P, S, T, WINDOW = 4, 3, 24, 6  # the next token sees 5 before it
 
@@ -28,23 +28,6 @@ def test_a_row_holds_what_its_window_needs_and_no_more():
     assert np.max(steps[:, 0, 1]) == np.max(steps[:, 1, 1]) == most
     assert steps[-1, 1].tolist() == [256, 2] and state.seqs.committed.tolist() == [4096]
     kvjax.check(jax.device_get(state))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("run", [bookkeeping.steps, bookkeeping.admissions])
-def test_scanned_steps_copy_nothing_of_the_pools_size(run):
-    blocks = {None: 60_000, 256: 61_000, 512: 62_000}
-    spec = kvjax.make_spec(
-        [kvjax.LayerSpec(1, 1, window) for window in blocks], num_blocks=blocks,
-        max_seqs=bookkeeping.ROWS, max_length=bookkeeping.LENGTH, block_size=bookkeeping.BLOCK,
-    )  # fmt: skip
-    state = jax.eval_shape(lambda: kvjax.init(spec))
-    compiled = jax.jit(run, donate_argnums=0).lower(state).compile()
-    assert bookkeeping.copies_of_blocks(compiled, state) == []
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 0.1 * nbytes
-    assert memory.alias_size_in_bytes >= nbytes
 
 
 def test_layers_are_grouped_by_what_they_see():

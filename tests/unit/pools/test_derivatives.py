@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derivatives of write, attend and apply against those of dense attention, under jax's transformations."""
 
-import dataclasses
 import functools
 
 import chex
@@ -14,119 +13,39 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import kvjax
 from kvjax.gpu import lowering_for
-from kvjax.pools.attention import attend
-from kvjax.pools.device import apply, init_pools, write
-from kvjax.pools.views import mixed, ragged, view
-from tests.mesh import AUTO, EXPLICIT, mesh_of
+from kvjax.pools import apply, attend, init_pools, rope_write, write
 from tests.poison import poisoned
-from tests.unit.pools.hand_made import COMMITTED, SPEC, TABLE, copied, hand_made_state, no_events
-
-KV_HEADS, GROUP, WIDTH = SPEC.groups[0].pools[0].kv_heads, 2, 16
-FORMS = {  # the view, and its number of tokens of each row
-    "decode": (lambda state: view(state, [1, 0, 0, 1], 1), [1, 0, 0, 1]),
-    "padded": (lambda state: view(state, [2, 0, 0, 4], 4), [2, 0, 0, 4]),
-    "ragged": (lambda state: ragged(state, [2, 0, 0, 4], 8), [2, 0, 0, 4]),
-    "mixed": (lambda state: mixed(state, [True, False, False, False], [3, -1], [4, 1], 6), [1, 0, 0, 4]),
-}
-OPTIONS = {"plain": {}, "all": {"window": 5, "soft_cap": 1.5, "scale": 0.4, "sinks": True}}
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+from tests.unit.pools.hand_made import (
+    SIZES,
+    SPEC,
+    copied,
+    in_order,
+    inputs,
+    no_events,
+    normal,
+    on_lines,
+    paged,
+    views,
+)
 
 
-def inputs():
-    """K/V of the committed tokens and of up to four more in each row, their queries, and sinks."""
-    kv = [normal(i, 2, 4, count, KV_HEADS, WIDTH) for i, count in enumerate((max(COMMITTED), 4))]
-    heads = KV_HEADS * GROUP
-    return {"past": kv[0], "new": kv[1], "q": normal(2, 4, 4, heads, WIDTH), "sinks": normal(3, heads)}
+def loss(results):
+    """A loss for many directions at once, with another factor for each element of the results."""
+    return sum(jnp.sum(jnp.sin(y) * normal(5, *y.shape)) for y in results)
 
 
-@functools.cache
-def views(form):
-    """The view of the committed tokens, and that of the tokens after them."""
-    with jax.ensure_compile_time_eval():
-        make = jax.jit(lambda past, now: (view(past, COMMITTED, max(COMMITTED)), FORMS[form][0](now)))
-        return make(hand_made_state([0] * 4), hand_made_state())
-
-
-def tokens_of(now):
-    """The tokens of a view: their (line, position) in it, and their (row, number) among the new ones."""
-    slots, found = np.asarray(now.slots[0]), []
-    for line, position in np.argwhere(slots < SPEC.groups[0].num_blocks * 4):
-        block, offset = divmod(int(slots[line, position]), 4)
-        row, column = np.argwhere(np.asarray(TABLE) == block)[0]
-        found.append((line, position, row, column * 4 + offset - COMMITTED[row]))
-    line, position, row, number = np.asarray(found).T
-    return (line, position), (row, number)
-
-
-def paged(x, form, options, layer=2, index=None, pools=None, **more):
-    """The attention of a view's tokens, and its log-sum-exp, in the order of rows."""
-    past, now = views(form)
-    at, of = tokens_of(now)
-    zeros = lambda x: jnp.zeros((*now.positions.shape, *x.shape[2:]))  # noqa: E731
-    scatter = functools.partial(jax.tree.map, lambda x: zeros(x).at[at].set(x[of]))
-    pools = poisoned(init_pools(SPEC)) if pools is None else pools
-    pools = write(pools, layer, *x["past"], past, index=index, **more)
-    pools = write(pools, layer, *map(scatter, x["new"]), now, index=index, **more)
-    options = options | {"sinks": x["sinks"]} if options.get("sinks") else options
-    result = attend(scatter(x["q"]), pools, layer, now, index=index, return_lse=True, **options, **more)
-    order = np.lexsort(of[::-1])
-    return [x[at][order] for x in result]
-
-
-def dense(x, form, options):
-    """The same as `paged`, without a cache."""
-    out = []
-    for row, count in enumerate(FORMS[form][1]):
-        if not count:
-            continue
-        kv = jnp.concatenate([x["past"][:, row, : COMMITTED[row]], x["new"][:, row, :count]], axis=1)
-        keys, values = jnp.repeat(kv, GROUP, axis=2)
-        score = jnp.einsum("cqd,tqd->qct", x["q"][row, :count], keys) * options.get("scale", WIDTH**-0.5)
-        if cap := options.get("soft_cap"):
-            score = cap * jnp.tanh(score / cap)
-        distance = COMMITTED[row] + np.arange(count)[:, None] - np.arange(kv.shape[1])[None]
-        score = jnp.where((distance >= 0) & (distance < options.get("window", 99)), score, -jnp.inf)
-        if options.get("sinks"):
-            score = jnp.concatenate([score, jnp.broadcast_to(x["sinks"][:, None, None], (*score.shape[:2], 1))], axis=2)
-        weight = jax.nn.softmax(score, axis=-1)[:, :, : kv.shape[1]]
-        out.append((jnp.einsum("qct,tqd->cqd", weight, values), jax.nn.logsumexp(score, axis=-1).T))
-    return [jnp.concatenate(parts) for parts in zip(*out, strict=True)]
-
-
-def loss(function, x, *args, **options):
-    """A loss for many directions at once, with another factor for each element of the result."""
-    return sum(jnp.sum(jnp.sin(y) * normal(5, *y.shape)) for y in function(x, *args, **options))
+def loss_of_step(x, form, **options):
+    """A loss of a step of one layer, from pools of NaN."""
+    return loss(in_order(paged(on_lines(x, form, 0.0), poisoned(init_pools(SPEC)), form, **options)[1], form))
 
 
 def close(got, wanted, atol=1e-5):
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [
-        ("decode", "plain"),
-        pytest.param("padded", "plain", marks=pytest.mark.long),
-        *[pytest.param(form, "all", marks=pytest.mark.long) for form in ("decode", "padded", "ragged", "mixed")],
-    ],
-)
-def test_gradients_are_those_of_dense_attention(form, name):
-    """The gradients go through two writes into pools of NaN, to q, old and new K/V, and sinks; and forwards, too."""
-    x, options = inputs(), OPTIONS[name]
-    wanted = jax.jit(jax.grad(lambda x: loss(dense, x, form, options)))(x)
-    of_pages = functools.partial(loss, paged, form=form, options=options)
-    close(jax.jit(jax.grad(of_pages))(x), wanted)
-    direction = jax.tree.map(jnp.cos, x)
-    _, tangent = jax.jit(lambda x: jax.jvp(of_pages, (x,), (direction,)))(x)
-    close(tangent, sum(jnp.vdot(*pair) for pair in zip(*map(jax.tree.leaves, (wanted, direction)), strict=True)), 1e-4)
-
-
 def layers(x, kind):
     """Two layers, whose second has the first's result as queries, one after the other or scanned."""
-    now = views("padded")[1].replace(spec=x["pools"].spec)  # which may have only the first of the pools
+    now = views("padded")[1]
 
     def layer(carry, index):
         q, pools = carry
@@ -136,7 +55,7 @@ def layers(x, kind):
 
     carry = x["q"], x["pools"]
     step = jax.checkpoint(layer) if kind == "checkpoint" else layer
-    if kind == "unrolled":
+    if kind in ("unrolled", "without jit"):
         for index in range(2):
             carry, _ = step(carry, jnp.int32(index))
     else:
@@ -145,64 +64,17 @@ def layers(x, kind):
 
 
 def layers_inputs():
-    x = inputs()
+    x = inputs("kv")
     pools = jax.tree.map(lambda pool: normal(7, *pool.shape), init_pools(SPEC))
     return {"q": x["q"], "new": x["new"], "pools": pools}
 
 
-@functools.cache
-def layers_gradients():
-    return jax.jit(jax.grad(lambda x: loss(layers, x, "unrolled")))(layers_inputs())
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["scan", "checkpoint"])
+@pytest.mark.parametrize("kind", ["scan", "checkpoint", "without jit"])
 def test_layers_may_be_scanned_and_checkpointed(kind):
     """The gradients include those of the pools before them."""
-    close(jax.jit(jax.grad(lambda x: loss(layers, x, kind)))(layers_inputs()), layers_gradients())
-
-
-@pytest.mark.long
-def test_gradients_without_jit():
-    close(jax.grad(lambda x: loss(layers, x, "unrolled"))(layers_inputs()), layers_gradients())
-
-
-@pytest.mark.long
-def test_gradients_of_several_caches_at_once():
-    x = layers_inputs()
-    several = jax.tree.map(lambda x: jnp.stack([x, -x]), x)
-    got = jax.jit(jax.vmap(jax.grad(lambda x: loss(layers, x, "unrolled"))))(several)
-    close(jax.tree.map(lambda x: x[0], got), layers_gradients())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_gradients_with_heads_on_two_devices(kind):
-    with mesh_of(1, 2, kind) as mesh:
-        spec = dataclasses.replace(SPEC, groups=(dataclasses.replace(SPEC.groups[0], pools=SPEC.groups[0].pools[:1]),))
-        x, pools = layers_inputs(), init_pools(spec, mesh=mesh, heads="heads")
-        x["pools"] = pools.replace(arrays=jax.device_put(((x["pools"].arrays[0][0],),), pools.arrays[0][0].sharding))
-        got = jax.jit(jax.grad(lambda x: loss(layers, x, "unrolled")))(x)
-    wanted = layers_gradients()
-    close((got["q"], got["new"]), (wanted["q"], wanted["new"]))
-    close(got["pools"].arrays[0][0], wanted["pools"].arrays[0][0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_gradients_with_blocks_on_two_devices(kind):
-    with mesh_of(1, 2, kind, ("heads", "context")) as mesh:
-        spec = dataclasses.replace(SPEC, groups=(dataclasses.replace(SPEC.groups[0], pools=SPEC.groups[0].pools[:1]),))
-        x, pools = layers_inputs(), init_pools(spec, mesh=mesh, heads="heads", context="context")
-        context, (array,) = pools.context(0), pools.arrays[0]
-        size = array.shape[4]
-        parts = dataclasses.replace(context, size=size // 2).ordered(x["pools"].arrays[0][0])  # as the devices have it
-        x["pools"] = pools.replace(arrays=((jax.device_put(parts, array.sharding),),))
-        got = jax.jit(jax.grad(lambda x: loss(layers, x, "unrolled")))(x)
-        of_pool = context.ordered(np.asarray(got["pools"].arrays[0][0]))
-    wanted = layers_gradients()
-    close((got["q"], got["new"]), (wanted["q"], wanted["new"]))
-    close(of_pool, wanted["pools"].arrays[0][0])
+    got, wanted = (jax.grad(lambda x, kind=kind: loss(layers(x, kind))) for kind in (kind, "unrolled"))
+    close((got if kind == "without jit" else jax.jit(got))(layers_inputs()), jax.jit(wanted)(layers_inputs()))
 
 
 @pytest.mark.slow
@@ -238,7 +110,7 @@ def test_gradients_through_a_decode_loop():
         seen = np.arange(7)[None] <= 2 + np.arange(5)[:, None]
         return [jnp.einsum("crt,trd->crd", jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf)), values)]
 
-    close(jax.jit(jax.grad(lambda x: loss(looped, x)))(x), jax.grad(lambda x: loss(plain, x))(x))
+    close(jax.jit(jax.grad(lambda x: loss(looped(x))))(x), jax.grad(lambda x: loss(plain(x)))(x))
 
 
 def test_a_gradient_follows_the_copies():
@@ -259,21 +131,26 @@ def test_a_gradient_follows_the_copies():
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.long)])
-def test_rounding_has_no_derivative(dtype):
+@pytest.mark.parametrize("kind", ["kv", "rope"])
+def test_rounding_has_no_derivative(dtype, kind):
     """The derivative of quantised K/V is refused; q has one over the cached K/V."""
-    x, now = inputs(), views("padded")[1].replace(spec=None)  # it is of a cache of float32
-    spec = kvjax.make_spec(
-        [kvjax.LayerSpec(2, 16)], num_blocks=12, max_seqs=4, max_length=20, block_size=4, dtype=dtype
-    )
+    x, now = inputs(kind), views("padded")[1]
+    spec = kvjax.make_spec([kvjax.LayerSpec(2, 16)], **SIZES | {"dtype": dtype})
 
     def total(q, kv):
-        pools = write(init_pools(spec), 0, *kv, now)
+        pools = init_pools(spec)
+        if kind == "rope":
+            q, pools = rope_write(pools, 0, q, *kv, tuple(lax.stop_gradient(x["angles"])), now)
+        else:
+            pools = write(pools, 0, *kv, now)
         return jnp.sum(attend(q, pools, 0, now)[3])
 
-    with pytest.raises(NotImplementedError, match=f"append_kv: got a derivative of rounding to {dtype}, wanted"):
+    name = {"kv": "append_kv", "rope": "rope_append"}[kind]
+    with pytest.raises(NotImplementedError, match=f"{name}: got a derivative of rounding to {dtype}, wanted"):
         jax.jit(jax.grad(total, argnums=1))(x["q"], x["new"])
-    got = jax.jit(jax.grad(lambda q: total(q, lax.stop_gradient(x["new"] * q[0, 0, 0, 0]))))(x["q"])
-    assert np.all(np.isfinite(got)) and np.any(got[3] != 0) and not np.any(got[:3])
+    if kind == "kv":
+        got = jax.jit(jax.grad(lambda q: total(q, lax.stop_gradient(x["new"] * q[0, 0, 0, 0]))))(x["q"])
+        assert np.all(np.isfinite(got)) and np.any(got[3] != 0) and not np.any(got[:3])
 
 
 @pytest.mark.long
@@ -281,8 +158,8 @@ def test_rounding_has_no_derivative(dtype):
 @pytest.mark.parametrize("implementation", ["triton", None])
 def test_on_a_gpu_xla_computes_the_derivative_and_a_named_kernel_the_result(implementation):
     chip = AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs())
-    gradient = jax.value_and_grad(functools.partial(loss, paged, options={}, implementation=implementation))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs("kv"))
+    gradient = jax.value_and_grad(functools.partial(loss_of_step, implementation=implementation))
     for form, kernel in (("decode", "decode_attention"), ("padded", "prefill_attention")):
         views(form)  # made here, not on the abstract GPU
         mesh = AbstractMesh((1,), ("x",), abstract_device=chip)
@@ -296,21 +173,4 @@ def test_on_a_gpu_xla_computes_the_derivative_and_a_named_kernel_the_result(impl
 
 def test_a_named_kernel_that_cannot_serve_does_not_fall_back():
     with pytest.raises(NotImplementedError):
-        jax.jit(jax.grad(functools.partial(loss, paged, form="decode", options={}, implementation="triton")))(inputs())
-
-
-@pytest.mark.long
-def test_a_gradient_takes_no_copy_of_the_pool_per_layer():
-    """Temporaries are two or three arrays of the pool's size, for any number of layers."""
-    sizes = {"num_blocks": 256, "max_seqs": 1, "max_length": 32, "block_size": 16, "dtype": "float32"}
-    cache = kvjax.Cache.create(kvjax.make_spec([kvjax.LayerSpec(1, 64)] * 6, **sizes))
-    now, q, ((pool,),) = cache.view(4), jnp.zeros((1, 4, 2, 64)), cache.pools.arrays
-
-    def total(q, pools, now):
-        for layer in range(6):
-            pools = write(pools, layer, q[:, :, :1], q[:, :, 1:], now)
-            q = q + attend(q, pools, layer, now)
-        return jnp.sum(q)
-
-    memory = jax.jit(jax.grad(total)).lower(q, cache.pools, now).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 3.5 * pool.nbytes
+        jax.jit(jax.grad(functools.partial(loss_of_step, form="decode", implementation="triton")))(inputs("kv"))

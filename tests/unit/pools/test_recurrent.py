@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kvjax
 from kvjax import Cache, LayerSpec, make_spec
 from kvjax.spec import StateArray
 from pallas_kernels.schedule import block_tiles, tile_width
 from tests.drive import VERBS
+from tests.mesh import collectives, mesh_of
 
 SIZE, ROWS, LENGTH, MOST = 4, 3, 32, 8
 STATE = {"state": (2, 3), "last": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
@@ -298,58 +301,32 @@ def test_mistakes_get_an_error():
             call()
 
 
-WIDE = {"state": (4, 64, 64)}  # a state of 64 KB: what a step may copy is seen beside its tokens
-BIG = make_spec(
-    [LayerSpec.recurrent(WIDE, axes={"state": 0})], num_blocks=500, max_seqs=ROWS, max_length=64, block_size=8
-)
-
-
-def decayed(states, inputs, count):
-    """A cell of states [B, 4, 64, 64]: token by token, all heads alike."""
-
-    def step(state, at):
-        state = jnp.where((at < count)[:, None, None, None], 0.9 * state + inputs[:, at, :, :, None], state)
-        return state, jnp.sum(state, axis=-1)
-
-    state, outputs = jax.lax.scan(step, states["state"], jnp.arange(inputs.shape[1]))
-    return jnp.moveaxis(outputs, 0, 1), {"state": state}
-
-
-@pytest.mark.parametrize("form", ["decode", "mixed"])
-def test_a_step_copies_no_pool(form):
-    """Temporaries are a few states of the rows, not pools; and the pools are updated in place."""
-    cache = Cache.create(BIG)
-    if form == "decode":
-        view, tokens = cache.view(1), (ROWS, 1)
-    else:
-        view = cache.mixed(np.arange(ROWS) < 2, np.array([2]), np.array([16]), 16)
-        tokens = (1, ROWS + 16)
-    inputs = jnp.zeros((*tokens, 4, 64))
-    step = jax.jit(lambda pools, view, x: kvjax.recur(decayed, pools, 0, view, x), donate_argnums=0)
-    memory = step.lower(cache.pools, view, inputs).compile().memory_analysis()
-    states, pools = (sum(x.nbytes for x in jax.tree.leaves(of)) for of in (jnp.zeros((ROWS, 4, 64, 64)), cache.pools))
-    assert memory.alias_size_in_bytes >= pools > 100 * states
-    assert memory.temp_size_in_bytes < 4 * states  # 2.5 of them where XLA optimises, which it does not here
-
-
 @pytest.mark.slow
 def test_two_devices_divide_the_states_without_a_word():
-    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    alone, divided = Cache.create(BIG), Cache.create(BIG, mesh=mesh, heads="heads")
-    inputs = jax.random.normal(jax.random.key(0), (ROWS, 12, 4, 64))
+    """A decayed sum of four heads, all alike."""
+
+    def decayed(states, inputs, count):
+        def step(state, at):
+            state = jnp.where((at < count)[:, None, None], 0.9 * state + inputs[:, at], state)
+            return state, state
+
+        state, outputs = jax.lax.scan(step, states["state"], jnp.arange(inputs.shape[1]))
+        return jnp.moveaxis(outputs, 0, 1), {"state": state}
+
+    layer = LayerSpec.recurrent({"state": (4, 3)}, axes={"state": 0})
+    spec = make_spec([layer], num_blocks=40, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE)
+    inputs, outputs = jax.random.normal(jax.random.key(0), (ROWS, 12, 4, 3)), []
     step = jax.jit(lambda pools, view, x: kvjax.recur(decayed, pools, 0, view, x))
-    outputs = []
-    for cache in (alone, divided):
-        state, _ = VERBS["admit"](cache.state, 0, np.arange(64), 64)
-        view = kvjax.view(state, np.array([12, 0, 0], np.int32), 12)
-        placed = inputs
-        if cache is divided:
-            where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "heads"))
-            everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            placed, view = jax.device_put(inputs, where), jax.device_put(view, everywhere)
-        compiled = step.lower(cache.pools, view, placed).compile()
-        assert not any(word in compiled.as_text() for word in ("all-gather", "all-reduce", "collective-permute"))
-        outputs.append(np.asarray(compiled(cache.pools, view, placed)[0]))
+    with mesh_of(1, 2) as mesh:
+        for placement in ({}, {"mesh": mesh, "heads": "heads"}):
+            cache = Cache.create(spec, **placement).admit(0, np.arange(LENGTH), LENGTH)[0]
+            view, x = cache.view(np.array([12, 0, 0], np.int32), 12), inputs
+            if placement:
+                x = jax.device_put(inputs, NamedSharding(mesh, P(None, None, "heads")))
+                view = jax.device_put(view, NamedSharding(mesh, P()))
+            compiled = step.lower(cache.pools, view, x).compile()
+            assert not collectives(compiled)
+            outputs.append(np.asarray(compiled(cache.pools, view, x)[0]))
     np.testing.assert_allclose(*outputs, rtol=1e-6)
 
 

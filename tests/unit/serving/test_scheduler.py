@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Cache
 from kvjax.events.log import init_log
-from kvjax.serving import cancel, drain, init_serving, results, serve, serve_step, worst_step
+from kvjax.serving import cancel, drain, results, serve_step
 from kvjax.serving.requests import Stage
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.oracle.serving import COLUMNS, LOG, MODEL, ROWS, SLOTS, program
@@ -57,23 +56,6 @@ def test_a_policy_of_ones_own_decides_who_is_first(jitted):
     served = desk.step()
     assert served.admitted.slots.tolist() == [0, 1, 2, -1]
     assert (served.chunks.rows.tolist(), served.chunks.count.tolist()) == ([0, 1], [6, 0])
-
-
-def test_the_loop_stays_on_the_device_and_copies_no_pool():
-    spec = kvjax.make_spec(
-        [kvjax.LayerSpec(1, 2)] * 2, num_blocks=16_384, max_seqs=4, max_length=64, block_size=4, dtype="float32"
-    )
-    serving = init_serving(Cache.create(spec), [65] * 8)
-    log = init_log(4 * worst_step(spec, OVERCOMMITS), 4)
-    run = jax.jit(functools.partial(serve, scheduler=OVERCOMMITS, steps=64), donate_argnums=(1, 2))
-    compiled = run.lower(MODEL, serving, log).compile()
-    (pool,) = serving.cache.pools.arrays[0]
-    shape = re.escape(f"f32[{','.join(map(str, pool.shape))}]")
-    assert not re.findall(rf"{shape}\S* copy\(", compiled.as_text())
-    assert "callback" not in compiled.as_text()
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= pool.nbytes
-    assert memory.temp_size_in_bytes < 0.05 * pool.nbytes + sum(x.nbytes for x in jax.tree.leaves(log))
 
 
 def test_a_loop_ends_where_no_row_is_left_for_those_who_wait():

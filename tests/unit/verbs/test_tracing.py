@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs under jit, vmap and scan: one trace a shape, equal results, in place, without copies of pool size."""
 
-import dataclasses
 import functools
 import re
 
@@ -13,7 +12,6 @@ import pytest
 from jax import lax
 
 import kvjax
-from benchmarks import bookkeeping
 from kvjax._arrays import add, put
 from tests.drive import PLAIN, Driver
 
@@ -124,43 +122,6 @@ def test_the_cost_of_extend_follows_the_rows_that_are_named():
 def test_policies_are_the_same_object_every_time():
     assert kvjax.lru() is kvjax.lru()
     assert jax.tree.structure(kvjax.init(SPEC)) == jax.tree.structure(kvjax.init(SPEC, kvjax.lru()))
-
-
-@pytest.mark.parametrize("verb", ["admit", "commit", "release"])
-@pytest.mark.parametrize("retention", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_new_state_can_be_donated_and_is_updated_in_place(verb, retention):
-    state = kvjax.init(dataclasses.replace(SPEC, retention=retention))
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
-    assert len(set(pointers)) == len(pointers)
-    args = {
-        "admit": (0, np.arange(8, dtype=np.int32), 8), "commit": (np.zeros((S, 1), np.int32), np.zeros(S, np.int32)),
-        "release": (0,),
-    }[verb]  # fmt: skip
-    compiled = jax.jit(getattr(kvjax, verb), donate_argnums=0).lower(state, *args).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state))
-    compiled(state, *(np.int32(a) if isinstance(a, int) else a for a in args))
-
-
-@functools.cache
-def scanned(run, retention):
-    spec = kvjax.make_spec(
-        num_blocks=65_536, max_seqs=bookkeeping.ROWS, max_length=bookkeeping.LENGTH, block_size=bookkeeping.BLOCK,
-        retention=retention,
-    )  # fmt: skip
-    state = jax.eval_shape(lambda: kvjax.init(spec))
-    return state, jax.jit(run, donate_argnums=0).lower(state).compile()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("retention", [False, True])
-@pytest.mark.parametrize("run", [bookkeeping.steps, bookkeeping.admissions])
-def test_scanned_steps_copy_nothing_of_the_pools_size(run, retention):
-    state, compiled = scanned(run, retention)
-    assert bookkeeping.copies_of_blocks(compiled, state) == []
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 0.1 * nbytes
-    assert memory.alias_size_in_bytes >= nbytes
 
 
 @pytest.mark.parametrize("size", [12, 5000])

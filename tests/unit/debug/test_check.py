@@ -2,7 +2,6 @@
 """`check` names every kind of damage and shows it; `index_of` and `snapshot` have the findable blocks."""
 
 import functools
-import itertools
 import sys
 
 import jax
@@ -10,8 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.testing import Trial, random_requests
-from tests.drive import EXTRA, PLAIN, VERBS, Driver, output_of
+from kvjax.debug import stats
+from kvjax.debug.inspect import inspect_group
+from tests.drive import EXTRA, PLAIN, TIERS, Driver, output_of
+from tests.unit.debug import stories
 from tests.unit.debug.stories import at, changed
 
 
@@ -37,7 +38,32 @@ def block_names(state):
     return {name: int(block) for name, block in names.items()}
 
 
+def tiers_names(state):
+    """Names for the blocks of the story in both groups: those of row 0, of row 2 (swapped out), and the cached ones."""
+    names = {}
+    for number, group in enumerate(jax.device_get(state.groups)):
+        fill, idle = group.blocks.fill, group.blocks.refcount == 0
+        on_host = group.host.pool_row >= len(group.empty)
+        more = {
+            "first": group.table[0, 0], "second": group.table[0, 1], "last": group.table[0, 4],
+            "swapped out": group.table[2, 0], "swapped end": group.table[2, 4], "moving": group.table[3, 0],
+            "cached": np.flatnonzero(idle & (fill > 0) & ~on_host)[-1],
+            "host cached": np.flatnonzero(idle & (fill > 0) & on_host)[0],
+            "empty": group.empty[0], "host empty": group.host.empty[0],
+        }  # fmt: skip
+        names |= {(number, name): int(block) for name, block in more.items()}
+    return names
+
+
+def swap(one, two):
+    def change(array):
+        array[[one, two]] = array[[two, one]]
+
+    return change
+
+
 BLOCKS, GROUP, LINKS, RING = "groups.blocks.", "groups.", "groups.links.", "groups.policy."
+# For each rule the fields and the damage, by the blocks' names.
 DAMAGE = {
     "committed lies within length": [("seqs.committed", lambda b: at(1, 7)), ("seqs.committed", lambda b: at(3, -1))],
     "length fits in a row": [("seqs.length", lambda b: at(0, 21))],
@@ -108,11 +134,106 @@ DAMAGE = {
         (RING + "order", lambda b: lambda x: np.where(x == b["leaf"], b["root"], x)),
     ],
 }  # fmt: skip
+# Of two groups over two tiers, with the number of the group that is named.
+TIERS_DAMAGE = {
+    "rows that are not swapped out are on the device": [
+        (0, "seqs.swapped", lambda b: at(2, False)),
+        (1, "seqs.swapped", lambda b: at(3, False)),
+    ],
+    "only rows in use are swapped out": [(0, "seqs.length", lambda b: at(2, 0))],
+    "tables hold blocks for their length": [
+        (1, "groups.1.table", lambda b: at((0, 1), b[1, "cached"])),  # behind the window
+        (1, "groups.1.table", lambda b: at((0, 0), -1)),  # the first tokens stay
+        (1, "groups.1.table", lambda b: at((0, 3), -1)),
+    ],
+    "table entries are blocks": [(1, "groups.1.table", lambda b: at((0, 3), 99))],
+    "refcounts cover the tables": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "swapped end"], 0))],
+    "num cached counts cached blocks": [
+        (0, "groups.0.num_cached", lambda b: lambda x: x + 1),  # with that block on the host it would be right
+        (1, "groups.1.num_cached", lambda b: lambda x: x - 1),
+    ],
+    "the stack is the empty blocks": [
+        (0, "groups.0.empty", lambda b: at(0, b[0, "host empty"])),
+        (1, "groups.1.num_empty", lambda b: lambda x: x - 1),
+    ],
+    "the stack of the host is its empty blocks": [
+        (0, "groups.0.host.empty", lambda b: at(0, b[0, "empty"])),
+        (1, "groups.1.host.num_empty", lambda b: lambda x: x + 1),
+        (1, "groups.1.host.empty", lambda b: at(0, b[1, "host cached"])),
+    ],
+    "every pool row belongs to one block": [
+        (0, "groups.0.host.pool_row", lambda b: at(b[0, "first"], 3)),
+        (1, "groups.1.host.pool_row", lambda b: at(b[1, "first"], 20)),
+        (1, "groups.1.host.pool_row", lambda b: at(b[1, "host cached"], -1)),
+    ],
+    "children on the host are counted": [
+        (0, "groups.0.host.num_host_children", lambda b: at(b[0, "swapped out"], 2)),
+        (0, "groups.0.host.num_host_children", lambda b: at(b[0, "last"], 1)),
+        (1, "groups.1.host.num_host_children", lambda b: at(b[1, "first"], 1)),
+    ],
+    "children are counted": [(0, "groups.0.blocks.children", lambda b: at(b[0, "swapped out"], 1))],
+    "a device block has its parent on the device": [
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "first"], b[0, "host empty"])),
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "second"], b[0, "swapped out"])),
+    ],
+    "only blocks with contents are on the move": [
+        (0, "groups.0.host.pending_transfer", lambda b: at(b[0, "empty"], 1)),
+        (1, "groups.1.host.pending_transfer", lambda b: at(b[1, "host empty"], 1)),
+    ],
+    "moves were ordered": [
+        (0, "groups.0.host.pending_transfer", lambda b: at(b[0, "moving"], 4)),
+        (1, "groups.1.host.pending_transfer", lambda b: at(b[1, "moving"], 2**31 - 1)),
+        (1, "groups.1.host.num_moves", lambda b: lambda x: x * 0),
+    ],
+    "every cached block waits in the ring of its tier once": [
+        (0, "groups.0.policy.tail", lambda b: lambda x: x - 1),
+        (0, "groups.0.host.policy.stamp", lambda b: at(b[0, "host cached"], 77)),
+        (1, "groups.1.policy.stamp", lambda b: at(b[1, "cached"], 77)),
+        (1, "groups.1.host.policy.head", lambda b: lambda x: x + 1),
+    ],
+    "the ring holds at most its size": [(1, "groups.1.host.policy.tail", lambda b: lambda x: x + 64)],
+    "group0 blocks are blocks": [
+        (1, "groups.1.group0_block", lambda b: at(b[1, "first"], 22)),
+        (1, "groups.1.group0_block", lambda b: at(b[1, "cached"], -1)),
+    ],
+    "group0 blocks hold as many tokens": [
+        (1, "groups.1.blocks.fill", lambda b: at(b[1, "cached"], 1)),
+        (1, "groups.0.blocks.fill", lambda b: at(b[0, "cached"], 2)),
+    ],
+    "window blocks are the way back from group0 blocks": [
+        (1, "groups.1.window_block", lambda b: at(b[0, "first"], b[1, "cached"])),
+        (1, "groups.1.group0_block", lambda b: at(b[1, "first"], b[0, "second"])),
+    ],
+    "every window block is findable": [
+        (1, "groups.1.window_block", lambda b: at(b[0, "empty"], 0)),
+        (1, "groups.1.window_block", lambda b: at(b[0, "first"], -1)),
+    ],
+    "a held block has a held group0 block": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "host cached"], 1))],
+    "rows hold blocks of the same prefixes": [(1, "groups.0.table", lambda b: lambda x: x[:, [1, 0, 2, 3, 4, 5]])],
+}
 CASES = [
-    pytest.param(rule, path, make, id=f"{rule}: {path} {n}")
-    for rule, cases in DAMAGE.items()
-    for n, (path, make) in enumerate(cases)
+    *(
+        pytest.param(rule, path, make, False, id=f"{rule}: {path} {n}")
+        for rule, cases in DAMAGE.items()
+        for n, (path, make) in enumerate(cases)
+    ),
+    *(
+        pytest.param(f"{rule} (group {number})", path, make, True, id=f"{rule}: {path} {n}", marks=pytest.mark.long)
+        for rule, cases in TIERS_DAMAGE.items()
+        for n, (number, path, make) in enumerate(cases)
+    ),
 ]
+
+
+@pytest.mark.parametrize(("rule", "path", "make", "tiered"), CASES)
+def test_check_names_the_damage_and_draws_it(rule, path, make, tiered):
+    state = stories.tiers().state if tiered else story().state
+    broken = changed(state, path, make(tiers_names(state) if tiered else block_names(state)))
+    with pytest.raises(AssertionError) as caught:
+        kvjax.check(broken)
+    first, drawing = str(caught.value).split("\n", 1)
+    assert first.startswith("broken: ") and rule in first.removeprefix("broken: ").split("; ")
+    assert drawing == kvjax.show(broken)
 
 
 def test_the_story_is_sound():
@@ -122,16 +243,65 @@ def test_the_story_is_sound():
     assert len(set(blocks.values())) == len(blocks) and int(state.groups[0].num_cached) == 4
 
 
-@pytest.mark.parametrize(("rule", "path", "make"), CASES)
-def test_check_names_the_damage_and_draws_it(rule, path, make):
-    state = story().state
-    broken = changed(state, path, make(block_names(state)))
-    with pytest.raises(AssertionError) as caught:
+@pytest.mark.long
+def test_the_story_of_tiers_is_sound_and_its_blocks_differ():
+    state = stories.tiers().state
+    kvjax.check(state)
+    names = tiers_names(state)
+    for number in range(2):
+        own = [block for (group, name), block in names.items() if group == number and name != "second"]
+        assert len(set(own)) == len(own)
+
+
+@pytest.mark.long
+def test_the_number_of_moves_may_have_wrapped():
+    """The latest move is number -2**31 now, and the pending ones were ordered just before it."""
+    state = stories.tiers().state
+    for number in range(2):
+        state = changed(state, f"groups.{number}.host.num_moves", lambda x: np.full_like(x, -(2**31)))
+        state = changed(
+            state, f"groups.{number}.host.pending_transfer", lambda x: np.where(x > 0, np.int32(2**31 - 1), x)
+        )
+    kvjax.check(state)
+
+
+@pytest.mark.long
+def test_blocks_out_of_use_keep_their_pool_rows():
+    state = kvjax.init(TIERS, num_blocks=9)
+    kvjax.check(state)
+    broken = changed(state, "groups.1.host.pool_row", swap(3, 11))
+    with pytest.raises(AssertionError, match=r"^broken: blocks out of use keep their pool rows \(group 1\)\n"):
         kvjax.check(broken)
-    message = str(caught.value)
-    first, drawing = message.split("\n", 1)
-    assert first.startswith("broken: ") and rule in first.removeprefix("broken: ").split("; ")
-    assert drawing == kvjax.show(broken)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "path", ["group0_block", "window_block", "table", "host.pool_row", "blocks.fill", "blocks.parent", "host.empty"]
+)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("value", [-5, 99])
+def test_any_numbers_can_be_checked_and_plotted(path, number, value):
+    state = stories.tiers().state
+    if number == 0 and path in ("group0_block", "window_block"):
+        return
+    broken = changed(state, f"groups.{number}.{path}", lambda x: np.full_like(x, value))
+    if path != "blocks.parent" or number == 0:  # a window group's blocks have none
+        with pytest.raises(AssertionError, match="broken: "):
+            kvjax.check(broken)
+    kvjax.debug.plot_blocks(broken, group=number)
+    stats(broken, number)
+
+
+@pytest.mark.long
+def test_a_window_groups_blocks_hold_what_their_group0_blocks_do():
+    state = stories.tiers().state
+    first, window = inspect_group(state), inspect_group(state, 1)
+    names = tiers_names(state)
+    for name in ("first", "last", "swapped out", "swapped end", "moving", "cached", "host cached"):
+        block = names[1, name]
+        first_block = names[0, name] if name != "cached" else int(state.groups[1].group0_block[block])
+        n = int(window.written[block])
+        assert window.tokens[block, :n].tolist() == first.tokens[first_block, :n].tolist() and n > 0
 
 
 def endless(target):
@@ -218,21 +388,6 @@ def test_a_snapshot_begins_with_created_and_has_parents_first():
     assert events[0] == {"kind": "created", "group": 0} and {e["kind"] for e in events[1:]} == {"stored"}
     mirror = kvjax.fold(events)  # raises if a child came first
     assert mirror.nodes == story().mirror.nodes
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("steps", [10, 40, 80])
-def test_whoever_joins_late_knows_the_same(steps):
-    trial = Trial(kvjax.init(PLAIN), verbs=VERBS)
-    requests = random_requests(21)
-    for request in itertools.islice(requests, steps):
-        trial.do(request)
-    mirror = kvjax.fold(kvjax.events.snapshot(trial.state))
-    assert mirror == trial.mirror
-    for request in itertools.islice(requests, 30):
-        events = trial.do(request)
-        mirror = mirror if events is None else kvjax.fold(kvjax.to_list(events), mirror)
-    assert mirror.index == kvjax.events.index_of(trial.state)
 
 
 def test_a_snapshot_is_in_order_although_the_clock_has_wrapped():
