@@ -54,8 +54,8 @@ class Engine[C: AnyCache]:
     Its programs are compiled when it starts; those that move blocks to a host tier or from a store at their first use.
 
     A step that fails costs the cache: the requests that it served end with an `EngineError`, the listener gets the
-    event that all is cleared, and the engine goes on with an empty cache. A listener that raises costs no request and
-    no cache: see `kvjax.events.Listeners`.
+    event that all is cleared, and the engine goes on with an empty cache, in which nothing is pinned any more. A
+    listener that raises costs no request and no cache: see `kvjax.events.Listeners`.
 
     Attributes:
       spec: of the cache.

@@ -33,7 +33,7 @@ from kvjax.serving.requests import Output, Stage
 from kvjax.serving.turns import Job, Slots
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.tiered import joined
-from kvjax.verbs.control import reset
+from kvjax.verbs.control import emptied, reset
 
 ENTRIES, MANY = 16, 32  # requests of one call; the most steps of a turn
 PACE = 0.02  # seconds of a turn while somebody waits for tokens
@@ -42,7 +42,7 @@ _RETRY = 0.1  # seconds between two looks at listeners that have failed, if ther
 _NAP = 0.001  # seconds between two looks at a store's reads, if there is nothing else to do
 
 _copy = OutermostJit(lambda state: jax.tree.map(jnp.copy, state))
-_reset = OutermostJit(reset)
+_emptied, _reset = OutermostJit(emptied), OutermostJit(reset)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -115,7 +115,7 @@ class EngineThread(threading.Thread):
         self.reading = list[EngineJob]()
         self._most_lent = _FEW_SALTS  # salts at which those are looked for that nothing has
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
-        self._empty = jax.device_get(_reset(cache.state)[0])
+        self._empty = jax.device_get(_emptied(cache.state))
         self._begin(cache)
 
     def _begin(self, cache: Any) -> None:

@@ -251,13 +251,18 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
     held = jnp.any(
         jnp.array([jnp.any(each.moving(each.ids)) | jnp.any(each.blocks.refcount > 0) for each in state.groups])
     )
-    groups, cleared = [], []
+    cleared = [record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number) for number in range(len(state.groups))]
+    state = either(held, state, emptied(state))
+    return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)
+
+
+def emptied(state: CacheState) -> CacheState:
+    """The cache without blocks, whoever holds them: of use where their bytes are lost. Rows are left as they are."""
+    groups = []
     for number, group in enumerate(state.groups):
         policy = windows.policy_of(state, number)
         empty, old = init_group(state.spec, number, policy, group.num_blocks), group.blocks
         blocks = empty.blocks.replace(generation=old.generation, clock=old.clock, time=old.time)
         empty = empty.replace(blocks=blocks, policy=policy.forgot(group.policy, group.ids))
-        groups.append(either(held, group, keep_host_policy(empty, group, policy)))
-        cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
-    state = state.replace(groups=tuple(groups))
-    return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)
+        groups.append(keep_host_policy(empty, group, policy))
+    return state.replace(groups=tuple(groups))

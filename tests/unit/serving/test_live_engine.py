@@ -299,6 +299,34 @@ def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
     kvjax.check(engine.close().state, rows=())
 
 
+def test_what_was_pinned_is_not_found_behind_a_step_that_failed(monkeypatch, tokens):
+    """Its K/V are lost with the cache, as all others are."""
+    (_, cache, events), turn = drive.run_batch(MODEL, make_cache(), [PROMPTS[0]], max_new_tokens=8), driver.turn
+    blocks = np.flatnonzero(np.asarray(cache.state.groups[0].blocks.fill)).astype(np.int32)
+    state, pinned = kvjax.pin(cache.state, blocks)
+    assert len(blocks) and pinned.ok
+    mirror, failures = fold(events), ["a step"]
+
+    def turn_or_fail(*args, **options):
+        if failures:
+            raise RuntimeError(failures.pop())
+        return turn(*args, **options)
+
+    def listener(events):
+        nonlocal mirror
+        mirror = fold(kvjax.to_list(events), mirror)
+
+    options = {"num_ranges": 1, **BASE, "listener": listener}
+    with drive.engine(MODEL, cache.replace(state=state), **options) as engine:
+        monkeypatch.setattr(driver, "turn", turn_or_fail)
+        with pytest.raises(EngineError, match="a step"):
+            engine.submit(ask(PROMPTS[1])).result(60)
+        output = engine.submit(ask(PROMPTS[0])).result(60)
+        assert (output.cached_tokens, output.tokens) == (0, tokens[0])
+        idle(engine)
+        assert mirror.index == index_of(engine.state)
+
+
 @pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
 def test_with_a_store_and_two_tiers_nothing_is_compiled_after_the_start(host, tmp_path, tokens):
     options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000}
