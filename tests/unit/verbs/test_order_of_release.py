@@ -32,6 +32,15 @@ def assert_all_can_leave(driver):
         driver.do("release", i % 2)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_blocks_of_released_rows_can_leave(num_rows):
+    driver, _ = chain(PLAIN)
+    if num_rows == 2:
+        driver.do("fork", 0, 1)
+    driver.do("release", np.arange(num_rows))
+    assert_all_can_leave(driver)
+
+
 @pytest.mark.parametrize("order", [*itertools.permutations(range(CHAIN))], ids=str)
 def test_unpinned_blocks_can_leave(order):
     driver, blocks = chain(PLAIN)
