@@ -120,7 +120,6 @@ def test_answers_that_nobody_reads_are_no_open_answers(server, client, streams, 
         assert response.status_code == 200 or error_of(response, 429)
         server.wait_for(lambda: all(handle.done for handle in watch.handles))
         assert client.post(COMPLETIONS, json=body_of(n=MAX_OPEN)).status_code == 200
-        assert not watch.cancels and {handle.output.finish for handle in watch.handles[:8]} == {"length"}
     idle(server)
 
 

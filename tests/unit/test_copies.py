@@ -22,7 +22,7 @@ from kvjax.pools import host as host_pool
 from kvjax.serving import Rows, Scheduler, decode, decode_log, init_serving, serve, worst_step
 from pallas_kernels import xla
 from tests.mesh import collectives, mesh_of, sent_shapes
-from tests.serving_kit import MODEL
+from tests.serving_kit import DIM, MODEL
 from tests.unit.pools.hand_made import no_events
 
 
@@ -216,7 +216,7 @@ def scanned_verbs(run, kind):
 
 def scheduler_loop():
     options = {"num_blocks": 16_384, "max_seqs": 4, "max_length": 64, "block_size": 4, "dtype": "float32"}
-    spec, scheduler = make_spec([LayerSpec(1, 2)] * 2, **options), Scheduler(chunk=6, chunk_rows=2, k=4)
+    spec, scheduler = make_spec([LayerSpec(1, DIM)] * 2, **options), Scheduler(chunk=6, chunk_rows=2, k=4)
     serving = jax.eval_shape(lambda: init_serving(Cache.create(spec), [65] * 8))
     log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), 4))
     run = jax.jit(functools.partial(serve, scheduler=scheduler, steps=64), donate_argnums=(1, 2))
@@ -226,7 +226,7 @@ def scheduler_loop():
 
 def decode_loop(choice):
     options = {"num_blocks": 20_000, "max_seqs": 8, "max_length": 256, "block_size": 4, "dtype": "float32"}
-    cache = jax.eval_shape(lambda: Cache.create(make_spec([LayerSpec(1, 2)] * 2, **options)))
+    cache = jax.eval_shape(lambda: Cache.create(make_spec([LayerSpec(1, DIM)] * 2, **options)))
     log = jax.eval_shape(lambda: decode_log(cache.state.spec, 4))
     rows = Rows(i32(8), jax.ShapeDtypeStruct((8,), jnp.bool_), i32(8), jax.ShapeDtypeStruct((8,), jnp.uint32), i32(8))
     sampling = None if choice == "greedy" else jax.tree.map(lambda x: np.repeat(x, 8), kvjax.Sampling(0.5, 40, 0.9, 3))
