@@ -90,11 +90,8 @@ def programs() -> dict[str, Callable[[], Program]]:
     def loop() -> Program:
         model, spec, requests = serving()
         log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), BLOCK))
-
-        def run(model, serving, log, steps):
-            return serve(model, serving, log, scheduler=scheduler, steps=steps)
-
-        return run, (model, requests, log, i32())
+        run = functools.partial(serve, scheduler=scheduler)
+        return lambda model, serving, log, steps: run(model, serving, log, steps=steps), (model, requests, log, i32())
 
     def submission() -> Program:
         args = serving()[2], i32(PROMPTS * PROMPT), i32(PROMPTS), i32(PROMPTS)
