@@ -110,14 +110,14 @@ def test_a_view_has_the_tables_positions_lengths_and_destinations_of_new_tokens(
 @pytest.mark.slow
 @row("v0 `swap_out`, `swap_in`")
 def test_a_row_goes_to_the_host_and_comes_back_as_a_whole():
-    driver = Driver(kvjax.init(TIERS, num_blocks=np.int32(3)))
+    driver = Driver(kvjax.init(TIERS, num_blocks=np.int32(4)))
     driver.start(0, [*A, 1])
     device = table(driver, 0)
     orders = driver.do("swap_out", 0).transfer
     sources = [int(s) for s, b in zip(orders.source, orders.block, strict=True) if b >= 0]
     assert set(device) <= set(sources)  # (source, target) of each move
-    driver.start(1, C)
-    assert driver.status("swap_in", 0) == ["NO_BLOCKS"]  # 1 block of 3 is free: none moves
+    driver.start(1, [*C, 1])
+    assert driver.status("swap_in", 0) == ["NO_BLOCKS"]  # 1 block of 4 is free: none moves
     driver.do("release", 1)
     driver.do("swap_in", 0)
     assert not np.asarray(driver.state.seqs.swapped_out).any()
