@@ -89,7 +89,7 @@ def successor(tokens, pools, view, *, last):
     return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % NUMBERS, NUMBERS), pools
 
 
-MODEL = jax.device_put(Attention.create(), jax.devices()[0])
+MODEL = jax.device_put(Attention.create(), jax.local_devices()[0])
 
 
 @functools.cache
