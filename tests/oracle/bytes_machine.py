@@ -1592,7 +1592,6 @@ def main(configs: dict[str, Any]) -> None:
     parser.add_argument("--steps", type=int, default=1_000)
     args = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_num_cpu_devices", 8)
     config, start = configs[args.config], time.monotonic()
     try:
         life = live(config, args.seed, args.steps)
