@@ -256,29 +256,32 @@ def test_a_full_queue_refuses_and_a_closed_engine_does_too(monkeypatch):
 @pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
 def test_an_idle_engine_tries_a_listener_again_that_has_failed(host, monkeypatch):
     monkeypatch.setattr(listeners, "_FIRST_WAIT", 0.01)
-    rng, mirror, chance = random.Random(3), Mirror(), 0.4
+    mirror, num_refusals = Mirror(), 0
 
     def listen(events):
-        nonlocal mirror
-        if rng.random() < chance:
+        nonlocal mirror, num_refusals
+        if num_refusals:
+            num_refusals -= 1
             raise ConnectionError("away")
         mirror = fold(kvjax.to_list(events), mirror)
 
     with opened(host, listener=listen) as engine:
-        for handle in [engine.submit(ask(prompt)) for prompt in PROMPTS * 2]:
-            assert handle.result(60).finish == "length"
-        chance = 0.0
-        idle(engine)
-        until = time.monotonic() + 20
-        while Listeners(listen).is_behind and time.monotonic() < until:
-            time.sleep(0.01)
-        assert mirror.index == index_of(engine.state)
-        counts, chance = Listeners(listen).counts, 0.4
-        assert counts["failures"] > 2 and counts["missed"] and counts["snapshots"] > 1
+        for turn in (1, 2, 3):
+            num_refusals = turn
+            for handle in [engine.submit(ask([turn, *prompt])) for prompt in PROMPTS[:8]]:
+                assert handle.result(60).finish == "length"
+            idle(engine)
+            until = time.monotonic() + 20
+            while Listeners(listen).is_behind and time.monotonic() < until:
+                time.sleep(0.01)
+            assert mirror.index == index_of(engine.state)
+        counts = Listeners(listen).counts
+        assert (counts["failures"], counts["snapshots"]) == (6, 3)
+        num_refusals = 3
         for prompt in PROMPTS:
             engine.submit(ask(prompt, max_new_tokens=MOST))
         time.sleep(0.1)
-        chance = 0.0
+        num_refusals = 0
     assert mirror.index == index_of(state_of(engine.close()))  # closed in the middle
 
 
