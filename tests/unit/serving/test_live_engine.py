@@ -285,6 +285,24 @@ def test_an_idle_engine_tries_a_listener_again_that_has_failed(host, monkeypatch
     assert mirror.index == index_of(state_of(engine.close()))  # closed in the middle
 
 
+def test_a_running_request_is_cancelled_where_it_is_and_so_is_a_later_one_in_its_slot():
+    running = []
+
+    def listen(events):
+        for handle in running:
+            handle.cancel()
+
+    with opened(listener=listen) as engine:
+        for _ in range(3):  # all slots are used again
+            for handle in [engine.submit(ask(prompt)) for prompt in PROMPTS]:
+                assert handle.result(60).finish == "length"
+            running[:] = [engine.submit(ask([1, 2, 3], max_new_tokens=LENGTH - 3))]
+            output = running[0].result(60)
+            running.clear()
+            assert output.finish == "cancelled" and len(output.tokens) < LENGTH - 3
+        idle(engine)
+
+
 def test_an_engine_that_cannot_go_on_ends_all_requests(monkeypatch):
     def failing(*args, **options):
         raise RuntimeError("no device")
