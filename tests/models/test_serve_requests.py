@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 import kvjax
 from kvjax.serving import Output
 from models import openai_api, serve, stores
-from models.answers import Answer, Detokenizer, pieces
+from models.answers import Answer, Detokenizer, Piece, pieces
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
 from models.openai_replies import Form, Usage
 from models.recall import CHECKPOINT
@@ -161,6 +161,15 @@ def tokenizers_of_bytes_and_words():
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return of_bytes, of_words
+
+
+def test_impossible_tokens_have_a_number_in_json():
+    wish: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
+    impossible = float("-inf")
+    piece = Piece("ab", [1, 2], [], ["a", "b"], [0, 1], [-0.5, impossible], [{1: -0.5}, {2: impossible}], "length", 2)
+    for is_chat in (False, True):
+        whole = Form("model", wish, lambda ids: "ab"[ids[-1] - 1], is_chat=is_chat).whole([[piece]], Usage())
+        assert "-9999.0" in json.dumps(whole, allow_nan=False)
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

@@ -87,7 +87,7 @@ MISTAKES = [
         "kvjax/verbs/commit.py",
         "    bad = bad | ((num_tokens > 0) & pick(state.seqs.swapped_out, rows))\n",
         "",
-        SCENARIOS + " " + MACHINE,
+        "tests/unit/test_tiers.py -k move",
     ),
     Mistake(
         "negative tokens are stored",
@@ -129,7 +129,7 @@ MISTAKES = [
         "kvjax/verbs/swap.py",
         "return _finish(state, after, seq, False, taken, removed, (bad, Status.BAD_REQUEST), (moving, Status.HELD))",
         "return _finish(state, after, seq, False, taken, removed, (bad, Status.BAD_REQUEST))",
-        SCENARIOS + " " + BYTES,
+        "tests/unit/test_tiers.py -k move",
     ),
     Mistake(
         "blocks whose move failed stay findable",
@@ -158,7 +158,7 @@ MISTAKES = [
         "kvjax/blocks/match.py",
         "& (np.arange(num, dtype=np.int32) < (length - 1) // size)",
         "& (np.arange(num, dtype=np.int32) < length // size)",
-        MACHINE,
+        "tests/unit/blocks/test_copy_on_write.py",
     ),
     Mistake(
         "blocks that have not arrived are found",
@@ -265,7 +265,7 @@ MISTAKES = [
         "kvjax/events/totals.py",
         "(moves.block >= 0) & (moves.target > moves.source))",
         "(moves.block >= 0) & (moves.target < moves.source))",
-        "tests/unit/events tests/unit/interop/test_metrics.py " + SCENARIOS,
+        "tests/unit/debug/test_show_tiers.py",
     ),
     # Stores.
     Mistake(
@@ -302,14 +302,14 @@ MISTAKES = [
         "kvjax/serving/driver.py",
         "self._slots.ends(cancelled)",
         "self._slots.ends(())",
-        CONTRACT + " tests/unit/serving/test_live_engine.py",
+        "tests/unit/serving/test_live_engine.py",
     ),
     Mistake(
         "a late cancel ends the next request of a slot",
         "kvjax/serving/driver.py",
         "self._release(job, result.generation[slot] + 1)",
         "self._release(job, result.generation[slot])",
-        "tests/oracle/test_engines.py " + CONTRACT,
+        "tests/unit/serving/test_live_engine.py",
     ),
     Mistake(
         "samples of a prompt are equal",
@@ -347,10 +347,10 @@ MISTAKES = [
         "tests/unit/serving/test_sampling.py",
     ),
     Mistake(
-        "one penalty for the prompt's last token",
+        "a penalty comes a token late",
         "kvjax/serving/penalties.py",
-        "last, (steps > 0) & (steps <= most))",
-        "last, steps <= most)",
+        "jnp.maximum(steps - 1, 0)",
+        "steps",
         "tests/unit/serving/test_penalties.py",
     ),
     # Wires and models.
@@ -380,7 +380,7 @@ MISTAKES = [
         "models/openai_replies.py",
         "return logprob if math.isfinite(logprob) else -9999.0",
         "return logprob",
-        "tests/models/test_serve_options.py tests/models/test_serve.py tests/models/test_serve_requests.py",
+        "tests/models/test_serve_requests.py",
     ),
 ]
 

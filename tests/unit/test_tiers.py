@@ -21,7 +21,7 @@ def make_spec(**options):
     return kvjax.make_spec(LAYERS, **{"num_blocks": 8, "num_host_blocks": 6, **OPTIONS, **options})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_block_on_the_move_cannot_be_found():
     cache, prompt = Driver(kvjax.init(ONE)), [*range(1, 10)]
     cache.start(0, prompt[:8])
@@ -44,6 +44,12 @@ def test_a_block_on_the_move_cannot_be_found():
     assert cache.found(prompt) == 0
     assert [event["kind"] for event in cache.recorded] == ["removed", "removed"]
     assert int(cache.state.groups[0].host.num_empty) == 4
+    cache.start(0, prompt[:8])
+    transfer = cache.do("swap_out", 0, complete=False).transfer
+    assert cache.status("swap_in", 0) == ["HELD"]
+    cache.do("complete", transfer, True)
+    assert cache.status("commit", np.ones((1, 1), np.int32), np.ones(1, np.int32), seqs=[0]) == ["BAD_REQUEST"]
+    cache.do("swap_in", 0)
 
 
 class Tenants(Driver):

@@ -20,3 +20,11 @@ def test_a_child_of_the_block_that_is_copied_can_leave(seq):
     counts = [int(row == seq) for row in SEQS]
     assert cache.grow(*counts) == ["OK"] * len(SEQS)
     assert [event["kind"] for event in kvjax.to_list(cache.events)] == ["removed", "copied"]
+
+
+def test_a_prompt_is_never_found_whole():
+    """Its last token has to be computed, so that there are logits."""
+    cache, prompt = Driver(kvjax.init(PLAIN)), [*range(1, 2 * PLAIN.block_size + 1)]
+    cache.start(0, prompt)
+    cache.do("release", 0)
+    assert cache.found([*prompt, 99]) == len(prompt) and cache.found(prompt) == len(prompt) - 1

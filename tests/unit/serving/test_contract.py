@@ -107,6 +107,7 @@ def changed(requests: list[Request], **columns: Any) -> list[Request]:
 
 CASES = {
     "greedy": Case(GREEDY),
+    "prompts of whole blocks": Case([ask(DOCUMENT[: 2 * SIZE]), ask(DOCUMENT[:SIZE])]),
     "stop tokens": Case([ask(prompt, stop_tokens=[STOP, 29]) for prompt in PROMPTS[1:]], ["stop", "length", "length"]),
     "no stop before min_tokens": Case([ask(PROMPTS[1], stop_tokens=[STOP], sampling=Sampling(min_tokens=NEW))]),
     "samplings without seeds": Case(SAMPLED, but="Engine"),  # whose seed is 0 then
