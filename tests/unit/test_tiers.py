@@ -45,6 +45,7 @@ def test_a_block_on_the_move_cannot_be_found():
     assert [event["kind"] for event in cache.recorded] == ["removed", "removed"]
     assert int(cache.state.groups[0].host.num_empty) == 4
     cache.start(0, prompt[:8])
+    assert cache.grow(1, 0, 0)[0] == "OK"
     transfer = cache.do("swap_out", 0, complete=False).transfer
     assert cache.status("swap_in", 0) == ["HELD"]
     cache.do("complete", transfer, True)
