@@ -10,7 +10,7 @@ from typing import Any
 from . import gemma_config
 from .fields import count, either, flag, ids, listed, number, only, token
 from .layer_config import LayerConfig
-from .rope import Rope, rope_fields
+from .rope import Rope, read_rope
 
 # The defaults of each family's own code, for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ class ModelConfig:
 
     @property
     def rotations(self) -> tuple[tuple[Rope, int], ...]:
-        """The rope of each layer, and how many dimensions it rotates."""
+        """The rope of each layer, and the width of a head."""
         return tuple((layer.rope, layer.head_dim) for layer in self.layers)
 
     @classmethod
@@ -106,7 +106,6 @@ class ModelConfig:
             return cls(**gemma_config.read(fields))
         hf = {**_DEFAULTS[kind], **fields}
         only(hf, "hidden_act", "silu", absent="silu")
-        only(hf, "partial_rotary_factor", 1.0, absent=1.0)
         only(hf, "quantization_config", None)
         hidden_size, num_heads = count(hf, "hidden_size"), count(hf, "num_attention_heads")
         vocab_size = count(hf, "vocab_size")
@@ -174,7 +173,7 @@ def num_layers(fields: Mapping[str, Any]) -> int:
 def _layers(hf: Mapping[str, Any], kind: str, hidden_size: int, num_heads: int) -> tuple[LayerConfig, ...]:
     """One entry per layer, with its window."""
     kv_heads = count(hf, "num_key_value_heads", num_heads)
-    layer = LayerConfig(kv_heads, count(hf, "head_dim", hidden_size // num_heads), rope=_rope(hf)).check(num_heads)
+    layer = LayerConfig(kv_heads, count(hf, "head_dim", hidden_size // num_heads), rope=read_rope(hf)).check(num_heads)
     return tuple(dataclasses.replace(layer, window=window) for window in _windows(hf, kind))
 
 
@@ -194,8 +193,3 @@ def _windows(hf: Mapping[str, Any], kind: str) -> list[int | None]:
                 f"layer_types[{index}]: got {name!r:.80}, wanted {either(wanted)} (sliding_window={window})"
             )
     return [window if name == _TYPES[True] else None for name in types]
-
-
-def _rope(hf: Mapping[str, Any]) -> Rope:
-    """The rope of all layers."""
-    return Rope.from_hf(*rope_fields(hf))

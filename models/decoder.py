@@ -21,6 +21,7 @@ from pallas_kernels.rotary import rotate
 from .config import ModelConfig
 from .norm import RMSNorm
 from .placement import under_auto_axes
+from .rope import rotary_tables
 from .scan import Run, longest_run, over_layers, parted, stacked
 
 Pair = tuple[jax.Array, jax.Array]
@@ -218,7 +219,7 @@ class Decoder(Logits):
             owner = number if layer.reuses is None else layer.reuses
             return kvjax.attend(q, pools, owner, view, index=index, scale=scale, window=layer.window), pools
 
-        x, pools = self._stream(tokens, view.positions, mix, pools)
+        x, pools = self._stream(tokens, view.positions, mix, pools, pools.spec.max_length)
         if last is not None:
             return self._logits(x[jnp.arange(x.shape[0]), last]), pools
         return self._logits(x), pools
@@ -242,20 +243,19 @@ class Decoder(Logits):
             return dense_attention(rotate(q, angles), k, v, layer.window, self.config.attention_scale), cache
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        x, _ = self._stream(tokens, positions, mix, {})
+        x, _ = self._stream(tokens, positions, mix, {}, tokens.shape[1])
         return self._logits(x if at is None else x[:, at])
 
-    def _stream(self, tokens, positions, mix: Callable, cache):
+    def _stream(self, tokens, positions, mix: Callable, cache, max_length: int):
         """The residual stream [R, C, E] after all layers, and the cache. A layer mixes by `mix(number, turn, ...)`."""
-        rotations = self.config.rotations
-        angles = {(rope, width): rope.angles(positions, width) for rope, width in dict.fromkeys(rotations)}
+        angles = rotary_tables(self.config, positions, max_length)
         x = _scaled(self.embed_tokens(tokens), self.config.embed_scale)
         own = self._own_inputs(tokens, x)
 
         def step(carry, layer, number, own, turn):
             x, cache = carry
             with jax.named_scope(f"layer{number}"):
-                return layer(x, own, angles[rotations[number]], partial(mix, number, turn), cache)
+                return layer(x, own, angles[number], partial(mix, number, turn), cache)
 
         return over_layers(step, (x, cache), self.layers, own, self.run)
 

@@ -21,11 +21,10 @@ from pallas_kernels.rotary import rotate
 
 from .experts import ExpertsConfig, MixtureModel
 from .fields import count, flag, number, only
-from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
+from .language_config import LanguageConfig, LayerKind, read_common, write_common
 from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
-from .rope import Rope
-from .yarn import Yarn, read_rope
+from .rope import Angles, Rope, read_rope
 
 KINDS = ("deepseek_v3", "kimi_k2")
 # The defaults of the family's own code, for fields that config.json leaves out.
@@ -58,17 +57,17 @@ class LatentConfig:
     rope_dim: int
     key_dim: int
     value_dim: int
-    rope: Rope | Yarn | None = None
+    rope: Rope | None = None
     interleaved: bool = False
 
     @property
     def scale(self) -> float:
         """The factor on the scores."""
-        factor = self.rope.score_factor if isinstance(self.rope, Yarn) else 1.0
+        factor = 1.0 if self.rope is None else self.rope.score_factor
         return (self.key_dim + self.rope_dim) ** -0.5 * factor
 
 
-def read_latents(hf: Mapping[str, Any], rope: Rope | Yarn | None, interleaved: bool) -> LatentConfig:
+def read_latents(hf: Mapping[str, Any], rope: Rope | None, interleaved: bool) -> LatentConfig:
     """The latents of a config.json with the family's defaults."""
     only(hf, "num_key_value_heads", hf.get("num_attention_heads"), absent=hf.get("num_attention_heads"))
     latents = LatentConfig(
@@ -174,6 +173,7 @@ class DeepSeekConfig(LanguageConfig):
         only(hf, "scoring_func", "sigmoid", absent="sigmoid")
         only(hf, "topk_method", "noaux_tc", absent="noaux_tc")
         only(hf, "moe_layer_freq", 1, absent=1)
+        only(hf, "partial_rotary_factor", 1.0, absent=1.0)
         experts = ExpertsConfig(
             num_experts=count(hf, "n_routed_experts"),
             per_token=count(hf, "num_experts_per_tok"),
@@ -187,7 +187,7 @@ class DeepSeekConfig(LanguageConfig):
         )
         return cls(
             **read_common(hf),
-            latents=read_latents(hf, read_rope(hf), flag(hf, "rope_interleave")),
+            latents=read_latents(hf, read_rope(hf, ("default", "yarn")), flag(hf, "rope_interleave")),
             experts=experts.check(),
             num_dense=count(hf, "first_k_dense_replace", least=0),
         )
@@ -218,8 +218,8 @@ class DeepSeekConfig(LanguageConfig):
         return tuple(LayerKind("latents", number < self.num_dense) for number in range(self.num_layers))
 
     @property
-    def rotation(self) -> tuple[Rope | Yarn, int] | None:
-        """The rope of all layers, and how many dimensions it rotates."""
+    def rotation(self) -> tuple[Rope, int] | None:
+        """The rope of all layers, and the width that it rotates."""
         assert self.latents.rope is not None
         return self.latents.rope, self.latents.rope_dim
 

@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _SHAPE = ("num_key_value_heads", "head_dim")
 _WITH_TOWERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 _THETAS = {_FULL: 1e6, _SLIDING: 1e4}
+_ROPES = ("default", "linear", "llama3", "proportional")  # kinds
 _GEMMA4_ROPES = {
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -219,10 +220,11 @@ def _rope(hf: Mapping[str, Any], kind: str, name: str) -> Rope:
         )
     theta = hf.get("rope_theta" if name == _FULL else "rope_local_base_freq", _THETAS[name])
     if new:
-        return Rope.from_hf({"rope_theta": theta, **(new.get(name) or {})}, f"rope_parameters.{name}")
+        return Rope.from_hf({"rope_theta": theta, **(new.get(name) or {})}, f"rope_parameters.{name}", kinds=_ROPES)
     if not isinstance(old or {}, Mapping):
         raise ValueError(f"rope_scaling: got {old!r:.200}, wanted a set of fields")
-    return Rope.from_hf({"rope_theta": theta, **((old or {}) if name == _FULL else {})}, "rope_scaling")
+    rope = (old or {}) if name == _FULL else {}
+    return Rope.from_hf({"rope_theta": theta, **rope}, "rope_scaling", kinds=_ROPES)
 
 
 def _shapes(hf: Mapping[str, Any], kind: str, types: list[str]) -> list[tuple[int, int]]:

@@ -16,10 +16,9 @@ import kvjax
 
 from .experts import highest
 from .fields import count, layer_types, listed, number, only
-from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
+from .language_config import LanguageConfig, LayerKind, read_common, write_common
 from .language_model import LanguageModel, Layer, Mixing
-from .rope import Rope
-from .yarn import Yarn, read_rope
+from .rope import Angles, Rope, read_rope
 
 KINDS = ("gpt_oss",)
 FULL, SLIDING = TYPES = ("full_attention", "sliding_attention")
@@ -132,7 +131,7 @@ class GptOssConfig(LanguageConfig):
     head_dim: int
     window: int
     types: tuple[str, ...]
-    rope: Rope | Yarn
+    rope: Rope
     num_experts: int
     per_token: int
     alpha: float
@@ -160,7 +159,7 @@ class GptOssConfig(LanguageConfig):
             head_dim=count(hf, "head_dim"),
             window=count(hf, "sliding_window"),
             types=_types(hf, common["num_layers"]),
-            rope=read_rope(hf),
+            rope=read_rope(hf).check(count(hf, "head_dim")),
             num_experts=experts,
             per_token=per_token,
             alpha=number(hf, "swiglu_alpha"),
@@ -189,8 +188,8 @@ class GptOssConfig(LanguageConfig):
         return tuple(LayerKind(name, dense=False) for name in self.types)
 
     @property
-    def rotation(self) -> tuple[Rope | Yarn, int] | None:
-        """The rope of all layers, and how many dimensions it rotates."""
+    def rotation(self) -> tuple[Rope, int] | None:
+        """The rope of all layers, and the width of a head."""
         return self.rope, self.head_dim
 
 

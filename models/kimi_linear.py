@@ -19,10 +19,11 @@ import kvjax
 from .deepseek import LatentAttention, LatentConfig, read_latents, write_latents
 from .experts import ExpertsConfig, MixtureModel
 from .fields import count, flag, layer_types, listed, number, only
-from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
+from .language_config import LanguageConfig, LayerKind, read_common, write_common
 from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
+from .rope import Angles
 
 KINDS = ("kimi_linear",)
 FULL, LINEAR = TYPES = ("full_attention", "linear_attention")

@@ -7,14 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-import jax
-
 from .fields import count, flag, ids, number, only, token
 from .norm import NormConfig
 from .rope import Rope
-from .yarn import Yarn
-
-Angles = tuple[jax.Array, jax.Array] | None  # cosine and sine of the rope; None: there is none
 
 
 class LayerKind(NamedTuple):
@@ -84,21 +79,14 @@ class LanguageConfig:
         return NormConfig(self.rms_norm_eps)
 
     @property
-    def rotation(self) -> tuple[Rope | Yarn, int] | None:
-        """The rope of all layers, and how many dimensions it rotates; None: there is none."""
+    def rotation(self) -> tuple[Rope, int] | None:
+        """The rope of all layers, and the width of a head; None: there is none."""
         return None
 
     @property
-    def rotations(self) -> tuple[tuple[Rope | Yarn, int] | None, ...]:
+    def rotations(self) -> tuple[tuple[Rope, int] | None, ...]:
         """The rotation of each layer."""
         return (self.rotation,) * self.num_layers
-
-    def angles(self, positions: jax.Array) -> Angles:
-        """Cosine and sine of the rope at `positions i32[R, C]`; None: there is none."""
-        if self.rotation is None:
-            return None
-        rope, width = self.rotation
-        return rope.angles(positions, width)
 
     def predictor(self, name: str) -> str | None:
         """The matrix [E, 2 E] that joins stream and embedding in the layers of a tensor; None: they have none.

@@ -19,8 +19,9 @@ import kvjax
 from pallas_kernels.rotary import rotate
 
 from .decoder import Logits, dense_attention
-from .language_config import Angles, LanguageConfig
+from .language_config import LanguageConfig
 from .norm import RMSNorm
+from .rope import Angles, rotary_tables
 from .scan import Turn, longest_run, over_layers, parted, stacked
 
 
@@ -162,7 +163,9 @@ class LanguageModel(Logits):
 
     def __call__(self, tokens: jax.Array, pools, view: kvjax.pools.View, *, last: jax.Array | None = None):
         """Runs the next tokens of every row through the paged cache; as `Decoder.__call__`."""
-        x, pools = self._stream(tokens, view.positions, lambda number, turn: Paged(view, number, turn), pools)
+        x, pools = self._stream(
+            tokens, view.positions, lambda number, turn: Paged(view, number, turn), pools, pools.spec.max_length
+        )
         if last is not None:
             x = x[jnp.arange(x.shape[0]), last]
         return self._logits(x), pools
@@ -170,17 +173,17 @@ class LanguageModel(Logits):
     def dense(self, tokens: jax.Array, at: jax.Array | None = None) -> jax.Array:
         """The same logits without a cache, from whole sequences; as `Decoder.dense`."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        x, _ = self._stream(tokens, positions, lambda number, turn: Dense(), None)
+        x, _ = self._stream(tokens, positions, lambda number, turn: Dense(), None, tokens.shape[1])
         return self._logits(x if at is None else x[:, at])
 
-    def _stream(self, tokens, positions, mixing: Callable[[int, Turn | None], Mixing], cache):
+    def _stream(self, tokens, positions, mixing: Callable[[int, Turn | None], Mixing], cache, max_length: int):
         """The residual stream [R, C, E] after all layers, and the cache."""
-        angles = self.config.angles(positions)
+        angles = rotary_tables(self.config, positions, max_length)
 
         def step(carry, layer, number, own, turn):
             x, cache = carry
             with jax.named_scope(f"layer{number}"):
-                return layer(x, angles, mixing(number, turn), cache)
+                return layer(x, angles[number], mixing(number, turn), cache)
 
         no_inputs = [None] * self.config.num_layers
         return over_layers(step, (self.embed_tokens(tokens), cache), self.layers, no_inputs, self.run)

@@ -31,11 +31,12 @@ class LayerConfig:
     reuses: int | None = None
 
     def check(self, num_heads: int) -> LayerConfig:
-        """Returns itself; ValueError if K does not divide the query heads, or D is odd."""
+        """Returns itself; ValueError if K does not divide the query heads, D is odd, or the rope does not fit."""
         if num_heads % self.kv_heads:
             raise ValueError(
                 f"num_key_value_heads: got {self.kv_heads}, wanted a divisor of num_attention_heads={num_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, wanted an even number")
+        self.rope.check(self.head_dim)
         return self

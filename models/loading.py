@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from . import gemma_config
+from . import fp8, gemma_config
 from .decoder import scanned, unrolled
 from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
 from .fields import check_file, ids, read_json
@@ -85,9 +85,10 @@ def load(
     folder = pathlib.Path(folder)
     check_axes(mesh, heads, context)
     fields, files = read_json(folder / CONFIG), weight_files(folder)
+    scales = _Scales(folder, fields, files)
     config, tokenizer = _config(folder, fields, files), load_tokenizer(folder)
     _check_mesh(config, mesh)
-    dtype = _stored_dtype(files) if dtype is None else dtype
+    dtype = _stored_dtype(files, scales) if dtype is None else dtype
     if config.tie_word_embeddings and not _is_tied(files, dtype):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -95,9 +96,9 @@ def load(
     parameters = dict(nnx.to_flat_state(state))
     wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
     shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
-    _check_names(files, shapes, config, has_towers=gemma_config.has_towers(fields))
+    _check_names(files, scales, shapes, config, has_towers=gemma_config.has_towers(fields))
     flat, stacks = [], {}
-    for name, tensor in _tensors(files):
+    for name, tensor in _tensors(files, scales):
         if _own_name(name) in wanted:
             path, expert = wanted[_own_name(name)]
             leaf = parameters[path]
@@ -278,20 +279,55 @@ def _read(tensor: Any, transposed: bool, dtype: jax.typing.DTypeLike, index: tup
     return np.array(part, dtype=dtype, copy=True)
 
 
-def _stored_dtype(files: dict[pathlib.Path, list[str]]) -> np.dtype:
+def _stored_dtype(files: dict[pathlib.Path, list[str]], scales: _Scales) -> np.dtype:
     """The dtype of the first tensor of floats; a folder that mixes several is unusual, and is converted to this one."""
-    for name, tensor in _tensors(files):
+    for name, tensor in _tensors(files, scales):
+        if isinstance(tensor, fp8.Scaled):
+            continue
         if tensor.get_dtype() in _FLOATS and not name.endswith(_ALWAYS_FLOAT32):
             return jax.dtypes.canonicalize_dtype(_FLOATS[tensor.get_dtype()])
     return np.dtype(np.float32)  # no weight at all: refused by `_check_names`
 
 
-def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
-    """The tensors' names, and what reads a tensor or a part of it where it is indexed."""
+def _tensors(files: dict[pathlib.Path, list[str]], scales: _Scales) -> Iterator[tuple[str, Any]]:
+    """The tensors' names but for scales, and what reads a tensor or a part of it where it is indexed."""
     for path, names in files.items():
         with _open(path) as file:
             for name in names:
-                yield name, file.get_slice(name)
+                if not scales.is_scale(name):
+                    yield name, scales.dequantised(path, name, file.get_slice(name))
+
+
+class _Scales:
+    """The scales of a folder's weights of fp8, if its config says that it has any; takes away the config's field."""
+
+    def __init__(self, folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]):
+        try:
+            self._scheme = fp8.read_scheme(fields)
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG}: {error}") from error
+        self._paths = {name: path for path, names in files.items() for name in names}
+
+    def is_scale(self, name: str) -> bool:
+        """Whether a tensor has scales alone."""
+        return self._scheme is not None and self._scheme.is_scale(name)
+
+    def dequantised(self, path: pathlib.Path, name: str, tensor: Any) -> Any:
+        """The tensor; of fp8, one that is dequantised where it is indexed."""
+        scale_name = "" if self._scheme is None else self._scheme.scale_name(name)
+        has_scales, dtype = scale_name in self._paths, tensor.get_dtype()
+        if self._scheme is None or not (has_scales or dtype == fp8.DTYPE):
+            return tensor
+        if not has_scales or dtype != fp8.DTYPE:
+            wanted = f"{fp8.DTYPE} with scales ({scale_name})"
+            raise ValueError(
+                f"{path}: {name}: got {dtype} {'with' if has_scales else 'without'} scales, wanted {wanted}"
+            )
+        with _open(self._paths[scale_name]) as file:
+            of_scales = file.get_slice(scale_name).get_dtype()
+            if of_scales not in _FLOATS:
+                raise ValueError(f"{path}: {scale_name}: got {of_scales}, wanted {', '.join(_FLOATS)}")
+            return fp8.Scaled(path, name, file.get_tensor(scale_name), self._scheme)
 
 
 def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) -> bool:
@@ -314,10 +350,12 @@ def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) 
         return all(same)
 
 
-def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *, has_towers: bool) -> None:
+def _check_names(
+    files, scales: _Scales, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *, has_towers: bool
+) -> None:
     """Compares names, shapes and dtypes with the model's, by the files' headers, and frequencies with the config's."""
     found, dtypes, twice, strange = {}, {}, [], []
-    for file_name, tensor in _tensors(files):
+    for file_name, tensor in _tensors(files, scales):
         name = _own_name(file_name)
         twice += [f"{name} (as {file_name})"] * (name in found)
         found[name], dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
@@ -357,7 +395,7 @@ def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
     likes = [
         frequencies
         for rope, width in filter(None, set(of_layer or rotations))
-        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(width))
+        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(rope.width(width)))
         if [*frequencies.shape] == tensor.get_shape()
     ]
     if not likes or tensor.get_dtype() not in _FLOATS:

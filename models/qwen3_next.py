@@ -12,16 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
-from pallas_kernels.rotary import rotate
 
 from .experts import ExpertsConfig, MixtureModel
-from .fields import count, flag, layer_types, listed, number, only
-from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
+from .fields import count, flag, layer_types, listed, only
+from .language_config import LanguageConfig, LayerKind, read_common, write_common
 from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
-from .rope import Rope
-from .yarn import Yarn, read_rope
+from .rope import Angles, Rope, read_rope
 
 KINDS = ("qwen3_next",)
 FULL, LINEAR = TYPES = ("full_attention", "linear_attention")
@@ -37,14 +35,14 @@ DEFAULTS: dict[str, Any] = {
 
 
 class GatedAttention(nnx.Module):
-    """Grouped-query attention whose output is gated; only the first `rotated` dimensions of a head have a position."""
+    """Grouped-query attention whose output is gated; only the first dimensions of a head have a position."""
 
     def __init__(self, config: Qwen3NextConfig, dtype, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
 
         width, kv_heads, head_dim = config.hidden_size, config.kv_heads, config.head_dim
-        self.kv_heads, self.head_dim, self.rotated = kv_heads, head_dim, config.rotated
+        self.kv_heads, self.head_dim = kv_heads, head_dim
         self.q_proj = linear(width, config.num_heads * head_dim * 2)  # each head's query, then its gate
         self.k_proj = linear(width, kv_heads * head_dim)
         self.v_proj = linear(width, kv_heads * head_dim)
@@ -60,16 +58,11 @@ class GatedAttention(nnx.Module):
         """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
         q, gate = jnp.split(self._of_heads(self.q_proj(x), 2 * self.head_dim), 2, axis=-1)
         k, v = (self._of_heads(project(x), self.head_dim) for project in (self.k_proj, self.v_proj))
-        q, k = self._rotate(self.q_norm(q), angles), self._rotate(self.k_norm(k), angles)
-        y, cache = mixing.attend(cache, q, k, v)
+        y, cache = mixing.attend(cache, self.q_norm(q), self.k_norm(k), v, angles=angles)
         return self.o_proj((y * jax.nn.sigmoid(gate)).reshape(*x.shape[:2], -1)), cache
 
     def _of_heads(self, x: jax.Array, width: int) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, width)
-
-    def _rotate(self, x: jax.Array, angles: Angles) -> jax.Array:
-        assert angles is not None
-        return jnp.concatenate([rotate(x[..., : self.rotated], angles), x[..., self.rotated :]], axis=-1)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -125,8 +118,7 @@ class Qwen3NextConfig(LanguageConfig):
     Attributes:
       kv_heads: K, of the layers with attention.
       head_dim: D, of these.
-      rotated: dimensions of a head that rope rotates, the first ones.
-      rope: of these.
+      rope: of all layers; it rotates a share of a head's dimensions.
       delta: the heads of the layers with a delta rule.
       types: full_attention or linear_attention, of each layer.
       experts: of all layers but those in `dense`.
@@ -136,8 +128,7 @@ class Qwen3NextConfig(LanguageConfig):
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
     kv_heads: int
     head_dim: int
-    rotated: int
-    rope: Rope | Yarn
+    rope: Rope
     delta: DeltaConfig
     types: tuple[str, ...]
     experts: ExpertsConfig
@@ -166,8 +157,7 @@ class Qwen3NextConfig(LanguageConfig):
             **common,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rotated=_rotated(hf, head_dim),
-            rope=read_rope(hf),
+            rope=read_rope(hf).check(head_dim),
             delta=_delta(hf),
             types=_types(hf, common["num_layers"]),
             experts=experts.check(),
@@ -181,7 +171,7 @@ class Qwen3NextConfig(LanguageConfig):
             **write_common(self, "Qwen3NextForCausalLM"),
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "rope_parameters": {**self.rope.to_hf(), "partial_rotary_factor": self.rotated / self.head_dim},
+            "rope_parameters": self.rope.to_hf(),
             "layer_types": list(self.types),
             "linear_conv_kernel_dim": delta.taps,
             "linear_key_head_dim": delta.key_dim,
@@ -208,9 +198,9 @@ class Qwen3NextConfig(LanguageConfig):
         return NormConfig(self.rms_norm_eps, norm_offset=1.0, norm_in_float32=True)
 
     @property
-    def rotation(self) -> tuple[Rope | Yarn, int] | None:
-        """The rope of all layers, and how many dimensions it rotates."""
-        return self.rope, self.rotated
+    def rotation(self) -> tuple[Rope, int] | None:
+        """The rope of all layers, and the width of a head."""
+        return self.rope, self.head_dim
 
     def predictor(self, name: str) -> str | None:
         """The joining matrix of the layers that have a name of their own."""
@@ -227,17 +217,6 @@ class Qwen3Next(MixtureModel):
         if self.config.layers[number].mixer == FULL:
             return "self_attn", GatedAttention(self.config, dtype, rngs)
         return "linear_attn", GatedDeltaNet(self.config, dtype, rngs)
-
-
-def _rotated(hf: Mapping[str, Any], head_dim: int) -> int:
-    """The dimensions that rope rotates; an older file has their share at the top."""
-    name, new = "partial_rotary_factor", hf.get("rope_parameters") or {}
-    of = "rope_parameters" if isinstance(new, Mapping) and name in new else ""
-    share = number(new if of else hf, name, of=of)
-    rotated = int(head_dim * share)
-    if share > 1 or rotated < 2 or rotated % 2:
-        raise ValueError(f"{name}: got {share}, wanted a share of head_dim={head_dim} that is even")
-    return rotated
 
 
 def _delta(hf: Mapping[str, Any]) -> DeltaConfig:

@@ -57,7 +57,7 @@ CASES = {  # kind, form, dtype, placement, options
         ("kv", "ragged", "bfloat16", "one device", "all"), ("kv", "mixed", "int8", "one device", "all"),
         ("latents", "mixed", "float32", "one device", "all"), ("rope", "ragged", "float32", "one device", "plain"),
         ("rope", "padded", "int8", "traced index", "all"), ("kv", "padded", "float32", "both", "no window"),
-        ("rope", "mixed", "float32", "both", "no window"),
+        ("rope", "mixed", "float32", "both", "no window"), ("partial rope", "ragged", "int8", "one device", "plain"),
     ],
     "long": [
         ("kv", "padded", "float8_e4m3fn", "one device", "all"), ("kv", "ragged", "int8", "several caches", "plain"),
@@ -68,6 +68,7 @@ CASES = {  # kind, form, dtype, placement, options
         ("rope", "decode", "float32", "several caches", "plain"), ("rope", "mixed", "int8", "64-bit types", "plain"),
         ("rope", "decode", "float32", "heads", "all"), ("rope", "mixed", "int8", "both, explicit", "no window"),
         ("kv", "padded", "float32", "heads, rows divided", "all"), ("kv", "mixed", "int8", "heads", "all"),
+        ("partial rope", "mixed", "float32", "both", "no window"),
         ("kv", "mixed", "float32", "both, explicit", "no window"), ("kv", "decode", "int8", "context", "plain"),
     ],
     "slow": [
