@@ -21,11 +21,10 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from . import fp8, gemma_config
-from .decoder import scanned, unrolled
-from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
+from . import fp8
+from .config import LayerConfig, ModelConfig, num_layers
+from .decoder import Decoder, scanned, unrolled
 from .fields import check_file, ids, read_json
-from .language_config import LanguageConfig
 from .placement import check_axes, placed
 from .rope import Rope
 
@@ -55,7 +54,7 @@ def load(
     mesh: Mesh | None = None,
     heads: str | None = None,
     context: str | None = None,
-) -> tuple[AnyModel, Any]:
+) -> tuple[Decoder, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
     A model whose config is tied is loaded untied if the file has an output matrix other than the embedding; each
@@ -69,7 +68,7 @@ def load(
         are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
-        that this process's devices need. None: one device has all. Only a `Decoder` can be divided.
+        that this process's devices need. None: one device has all. Only attention with an MLP can be divided.
       heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
       context: likewise, its other axis; what both axes can divide is divided by both. None: none.
 
@@ -91,12 +90,12 @@ def load(
     dtype = _stored_dtype(files, scales) if dtype is None else dtype
     if config.tie_word_embeddings and not _is_tied(files, dtype):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     parameters = dict(nnx.to_flat_state(state))
     wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
     shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
-    _check_names(files, scales, shapes, config, has_towers=gemma_config.has_towers(fields))
+    _check_names(files, scales, shapes, config, has_towers="text_config" in fields)
     flat, stacks = [], {}
     for name, tensor in _tensors(files, scales):
         if _own_name(name) in wanted:
@@ -127,13 +126,14 @@ class _Stack:
         self.missing -= 1
 
 
-def _check_mesh(config: AnyConfig, mesh: Mesh | None) -> None:
-    """Refuses to divide the weights of what is no `Decoder`."""
-    if isinstance(config, LanguageConfig) and mesh is not None:
+def _check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
+    """Refuses to divide experts, and mixers other than attention."""
+    is_plain = config.experts is None and all(isinstance(layer, LayerConfig) for layer in config.layers)
+    if mesh is not None and not is_plain:
         raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
 
 
-def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
     """Writes what `load` reads: config.json, generation_config.json, model.safetensors and, if given, tokenizer.json.
 
     If the folder has an index of shards, it is removed, since `load` would read them.
@@ -205,7 +205,7 @@ def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[-2:][::-1] if path[-1] == "kernel" else shape
 
 
-def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> AnyConfig:
+def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> ModelConfig:
     """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer.
 
     Tokens that end a text are those of generation_config.json too: models for chats have more than config.json tells.
@@ -219,7 +219,7 @@ def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Pa
         number, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
         if number > len(found):
             raise ValueError(f"num_hidden_layers: got {number}, wanted {len(found)}: no tensor is of layer {lacks}")
-        config = read_config(fields)
+        config = ModelConfig.from_hf(fields)
         path = more
         ends = *config.eos_token_ids, *ids(generation, "eos_token_id", config.vocab_size)
         return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
@@ -351,7 +351,7 @@ def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) 
 
 
 def _check_names(
-    files, scales: _Scales, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *, has_towers: bool
+    files, scales: _Scales, wanted: dict[str, tuple[int, ...]], config: ModelConfig, *, has_towers: bool
 ) -> None:
     """Compares names, shapes and dtypes with the model's, by the files' headers, and frequencies with the config's."""
     found, dtypes, twice, strange = {}, {}, [], []
@@ -385,7 +385,7 @@ def _check_names(
         raise ValueError(f"{folder}: tensors {text}")
 
 
-def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
+def _has_frequencies(name: str, tensor: Any, config: ModelConfig) -> bool:
     """Whether a tensor has the frequencies of its layer's rope, or without a layer those of any layer.
 
     Old checkpoints carry them, perhaps as they are before the rope stretches them.
@@ -406,17 +406,24 @@ def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
     return any(np.allclose(values.astype(np.float64), like, relative, absolute) for like in likes)
 
 
-def _is_left_out(name: str, shapes: dict[str, tuple[int, ...]], config: AnyConfig, has_towers: bool) -> bool:
+def _is_left_out(name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig, has_towers: bool) -> bool:
     """Whether the model has a reason to leave out a tensor of its checkpoint; `shapes` are those of all tensors."""
     if name == _HEAD or name.endswith(".inv_freq"):  # a copy by `_is_tied`; `_has_frequencies` has compared them
         return True
-    if isinstance(config, LanguageConfig):
-        joining = config.predictor(name)
-        return joining is not None and shapes.get(joining) == (config.hidden_size, 2 * config.hidden_size)
+    if shapes.get(_joining_matrix(name, config)) == (config.hidden_size, 2 * config.hidden_size):
+        return True
     layer = _REUSED.fullmatch(name)
     if layer is not None and int(layer[1]) < len(config.layers):
         return config.layers[int(layer[1])].reuses is not None
     return has_towers and _TOWERS.match(name) is not None
+
+
+def _joining_matrix(name: str, config: ModelConfig) -> str:
+    """The matrix that joins stream and embedding for layers that predict a token further on, if a tensor is theirs."""
+    layer = _LAYER.match(name)
+    if layer is not None and int(layer[1]) >= len(config.layers):
+        return f"{layer[0]}eh_proj.weight"
+    return "mtp.fc.weight" if name.startswith("mtp.") else ""
 
 
 def _some(names: list[str], most: int = 8) -> str:

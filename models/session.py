@@ -21,7 +21,7 @@ from kvjax.ledger import human, make_ledger
 
 from . import commands, stores, wires
 from .commands import number
-from .families import AnyModel
+from .decoder import Decoder
 from .loading import load
 from .stopwatch import Stopwatch
 
@@ -95,7 +95,7 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
     return {"mesh": mesh, **{name: name for name in sizes}}
 
 
-def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[AnyModel, Any]:
+def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[Decoder, Any]:
     """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None."""
     if not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
@@ -129,7 +129,7 @@ class Session:
         self,
         parser: commands.Parser,
         args: argparse.Namespace,
-        model: AnyModel,
+        model: Decoder,
         note: Callable[[str], None],
     ):
         self._args, self._model, self._note = args, model, note
@@ -208,13 +208,13 @@ class Session:
             threading.Event().wait()
 
 
-def most_tokens(args: argparse.Namespace, model: AnyModel) -> int | None:
+def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
     """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
     full = any(layer.window is None for layer in model.layer_specs())
     return args.blocks * args.block_size if full else None
 
 
-def check_length(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, prompts: list[list[int]]) -> None:
+def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:
     """Refuses prompts and answers that are longer than the whole cache; sets the length of a row if none was given.
 
     It is rounded up to a power of two, so that prompts of other lengths find the compiled programs.
@@ -235,7 +235,7 @@ def check_length(parser: commands.Parser, args: argparse.Namespace, model: AnyMo
     parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
 
 
-def check_memory(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, spec: kvjax.CacheSpec) -> None:
+def check_memory(parser: commands.Parser, args: argparse.Namespace, model: Decoder, spec: kvjax.CacheSpec) -> None:
     """Refuses a cache that cannot fit into memory with the model and a step's logits, before it is made.
 
     The option that is the most times its default is the one to blame.

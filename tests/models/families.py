@@ -22,7 +22,7 @@ OPTIONS = (
     "llama_linear", "llama_dynamic", "llama_longrope", "qwen2_yarn", "qwen3_yarn", "qwen3_longrope", "llama_fp8",
     "qwen3_fp8",
 )  # fmt: skip
-# Those whose layers keep latents or states, as `LanguageModel`s.
+# Those whose layers keep latents or states, or have experts.
 OWN_FAMILIES = ("deepseek_v3", "deepseek_v3_options", "qwen3_next", "qwen3_next_options", "kimi_linear", "gpt_oss")
 SMALL = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,

@@ -13,7 +13,7 @@ from flax import nnx
 
 import kvjax
 from models import Decoder, LayerConfig, ModelConfig, Rope
-from models.families import num_layers, read_config
+from models.config import num_layers
 from models.rope import rope_limit
 from tests.models.families import FULL, GEMMA4, GOLDENS, SLIDING, SMALL, config, dense
 
@@ -192,22 +192,23 @@ def fields_of(family: str) -> dict:
 
 def test_released_configs():
     """The fields of the released files, and the defaults of each family's code for the rest."""
-    deepseek, qwen, kimi, gpt_oss = (read_config(fields) for fields in RELEASED.values())
+    deepseek, qwen, kimi, gpt_oss = (ModelConfig.from_hf(fields) for fields in RELEASED.values())
     yarn = Rope(1e4, "yarn", 40.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-    assert deepseek.latents.rope == yarn
-    assert deepseek.latents.interleaved and deepseek.latents.query_rank == 1536
-    assert (deepseek.num_layers, deepseek.num_dense, deepseek.experts.num_groups) == (61, 3, 8)
-    assert deepseek.latents.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
-    assert read_config({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}).num_heads == 64
-    assert qwen.rope == Rope(1e7, share=0.25) and qwen.rope.width(qwen.head_dim) == 64
-    assert qwen.types.count("full_attention") == 12 and qwen.types[3] == "full_attention"
-    assert qwen.delta.shapes == {"conv": (3, 8192), "memory": (32, 128, 128)}
-    assert [n for n, kind in enumerate(kimi.types, 1) if kind == "full_attention"] == FULL_KIMI
-    assert kimi.latents.rope is None and kimi.dense == (0,) and kimi.rms_norm_eps == 1e-5
+    (latents,) = set(deepseek.layers)
+    assert latents.rope == yarn and latents.interleaved and latents.query_rank == 1536
+    assert (len(deepseek.layers), deepseek.dense, deepseek.experts.num_groups) == (61, (0, 1, 2), 8)
+    assert latents.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert ModelConfig.from_hf({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}).num_heads == 64
+    attention, delta = qwen.layers[3], qwen.layers[0]
+    assert attention == LayerConfig(2, 256, rope=Rope(1e7, share=0.25)) and attention.rope.width(256) == 64
+    assert qwen.layers == ((delta,) * 3 + (attention,)) * 12
+    assert delta.shapes == {"conv": (3, 8192), "memory": (32, 128, 128)}
+    assert [n for n, layer in enumerate(kimi.layers, 1) if layer == kimi.layers[3]] == FULL_KIMI
+    assert kimi.layers[3].rope is None and kimi.dense == (0,) and kimi.rms_norm_eps == 1e-5
     assert kimi.eos_token_ids == (163586,) and kimi.max_positions == 1048576
-    assert gpt_oss.rope == Rope(150000.0, "yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
-    assert gpt_oss.rope == read_config({"model_type": "gpt_oss"}).rope
-    assert gpt_oss.types[:2] == ("sliding_attention", "full_attention") and gpt_oss.window == 128
+    rope = Rope(150000.0, "yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    full, silent = LayerConfig(8, 64, rope=rope), ModelConfig.from_hf({"model_type": "gpt_oss"})
+    assert gpt_oss.layers[:2] == (LayerConfig(8, 64, 128, rope), full) == silent.layers[:2]
     assert [num_layers(fields) for fields in RELEASED.values()] == [61, 48, 27, 24]
 
 
@@ -216,14 +217,14 @@ def test_configs_in_other_forms():
     fields = {name: value for name, value in fields_of("kimi_linear").items() if name != "linear_attn_config"}
     for name, other in (("num_experts", "num_local_experts"), ("model_max_length", "max_position_embeddings")):
         fields[other] = fields.pop(name)
-    assert read_config(fields) == read_config(fields_of("kimi_linear"))
+    assert ModelConfig.from_hf(fields) == ModelConfig.from_hf(fields_of("kimi_linear"))
     dense = {name: value for name, value in fields_of("kimi_linear").items() if name != "mlp_layer_types"}
-    assert read_config(dense) == read_config(fields)
-    assert read_config({**QWEN, "decoder_sparse_step": 24, "mlp_only_layers": [23]}).dense == tuple(range(47))
+    assert ModelConfig.from_hf(dense) == ModelConfig.from_hf(fields)
+    assert ModelConfig.from_hf({**QWEN, "decoder_sparse_step": 24, "mlp_only_layers": [23]}).dense == tuple(range(47))
     yarn = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 262144}
     new = {**QWEN, "rope_theta": None, "rope_parameters": {**yarn, "partial_rotary_factor": 0.5}}
-    assert read_config(new).rope == Rope(1e7, "yarn", 4.0, 262144, share=0.5)
-    assert read_config(new).rope.width(256) == 128
+    rope = ModelConfig.from_hf(new).layers[3].rope
+    assert rope == Rope(1e7, "yarn", 4.0, 262144, share=0.5) and rope.width(256) == 128
 
 
 def test_configs_survive_the_way_through_hugging_face_fields():
@@ -237,16 +238,18 @@ def test_configs_survive_the_way_through_hugging_face_fields():
         config(model_type="mistral", sliding_window=None),
         config(model_type="qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
         config(model_type="qwen3", rope_scaling={"type": "linear", "factor": 2.0}, tie_word_embeddings=True),
+        ModelConfig.from_hf({**QWEN, "layer_types": ["linear_attention"] * 48, "num_attention_heads": 7 * 2}),
+        ModelConfig.from_hf({**QWEN, "partial_rotary_factor": 1.0}),
         config(**GEMMA3),
         config(**GEMMA3, layer_types=[FULL] * 3, final_logit_softcapping=3.0, attention_bias=True),
         config(**{**GEMMA3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 144, "eos_token_id": [1, 30]}),
         config(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
         config(**GEMMA4, layer_types=[SLIDING, FULL, FULL], num_kv_shared_layers=1, use_double_wide_mlp=True),
         config(**{**GEMMA4, "hidden_size_per_layer_input": 0, "per_layer_config": {}, "tie_word_embeddings": False}),
-        *(read_config(fields) for name, released in RELEASED.items() for fields in (released, fields_of(name))),
+        *(ModelConfig.from_hf(fields) for name, released in RELEASED.items() for fields in (released, fields_of(name))),
     ]
     for one in configs:
-        assert read_config(json.loads(json.dumps(one.to_hf()))) == one
+        assert ModelConfig.from_hf(json.loads(json.dumps(one.to_hf()))) == one
 
 
 REFUSED = [
@@ -372,4 +375,4 @@ REFUSED = [
 @pytest.mark.parametrize(("base", "fields", "message"), [(base, *row) for base, rows in REFUSED for row in rows])
 def test_configs_that_cannot_be_served_are_refused_by_name(base, fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_config({**base, **fields})
+        ModelConfig.from_hf({**base, **fields})

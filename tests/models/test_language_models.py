@@ -71,8 +71,7 @@ def test_frequencies_are_compared_with_the_config(tmp_path, family):
     shutil.copytree(GOLDENS / family, tmp_path / "model")
     path, name = tmp_path / "model" / loading.SINGLE, "model.layers.1.self_attn.rotary_emb.inv_freq"
     tensors, right, wrong = load_file(path), [], [np.ones(4, np.float32)]
-    if model.config.rotation is not None:
-        rope, width = model.config.rotation
+    for rope, width in filter(None, set(model.config.rotations)):
         right = [rope.frequencies(width), Rope(rope.theta).frequencies(width)]
         wrong.append(Rope(2 * rope.theta).frequencies(width))
     for value in right:

@@ -19,7 +19,6 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import Decoder, ModelConfig, load, loading, recall, save
-from models.families import read_config
 from tests.models.families import GOLDENS
 
 FIELDS = {
@@ -90,7 +89,7 @@ def test_names_and_layout_are_hugging_faces(tmp_path, family, scan):
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor)
     fields, theirs = (json.loads((path / loading.CONFIG).read_text()) for path in (tmp_path, folder))
-    assert read_config(fields) == model.config
+    assert ModelConfig.from_hf(fields) == model.config
     if "per_layer_config" in fields:
         fields["per_layer_config"] = {f"{int(n):02}": own for n, own in fields["per_layer_config"].items()}
     both = fields.keys() & theirs.keys()
@@ -446,13 +445,13 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def folder(saved, tmp_path, monkeypatch):
     """A checkpoint of one file; to build its model fails."""
-    monkeypatch.setattr(loading, "model_class", None)
+    monkeypatch.setattr(loading, "Decoder", None)
     return shutil.copytree(saved, tmp_path / "model", ignore=lambda *_: ["shards"])
 
 
 @pytest.fixture
 def shards(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "model_class", None)
+    monkeypatch.setattr(loading, "Decoder", None)
     return shutil.copytree(saved / "shards", tmp_path / "model")
 
 
