@@ -163,7 +163,7 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
     """The spec of the cache; sets the length of a row if none was given, and the number of blocks of a budget."""
-    positions, spec = model.config.max_positions or MOST, None
+    positions, spec = session.most_positions(args, model), None
     if args.budget is not None:
         spec = memory.fitting(parser, args, model, min(args.max_length or MOST_LENGTH, positions), where)
     most = session.most_tokens(args, model) or MOST

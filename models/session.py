@@ -23,6 +23,7 @@ from . import commands, stores, wires
 from .commands import number
 from .decoder import Decoder
 from .loading import load
+from .rope import rope_limit
 from .stopwatch import Stopwatch
 
 STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
@@ -208,6 +209,12 @@ class Session:
             threading.Event().wait()
 
 
+def most_positions(args: argparse.Namespace, model: Decoder) -> int:
+    """The most tokens of a sequence for the model: in whole blocks as many as its rope is for, else its positions."""
+    limit = rope_limit(model.config)
+    return model.config.max_positions or MOST if limit is None else limit // args.block_size * args.block_size
+
+
 def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
     """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
     full = any(layer.window is None for layer in model.layer_specs())
@@ -220,12 +227,18 @@ def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decod
     It is rounded up to a power of two, so that prompts of other lengths find the compiled programs.
     """
     most, longest = most_tokens(args, model), max(map(len, prompts))
-    length = longest + args.max_new_tokens
+    length, limit = longest + args.max_new_tokens, MOST
+    if rope_limit(model.config) is not None:
+        limit = most_positions(args, model)
+        if max(length, args.max_length or 0) > limit:
+            name, got = ("--max-length", args.max_length) if args.max_length else ("--prompt", f"{length} tokens")
+            reason = "in longer sequences the model's rope has other frequencies (sequence_length of rope_parameters)"
+            parser.error(f"{name}: got {got}, wanted at most {limit} with the answer: {reason}")
     if args.max_length is not None and args.max_length < length:
         parser.error(f"--max-length: got {args.max_length}, wanted at least {length}: a prompt with its answer")
     if most is None or length <= most:
         wanted = args.max_length or max(LENGTH, 1 << (length - 1).bit_length())
-        args.max_length = min(wanted, most or wanted)
+        args.max_length = min(wanted, most or wanted, limit)
         return
     blocks = f"({args.blocks} blocks of {args.block_size} tokens: --blocks)"
     if longest >= most:

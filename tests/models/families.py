@@ -2,13 +2,16 @@
 """The families of models that tests load, small models of them, and what compares them with the references."""
 
 import contextlib
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 import kvjax
-from models import ModelConfig, load
+from models import ModelConfig, load, loading
 from models.golden import read_golden
 from models.rope import rope_limit
 from tests.drive import DATA
@@ -35,6 +38,19 @@ GEMMA4 = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 HEADS, CONTEXT = ("data", "heads"), ("heads", "context")  # the axes of meshes
 ROWS = 3
+
+
+def shard(folder: pathlib.Path, num_files: int = 3) -> None:
+    """Splits model.safetensors into several files with an index."""
+    tensors = load_file(folder / loading.SINGLE)
+    weight_map = {}
+    for number in range(num_files):
+        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+        part = dict(list(tensors.items())[number::num_files])
+        save_file(part, folder / name)
+        weight_map.update(dict.fromkeys(part, name))
+    (folder / loading.SINGLE).unlink()
+    (folder / loading.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def config(**fields) -> ModelConfig:

@@ -19,7 +19,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import Decoder, ModelConfig, load, loading, recall, save
-from tests.models.families import GOLDENS
+from tests.models.families import GOLDENS, shard
 
 FIELDS = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -51,19 +51,6 @@ def rewrite(folder: pathlib.Path, change) -> None:
     tensors = load_file(folder / loading.SINGLE)
     change(tensors)
     save_file(tensors, folder / loading.SINGLE)
-
-
-def shard(folder: pathlib.Path, num_files: int = 3) -> None:
-    """Splits model.safetensors into several files with an index."""
-    tensors = load_file(folder / loading.SINGLE)
-    weight_map = {}
-    for number in range(num_files):
-        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-        part = dict(list(tensors.items())[number::num_files])
-        save_file(part, folder / name)
-        weight_map.update(dict.fromkeys(part, name))
-    (folder / loading.SINGLE).unlink()
-    (folder / loading.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def test_save_and_load_keep_every_bit(tmp_path):
