@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .fields import Table, count, flag, ids, number, only, read_table, token, write_table
+from .fields import Table, count, flag, ids, layer_types, listed, number, only, read_table, token, write_table
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
 _COMMON: Table = {
@@ -87,3 +87,17 @@ def write_common(
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
     }
+
+
+def read_dense(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The numbers of the layers without experts: by type, the first ones, by number, or all but some at equal steps."""
+    types = listed(hf, "mlp_layer_types")
+    if types is not None:
+        types = layer_types(types, ("dense", "sparse"), num_layers, "mlp_layer_types")
+        return tuple(number for number, name in enumerate(types) if name == "dense")
+    first, every = count(hf, "first_k_dense_replace", 0, least=0), count(hf, "decoder_sparse_step", 1)
+    named = listed(hf, "mlp_only_layers") or []
+    for index, layer in enumerate(named):
+        if not isinstance(layer, int) or not 0 <= layer < num_layers:
+            raise ValueError(f"mlp_only_layers[{index}]: got {layer!r:.80}, wanted a layer's number")
+    return tuple(layer for layer in range(num_layers) if layer < first or layer in named or (layer + 1) % every)

@@ -95,13 +95,15 @@ def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
     return None if value is None else list(value)
 
 
-def layer_types(types: list[Any], wanted: Iterable[Any], num_layers: int) -> tuple[str, ...]:
+def layer_types(
+    types: list[Any], wanted: Iterable[Any], num_layers: int, field: str = "layer_types"
+) -> tuple[str, ...]:
     """The type of each layer, which must be one of `wanted`."""
     if len(types) != num_layers:
-        raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
+        raise ValueError(f"{field}: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
     for index, name in enumerate(types):
         if name not in wanted:
-            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(wanted)}")
+            raise ValueError(f"{field}[{index}]: got {name!r:.80}, wanted {either(wanted)}")
     return tuple(types)
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from .attention import Mixing
 from .deepseek import read_latents, write_latents
 from .experts import read_experts, write_experts
-from .family import FULL, LINEAR, Family, read_common, write_common
+from .family import FULL, LINEAR, Family, read_common, read_dense, write_common
 from .fields import Table, count, flag, layer_types, listed, number, only
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
@@ -113,7 +113,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         **read_common(hf, positions=_POSITIONS),
         "layers": tuple(by_type[name] for name in _types(hf, num_layers)),
         "experts": read_experts(hf, _EXPERTS, "num_shared_experts", **_FIXED),
-        "dense": _dense(hf, num_layers),
+        "dense": read_dense(hf, num_layers),
     }
 
 
@@ -165,19 +165,6 @@ def _types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
             raise ValueError(f"linear_attn_config: got {own!r:.200}, wanted {wanted}")
         types = [named[n] for n in range(1, num_layers + 1)]
     return layer_types(types, (FULL, LINEAR), num_layers)
-
-
-def _dense(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The numbers of the layers without experts: from `mlp_layer_types`, or the first ones."""
-    types = listed(hf, "mlp_layer_types")
-    if types is None:
-        return tuple(range(min(num_layers, count(hf, "first_k_dense_replace", least=0))))
-    for index, name in enumerate(types):
-        if name not in ("dense", "sparse"):
-            raise ValueError(f"mlp_layer_types[{index}]: got {name!r:.80}, wanted 'dense' or 'sparse'")
-    if len(types) != num_layers:
-        raise ValueError(f"mlp_layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
-    return tuple(number for number, name in enumerate(types) if name == "dense")
 
 
 KIMI_LINEAR = Family(_DEFAULTS, _read, _write, _select)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from .attention import LayerConfig, Mixing
 from .experts import ExpertsConfig
-from .family import FULL, LINEAR, Family, read_common, write_common
+from .family import FULL, LINEAR, Family, read_common, read_dense, write_common
 from .fields import Table, count, flag, layer_types, listed, read_table, write_table
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
@@ -112,7 +112,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         "norm_in_float32": True,
         "output_gate": True,
         "experts": experts.check(),
-        "dense": _dense(hf, num_layers),
+        "dense": read_dense(hf, num_layers),
     }
 
 
@@ -133,15 +133,6 @@ def _write(config: Any) -> dict[str, Any]:
         "mlp_only_layers": list(config.dense),
         "decoder_sparse_step": 1,
     }
-
-
-def _dense(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The numbers of the layers without experts."""
-    every, named = count(hf, "decoder_sparse_step", 1), listed(hf, "mlp_only_layers") or []
-    for index, layer in enumerate(named):
-        if not isinstance(layer, int) or not 0 <= layer < num_layers:
-            raise ValueError(f"mlp_only_layers[{index}]: got {layer!r:.80}, wanted a layer's number")
-    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % every)
 
 
 QWEN3_NEXT = Family(_DEFAULTS, _read, _write)

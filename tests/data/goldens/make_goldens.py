@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the goldens of the families that `models/families.py` names; run by hand, never by the tests.
+"""Makes the goldens of the families that `models/config.py` names; run by hand, never by the tests.
 
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 transformers==5.23.0
     ENV/bin/pip install accelerate==1.15.0 compressed-tensors==0.20.1  # for weights of fp8
