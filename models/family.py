@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .attention import LayerConfig
 from .fields import Table, count, flag, ids, layer_types, listed, number, only, read_table, token, write_table
+from .rope import read_rope
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
 _COMMON: Table = {
@@ -86,6 +88,21 @@ def write_common(
         positions: config.max_positions,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
+    }
+
+
+def read_attention(hf: Mapping[str, Any], num_heads: int) -> LayerConfig:
+    """The layers with attention, where all have equal heads and one rope; without a window."""
+    heads = count(hf, "num_key_value_heads", num_heads), count(hf, "head_dim", count(hf, "hidden_size") // num_heads)
+    return LayerConfig(*heads, rope=read_rope(hf)).check(num_heads)
+
+
+def write_attention(layer: LayerConfig) -> dict[str, Any]:
+    """The fields of a config.json that `read_attention` reads."""
+    return {
+        "num_key_value_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
+        "rope_parameters": layer.rope.to_hf(),
     }
 
 

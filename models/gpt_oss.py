@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .attention import LayerConfig
 from .experts import highest
-from .family import FULL, SLIDING, Family, read_common, write_common
+from .family import FULL, SLIDING, Family, read_attention, read_common, write_attention, write_common
 from .fields import Table, count, layer_types, listed, number, read_table, write_table
-from .rope import read_rope
 
 _DEFAULTS: dict[str, dict[str, Any]] = {"gpt_oss": {
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
@@ -116,8 +114,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     if experts.per_token > experts.num_experts:
         wanted = f"at most num_local_experts={experts.num_experts}"
         raise ValueError(f"num_experts_per_tok: got {experts.per_token}, wanted {wanted}")
-    heads = count(hf, "num_key_value_heads"), count(hf, "head_dim")
-    full = LayerConfig(*heads, rope=read_rope(hf)).check(common["num_heads"])
+    full = read_attention(hf, common["num_heads"])
     by_type = {FULL: full, SLIDING: dataclasses.replace(full, window=count(hf, "sliding_window"))}
     num_layers = count(hf, "num_hidden_layers")
     types = listed(hf, "layer_types") or [FULL if number % 2 else SLIDING for number in range(num_layers)]
@@ -127,15 +124,12 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(config: Any) -> dict[str, Any]:
     """The fields that `_read` reads."""
-    first = config.layers[0]
     return {
         **write_common(config, "GptOss"),
         **write_table(config.experts, _EXPERTS),
-        "num_key_value_heads": first.kv_heads,
-        "head_dim": first.head_dim,
+        **write_attention(config.layers[0]),
         "sliding_window": max(layer.window or 0 for layer in config.layers) or _DEFAULTS["gpt_oss"]["sliding_window"],
         "layer_types": [FULL if layer.window is None else SLIDING for layer in config.layers],
-        "rope_parameters": first.rope.to_hf(),
     }
 
 

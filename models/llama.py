@@ -7,10 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .attention import LayerConfig
-from .family import FULL, SLIDING, Family, read_common, write_common
+from .family import FULL, SLIDING, Family, read_attention, read_common, write_attention, write_common
 from .fields import count, flag, layer_types, listed
-from .rope import read_rope
 
 _ALL = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 _QWEN = {**_ALL, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -26,12 +24,8 @@ _NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qw
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
     kind, common = hf["model_type"], read_common(hf, biases=(False, True))
-    bias, num_heads = common["out_bias"] and kind in ("llama", "qwen3"), common["num_heads"]
-    layer = LayerConfig(
-        count(hf, "num_key_value_heads", num_heads),
-        count(hf, "head_dim", common["hidden_size"] // num_heads),
-        rope=read_rope(hf),
-    ).check(num_heads)
+    bias = common["out_bias"] and kind in ("llama", "qwen3")
+    layer = read_attention(hf, common["num_heads"])
     return {
         **common,
         "layers": tuple(dataclasses.replace(layer, window=window) for window in _windows(hf, kind)),
@@ -44,13 +38,11 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(config: Any) -> dict[str, Any]:
     """The fields that `_read` reads."""
-    first, kind = config.layers[0], config.model_type
+    kind = config.model_type
     window = max((layer.window or 0 for layer in config.layers), default=0) or None
     fields = {
         **write_common(config, _NAMES[kind]),
-        "num_key_value_heads": first.kv_heads,
-        "head_dim": first.head_dim,
-        "rope_parameters": first.rope.to_hf(),
+        **write_attention(config.layers[0]),
         "mlp_bias": config.mlp_bias,
     }
     if kind != "llama":

@@ -12,11 +12,11 @@ from flax import nnx
 
 from .attention import LayerConfig, Mixing
 from .experts import ExpertsConfig
-from .family import FULL, LINEAR, Family, read_common, read_dense, write_common
+from .family import FULL, LINEAR, Family, read_attention, read_common, read_dense, write_attention, write_common
 from .fields import Table, count, flag, layer_types, listed, read_table, write_table
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
-from .rope import Angles, read_rope
+from .rope import Angles
 
 _DEFAULTS: dict[str, dict[str, Any]] = {"qwen3_next": {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
@@ -101,8 +101,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     if delta.value_heads % delta.key_heads:
         wanted = f"a multiple of linear_num_key_heads={delta.key_heads}"
         raise ValueError(f"linear_num_value_heads: got {delta.value_heads}, wanted {wanted}")
-    attention = LayerConfig(count(hf, "num_key_value_heads"), count(hf, "head_dim"), rope=read_rope(hf))
-    by_type = {FULL: attention.check(common["num_heads"]), LINEAR: delta}
+    by_type = {FULL: read_attention(hf, common["num_heads"]), LINEAR: delta}
     types = listed(hf, "layer_types") or [LINEAR if (number + 1) % every else FULL for number in range(num_layers)]
     return {
         **common,
@@ -120,15 +119,12 @@ def _write(config: Any) -> dict[str, Any]:
     """The fields that `_read` reads."""
     types = [LINEAR if isinstance(layer, DeltaConfig) else FULL for layer in config.layers]
     by_type = {FULL: LayerConfig(config.num_heads, 256), **dict(zip(types, config.layers, strict=True))}
-    attention = by_type[FULL]
     return {
         **write_common(config, "Qwen3Next"),
         **(write_table(by_type[LINEAR], _DELTA) if LINEAR in by_type else {}),
         **write_table(config.experts, _EXPERTS),
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "rope_parameters": attention.rope.to_hf(),
-        "partial_rotary_factor": attention.rope.share,
+        **write_attention(by_type[FULL]),
+        "partial_rotary_factor": by_type[FULL].rope.share,
         "layer_types": types,
         "mlp_only_layers": list(config.dense),
         "decoder_sparse_step": 1,
