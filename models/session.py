@@ -31,7 +31,7 @@ STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes e
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
 LENGTH = 256  # tokens of a row, at least
 CHUNKS = "512, 256 or 128"  # of which `default_chunk` returns one
-_CHUNK_WORK = 2**36  # products of a weight and a token in a step of a chunk, at most
+_CHUNK_WORK = 2**35  # products of a weight and a token in a step of a chunk, at most
 MOST = 2**30  # of what an option counts: sums of two are int32
 
 
@@ -115,9 +115,9 @@ def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) 
 def default_chunk(model: AnyModel) -> int:
     """Tokens of prompts that a step computes where no option says: 512, 256 or 128.
 
-    The most tokens whose products with the layers' weights are at most 2**36, but at least 128: 512 for up to 134
-    million weights, 256 for up to 268 million. The vocabulary's matrices are not counted: a step has logits of a few
-    tokens. `docs/howto/size.md` has the reasons.
+    The most tokens whose products with the layers' weights are at most 2**35, but at least 128: 512 for up to 67 million
+    weights, 256 for up to 134 million. The vocabulary's matrices are not counted: a step has logits of a few tokens.
+    `docs/howto/size.md` has the reasons.
     """
     weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.layers)))
     return next((chunk for chunk in (512, 256) if chunk * weights <= _CHUNK_WORK), 128)
