@@ -28,7 +28,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "proportional": ((), ("factor",)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
     "dynamic": (("factor",), ("sequence_length",)),
-    "longrope": (("short_factor", "long_factor", _ORIGINAL), ("factor", "attention_factor", "sequence_length")),
+    "longrope": (("factor", "short_factor", "long_factor", _ORIGINAL), ("attention_factor", "sequence_length")),
     "yarn": (
         ("factor", _ORIGINAL),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -69,8 +69,8 @@ class Rope:
     kind: str = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
     share: float = 1.0
     attention_factor: float | None = None
     beta_fast: float | None = None
@@ -97,26 +97,25 @@ class Rope:
         Raises:
           ValueError: naming the field, its value and what was wanted.
         """
+        rope = {name: value for name, value in rope.items() if value or name not in _ZERO_IS_NONE}
         rope = {name: value for name, value in rope.items() if value is not None}
-        rope = {name: value for name, value in rope.items() if value != 0 or name not in _ZERO_IS_NONE}
-        rope = {"rope_type": rope.get("type", "default"), **rope}
+        rope.setdefault("rope_type", rope.get("type", "default"))
         kind = fields.only(rope, "rope_type", *kinds, of=of)
         needed, optional = _FIELDS[kind]
         if positions is not None and _ORIGINAL in needed:
             rope.setdefault(_ORIGINAL, positions)
             if kind != "llama3":
                 rope.setdefault("factor", positions / fields.count(rope, _ORIGINAL, of=of))
-        read = {name: _read(rope, name, of) for name in (*needed, *optional) if name in needed or name in rope}
+        values = {name: _read(rope, name, of) for name in (*needed, *optional) if name in needed or name in rope}
         if kind == "dynamic":
-            read[_ORIGINAL] = positions
+            values[_ORIGINAL] = positions
         share = fields.number(rope, _SHARE, 1.0, of)
         if share > 1:
             raise ValueError(f"{of}.{_SHARE}: got {share}, wanted at most 1")
-        found = cls(fields.number(rope, "rope_theta", 10000.0, of), kind, share=share, **read)
-        if found.kind == "llama3" and found.high_freq_factor <= found.low_freq_factor:
-            wanted = f"more than low_freq_factor={found.low_freq_factor}"
-            raise ValueError(f"{of}.high_freq_factor: got {found.high_freq_factor}, wanted {wanted}")
-        return found
+        if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+            wanted = f"more than low_freq_factor={values['low_freq_factor']}"
+            raise ValueError(f"{of}.high_freq_factor: got {values['high_freq_factor']}, wanted {wanted}")
+        return cls(fields.number(rope, "rope_theta", 10000.0, of), kind, share=share, **values)
 
     def to_hf(self) -> dict[str, Any]:
         """The fields that `from_hf` reads back as this rope."""
@@ -124,7 +123,7 @@ class Rope:
         needed, optional = _FIELDS[self.kind]
         for name in needed + optional:
             value = getattr(self, name)
-            if name in needed or value not in (None, 1.0 if name == "factor" else None):
+            if name in needed or not (value is None or (name, value) == ("factor", 1.0)):
                 rope[name] = list(value) if isinstance(value, tuple) else value
         if self.kind == "proportional" or self.share != 1:
             rope[_SHARE] = self.share
@@ -178,7 +177,8 @@ class Rope:
         """Radians per position of each pair of dimensions: f32[width / 2]."""
         width, original, theta = self.width(head_dim), self.original_max_position_embeddings, self.theta
         if self.kind == "dynamic":
-            theta *= (self.factor * self.max_length / original - (self.factor - 1)) ** (width / (width - 2))
+            length = max(self.sequence_length or 0, original)
+            theta *= (self.factor * length / original - (self.factor - 1)) ** (width / (width - 2))
         frequency = theta ** -(np.arange(0, width, 2) / width)
         if self.kind in ("linear", "proportional"):
             frequency = frequency / self.factor

@@ -66,7 +66,6 @@ def make_parser() -> commands.Parser:
     )
     parser.set_defaults(rows=SIZES["rows"])
     limits = (
-        ("--chunk", 1, Scheduler().chunk, "tokens of a prompt that a step computes"),
         ("--top-logprobs", 0, 5, "the most that a request may want"),
         ("--max-waiting", 1, 1024, "requests that wait for the scheduler; more get 429"),
         ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),

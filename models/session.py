@@ -30,6 +30,8 @@ STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes e
 # The options that size a cache, with their defaults.
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
 LENGTH = 256  # tokens of a row, at least
+CHUNKS = "512, 256 or 128"  # of which `default_chunk` returns one
+_CHUNK_WORK = 2**35  # products of a weight and a token in a step of a chunk, at most
 MOST = 2**30  # of what an option counts: sums of two are int32
 
 
@@ -54,10 +56,11 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
         ("--block-size", "P", 1, "tokens a block (default: %(default)s)"),
         ("--rows", "S", 1, f"sequences at a time {rows}"),
         ("--max-length", "N", 1, f"tokens of a prompt with its answer (default: {length})"),
+        ("--chunk", "N", 1, f"tokens of prompts that a step computes (default: {CHUNKS}, by the model's size)"),
     )
     of_blocks = parser.add_mutually_exclusive_group()
     for option, name, least, what in sizes:
-        default = None if option in ("--rows", "--max-length") else SIZES[option.removeprefix("--").replace("-", "_")]
+        default = None if option == "--rows" else SIZES.get(option.removeprefix("--").replace("-", "_"))
         of: Any = of_blocks if option == "--blocks" else parser
         of.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
     parser.set_defaults(budget=None)
@@ -97,14 +100,27 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
 
 
 def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[Decoder, Any]:
-    """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None."""
+    """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None; sets the chunk."""
     if not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
-        return load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
+        model, tokenizer = load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
+        args.chunk = args.chunk or default_chunk(model)
+        return model, tokenizer
     except (OSError, ValueError) as error:
         message = commands.reason(error)
         parser.error(f"--{message}" if message.startswith("mesh: ") else f"--checkpoint: {message}")
+
+
+def default_chunk(model: Decoder) -> int:
+    """Tokens of prompts that a step computes where no option says: 512, 256 or 128.
+
+    The most tokens whose products with the layers' weights are at most 2**35, but at least 128: 512 for up to 67 million
+    weights, 256 for up to 134 million. The vocabulary's matrices are not counted: a step has logits of a few tokens.
+    `docs/howto/size.md` has the reasons.
+    """
+    weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.layers)))
+    return next((chunk for chunk in (512, 256) if chunk * weights <= _CHUNK_WORK), 128)
 
 
 class Screen(Protocol):
@@ -172,8 +188,9 @@ class Session:
             seed=range(seed, seed + len(prompts)),
         )  # fmt: skip
         options = kvjax.serving.RunOptions(
-            steps=STEPS, log_events=False, listener=self._wires.listener, store=self.store
-        )
+            steps=STEPS, log_events=False, listener=self._wires.listener, store=self.store,
+            scheduler=kvjax.serving.Scheduler(chunk=self._args.chunk),
+        )  # fmt: skip
         stream = kvjax.stream(self._model, self.cache, requests, options)
         try:
             for progress in self._watch.timed(stream):
@@ -230,10 +247,9 @@ def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decod
     length, limit = longest + args.max_new_tokens, MOST
     if rope_limit(model.config) is not None:
         limit = most_positions(args, model)
-        if max(length, args.max_length or 0) > limit:
-            name, got = ("--max-length", args.max_length) if args.max_length else ("--prompt", f"{length} tokens")
-            reason = "in longer sequences the model's rope has other frequencies (sequence_length of rope_parameters)"
-            parser.error(f"{name}: got {got}, wanted at most {limit} with the answer: {reason}")
+        if (got := max(length, args.max_length or 0)) > limit:
+            reason = "in longer sequences the rope has other frequencies (sequence_length of rope_parameters)"
+            parser.error(f"--max-length: got {got}, wanted at most {limit}: {reason}")
     if args.max_length is not None and args.max_length < length:
         parser.error(f"--max-length: got {args.max_length}, wanted at least {length}: a prompt with its answer")
     if most is None or length <= most:

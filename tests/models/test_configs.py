@@ -231,7 +231,8 @@ def test_configs_survive_the_way_through_hugging_face_fields():
     configs = [
         config(attention_bias=True, mlp_bias=True, eos_token_id=7),
         config(rope_theta=5e5, rope_scaling=LLAMA3),
-        config(rope_scaling=LONGROPE, attention_factor=1.5),
+        config(rope_scaling={**LONGROPE, "attention_factor": 1.5}),
+        config(rope_scaling={**LONGROPE, "factor": 1.0}),
         config(model_type="qwen2", rope_scaling={"type": "dynamic", "factor": 2.0, "sequence_length": 8192}),
         config(rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.2}, partial_rotary_factor=0.5),
         config(model_type="mistral", sliding_window=9),
