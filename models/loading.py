@@ -95,7 +95,7 @@ def load(
     parameters = dict(nnx.to_flat_state(state))
     wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
     shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
-    _check_names(files, scales, shapes, config, has_towers="text_config" in fields)
+    _check_names(files, scales, shapes, config, has_towers=fields["model_type"] != config.model_type)
     flat, stacks = [], {}
     for name, tensor in _tensors(files, scales):
         if _own_name(name) in wanted:
