@@ -516,7 +516,7 @@ def test_the_first_tensor_of_floats_gives_the_dtype(saved, tmp_path):
     files = {folder / loading.SINGLE: ["vision_tower.a", "model.norm.weight"]}
     for dtype, wanted in ((np.float16, np.float16), (np.float64, np.float32)):
         save_file({**position, "model.norm.weight": np.ones(2, dtype)}, folder / loading.SINGLE)
-        assert loading._stored_dtype(files) == wanted
+        assert loading._stored_dtype(files, loading._Scales(folder, {}, files)) == wanted
 
 
 @pytest.mark.parametrize("layers", [3, 2_000, 10_000_000])
