@@ -119,7 +119,7 @@ class Paged:
         if kv is None:
             q = rotate(q, angles)
         else:
-            q, cache = kvjax.rope_write(cache, self.layer, q, *kv, angles, self.view, index=index)
+            q, cache = kvjax.rope_write(cache, self.layer, q, kv[0], kv[1], angles, self.view, index=index)
         options: dict[str, Any] = {"index": index, "scale": scale, "window": window, "sinks": sinks}
         return kvjax.attend(q, cache, self.owner, self.view, **options), cache
 

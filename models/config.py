@@ -45,8 +45,6 @@ class ModelConfig:
       norm_offset: added to the weights of every norm.
       norm_in_float32: whether a norm's weights are applied before the cast back to the stream's dtype.
       post_norms: whether the outputs of attention and MLP are normalised before they are added to the stream.
-      output_gate: whether a gate scales the output of attention.
-      sinks: whether each query head has a sink, a logit without a value.
       activation: of the MLP's gate: silu or gelu_pytorch_tanh.
       attention_scale: factor on the scores; None: 1 / sqrt(D).
       embed_scale: factor on the embeddings, rounded to their dtype.
@@ -55,6 +53,8 @@ class ModelConfig:
       double_wide_mlp: whether layers that reuse another layer's K/V have an MLP of twice the width.
       per_layer_width: width of each layer's own embeddings, which are added after its MLP; 0: there are none.
       per_layer_vocab: rows of the table of these embeddings.
+      output_gate: whether a gate scales the output of attention.
+      sinks: whether each query head has a sink, a logit without a value.
       experts: of layers that have them in place of an MLP; None: no layer has.
       dense: numbers of the layers that have an MLP nevertheless.
       max_positions: context length that the model was made for.

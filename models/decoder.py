@@ -33,6 +33,8 @@ class Layer(nnx.Module):
     without them the norm before the MLP. The layer's own input is gated and added last.
     """
 
+    self_attn: Any  # where the mixer has that name
+
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config, dtype)

@@ -40,7 +40,7 @@ _EXPERTS: Table = {
     "shared_expert_intermediate_size": ("shared_width", count),
     "norm_topk_prob": ("normalised", flag),
 }
-_FIXED = {"shared_gate": True, "softmax": True}  # of the experts
+_FIXED: dict[str, Any] = {"shared_gate": True, "softmax": True}  # of the experts
 
 
 class GatedDelta(DeltaConfig):
