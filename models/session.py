@@ -100,7 +100,7 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
 
 
 def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[Decoder, Any]:
-    """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None; sets the chunk."""
+    """The model of a folder, placed as `make_mesh` says, and its tokenizer or None; sets the size of a chunk."""
     if not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
@@ -115,8 +115,8 @@ def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) 
 def default_chunk(model: Decoder) -> int:
     """Tokens of prompts that a step computes where no option says: 512, 256 or 128.
 
-    The most tokens whose products with the layers' weights are at most 2**35, but at least 128: 512 for up to 67 million
-    weights, 256 for up to 134 million. The vocabulary's matrices are not counted: a step has logits of a few tokens.
+    As many as multiply at most 2**35 weights of layers by a token, but at least 128: 512 for up to 67 million weights,
+    256 for up to 134 million. The vocabulary's matrices are not counted: a step has logits of a few tokens.
     `docs/howto/size.md` has the reasons.
     """
     weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.layers)))
