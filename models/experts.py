@@ -1,22 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts in place of an MLP: all experts are computed, and those that a token did not choose weigh zero.
+"""The second half of a layer: a gated MLP, or a mixture of experts.
 
-So shapes do not depend on the tokens. It costs num_experts / per_token times the products that are needed.
+All experts are computed, and those that a token did not choose weigh zero. So shapes do not depend on the tokens. It
+costs num_experts / per_token times the products that are needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .decoder import MLP
-from .language_model import LanguageModel, Layer
+from .fields import Table, count, read_table, write_table
 
-NAMES = ("gate_proj", "up_proj", "down_proj")
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+class MLP(nnx.Module):
+    """The gated MLP, from the stream's width to an inner one and back."""
+
+    def __init__(self, width: int, inner: int, dtype, rngs: nnx.Rngs, *, bias: bool = False, activation: str = "silu"):
+        self.gate_proj = nnx.Linear(width, inner, use_bias=bias, param_dtype=dtype, rngs=rngs)
+        self.up_proj = nnx.Linear(width, inner, use_bias=bias, param_dtype=dtype, rngs=rngs)
+        self.down_proj = nnx.Linear(inner, width, use_bias=bias, param_dtype=dtype, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[R, C, E] to [R, C, E]."""
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +53,8 @@ class ExpertsConfig:
       num_chosen_groups: at most num_groups.
       normalised: whether the chosen experts' weights add up to one, before `factor`.
       factor: on the weights.
+      name: of the mixture in a layer, as in checkpoints.
+      matrices: names of an expert's matrices: the gate's, the up and the down projection.
     """
 
     num_experts: int
@@ -49,6 +68,12 @@ class ExpertsConfig:
     num_chosen_groups: int = 1
     normalised: bool = True
     factor: float = 1.0
+    name: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def module(self, width: int, dtype, rngs: nnx.Rngs) -> Mixture:
+        """The module of a layer, for a stream of this width."""
+        return Mixture(width, self, dtype, rngs)
 
     def check(self) -> ExpertsConfig:
         """Returns itself; ValueError if a token cannot choose so many experts or groups."""
@@ -106,12 +131,12 @@ class Matrices(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated MLPs. `names` are those of the gate's, the up and the down projection."""
+    """Gated MLPs."""
 
-    def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs, names: tuple[str, ...] = NAMES):
-        self.names, count, inner = names, config.num_experts, config.width
-        for name, shape in zip(names, ((width, inner), (width, inner), (inner, width)), strict=True):
-            setattr(self, name, Matrices((count, *shape), dtype, rngs))
+    def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs):
+        self.names, inner = config.matrices, config.width
+        for name, shape in zip(self.names, ((width, inner), (width, inner), (inner, width)), strict=True):
+            setattr(self, name, Matrices((config.num_experts, *shape), dtype, rngs))
 
     def __call__(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """The weighted sum f32[R, C, E] of all experts' outputs, of x [R, C, E] and weights f32[R, C, N]."""
@@ -130,10 +155,10 @@ class Experts(nnx.Module):
 class Mixture(nnx.Module):
     """Experts that each token chooses, and perhaps one that serves all tokens."""
 
-    def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs, names: tuple[str, ...] = NAMES):
+    def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs):
         self.config = config
         self.gate = Router(width, config, dtype, rngs)
-        self.experts = Experts(width, config, dtype, rngs, names)
+        self.experts = Experts(width, config, dtype, rngs)
         if config.shared_gate:
             self.shared_expert = MLP(width, config.shared_width, dtype, rngs)
             self.shared_expert_gate = nnx.Linear(width, 1, use_bias=False, param_dtype=dtype, rngs=rngs)
@@ -151,23 +176,18 @@ class Mixture(nnx.Module):
         return y.astype(x.dtype)
 
 
-class MixtureModel(LanguageModel):
-    """A language model whose layers have a mixture of experts, but for those of `config` that are dense."""
+def read_experts(hf: Mapping[str, Any], table: Table, num_shared: str, **options: Any) -> ExpertsConfig:
+    """The experts of a config.json, where `num_shared` names the field with the number of those that serve all tokens.
 
-    mixture, expert_names = "mlp", NAMES  # names in a checkpoint: of the mixture in a layer, of an expert's matrices
+    `table` is that of the other fields, and `options` are the fields of an `ExpertsConfig` that the family fixes.
+    """
+    found = read_table(hf, table)
+    return ExpertsConfig(**found, shared_width=found["width"] * count(hf, num_shared), **options).check()
 
-    def make_mixer(self, number: int, dtype, rngs: nnx.Rngs) -> tuple[str, nnx.Module]:
-        """The mixer of this layer with its name; each family has its own."""
-        raise NotImplementedError
 
-    def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
-        """The layer of this number."""
-        config, mixer = self.config, self.make_mixer(number, dtype, rngs)
-        if config.layers[number].dense:
-            mlp = "mlp", MLP(config.hidden_size, config.intermediate_size, dtype, rngs)
-        else:
-            mlp = self.mixture, Mixture(config.hidden_size, config.experts, dtype, rngs, self.expert_names)
-        return Layer(config, dtype, mixer, mlp)
+def write_experts(experts: ExpertsConfig, table: Table, num_shared: str) -> dict[str, Any]:
+    """The fields of a config.json that `read_experts` reads."""
+    return {**write_table(experts, table), num_shared: experts.shared_width // experts.width}
 
 
 def highest(scores: jax.Array, count: int) -> jax.Array:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+# Names of fields, each with the attribute of a config that it becomes and the function that reads it.
+type Table = Mapping[str, tuple[str, Callable[[Mapping[str, Any], str], Any]]]
 _MOST = 2**31 - 1
 _LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -93,13 +95,15 @@ def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
     return None if value is None else list(value)
 
 
-def layer_types(types: list[Any], wanted: Iterable[Any], num_layers: int) -> tuple[str, ...]:
+def layer_types(
+    types: list[Any], wanted: Iterable[Any], num_layers: int, field: str = "layer_types"
+) -> tuple[str, ...]:
     """The type of each layer, which must be one of `wanted`."""
     if len(types) != num_layers:
-        raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
+        raise ValueError(f"{field}: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
     for index, name in enumerate(types):
         if name not in wanted:
-            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(wanted)}")
+            raise ValueError(f"{field}[{index}]: got {name!r:.80}, wanted {either(wanted)}")
     return tuple(types)
 
 
@@ -118,3 +122,13 @@ def token(hf: Mapping[str, Any], name: str, vocab_size: int) -> int | None:
     if len(found) > 1:
         raise ValueError(f"{name}: got {hf[name]!r:.80}, wanted one token id")
     return found[0] if found else None
+
+
+def read_table(hf: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """The attributes of a table's fields."""
+    return {attribute: read(hf, name) for name, (attribute, read) in table.items()}
+
+
+def write_table(config: Any, table: Table) -> dict[str, Any]:
+    """The fields that `read_table` turns into a config's attributes."""
+    return {name: getattr(config, attribute) for name, (attribute, _) in table.items()}

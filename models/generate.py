@@ -75,7 +75,7 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
     stop = list(args.stop or model.config.eos_token_ids)
     if template is not None and template.end is not None and not args.stop:
         stop += [end for end in [tokenizer.token_to_id(template.end)] if end is not None]
-    positions = model.config.max_positions
+    positions = session.most_positions(args, model)
     most = args.max_length = min(positions, session.most_tokens(args, model) or positions, args.max_length or positions)
     talk = chat.Chat(tokenizer, template)
     with Session(parser, args, model, _note) as answering:

@@ -6,53 +6,65 @@ Kimi delta attention is the gated delta rule with a decay for each channel of th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import kvjax
-
-from .deepseek import LatentAttention, LatentConfig, read_latents, write_latents
-from .experts import ExpertsConfig, MixtureModel
-from .fields import count, flag, layer_types, listed, number, only
-from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
-from .language_model import Mixing
+from .attention import Mixing
+from .deepseek import read_latents, write_latents
+from .experts import read_experts, write_experts
+from .family import FULL, LINEAR, Family, read_common, read_dense, write_common
+from .fields import Table, count, flag, layer_types, listed, number, only
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
+from .rope import Angles
 
-KINDS = ("kimi_linear",)
-FULL, LINEAR = TYPES = ("full_attention", "linear_attention")
-POSITIONS = "model_max_length"  # the field that others call max_position_embeddings
-# The defaults of the family's own code, for fields that config.json leaves out.
-DEFAULTS: dict[str, Any] = {
+_POSITIONS = "model_max_length"  # the field that others call max_position_embeddings
+_DEFAULTS: dict[str, dict[str, Any]] = {"kimi_linear": {
     "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
     "num_hidden_layers": 27, "num_attention_heads": 32, "num_shared_experts": 1, "num_experts": 256,
     "routed_scaling_factor": 2.446, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "qk_nope_head_dim": 128, "num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 8,
-    "first_k_dense_replace": 1, "moe_renormalize": True, POSITIONS: 1048576, "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1, "moe_renormalize": True, _POSITIONS: 1048576, "rms_norm_eps": 1e-5,
     "bos_token_id": 163584, "eos_token_id": 163586,
-}  # fmt: skip
+}}  # fmt: skip
 # Names that other families have for some fields.
-ALIASES = {
-    "max_position_embeddings": POSITIONS, "norm_topk_prob": "moe_renormalize", "n_group": "num_expert_group",
+_ALIASES = {
+    "max_position_embeddings": _POSITIONS, "norm_topk_prob": "moe_renormalize", "n_group": "num_expert_group",
     "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }  # fmt: skip
+_EXPERTS: Table = {
+    "moe_intermediate_size": ("width", count),
+    "num_experts": ("num_experts", count),
+    "num_experts_per_token": ("per_token", count),
+    "num_expert_group": ("num_groups", count),
+    "topk_group": ("num_chosen_groups", count),
+    "moe_renormalize": ("normalised", flag),
+    "routed_scaling_factor": ("factor", number),
+}
+_FIXED: dict[str, Any] = {"corrected": True, "name": "block_sparse_moe", "matrices": ("w1", "w3", "w2")}  # of experts
+
+
+class KimiDelta(DeltaConfig):
+    """The heads of a `KimiDeltaAttention`."""
+
+    def module(self, config: Any, dtype, rngs: nnx.Rngs) -> KimiDeltaAttention:
+        """The module."""
+        return KimiDeltaAttention(config.hidden_size, config.rms_norm_eps, self, dtype, rngs)
 
 
 class KimiDeltaAttention(nnx.Module):
     """The gated delta rule with a decay for each channel of the keys, and a gate on its normalised outputs."""
 
-    def __init__(self, config: KimiLinearConfig, dtype, rngs: nnx.Rngs):
+    def __init__(self, width: int, eps: float, delta: DeltaConfig, dtype, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
 
-        self.delta = delta = config.delta
-        width, low, (columns, _, _) = config.hidden_size, delta.key_dim, delta.parts
+        self.delta, low, (columns, _, _) = delta, delta.key_dim, delta.parts
         self.q_proj, self.k_proj, self.v_proj = (linear(width, columns) for _ in range(3))
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
             Convolution(columns, delta.taps, dtype, rngs) for _ in range(3)
@@ -62,12 +74,8 @@ class KimiDeltaAttention(nnx.Module):
         self.dt_bias = nnx.Param(jnp.ones(columns, jnp.float32))
         self.b_proj = linear(width, delta.value_heads)
         self.g_a_proj, self.g_b_proj = linear(width, low), linear(low, columns)
-        self.o_norm = RMSNorm(delta.value_dim, NormConfig(config.rms_norm_eps, norm_in_float32=True), dtype)
+        self.o_norm = RMSNorm(delta.value_dim, NormConfig(eps, norm_in_float32=True), dtype)
         self.o_proj = linear(columns, width)
-
-    def spec(self) -> kvjax.LayerSpec:
-        """The layer's part of the cache."""
-        return self.delta.spec()
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
         """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
@@ -86,111 +94,57 @@ class KimiDeltaAttention(nnx.Module):
         return x.reshape(*x.shape[:2], self.delta.value_heads, -1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiLinearConfig(LanguageConfig):
-    """Kimi Linear.
-
-    Attributes:
-      latents: of the layers with attention.
-      delta: the heads of the layers with a delta rule.
-      types: full_attention or linear_attention, of each layer.
-      experts: of all layers but those in `dense`.
-      dense: numbers of the layers with one MLP.
-    """
-
-    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
-    latents: LatentConfig
-    delta: DeltaConfig
-    types: tuple[str, ...]
-    experts: ExpertsConfig
-    dense: tuple[int, ...]
-
-    @classmethod
-    def from_hf(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads the fields of a config.json; a ValueError names the field, its value and what was wanted."""
-        only(fields, "model_type", *KINDS)
-        hf = {**DEFAULTS, **{ALIASES.get(name, name): value for name, value in fields.items()}}
-        only(hf, "mla_use_nope", True, absent=True)  # with positions no checkpoint has been released
-        only(hf, "mla_use_output_gate", False, absent=False)
-        only(hf, "attn_res_block_size", 0, absent=0)
-        only(hf, "moe_router_activation_func", "sigmoid", absent="sigmoid")
-        only(hf, "use_grouped_topk", True, absent=True)
-        only(hf, "moe_layer_freq", 1, absent=1)
-        common = read_common(hf, POSITIONS)
-        experts = ExpertsConfig(
-            num_experts=count(hf, "num_experts"),
-            per_token=count(hf, "num_experts_per_token"),
-            width=count(hf, "moe_intermediate_size"),
-            shared_width=count(hf, "moe_intermediate_size") * count(hf, "num_shared_experts"),
-            corrected=True,
-            num_groups=count(hf, "num_expert_group"),
-            num_chosen_groups=count(hf, "topk_group"),
-            normalised=flag(hf, "moe_renormalize"),
-            factor=number(hf, "routed_scaling_factor"),
-        )
-        return cls(
-            **common,
-            latents=read_latents(hf, rope=None, interleaved=False),
-            delta=_delta(hf),
-            types=_types(hf, common["num_layers"]),
-            experts=experts.check(),
-            dense=_dense(hf, common["num_layers"]),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of a config.json that `from_hf` reads back as this config."""
-        numbers = {name: [n for n, kind in enumerate(self.types, 1) if kind == name] for name in TYPES}
-        delta, experts = self.delta, self.experts
-        return {
-            **write_common(self, "KimiLinearForCausalLM", POSITIONS),
-            **write_latents(self.latents, self.num_heads),
-            "mla_use_nope": True,
-            "linear_attn_config": {
-                "full_attn_layers": numbers[FULL],
-                "kda_layers": numbers[LINEAR],
-                "head_dim": delta.key_dim,
-                "num_heads": delta.value_heads,
-                "short_conv_kernel_size": delta.taps,
-            },
-            "mlp_layer_types": ["dense" if n in self.dense else "sparse" for n in range(self.num_layers)],
-            "moe_intermediate_size": experts.width,
-            "num_experts": experts.num_experts,
-            "num_shared_experts": experts.shared_width // experts.width,
-            "num_experts_per_token": experts.per_token,
-            "num_expert_group": experts.num_groups,
-            "topk_group": experts.num_chosen_groups,
-            "moe_renormalize": experts.normalised,
-            "routed_scaling_factor": experts.factor,
-        }
-
-    @property
-    def layers(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
-        return tuple(LayerKind(name, number in self.dense) for number, name in enumerate(self.types))
+def _select(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields by this family's names."""
+    return {_ALIASES.get(name, name): value for name, value in fields.items()}
 
 
-class KimiLinear(MixtureModel):
-    """Kimi Linear."""
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a `ModelConfig`."""
+    only(hf, "mla_use_nope", True, absent=True)  # with positions no checkpoint has been released
+    only(hf, "mla_use_output_gate", False, absent=False)
+    only(hf, "attn_res_block_size", 0, absent=0)
+    only(hf, "moe_router_activation_func", "sigmoid", absent="sigmoid")
+    only(hf, "use_grouped_topk", True, absent=True)
+    only(hf, "moe_layer_freq", 1, absent=1)
+    num_layers = count(hf, "num_hidden_layers")
+    by_type = {FULL: read_latents(hf, rope=None, interleaved=False), LINEAR: _delta(hf)}
+    return {
+        **read_common(hf, positions=_POSITIONS),
+        "layers": tuple(by_type[name] for name in _types(hf, num_layers)),
+        "experts": read_experts(hf, _EXPERTS, "num_shared_experts", **_FIXED),
+        "dense": read_dense(hf, num_layers),
+    }
 
-    config: KimiLinearConfig
 
-    mixture, expert_names = "block_sparse_moe", ("w1", "w3", "w2")
+def _write(config: Any) -> dict[str, Any]:
+    """The fields that `_read` reads."""
+    types = [LINEAR if isinstance(layer, KimiDelta) else FULL for layer in config.layers]
+    numbers = {name: [n for n, found in enumerate(types, 1) if found == name] for name in (FULL, LINEAR)}
+    by_type = dict(zip(types, config.layers, strict=True))
+    linear = {"full_attn_layers": numbers[FULL], "kda_layers": numbers[LINEAR]}
+    if LINEAR in by_type:
+        delta = by_type[LINEAR]
+        linear |= {
+            "head_dim": delta.key_dim, "num_heads": delta.value_heads, "short_conv_kernel_size": delta.taps
+        }  # fmt: skip
+    return {
+        **write_common(config, "KimiLinear", positions=_POSITIONS),
+        **(write_latents(by_type[FULL], config.num_heads) if FULL in by_type else {}),
+        **write_experts(config.experts, _EXPERTS, "num_shared_experts"),
+        "mla_use_nope": True,
+        "linear_attn_config": linear,
+        "mlp_layer_types": ["dense" if n in config.dense else "sparse" for n in range(len(config.layers))],
+    }
 
-    def make_mixer(self, number: int, dtype, rngs: nnx.Rngs) -> tuple[str, nnx.Module]:
-        """The mixer of this layer with its name."""
-        config = self.config
-        if config.layers[number].mixer == FULL:
-            return "self_attn", LatentAttention(config.hidden_size, config.num_heads, config.latents, dtype, rngs)
-        return "self_attn", KimiDeltaAttention(config, dtype, rngs)
 
-
-def _delta(hf: Mapping[str, Any]) -> DeltaConfig:
+def _delta(hf: Mapping[str, Any]) -> KimiDelta:
     """The heads of the layers with a delta rule; keys and values have as many, of the same width."""
     own, of = _linear(hf), "linear_attn_config"
     heads = count(own, "num_heads", hf.get("linear_num_heads", 32), of=of)
     width = count(own, "head_dim", hf.get("linear_head_dim", 128), of=of)
     taps = count(own, "short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4), least=2, of=of)
-    return DeltaConfig(heads, heads, width, width, taps)
+    return KimiDelta(heads, heads, width, width, taps)
 
 
 def _linear(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -210,17 +164,7 @@ def _types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
             wanted = f"each of 1 to {num_layers} in full_attn_layers or in kda_layers"
             raise ValueError(f"linear_attn_config: got {own!r:.200}, wanted {wanted}")
         types = [named[n] for n in range(1, num_layers + 1)]
-    return layer_types(types, TYPES, num_layers)
+    return layer_types(types, (FULL, LINEAR), num_layers)
 
 
-def _dense(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The numbers of the layers without experts: from `mlp_layer_types`, or the first ones."""
-    types = listed(hf, "mlp_layer_types")
-    if types is None:
-        return tuple(range(min(num_layers, count(hf, "first_k_dense_replace", least=0))))
-    for index, name in enumerate(types):
-        if name not in ("dense", "sparse"):
-            raise ValueError(f"mlp_layer_types[{index}]: got {name!r:.80}, wanted 'dense' or 'sparse'")
-    if len(types) != num_layers:
-        raise ValueError(f"mlp_layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
-    return tuple(number for number, name in enumerate(types) if name == "dense")
+KIMI_LINEAR = Family(_DEFAULTS, _read, _write, _select)

@@ -21,11 +21,10 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from . import gemma_config
-from .decoder import scanned, unrolled
-from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
+from . import fp8
+from .config import LayerConfig, ModelConfig, num_layers
+from .decoder import Decoder, scanned, unrolled
 from .fields import check_file, ids, read_json
-from .language_config import LanguageConfig
 from .placement import check_axes, placed
 from .rope import Rope
 
@@ -55,7 +54,7 @@ def load(
     mesh: Mesh | None = None,
     heads: str | None = None,
     context: str | None = None,
-) -> tuple[AnyModel, Any]:
+) -> tuple[Decoder, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
     A model whose config is tied is loaded untied if the file has an output matrix other than the embedding; each
@@ -69,7 +68,7 @@ def load(
         are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
-        that this process's devices need. None: one device has all. Only a `Decoder` can be divided.
+        that this process's devices need. None: one device has all. Only attention with an MLP can be divided.
       heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
       context: likewise, its other axis; what both axes can divide is divided by both. None: none.
 
@@ -85,19 +84,20 @@ def load(
     folder = pathlib.Path(folder)
     check_axes(mesh, heads, context)
     fields, files = read_json(folder / CONFIG), weight_files(folder)
+    scales = _Scales(folder, fields, files)
     config, tokenizer = _config(folder, fields, files), load_tokenizer(folder)
     _check_mesh(config, mesh)
-    dtype = _stored_dtype(files) if dtype is None else dtype
+    dtype = _stored_dtype(files, scales) if dtype is None else dtype
     if config.tie_word_embeddings and not _is_tied(files, dtype):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     parameters = dict(nnx.to_flat_state(state))
     wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
     shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
-    _check_names(files, shapes, config, has_towers=gemma_config.has_towers(fields))
+    _check_names(files, scales, shapes, config, has_towers=fields["model_type"] != config.model_type)
     flat, stacks = [], {}
-    for name, tensor in _tensors(files):
+    for name, tensor in _tensors(files, scales):
         if _own_name(name) in wanted:
             path, expert = wanted[_own_name(name)]
             leaf = parameters[path]
@@ -126,13 +126,14 @@ class _Stack:
         self.missing -= 1
 
 
-def _check_mesh(config: AnyConfig, mesh: Mesh | None) -> None:
-    """Refuses to divide the weights of what is no `Decoder`."""
-    if isinstance(config, LanguageConfig) and mesh is not None:
+def _check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
+    """Refuses to divide experts, and mixers other than attention."""
+    is_plain = config.experts is None and all(isinstance(layer, LayerConfig) for layer in config.layers)
+    if mesh is not None and not is_plain:
         raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
 
 
-def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
     """Writes what `load` reads: config.json, generation_config.json, model.safetensors and, if given, tokenizer.json.
 
     If the folder has an index of shards, it is removed, since `load` would read them.
@@ -204,7 +205,7 @@ def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[-2:][::-1] if path[-1] == "kernel" else shape
 
 
-def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> AnyConfig:
+def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> ModelConfig:
     """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer.
 
     Tokens that end a text are those of generation_config.json too: models for chats have more than config.json tells.
@@ -218,7 +219,7 @@ def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Pa
         number, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
         if number > len(found):
             raise ValueError(f"num_hidden_layers: got {number}, wanted {len(found)}: no tensor is of layer {lacks}")
-        config = read_config(fields)
+        config = ModelConfig.from_hf(fields)
         path = more
         ends = *config.eos_token_ids, *ids(generation, "eos_token_id", config.vocab_size)
         return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
@@ -278,20 +279,55 @@ def _read(tensor: Any, transposed: bool, dtype: jax.typing.DTypeLike, index: tup
     return np.array(part, dtype=dtype, copy=True)
 
 
-def _stored_dtype(files: dict[pathlib.Path, list[str]]) -> np.dtype:
+def _stored_dtype(files: dict[pathlib.Path, list[str]], scales: _Scales) -> np.dtype:
     """The dtype of the first tensor of floats; a folder that mixes several is unusual, and is converted to this one."""
-    for name, tensor in _tensors(files):
+    for name, tensor in _tensors(files, scales):
+        if isinstance(tensor, fp8.Scaled):
+            continue
         if tensor.get_dtype() in _FLOATS and not name.endswith(_ALWAYS_FLOAT32):
             return jax.dtypes.canonicalize_dtype(_FLOATS[tensor.get_dtype()])
     return np.dtype(np.float32)  # no weight at all: refused by `_check_names`
 
 
-def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
-    """The tensors' names, and what reads a tensor or a part of it where it is indexed."""
+def _tensors(files: dict[pathlib.Path, list[str]], scales: _Scales) -> Iterator[tuple[str, Any]]:
+    """The tensors' names but for scales, and what reads a tensor or a part of it where it is indexed."""
     for path, names in files.items():
         with _open(path) as file:
             for name in names:
-                yield name, file.get_slice(name)
+                if not scales.is_scale(name):
+                    yield name, scales.dequantised(path, name, file.get_slice(name))
+
+
+class _Scales:
+    """The scales of a folder's weights of fp8, if its config says that it has any; takes away the config's field."""
+
+    def __init__(self, folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]):
+        try:
+            self._scheme = fp8.read_scheme(fields)
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG}: {error}") from error
+        self._paths = {name: path for path, names in files.items() for name in names}
+
+    def is_scale(self, name: str) -> bool:
+        """Whether a tensor has scales alone."""
+        return self._scheme is not None and self._scheme.is_scale(name)
+
+    def dequantised(self, path: pathlib.Path, name: str, tensor: Any) -> Any:
+        """The tensor; of fp8, one that is dequantised where it is indexed."""
+        scale_name = "" if self._scheme is None else self._scheme.scale_name(name)
+        has_scales, dtype = scale_name in self._paths, tensor.get_dtype()
+        if self._scheme is None or not (has_scales or dtype == fp8.DTYPE):
+            return tensor
+        if not has_scales or dtype != fp8.DTYPE:
+            wanted = f"{fp8.DTYPE} with scales ({scale_name})"
+            raise ValueError(
+                f"{path}: {name}: got {dtype} {'with' if has_scales else 'without'} scales, wanted {wanted}"
+            )
+        with _open(self._paths[scale_name]) as file:
+            of_scales = file.get_slice(scale_name).get_dtype()
+            if of_scales not in _FLOATS:
+                raise ValueError(f"{path}: {scale_name}: got {of_scales}, wanted {', '.join(_FLOATS)}")
+            return fp8.Scaled(path, name, file.get_tensor(scale_name), self._scheme)
 
 
 def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) -> bool:
@@ -314,10 +350,12 @@ def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) 
         return all(same)
 
 
-def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *, has_towers: bool) -> None:
+def _check_names(
+    files, scales: _Scales, wanted: dict[str, tuple[int, ...]], config: ModelConfig, *, has_towers: bool
+) -> None:
     """Compares names, shapes and dtypes with the model's, by the files' headers, and frequencies with the config's."""
     found, dtypes, twice, strange = {}, {}, [], []
-    for file_name, tensor in _tensors(files):
+    for file_name, tensor in _tensors(files, scales):
         name = _own_name(file_name)
         twice += [f"{name} (as {file_name})"] * (name in found)
         found[name], dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
@@ -347,7 +385,7 @@ def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *
         raise ValueError(f"{folder}: tensors {text}")
 
 
-def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
+def _has_frequencies(name: str, tensor: Any, config: ModelConfig) -> bool:
     """Whether a tensor has the frequencies of its layer's rope, or without a layer those of any layer.
 
     Old checkpoints carry them, perhaps as they are before the rope stretches them.
@@ -357,7 +395,7 @@ def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
     likes = [
         frequencies
         for rope, width in filter(None, set(of_layer or rotations))
-        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(width))
+        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(rope.width(width)))
         if [*frequencies.shape] == tensor.get_shape()
     ]
     if not likes or tensor.get_dtype() not in _FLOATS:
@@ -368,17 +406,24 @@ def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
     return any(np.allclose(values.astype(np.float64), like, relative, absolute) for like in likes)
 
 
-def _is_left_out(name: str, shapes: dict[str, tuple[int, ...]], config: AnyConfig, has_towers: bool) -> bool:
+def _is_left_out(name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig, has_towers: bool) -> bool:
     """Whether the model has a reason to leave out a tensor of its checkpoint; `shapes` are those of all tensors."""
     if name == _HEAD or name.endswith(".inv_freq"):  # a copy by `_is_tied`; `_has_frequencies` has compared them
         return True
-    if isinstance(config, LanguageConfig):
-        joining = config.predictor(name)
-        return joining is not None and shapes.get(joining) == (config.hidden_size, 2 * config.hidden_size)
+    if shapes.get(_joining_matrix(name, config)) == (config.hidden_size, 2 * config.hidden_size):
+        return True
     layer = _REUSED.fullmatch(name)
     if layer is not None and int(layer[1]) < len(config.layers):
         return config.layers[int(layer[1])].reuses is not None
     return has_towers and _TOWERS.match(name) is not None
+
+
+def _joining_matrix(name: str, config: ModelConfig) -> str:
+    """The matrix that joins stream and embedding for layers that predict a token further on, if a tensor is theirs."""
+    layer = _LAYER.match(name)
+    if layer is not None and int(layer[1]) >= len(config.layers):
+        return f"{layer[0]}eh_proj.weight"
+    return "mtp.fc.weight" if name.startswith("mtp.") else ""
 
 
 def _some(names: list[str], most: int = 8) -> str:

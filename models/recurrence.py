@@ -32,12 +32,14 @@ from jax import lax
 
 import kvjax
 
+from .attention import Mixer
+
 # Tokens of a chunk. With a decay a channel the decays between all pairs of a chunk's tokens are an array of its own.
 BY_HEAD, BY_CHANNEL = 64, 16
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(Mixer):
     """The heads of a layer with a gated delta rule.
 
     Attributes:

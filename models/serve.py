@@ -66,7 +66,6 @@ def make_parser() -> commands.Parser:
     )
     parser.set_defaults(rows=SIZES["rows"])
     limits = (
-        ("--chunk", 1, Scheduler().chunk, "tokens of a prompt that a step computes"),
         ("--top-logprobs", 0, 5, "the most that a request may want"),
         ("--max-waiting", 1, 1024, "requests that wait for the scheduler; more get 429"),
         ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
@@ -163,7 +162,7 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
     """The spec of the cache; sets the length of a row if none was given, and the number of blocks of a budget."""
-    positions, spec = model.config.max_positions or MOST, None
+    positions, spec = session.most_positions(args, model), None
     if args.budget is not None:
         spec = memory.fitting(parser, args, model, min(args.max_length or MOST_LENGTH, positions), where)
     most = session.most_tokens(args, model) or MOST

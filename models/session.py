@@ -21,14 +21,17 @@ from kvjax.ledger import human, make_ledger
 
 from . import commands, stores, wires
 from .commands import number
-from .families import AnyModel
+from .decoder import Decoder
 from .loading import load
+from .rope import rope_limit
 from .stopwatch import Stopwatch
 
 STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
 # The options that size a cache, with their defaults.
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
 LENGTH = 256  # tokens of a row, at least
+CHUNKS = "512, 256 or 128"  # of which `default_chunk` returns one
+_CHUNK_WORK = 2**35  # products of a weight and a token in a step of a chunk, at most
 MOST = 2**30  # of what an option counts: sums of two are int32
 
 
@@ -53,10 +56,11 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
         ("--block-size", "P", 1, "tokens a block (default: %(default)s)"),
         ("--rows", "S", 1, f"sequences at a time {rows}"),
         ("--max-length", "N", 1, f"tokens of a prompt with its answer (default: {length})"),
+        ("--chunk", "N", 1, f"tokens of prompts that a step computes (default: {CHUNKS}, by the model's size)"),
     )
     of_blocks = parser.add_mutually_exclusive_group()
     for option, name, least, what in sizes:
-        default = None if option in ("--rows", "--max-length") else SIZES[option.removeprefix("--").replace("-", "_")]
+        default = None if option == "--rows" else SIZES.get(option.removeprefix("--").replace("-", "_"))
         of: Any = of_blocks if option == "--blocks" else parser
         of.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
     parser.set_defaults(budget=None)
@@ -95,15 +99,28 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
     return {"mesh": mesh, **{name: name for name in sizes}}
 
 
-def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[AnyModel, Any]:
-    """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None."""
+def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[Decoder, Any]:
+    """The model of a folder, placed as `make_mesh` says, and its tokenizer or None; sets the size of a chunk."""
     if not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
-        return load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
+        model, tokenizer = load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
+        args.chunk = args.chunk or default_chunk(model)
+        return model, tokenizer
     except (OSError, ValueError) as error:
         message = commands.reason(error)
         parser.error(f"--{message}" if message.startswith("mesh: ") else f"--checkpoint: {message}")
+
+
+def default_chunk(model: Decoder) -> int:
+    """Tokens of prompts that a step computes where no option says: 512, 256 or 128.
+
+    As many as multiply at most 2**35 weights of layers by a token, but at least 128: 512 for up to 67 million weights,
+    256 for up to 134 million. The vocabulary's matrices are not counted: a step has logits of a few tokens.
+    `docs/howto/size.md` has the reasons.
+    """
+    weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.layers)))
+    return next((chunk for chunk in (512, 256) if chunk * weights <= _CHUNK_WORK), 128)
 
 
 class Screen(Protocol):
@@ -129,7 +146,7 @@ class Session:
         self,
         parser: commands.Parser,
         args: argparse.Namespace,
-        model: AnyModel,
+        model: Decoder,
         note: Callable[[str], None],
     ):
         self._args, self._model, self._note = args, model, note
@@ -171,8 +188,9 @@ class Session:
             seed=range(seed, seed + len(prompts)),
         )  # fmt: skip
         options = kvjax.serving.RunOptions(
-            steps=STEPS, log_events=False, listener=self._wires.listener, store=self.store
-        )
+            steps=STEPS, log_events=False, listener=self._wires.listener, store=self.store,
+            scheduler=kvjax.serving.Scheduler(chunk=self._args.chunk),
+        )  # fmt: skip
         stream = kvjax.stream(self._model, self.cache, requests, options)
         try:
             for progress in self._watch.timed(stream):
@@ -208,24 +226,35 @@ class Session:
             threading.Event().wait()
 
 
-def most_tokens(args: argparse.Namespace, model: AnyModel) -> int | None:
+def most_positions(args: argparse.Namespace, model: Decoder) -> int:
+    """The most tokens of a sequence for the model: in whole blocks as many as its rope is for, else its positions."""
+    limit = rope_limit(model.config)
+    return model.config.max_positions or MOST if limit is None else limit // args.block_size * args.block_size
+
+
+def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
     """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
     full = any(layer.window is None for layer in model.layer_specs())
     return args.blocks * args.block_size if full else None
 
 
-def check_length(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, prompts: list[list[int]]) -> None:
+def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:
     """Refuses prompts and answers that are longer than the whole cache; sets the length of a row if none was given.
 
     It is rounded up to a power of two, so that prompts of other lengths find the compiled programs.
     """
     most, longest = most_tokens(args, model), max(map(len, prompts))
-    length = longest + args.max_new_tokens
+    length, limit = longest + args.max_new_tokens, MOST
+    if rope_limit(model.config) is not None:
+        limit = most_positions(args, model)
+        if (got := max(length, args.max_length or 0)) > limit:
+            reason = "in longer sequences the rope has other frequencies (sequence_length of rope_parameters)"
+            parser.error(f"--max-length: got {got}, wanted at most {limit}: {reason}")
     if args.max_length is not None and args.max_length < length:
         parser.error(f"--max-length: got {args.max_length}, wanted at least {length}: a prompt with its answer")
     if most is None or length <= most:
         wanted = args.max_length or max(LENGTH, 1 << (length - 1).bit_length())
-        args.max_length = min(wanted, most or wanted)
+        args.max_length = min(wanted, most or wanted, limit)
         return
     blocks = f"({args.blocks} blocks of {args.block_size} tokens: --blocks)"
     if longest >= most:
@@ -235,7 +264,7 @@ def check_length(parser: commands.Parser, args: argparse.Namespace, model: AnyMo
     parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
 
 
-def check_memory(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, spec: kvjax.CacheSpec) -> None:
+def check_memory(parser: commands.Parser, args: argparse.Namespace, model: Decoder, spec: kvjax.CacheSpec) -> None:
     """Refuses a cache that cannot fit into memory with the model and a step's logits, before it is made.
 
     The option that is the most times its default is the one to blame.

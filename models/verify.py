@@ -27,7 +27,7 @@ import numpy as np
 import kvjax
 
 from .commands import Parser, add_scan
-from .families import AnyModel
+from .decoder import Decoder
 from .golden import Golden, read_golden
 from .loading import load
 from .session import add_mesh, make_mesh
@@ -89,13 +89,11 @@ def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Arr
 
 
 @partial(jax.jit, donate_argnames="cache")
-def advance(model: AnyModel, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
+def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
     """Reserves what is missing for the next tokens i32[S, C] of every row, computes and commits them."""
     more = cache.state.seqs.committed + count - cache.state.seqs.length
     cache, extended = cache.extend(more > 0, jnp.maximum(more, 0), max_tokens=tokens.shape[1])
-    view = cache.view(count, tokens.shape[1])
-    logits, pools = model(tokens, cache.pools, view)
-    cache, committed = kvjax.Cache(cache.state, pools).commit(tokens, count)
+    cache, logits, committed = kvjax.step(model, cache, tokens, count, logits="all")
     return cache, logits, extended.ok & committed.ok, _num_evicted(extended)
 
 
@@ -113,7 +111,7 @@ def _num_evicted(events: kvjax.Events) -> jax.Array:
 class Runner:
     """Puts prompts through a cache and compares every logit that is computed."""
 
-    def __init__(self, model: AnyModel, golden: Golden, spec: kvjax.CacheSpec, where: dict[str, Any]):
+    def __init__(self, model: Decoder, golden: Golden, spec: kvjax.CacheSpec, where: dict[str, Any]):
         self.model, self.golden, self.spec, self.where = model, golden, spec, where
         self.width = spec.max_length
         self.cache: Any = None

@@ -19,8 +19,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import Decoder, ModelConfig, load, loading, recall, save
-from models.families import read_config
-from tests.models.families import GOLDENS
+from tests.models.families import GOLDENS, shard
 
 FIELDS = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -54,19 +53,6 @@ def rewrite(folder: pathlib.Path, change) -> None:
     save_file(tensors, folder / loading.SINGLE)
 
 
-def shard(folder: pathlib.Path, num_files: int = 3) -> None:
-    """Splits model.safetensors into several files with an index."""
-    tensors = load_file(folder / loading.SINGLE)
-    weight_map = {}
-    for number in range(num_files):
-        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-        part = dict(list(tensors.items())[number::num_files])
-        save_file(part, folder / name)
-        weight_map.update(dict.fromkeys(part, name))
-    (folder / loading.SINGLE).unlink()
-    (folder / loading.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def test_save_and_load_keep_every_bit(tmp_path):
     model = make("qwen2", jnp.bfloat16, tie_word_embeddings=True)
     save(model, tmp_path, recall.make_tokenizer())
@@ -90,7 +76,7 @@ def test_names_and_layout_are_hugging_faces(tmp_path, family, scan):
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor)
     fields, theirs = (json.loads((path / loading.CONFIG).read_text()) for path in (tmp_path, folder))
-    assert read_config(fields) == model.config
+    assert ModelConfig.from_hf(fields) == model.config
     if "per_layer_config" in fields:
         fields["per_layer_config"] = {f"{int(n):02}": own for n, own in fields["per_layer_config"].items()}
     both = fields.keys() & theirs.keys()
@@ -446,13 +432,13 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def folder(saved, tmp_path, monkeypatch):
     """A checkpoint of one file; to build its model fails."""
-    monkeypatch.setattr(loading, "model_class", None)
+    monkeypatch.setattr(loading, "Decoder", None)
     return shutil.copytree(saved, tmp_path / "model", ignore=lambda *_: ["shards"])
 
 
 @pytest.fixture
 def shards(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "model_class", None)
+    monkeypatch.setattr(loading, "Decoder", None)
     return shutil.copytree(saved / "shards", tmp_path / "model")
 
 
@@ -530,7 +516,7 @@ def test_the_first_tensor_of_floats_gives_the_dtype(saved, tmp_path):
     files = {folder / loading.SINGLE: ["vision_tower.a", "model.norm.weight"]}
     for dtype, wanted in ((np.float16, np.float16), (np.float64, np.float32)):
         save_file({**position, "model.norm.weight": np.ones(2, dtype)}, folder / loading.SINGLE)
-        assert loading._stored_dtype(files) == wanted
+        assert loading._stored_dtype(files, loading._Scales(folder, {}, files)) == wanted
 
 
 @pytest.mark.parametrize("layers", [3, 2_000, 10_000_000])

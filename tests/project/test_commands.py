@@ -43,7 +43,7 @@ from models import (
 )
 from models.speech import Speech
 from models.stopwatch import Stopwatch
-from tests.drive import output_of
+from tests.drive import DATA, output_of
 from tests.wire_kit import Reader
 
 
@@ -83,6 +83,7 @@ COUNT = "wanted an int of at least 1 and at most 1073741824"
 LOCATION = "wanted a folder, a URL or an open tensorstore.KvStore"
 STORE = "wanted a folder of a store, an empty one or none"
 ONE = "--checkpoint ids --prompt 1"
+LONGER = "in longer sequences the rope has other frequencies (sequence_length of rope_parameters)"
 NO_FILE = "No such file or directory"
 MAINS = {"generate": generate.main, "prefill_decode": prefill_decode.main, "fleet": fleet.main}
 NEW = 20
@@ -104,6 +105,7 @@ def folders(tmp_path_factory):
     home, model = tmp_path_factory.mktemp("models"), Decoder(ModelConfig.from_hf(FIELDS), rngs=nnx.Rngs(0))
     save(model, home / "text", bytes_tokenizer())
     save(model, home / "ids")
+    (home / "longrope").symlink_to(DATA / "goldens" / "llama_longrope")
     return home
 
 
@@ -152,6 +154,11 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             "--checkpoint ids --prompt 1,2 --max-new-tokens 8 --max-length 9",
             "--max-length: got 9, wanted at least 10: a prompt with its answer",
         ),
+        (
+            "--checkpoint longrope --prompt 1,2 --max-new-tokens 63",
+            f"--max-length: got 65, wanted at most 64: {LONGER}",
+        ),
+        ("--checkpoint longrope --prompt 1 --max-length 80", f"--max-length: got 80, wanted at most 64: {LONGER}"),
         ("--chat", "--checkpoint: got none, wanted the folder of a model"),
         ("--checkpoint ids --chat", "--chat: ids: wanted a checkpoint with a tokenizer.json"),
         ("--checkpoint ids --chat --prompt 1", "--chat: got a prompt too, wanted turns from standard input alone"),
@@ -452,7 +459,8 @@ def test_the_length_of_a_row_is_rounded_up(monkeypatch, prompt, line, length):
     """Prompts of other lengths then share the programs."""
     args = generate._parser().parse_args(line.split())
     monkeypatch.setattr(session, "most_tokens", lambda args, model: args.blocks * args.block_size)
-    session.check_length(commands.Parser("generate", ""), args, None, [[1] * prompt, [1]])
+    monkeypatch.setattr(session, "rope_limit", lambda config: None)
+    session.check_length(commands.Parser("generate", ""), args, types.SimpleNamespace(config=None), [[1] * prompt, [1]])
     assert args.max_length == length
 
 
