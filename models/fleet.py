@@ -104,10 +104,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     from kvjax.interop.vllm import Curve
 
-    more, variables, keys = ["--no-compile-cache"] if args.no_compile_cache else [], dict[str, str](), None
-    if args.curve:
-        (public, secret), own_keys = zmq.curve_keypair(), zmq.curve_keypair()
-        more, variables, keys = [*more, "--curve"], {wires.CURVE_KEY: secret.decode()}, Curve(*own_keys, public)
+    more = ["--no-compile-cache"] if args.no_compile_cache else []
+    more += ["--curve"] if args.curve else []
+    public_key, secret_key = zmq.curve_keypair()
+    curve = Curve(*zmq.curve_keypair(), public_key) if args.curve else None
     each = (2, 4) if args.quick else (3, 12)  # documents for each replica, which holds three; questions about each
     pairs = router.questions(each[0] * args.replicas, each[1])
     cluster = {"address": args.address or "local", **({} if args.address else {"include_dashboard": False})}
@@ -118,8 +118,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         options = router.options(*more, host=str(args.bind))
         names = [str(number) for number in range(1, args.replicas + 1)]
-        replicas = {name: Replica(*options, gpus=args.gpus, **variables) for name in names}
-        router.play("fleet", router.Fleet(replicas, keys), pairs)
+        replicas = {name: Replica(*options, gpus=args.gpus, **{wires.CURVE_KEY: secret_key.decode()}) for name in names}
+        router.play("fleet", router.Fleet(replicas, curve), pairs)
     finally:
         ray.shutdown()
 

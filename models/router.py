@@ -8,11 +8,10 @@ router itself is in prefix_router.py.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,15 +53,20 @@ class Fleet:
 
     Attributes:
       router: has a mirror of each server's cache.
-      down: the servers that are being started.
     """
 
     def __init__(self, servers: Mapping[str, Any], curve: Any = None):
         from .prefix_router import Router
 
-        self.servers, self.router, self.down, self._curve = servers, Router({}), set(servers), curve
-        self._changed = threading.Condition()  # of what the router and `down` say
+        self.servers, self.router, self._curve = servers, Router({}), curve
+        self._threads, self._starts = ThreadPoolExecutor(len(servers)), dict[str, Future[None]]()
+        self._choosing = threading.Lock()
         self._turns = {name: threading.Lock() for name in servers}  # a server gets one prompt at a time
+
+    @property
+    def down(self) -> set[str]:
+        """The servers that are being started, and those that could not be."""
+        return {name for name, start in self._starts.items() if not start.done() or start.exception()}
 
     def __enter__(self) -> Fleet:
         """Starts the servers.
@@ -70,15 +74,19 @@ class Fleet:
         Raises:
           ServerEnded: if one of them cannot start, or nothing comes from it.
         """
-        with ThreadPoolExecutor() as threads, contextlib.ExitStack() as stack:
-            stack.callback(self.__exit__)
-            list(threads.map(self._start, self.servers))
-            stack.pop_all()
+        self._starts = {name: self._threads.submit(self._start, name) for name in self.servers}
+        try:
+            for start in self._starts.values():
+                start.result()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         for server in self.servers.values():
             server.close()
+        self._threads.shutdown(cancel_futures=True)
         self.router.close()
 
     def answer(
@@ -100,15 +108,19 @@ class Fleet:
 
     def _answer(self, prompt: list[int], choose: Choice, salt: str | None) -> Reply:
         for _ in range(LOSSES):
-            with self._changed:
-                if not self._changed.wait_for(lambda: len(self.down) < len(self.servers), SECONDS):
-                    raise ServerEnded(f"no server has started within {SECONDS:.0f} s")
-                name = choose(prompt, self.down)
+            if len(self.down) == len(self.servers):
+                wait(self._starts.values(), SECONDS)
+            with self._choosing:
+                if len(down := self.down) == len(self.servers):
+                    raise ServerEnded("no server has started again")
+                name = choose(prompt, down)
             try:
                 with self._turns[name]:
                     return self._ask(name, prompt, salt)
             except ServerEnded:
-                self._restart(name)
+                with self._choosing:
+                    if name not in self.down:
+                        self._starts[name] = self._threads.submit(self._start, name)
         raise ServerEnded(f"{LOSSES} servers ended over the same prompt")
 
     def _ask(self, name: str, prompt: list[int], salt: str | None) -> Reply:
@@ -119,12 +131,6 @@ class Fleet:
         num_reusable = min(num_mirrored, len(prompt) - 1)  # the last token is computed in any case
         return Reply(name, answer, num_reusable // BLOCK == answer.num_cached // BLOCK)
 
-    def _restart(self, name: str) -> None:
-        with self._changed:
-            if name not in self.down:
-                self.down.add(name)
-                threading.Thread(target=self._start, args=(name,), daemon=True).start()
-
     def _start(self, name: str) -> None:
         """Waits until a server answers, and mirrors its cache from the beginning."""
         from kvjax.interop.vllm import Subscriber
@@ -134,13 +140,10 @@ class Fleet:
         if not mirror.wait(lambda one: one.complete, LAG):
             mirror.close()
             raise ServerEnded(f"nothing comes from {publish}, where server {name} publishes")
-        with self._changed:
-            if name in self.router.mirrors:
-                self.router.mirrors[name].close()
-            self.router.mirrors[name] = mirror
-            self.router.sent.setdefault(name, 0)
-            self.down.discard(name)
-            self._changed.notify_all()
+        before, self.router.mirrors[name] = self.router.mirrors.get(name), mirror
+        self.router.sent.setdefault(name, 0)
+        if before is not None:
+            before.close()
 
 
 def options(*more: str, host: str = "127.0.0.1") -> list[str]:

@@ -11,15 +11,17 @@ import pathlib
 import secrets
 import subprocess
 import sys
-import threading
+import tempfile
+import time
 import urllib.parse
 from collections.abc import Sequence
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from .tenants import KEY
 
 SECONDS = 300.0  # that a server may take to start, with compiling, and to answer
 PATIENCE = 15.0  # for a server that has to end by itself
+POLL = 0.05  # seconds between two looks at the lines that a server prints
 
 
 class ServerEnded(ConnectionError):
@@ -48,8 +50,8 @@ class ServerProcess:
 
     def __init__(self, *options: str, **variables: str):
         self._key, self._options, self._variables = secrets.token_hex(16), options, variables
-        self._process: subprocess.Popen[str] | None = None
-        self._notes, self._noted = list[str](), threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._notes = ""  # all that it has printed until it answered
 
     def ready(self) -> list[str]:
         """Starts the server unless it runs, and waits until it answers.
@@ -60,13 +62,10 @@ class ServerProcess:
         Raises:
           ServerEnded: with the reason, if it has ended or takes too long.
         """
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._process.poll() is not None or not self._noted("serving at "):
+            self.close()
             self._start()
-        if not self._noted.wait(SECONDS):
-            raise ServerEnded(f"the server has not started within {SECONDS:.0f} s")
-        if not self._said("serving at "):
-            raise ServerEnded(self._notes[-1] if self._notes else "the server has ended")
-        return self._said("publishing at ").split(" and ")
+        return self._noted("publishing at ").split(" and ")
 
     def complete(self, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> Answer:
         """Asks for the likeliest tokens after a prompt of token ids, also those after a stop token.
@@ -78,7 +77,7 @@ class ServerProcess:
         fields = {"prompt": [*prompt], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body = json.dumps({**fields, "cache_salt": salt})
         headers = {"authorization": f"Bearer {self._key}", "content-type": "application/json"}
-        address = urllib.parse.urlsplit(self._said("serving at ")).netloc
+        address = urllib.parse.urlsplit(self._noted("serving at ")).netloc
         if not address:
             raise ServerEnded("the server does not run")
         try:
@@ -94,38 +93,34 @@ class ServerProcess:
 
     def close(self) -> None:
         """Ends the server."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        with self._process:  # closes its pipes
-            pass
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(PATIENCE)
+            self._process.kill()  # unless it has ended
+            with self._process:
+                self._notes = ""
 
     def _start(self) -> None:
         command = [sys.executable, "-m", f"{__package__}.serve", "--port", "0", "--share-prefixes", "--until-eof"]
-        root = str(pathlib.Path(__file__).parents[1])
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            [*command, *self._options], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": paths, KEY: self._key, **self._variables},
-            start_new_session=True,  # Ctrl-C is for this process
-        )  # fmt: skip
-        self._notes, self._noted = list[str](), threading.Event()
-        threading.Thread(target=self._read, args=(self._process.stderr, self._notes, self._noted), daemon=True).start()
+        paths = [str(pathlib.Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), KEY: self._key, **self._variables}
+        with tempfile.TemporaryFile() as notes:  # a pipe would need somebody who reads it
+            self._process = subprocess.Popen(
+                [*command, *self._options], env={**os.environ, **variables}, stdin=subprocess.PIPE, stderr=notes,
+                start_new_session=True,  # Ctrl-C is for this process
+            )  # fmt: skip
+            deadline = time.monotonic() + SECONDS
+            while not self._noted("serving at "):
+                has_ended = self._process.poll() is not None
+                self._notes = os.pread(notes.fileno(), 1 << 20, 0).decode()
+                if has_ended:
+                    last = self._notes.strip().rpartition("\n")[-1].removeprefix(f"python -m {__package__}.serve: ")
+                    raise ServerEnded(last or "the server has ended")
+                if time.monotonic() > deadline:
+                    raise ServerEnded(f"the server has not started within {SECONDS:.0f} s")
+                time.sleep(POLL)
 
-    @staticmethod
-    def _read(lines: TextIO, notes: list[str], noted: threading.Event) -> None:
-        """Takes all that the server prints, so that it never waits for a reader."""
-        with contextlib.suppress(ValueError):  # `close` was called
-            for line in lines:
-                notes.append(line.strip().removeprefix(f"python -m {__package__}.serve: "))
-                if line.startswith("serving at "):
-                    noted.set()
-        noted.set()
-
-    def _said(self, start: str) -> str:
-        """The rest of the line that begins so; empty if the server has printed none."""
-        return next((note.removeprefix(start) for note in self._notes if note.startswith(start)), "")
+    def _noted(self, start: str) -> str:
+        """The rest of the line that begins so; empty if the server has not printed it."""
+        return next((line.removeprefix(start) for line in self._notes.split("\n")[:-1] if line.startswith(start)), "")
