@@ -19,7 +19,7 @@ MOST = 10  # files that are reported
 LOOPS = {"_turn", "serve", "serve_step", "rollout", "what_if"}
 # Such programs that a run of CI may compile. Lower the number when the count falls. Before it is raised: a test that
 # takes the model, specs and options of `serving_kit.py` compiles none of its own.
-MAX_LOOPS = 150
+MAX_LOOPS = 36
 
 
 def forget_old_programs(folder: pathlib.Path, days: float = 14) -> None:

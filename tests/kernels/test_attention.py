@@ -19,14 +19,14 @@ SHAPES = [
     (2, 1, 16, 4), (1, 2, 32, 8), (2, 4, 64, 16), (3, 1, 80, 4), (1, 8, 128, 128), (2, 2, 128, 8), (1, 4, 96, 32),
     (1, 2, 256, 64),
 ]  # fmt: skip
-# By default no option, a window, and all options at once. `long` adds each option with one shape, `slow` with all.
+# By default no option, and all options at once. `long` adds a window, `slow` each option with all shapes.
 SOME = list(zip(SHAPES, OPTIONS, strict=False))
-QUICK = [(shape, name) for shape, name in SOME if name in ("plain", "window", "all")]
+QUICK = [(shape, name) for shape, name in SOME if name in ("plain", "all")]
 GRID = [
     pytest.param(
         shape, name, id=f"{name}-{shape}",
         marks=() if (shape, name) in QUICK
-        else pytest.mark.long if (shape, name) in SOME else pytest.mark.slow,
+        else pytest.mark.long if (shape, name) in SOME and name == "window" else pytest.mark.slow,
     )
     for shape, name in itertools.product(SHAPES, OPTIONS)
 ]  # fmt: skip
@@ -63,21 +63,22 @@ def latents(heads, width, values, block_size):
 
 POOLS = [  # the rows' lengths, their last tokens, the pool, options of attention, options of the test
     ("", LATENTS, latents(2, 24, 16, 4), "plain", {}),
-    *(("long", NARROW, {"dtype": dtype, **WIDE}, "plain", {}) for dtype in ("bfloat16", "float16")),
+    *((mark, NARROW, {"dtype": dtype, **WIDE}, "plain", {})
+      for mark, dtype in (("long", "bfloat16"), ("slow", "float16"))),
     *((mark, BYTES, {**SMALL, "dtype": "bfloat16", **INT8}, name, {})
       for mark, name in (("slow", "plain"), ("slow", "window"), ("long", "all"))),
     *((mark, BYTES, {**SMALL, "dtype": "float16", **FP8}, name, {})
-      for mark, name in (("long", "plain"), ("slow", "window"), ("slow", "all"))),
+      for mark, name in (("slow", "plain"), ("slow", "window"), ("slow", "all"))),
     # A softmax in float32 makes the result as exact as the K/V allow.
-    ("long", NARROW, {"dtype": "bfloat16", **WIDE}, "plain", {"queries": "float32"}),
-    *(("long", ([37, 70], [1, 70]), {"scaled": False, **stored}, "plain", {"scale": 0.005}) for stored in (INT8, FP8)),
-    ("long", ([1, 4], [1, 4]), {"kv_heads": 1, "group": 1}, "plain", {}),
-    ("long", ([80, 3, 70], [70, 0, 65]), {"group": 1}, "plain", {"gaps": 5, "max_count": 128}),
+    ("slow", NARROW, {"dtype": "bfloat16", **WIDE}, "plain", {"queries": "float32"}),
+    *(("slow", ([37, 70], [1, 70]), {"scaled": False, **stored}, "plain", {"scale": 0.005}) for stored in (INT8, FP8)),
+    ("slow", ([1, 4], [1, 4]), {"kv_heads": 1, "group": 1}, "plain", {}),
+    ("slow", ([80, 3, 70], [70, 0, 65]), {"group": 1}, "plain", {"gaps": 5, "max_count": 128}),
     # Latents, of which the kernels cut each in another way.
     ("long", LATENTS, {**latents(16, 576, 512, 16), "dtype": "bfloat16"}, "plain", {}),
     ("slow", LATENTS, latents(20, 40, 24, 8), "all", {}), ("slow", LATENTS, latents(3, 48, 48, 4), "window", {}),
     ("slow", LATENTS, {**latents(16, 80, 64, 16), "dtype": "bfloat16", **INT8}, "all", {}),
-    ("long", LATENTS, {**latents(4, 576, 512, 8), "dtype": "bfloat16", **INT8}, "sinks", {}),
+    ("slow", LATENTS, {**latents(4, 576, 512, 8), "dtype": "bfloat16", **INT8}, "sinks", {}),
     ("slow", LATENTS, latents(12, 120, 100, 8), "soft_cap", {}),
     ("slow", LATENTS, {**latents(40, 96, 64, 32), "dtype": "bfloat16", **FP8}, "scale", {}),
 ]  # fmt: skip
@@ -103,7 +104,10 @@ def test_latents_that_would_spill_are_refused():
 
 @pytest.mark.long
 @pytest.mark.parametrize("module", [xla, derivative], ids=["xla", "derivative"])
-@pytest.mark.parametrize(("parts", "stored"), [(2, None), (4, "int8"), pytest.param(8, None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("parts", "stored"),
+    [(4, "int8"), pytest.param(2, None, marks=pytest.mark.slow), pytest.param(8, None, marks=pytest.mark.slow)],
+)
 def test_parts_of_blocks_merge_to_the_whole(parts, stored, module):
     """Part s of a row has its tokens s, s + parts, ... in order, and NaN elsewhere; some parts have none."""
     counts = np.array([9, 1, 0, 90, 1, 3], np.int32)
@@ -151,6 +155,7 @@ def test_chunks_of_any_size_from_any_offset(name, implementation):
         np.testing.assert_array_equal(out[counts.sum() :], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["triton", "xla"])
 @pytest.mark.parametrize("window", [None, pytest.param(90, marks=pytest.mark.slow)])
 def test_with_a_fixed_split_the_other_rows_change_no_bit_of_a_row(kernel, window, monkeypatch):

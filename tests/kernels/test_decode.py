@@ -99,7 +99,7 @@ def test_bytes_are_read_in_words(width, stored, dtype, name, monkeypatch):
     assert set(read) == {jnp.dtype("int32")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_under_vmap(monkeypatch):
     """Several lengths over one pool: each has its own shares."""
     monkeypatch.setattr(tuning, "resident_programs", lambda _: 6)

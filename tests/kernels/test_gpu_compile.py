@@ -60,6 +60,7 @@ def result_of(target, case, **more):
 SAME = "decode_16", "decode_int8", "prefill_16", "triton_prefill_16", "rope_append_int8", "copy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["append_int8", *(pytest.param(case, marks=pytest.mark.slow) for case in SAME)])
 def test_kernels_are_the_same_with_64_bit_types(case):
     kernels = result_of("h200", case, JAX_ENABLE_X64="1")["kernels"]

@@ -103,7 +103,7 @@ def test_bits_of_float8_become_float16():
         pytest.param("float32", 1, 2, marks=pytest.mark.long), pytest.param("bfloat16", 200, 2, marks=pytest.mark.long),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("what", ["pool", "scales"])
 def test_moving_blocks(dtype, heads, parts, count, what):
     """Whole blocks, the first tokens of blocks, and out and back through a staging array."""

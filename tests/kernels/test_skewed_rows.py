@@ -113,7 +113,7 @@ def test_under_vmap_the_loop_serves_all_caches():
         np.testing.assert_allclose(got, wanted, 2e-5, 2e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_each_device_of_a_mesh_chooses_for_its_own_rows(check_vma):
     """Two devices with rows of their own, only one of which has a long one; and two with heads of their own."""

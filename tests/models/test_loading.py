@@ -177,7 +177,7 @@ QUICK = {"llama": False, "gemma3": True, "gpt_oss": True, "qwen3_next_options": 
 @pytest.mark.parametrize(
     ("family", "scan"),
     [
-        pytest.param(family, scan, marks=() if QUICK.get(family) == scan else pytest.mark.long)
+        pytest.param(family, scan, marks=() if QUICK.get(family) == scan else pytest.mark.slow)
         for family in FAMILIES
         for scan in (False, True)
     ],

@@ -44,6 +44,7 @@ def test_a_layer_sends_two_sums():
         assert step.memory_analysis().alias_size_in_bytes > own > step.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [pytest.param((2, 2), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.slow)]
 )

@@ -212,7 +212,7 @@ def test_pages_show_the_cache_and_the_requests(server, client):
     assert float(numbers["kvjax_queried_tokens_total"]) > 0 and "kvjax_num_requests_waiting" in numbers
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_samples_come_in_several_calls_and_what_a_store_is_read_for_is_dropped_with_its_prompts(tmp_path):
     """Some are cancelled before they are admitted."""
     prompt, wanted = recall.encode(prompt_of(PEOPLE[0])), answer_about(PEOPLE[0]).words

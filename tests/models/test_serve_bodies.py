@@ -146,7 +146,7 @@ def test_every_body_gets_an_answer_or_an_error_of_the_api(server, client, reques
     assert_idle(server, client)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_each_field_with_each_odd_value_gets_an_answer_or_an_error(server, client, path):
     base = {"max_tokens": "4", "temperature": "0", "prompt": '"alice is in"'}

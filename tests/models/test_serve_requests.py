@@ -423,6 +423,7 @@ def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
 # A save at the end.
 
 
+@pytest.mark.long
 def test_a_save_is_tried_at_the_start_and_says_what_it_finds_and_saves(tmp_path, capsys):
     folder, notes, parser = tmp_path / "saved", list[str](), serve.make_parser()
     args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--save", str(folder)])

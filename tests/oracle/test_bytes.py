@@ -56,7 +56,10 @@ FAST, ADOPTING = CONFIGS["fast host"], ("adopt", "reserve", "deliver", "land")
 WITHOUT = dataclasses.replace(FAST, verbs=tuple(verb for verb in FAST.verbs if verb not in ADOPTING))
 
 
-@pytest.mark.parametrize(("config", "seed"), [(WITHOUT, 7), pytest.param(FAST, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("config", "seed"),
+    [pytest.param(FAST, 4, marks=pytest.mark.long), pytest.param(WITHOUT, 7, marks=pytest.mark.slow)],
+)
 def test_bytes_over_two_tiers(config, seed):
     life = live(config, seed=seed, steps=500)
     assert_happened(life.tally, *HAPPENS, *ON_HOSTS, *OF_VERSIONS, *MISUSED)
@@ -148,7 +151,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "noticed"),
     [
@@ -210,7 +213,7 @@ def at_once(have):
     return [call("adopt", **TEXT, have=have, wide=False)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("history", "mistake", "noticed"),
     [
@@ -327,7 +330,7 @@ def test_weights_without_a_namespace_of_their_own_are_noticed(verb, monkeypatch)
         carry_out(CONFIGS["rollouts"], lambda _: history)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_of_batches_with_other_rows():
     """Moves fail while prompts are onboarded and rows are swapped out. Other rows, of no request, run meanwhile too."""
     tally = live(CONFIGS["batches"], seed=1, steps=120).tally

@@ -47,8 +47,6 @@ def test_bytes_at_every_turn(name):
     assert_happened(live(CONFIGS[name], seed=3, steps=STEPS).tally, *HAPPENS.get(name, OF_ENGINES), "generate hit")
 
 
-DEFAULT = "num_tokens", SIZE
-BY_NIGHT = [case for case in itertools.product(OPTIONS, (1, 3, SIZE)) if case != DEFAULT]
 OF_TURNS = (
     "admitted", "mixed", "many steps", "stored", "removed", "copied", "cancel OK", "submit NO_BLOCKS",
     "refused bad_request", "refused row_full", "finish cancelled", "finish length", "finish no_blocks",
@@ -56,7 +54,9 @@ OF_TURNS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "k"), [DEFAULT, *[pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT]])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3, SIZE])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_turns_of_engines_and_batches_are_those_of_the_oracle(name, k):
     tally = collections.Counter()
     for num_blocks, seed in itertools.product(COUNTS, range(4)):

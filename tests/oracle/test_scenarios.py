@@ -10,7 +10,7 @@ import pytest
 from tests.oracle import backends, scenarios
 
 FILES = scenarios.scenario_files([scenarios.DATA])
-LARGE = {"trt_manager_beams"}  # for plain Python
+LARGE, LARGEST = {"trt_batch_beams"}, {"trt_manager_beams"}  # for plain Python
 LARGER = {"vllm0_append_blocks_1"}  # in blocks of steps
 
 
@@ -21,9 +21,9 @@ def class_of(path):
 
 
 CLASSES = collections.Counter(map(class_of, FILES))
-COMMON = dict(CLASSES.most_common(5))
+COMMON = dict(CLASSES.most_common(2))
 RARE = {path.stem for path in FILES if class_of(path) not in COMMON}
-RAREST = {path.stem for path in FILES if CLASSES[class_of(path)] <= 3}
+RAREST = {path.stem for path in FILES if CLASSES[class_of(path)] <= 6}
 
 
 def files(long=(), slow=()):
@@ -32,7 +32,7 @@ def files(long=(), slow=()):
     return [pytest.param(path, marks=marks.get(path.stem, []), id=path.stem) for path in FILES]
 
 
-@pytest.mark.parametrize("path", files(LARGE))
+@pytest.mark.parametrize("path", files(LARGE, LARGEST))
 def test_scenario_on_the_oracle(path):
     result, why = scenarios.run_file(path, "oracle")
     assert result == "pass", why
@@ -55,7 +55,7 @@ def growing(short=()):
         for name, k in STEPS.items():
             if (path.stem, name) in short:
                 marks = []
-            elif short or path.stem in LARGE | LARGER or name != "k=P":
+            elif short or path.stem in LARGEST | LARGER or name != "k=P":
                 marks = pytest.mark.slow
             else:
                 marks = pytest.mark.long
@@ -106,7 +106,7 @@ def test_a_block_of_steps_that_stops_early_may_evict_in_vain(backend, tmp_path):
 
 def test_the_set_is_complete():
     assert len(FILES) == 103
-    assert {path.stem for path in FILES} >= LARGE | LARGER
+    assert {path.stem for path in FILES} >= LARGE | LARGEST | LARGER
     assert sum(COMMON.values()) == len(FILES) - len(RARE) > 60
 
 

@@ -537,6 +537,7 @@ def steps_of(kind, *args, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.long)], ids=["", "more"])
 def test_a_scheduler_whose_blocks_are_single_steps_is_one_without_blocks(seeds, reserve, monkeypatch):

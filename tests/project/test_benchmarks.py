@@ -135,6 +135,7 @@ def test_a_quick_run_has_every_figure_of_the_pages(name, tmp_path, monkeypatch):
     assert not [metric for metric, value in values.items() if value <= 0 and not any(part in metric for part in ANY)]
 
 
+@pytest.mark.slow
 def test_other_bytes_end_the_benchmark_of_stores(tmp_path, monkeypatch):
     def other(store, block, number):
         future = read(store, block, number)

@@ -98,7 +98,7 @@ def test_all_of_it_runs_where_only_jax_numpy_and_flax_are(tmp_path):
 SOME = ("device", "check decode_attention triton", "check append_kv", "decode_2x64_b16", "ceilings")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["wrong", pytest.param("raising", marks=pytest.mark.slow), pytest.param("hanging", marks=pytest.mark.slow)]
 )

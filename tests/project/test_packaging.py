@@ -77,7 +77,7 @@ TUNIX_NEEDS = 'models.tunix needs google-tunix: pip install "kvjax[tunix]"'
 AGENT_NEEDS = 'kvjax.interop.agent: needs grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent", "needs"),
     [

@@ -16,6 +16,7 @@ def run(code, **names):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme", **names})
 
 
+@pytest.mark.slow
 def test_the_model_generates_and_a_second_prompt_hits(capsys):
     run(MODEL)
     assert "8 cached" in capsys.readouterr().out

@@ -85,6 +85,7 @@ SAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in METHODS + cases.HOST_VERBS if name not in cases.VIEWS])
 def test_what_is_static_in_a_verb_is_static_in_its_method(name, monkeypatch):
     """The library jits the verbs of a `TieredCache`, so that it would trace a number that has to be an int."""

@@ -124,6 +124,7 @@ def findable(cache):
     return set(np.flatnonzero(np.asarray(cache.state.groups[0].blocks.fill)).tolist())
 
 
+@pytest.mark.slow
 def test_a_full_host_keeps_the_blocks_that_are_sent_to_it():
     """Its victims are others. Where it has none, `offload` is refused, and nothing is lost."""
     cache, ids = of_documents(4, num_host_blocks=2)
@@ -135,6 +136,7 @@ def test_a_full_host_keeps_the_blocks_that_are_sent_to_it():
     assert findable(cache) == set(ids[2:])
 
 
+@pytest.mark.slow
 def test_watermark_leaves_on_the_device_what_the_host_has_no_space_for():
     cache, ids = of_documents(4, num_host_blocks=2)
     cache.do("watermark", 4, most=4)
@@ -153,6 +155,7 @@ def test_watermark_leaves_on_the_device_what_the_host_has_no_space_for():
     assert not changes(cache.do("watermark", 4, most=4)) and cache.found([99] * 5, tiers=("device",)) == 4
 
 
+@pytest.mark.slow
 def test_a_block_that_is_the_hosts_victim_at_once_is_removed_and_never_arrives():
     """The youngest block leaves a tier first, so that the host keeps its own: readers hear that the other is gone."""
     youngest = kvjax.by_score(lambda blocks: (blocks.clock - blocks.stored).astype(np.float32))
@@ -166,6 +169,7 @@ def test_a_block_that_is_the_hosts_victim_at_once_is_removed_and_never_arrives()
     assert findable(cache) >= set(ids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["swap_out", "swap_in"])
 def test_a_row_whose_swap_fails_stays_where_it_is(verb, monkeypatch):
     """A host block that the copies may have overwritten is lost, and the row is not."""

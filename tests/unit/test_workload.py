@@ -39,7 +39,7 @@ def test_what_fails_shrinks_to_the_request_that_matters():
     assert history == [{"verb": "admit", "seq": 0, "tokens": [0], "namespace": 0}]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_specs_get_what_they_can_do():
     @hypothesis.settings(max_examples=10)
     @hypothesis.given(requests(SMALL))

@@ -17,7 +17,7 @@ def spec_of(*layers, **options):
     return kvjax.make_spec([kvjax.LayerSpec(1, 1, *layer) for layer in layers], **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_row_holds_what_its_window_needs_and_no_more():
     """A window of 32 in blocks of 16 needs 3 blocks, and in prefill those of a chunk. The group has no more."""
     most, chunk = -(-32 // 16) + 1, 64 // 16

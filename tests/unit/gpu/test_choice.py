@@ -76,7 +76,7 @@ def test_lowering_for_knows_the_platforms_of_kernels():
         lowering_for("rocm")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [1, 2])
 def test_no_kernel_runs_under_vmap(axes):
     state, active = half_full(), np.array([[True] * S, [False] * S, [True, *[False] * (S - 1)]])

@@ -31,6 +31,7 @@ def spec_of(num_blocks, max_seqs, columns, size, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "seed"),
     [pytest.param(PLAIN, 5, marks=pytest.mark.long), pytest.param(EXTRA, 5, marks=pytest.mark.slow)],

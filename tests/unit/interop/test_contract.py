@@ -24,7 +24,7 @@ OTHER = kvjax.make_spec(num_blocks=1, max_seqs=1, max_length=1)
 each = pytest.mark.parametrize("wire", [Zmq, Grpc, File])
 each_with_a_thread = pytest.mark.parametrize("wire", [Zmq, Grpc])
 each_story = pytest.mark.parametrize(
-    "story", [stories.plain, pytest.param(stories.tiers, marks=pytest.mark.long)], ids=["plain", "tiers"]
+    "story", [stories.plain, pytest.param(stories.tiers, marks=pytest.mark.slow)], ids=["plain", "tiers"]
 )
 NO_NODE = r"^events: got removed of node \(0, 7, 7\), wanted one that the map has"
 

@@ -92,6 +92,7 @@ class FullDisk(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [PLAIN, pytest.param(TIERS, marks=pytest.mark.long)], ids=["plain", "tiers"])
 def test_what_each_consumer_has_in_the_end_is_the_index(spec):
     rng, names = random.Random(2), kvjax.Namespaces()

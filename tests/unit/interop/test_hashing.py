@@ -199,7 +199,7 @@ def after(trial, history, names):
     return ever
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [PLAIN, EXTRA], ids=["plain", "extra ids"])
 def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spec):
     """The second cache has served other requests before, so that blocks differ, and numbers tenants the other way."""

@@ -53,7 +53,7 @@ def life():
     return story
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_exported_are_the_numbers_of_the_events_and_of_stats():
     story = life()
     story.metrics.set(story.state)

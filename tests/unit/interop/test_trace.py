@@ -173,7 +173,7 @@ def test_prompts_have_tracks_by_hand():
     ]  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", pytest.param("windows", marks=pytest.mark.slow)])
 def test_a_trace_of_a_stream(kind):
     file, cache, new = io.StringIO(), start(kind, host=HOST), {}

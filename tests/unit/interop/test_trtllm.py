@@ -379,6 +379,7 @@ def test_groups_are_limited():
     assert mirror.counts["skipped"] == 6 and not mirror.complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 32])
 def test_a_mirror_takes_no_more_memory_than_it_may(size):
     mirror, most = Mirror(max_bytes=1 << 20), 0

@@ -314,7 +314,10 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("given", [{}, {"heartbeat": 0.1}], ids=["as they come", "given"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "given", [pytest.param({}, marks=pytest.mark.slow), {"heartbeat": 0.1}], ids=["as they come", "given"]
+)
 def test_a_mirror_of_a_publisher_that_is_killed_is_not_complete(given):
     """Its last mirror stays, and is complete again when a publisher comes back at the same address."""
     addresses = [ANY, ANY]

@@ -139,7 +139,11 @@ def grow(forest, rng):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "lower classes first" else pytest.param(name, marks=pytest.mark.long) for name in POLICIES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "lower classes first" else pytest.mark.slow)
+        for name in POLICIES
+    ],
 )
 def test_victims_are_those_of_lists_in_plain_python(name):
     """Parents may have lower classes and scores than their children, and the log fills up several times."""

@@ -62,7 +62,7 @@ def hostile():
     return EvictionPolicy(lambda num_ids: NOTHING, lambda which, blocks, ids, now: which, victims)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_policy_cannot_break_the_cache(name):
     honest = name.startswith("all, ")
@@ -94,7 +94,7 @@ def scored():
     return EvictionPolicy(lambda num_ids: NOTHING, lambda which, blocks, ids, now: which, victims)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_any_score_has_victims(name):
     """`check_policy` demands that prompts that fit by the free count are admitted, and that leaves go first."""
@@ -236,6 +236,7 @@ def test_a_policy_that_takes_padding_for_the_last_block_is_found(part):
         check_policy(policy, steps=0, pstate=jnp.arange(1, 1 + kvjax.testing.SMALL.groups[0].num_ids, dtype=jnp.int32))
 
 
+@pytest.mark.long
 def test_lfu_da_forgets_what_was_popular_once():
     """The first prompt comes back eight times and then never; two others come in turn. `lfu` keeps the first one."""
     prompts = [[1], [2]] + [[1]] * 8 + [[3], [4]] * 12

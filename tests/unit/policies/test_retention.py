@@ -55,7 +55,7 @@ def stated(*ranges, **options):
     return kvjax.Retention.of(ranges, max_ranges=2, **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_time_to_live_that_ended_stays_over():
     """2^31 ms are 24 days. By the difference alone it would seem to begin anew from day 25 to 49."""
     day = 24 * 60 * 60 * 1000

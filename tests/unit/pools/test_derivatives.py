@@ -69,7 +69,7 @@ def layers_inputs():
     return {"q": x["q"], "new": x["new"], "pools": pools}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scan", "checkpoint", "without jit"])
 def test_layers_may_be_scanned_and_checkpointed(kind):
     """The gradients include those of the pools before them."""

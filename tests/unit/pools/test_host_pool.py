@@ -122,7 +122,7 @@ def hostile_rounds(pools, host, rng, rounds):
     return running
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [FLOAT, INT8, MIXED], ids=["float", "int8", "mixed"])
 def test_random_moves_and_hostile_steps(kinds):
     rng = np.random.default_rng(1)

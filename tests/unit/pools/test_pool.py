@@ -45,6 +45,7 @@ def test_latents_take_half_the_bytes_of_keys_that_are_values_too():
     )
 
 
+@pytest.mark.slow
 def test_numpys_arrays_outside_of_a_program():
     state, _ = kvjax.admit(kvjax.init(SPEC), 0, np.arange(3), 3)
     now = view(state, 1)

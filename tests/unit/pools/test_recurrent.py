@@ -157,6 +157,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_step_that_is_refused_leaves_the_snapshot(why):
     """The row goes on as if there had been no such step: with the same pools, bit for bit but for the scratch row."""
@@ -229,7 +230,7 @@ def snapshots(state):
     return sorted(np.asarray(tree.depth)[np.asarray(group.group0_block)[np.asarray(group.blocks.fill) > 0]].tolist())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ends_of_conversations_and_partings_stay():
     """Of 7 snapshots 4 are of a text of its own; those that a row has gone past leave before them."""
     numbers = {None: 40, 4: 40, "recurrent": 7}
@@ -246,7 +247,7 @@ def test_ends_of_conversations_and_partings_stay():
     )] == [16, 16, 8, 12]  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tokens_without_a_snapshot_are_counted():
     """By lookup, by admission, and by a log."""
     numbers = {None: 40, 4: 40, "recurrent": 4}

@@ -58,6 +58,7 @@ def assert_as_oracle(trace, sizes, name):
     return found
 
 
+@pytest.mark.long
 @curves
 @settings(max_examples=100)
 @given(trace=forests(most=30))
@@ -138,7 +139,7 @@ def test_an_unknown_rule_is_refused():
         lru_curve(cut(), [7], "lru")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "bypass" in name else name for name in CURVES]
 )

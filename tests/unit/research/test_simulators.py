@@ -46,7 +46,7 @@ policies = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @both
 @policies
 @given(data=st.data())

@@ -47,8 +47,13 @@ DOCUMENT = np.random.default_rng(1).integers(0, VOCAB, 30).tolist()
 
 
 def ways(but: str = "") -> Any:
-    """A test of each way of serving, but for some."""
-    return pytest.mark.parametrize("way", [name for name in WAYS if name not in but.split()])
+    """A test of each way of serving, but for some. Replicas compile for a second device."""
+    names = [name for name in WAYS if name not in but.split()]
+    return pytest.mark.parametrize("way", [pytest.param(name, marks=mark_of(name)) for name in names])
+
+
+def mark_of(way: str) -> Any:
+    return pytest.mark.long if way == "Replicas" else ()
 
 
 def assert_alike(outputs: list[Output], others: list[Output], *, has_top: bool = True) -> None:
@@ -125,18 +130,27 @@ CASES = {
         changed(SAMPLED, seed=SEEDS), but="generate", options={"logprobs": "sampling"}
     ),
 }  # fmt: skip
-LONG = ("preempted rows", "steps that Python calls", "log-probabilities of the sampling")
 
 
-def of_own_programs(way: str, *, but: str = "") -> Any:
-    """The mark of a case with a program of its own, which all batches share. Other ways need one more, by night."""
-    return pytest.mark.long if way in ("generate", "stream", "run_batch", but) else pytest.mark.slow
+def mark_of_case(name: str, way: str) -> Any:
+    """Cases with a program of their own, which all batches share."""
+    if name in ("steps that Python calls", "log-probabilities of the sampling") or (name, way) == (
+        "samples",
+        "rollout",
+    ):
+        return pytest.mark.slow
+    return of_own_programs(way) if name == "preempted rows" else mark_of(way)
+
+
+def of_own_programs(way: str) -> Any:
+    """The mark of a case with a program of its own. Other ways than batches need one more, by night."""
+    return pytest.mark.long if way in ("generate", "stream", "run_batch") else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=of_own_programs(way) if name in LONG else ())
+        pytest.param(name, way, marks=mark_of_case(name, way))
         for name, case in CASES.items()
         for way in WAYS
         if way not in case.but.split()
@@ -322,13 +336,13 @@ def test_wrong_models_and_caches_are_named(way):
 @pytest.mark.parametrize(
     ("way", "kind", "host"),
     [
-        *[(way, "plain", 0) for way in WAYS],
+        *[pytest.param(way, "plain", 0, marks=mark_of(way)) for way in WAYS],
         *[
-            pytest.param(way, "plain", HOST, marks=of_own_programs(way, but="Engine"))
+            pytest.param(way, "plain", HOST, marks=of_own_programs(way))
             for way in WAYS
             if way != "rollout"  # it moves nothing
         ],
-        pytest.param("run_batch", "windows", 0, marks=pytest.mark.long),
+        pytest.param("run_batch", "windows", 0, marks=pytest.mark.slow),
     ],
 )
 def test_events_come_once_and_in_order(way, kind, host):

@@ -121,6 +121,7 @@ def finite_loop(model, cache, rows, log):
     return decode(model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=None, logits_fn=same)
 
 
+@pytest.mark.slow
 def test_no_step_reads_what_was_never_written():
     idle, cache = [0, 0], empty_cache()
     cache = cache.replace(pools=poisoned(cache.pools))

@@ -59,6 +59,7 @@ def test_a_system_prompt_survives_what_evicts_the_others():
     assert cached_tokens(stated(35)) == 0
 
 
+@pytest.mark.slow
 def test_a_time_to_live_ends_by_the_clock():
     assert cached_tokens(stated(100, 50), later=49) == 8
     assert cached_tokens(stated(100, 50), later=50) == 0

@@ -186,6 +186,7 @@ def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_child
         assert [output.finish for output in outputs] == ["length"] * 2
 
 
+@pytest.mark.slow
 def test_a_cache_with_a_host_tier_steps():
     cache, tokens = start(host=HOST), np.arange(21, dtype=np.int32).reshape(3, 7)
     after, logits, events = cache.step(MODEL, tokens, np.asarray([0, 3, 0], np.int32))

@@ -131,7 +131,7 @@ def run(cache, scheduler, prompts, first_seed=0):
     return outputs, cache, events
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tokens_are_those_of_a_computation_from_scratch():
     """With plenty of blocks, over what the cache has then, and with few blocks of either group."""
     scheduler, prompts = Scheduler("num_tokens", chunk=12, chunk_rows=2, k=4), make_prompts()

@@ -49,6 +49,7 @@ def moves_fail(monkeypatch, to="device"):
     monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves", ["move", "fail"])
 def test_what_it_raises_costs_nothing_wherever_it_is_raised(moves, monkeypatch):
     """It raises at each of its calls in turn, and at some that follow, also for both halves of a failed move."""

@@ -97,6 +97,7 @@ def test_prefixes_by_events_are_those_that_lookups_find(kind):
         assert again.whole_blocks(hashes, len(prompt)) == prefixes.whole_blocks(hashes, len(prompt))
 
 
+@pytest.mark.long
 def test_prompts_stay_where_they_are_cached():
     made = Replicas(MODEL, make_spec(), DEVICES)
     outputs = made.run_batch(REQUESTS, RunOptions(**BASE))

@@ -42,6 +42,7 @@ def assert_chosen(found, prompts=PROMPTS, lengths=LENGTHS):
     assert np.all(found.mask) and np.all(found.lengths == MOST) and np.all(found.finish == Finish.LENGTH)
 
 
+@pytest.mark.long
 def test_completions_of_prompts_with_padding_on_either_side_and_what_a_second_call_finds():
     found, cache, log = run(make_cache())
     assert log is None
@@ -122,7 +123,7 @@ def test_under_vmap_and_in_replicas():
     chex.assert_trees_all_equal(jax.device_get(replicas), jax.device_get((found, after)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_turns_go_on_from_rows_that_are_held():
     """New weights sample between two turns, and evict what nobody holds. The second turn goes on under the old ones."""
     prompt, newer = PROMPTS[0].tolist(), jax.tree.map(lambda weights: weights * 1.5, MODEL)

@@ -58,6 +58,7 @@ def test_an_error_of_progress_leaves_the_cache_whole():
     assert caught.value.outputs[0].tokens
 
 
+@pytest.mark.slow
 def test_rows_are_swapped_out_instead_of_being_preempted(monkeypatch):
     """The host holds each row that is swapped out."""
     moved = count_swaps(monkeypatch)
@@ -82,6 +83,7 @@ def occupy_a_row(self, result):
         self.state.serving = serving.replace(cache=cache)
 
 
+@pytest.mark.slow
 def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
     """The move is not tried again and again: the loop continues without the row."""
     refusals, swap_in = [], kvjax.tiers.TieredCache.swap_in
@@ -123,6 +125,7 @@ def test_a_row_is_swapped_out_until_the_chunks_of_the_others_fit(monkeypatch):
     kvjax.check(state_of(cache))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parent", "back"), [(0, 0), (-1, -1)], ids=["sample", "another prompt"])
 def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     """With any number of blocks they wait for its prompt. Another prompt runs, and the row waits for its blocks."""

@@ -32,6 +32,7 @@ def reference(temperature=1.0, kind="plain"):
     return found
 
 
+@pytest.mark.long
 def test_scores_are_those_of_whole_sequences_whatever_is_cached():
     log = jax.device_put(rollout_log(make_spec(), (B, P), T, G), jax.devices()[0])  # like that which a call returns
     cache, before = make_cache(), score._cache_size()

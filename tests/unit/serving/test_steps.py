@@ -150,7 +150,7 @@ SIZES = [*range(7, 21)]
 @one_by_default
 @pytest.mark.parametrize(
     "num_blocks",
-    [pytest.param(n, marks=pytest.mark.long if n in (8, 11, 14) else pytest.mark.slow) for n in SIZES],
+    [pytest.param(n, marks=pytest.mark.long if n == 11 else pytest.mark.slow) for n in SIZES],
 )
 def test_a_pool_that_runs_out_ends_both_at_the_same_token(num_blocks, loop, layers):
     one = alone(layers, EVICTS, num_blocks)
@@ -198,7 +198,7 @@ def unevictable(num_blocks):
     return decoding
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @every_loop
 @pytest.mark.parametrize(("num_blocks", "written"), [(4, 7), (5, 11), (6, 14)])
 def test_a_loop_whose_block_is_refused_goes_on_by_single_steps(num_blocks, written, loop):
@@ -248,7 +248,7 @@ def test_stated_priorities_and_times_to_live(num_blocks, loop):
     assert 60 in priorities[np.asarray(blocks.cache.state.groups[0].table[0])]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["windows", pytest.param("narrow", marks=pytest.mark.slow)])
 @every_loop
 def test_beams_between_calls(loop, layers):

@@ -89,6 +89,7 @@ def outputs_of(prompts, store=None, cache=None, **options):
     return [(output.cached_tokens, output.stored_tokens) for output in outputs], cache
 
 
+@pytest.mark.long
 def test_a_restart_computes_no_whole_block_that_was_stored(tmp_path):
     prompts = [DOCUMENT, [*DOCUMENT, 1, 2, 3], OTHER]
     with store_in(tmp_path) as store:

@@ -27,13 +27,8 @@ KINDS = {
     "latents": ([LayerSpec.latent(4, 2), FULL], {"num_blocks": 20}),
     "recurrent": ([LayerSpec.recurrent({"state": (2, 3)}), FULL], {"num_blocks": 20, "dtype": "int8"}),
 }  # fmt: skip
-LONG = {"tiers"}  # what CI adds to the default kind; a night has all
 each_kind = pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind == "plain" else pytest.param(kind, marks=pytest.mark.long if kind in LONG else pytest.mark.slow)
-        for kind in KINDS
-    ],
+    "kind", ["plain", *[pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "plain"]]
 )
 
 

@@ -142,7 +142,7 @@ def test_blocks_land_once():
     assert [int(group.num_empty) for group in dropped.groups] == [8, 8]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_caches_under_vmap():
     """They have different texts, and one lacks a block."""
     caches = [empty(), empty()]

@@ -141,7 +141,7 @@ def test_a_smaller_cache_takes_whole_prefixes_released_last(kind, seed, tmp_path
         assert set(in_order(loaded)[0]) == set(order[-len(found) :])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     spec = make_spec("plain", num_blocks=10)
     saved = history(create(make_spec("plain")), 1)

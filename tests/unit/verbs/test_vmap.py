@@ -77,12 +77,14 @@ ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "batch"), ALL)
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_select_and_no_copy_of_all_blocks_in_any_batch(verb, layers, batch):
     assert_small(verb, layers, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batch", [pytest.param(name, marks=pytest.mark.long if name in MOST else pytest.mark.slow) for name in BATCHES]
 )

@@ -263,6 +263,7 @@ def test_blocks_that_are_sent_again_take_nothing():
     assert mirror.complete and mirror.lookup(range(1, 5), None, None, None)[0] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 16])
 @pytest.mark.parametrize("hash_of", [lambda n: n + 2**40, lambda n: n.to_bytes(32, "big")], ids=["int", "bytes"])
 def test_a_mirror_takes_no_more_memory_than_it_may(size, hash_of):
