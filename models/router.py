@@ -147,7 +147,7 @@ class Fleet:
 
 
 def options(*more: str, host: str = "127.0.0.1") -> list[str]:
-    """The options of a server with the bundled model, whose cache holds three documents, and more options."""
+    """Options of `models.serve` for the bundled model and a cache that holds three documents, and more options."""
     model = ("--checkpoint", str(recall.CHECKPOINT), "--dtype", "float32")
     sizes = ("--rows", "1", "--blocks", str(BLOCKS), "--block-size", str(BLOCK), "--max-length", str(BLOCK * 40))
     return [*model, *sizes, "--publish", f"tcp://{host}:*", "--replay", f"tcp://{host}:*", *more]

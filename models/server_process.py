@@ -93,13 +93,14 @@ class ServerProcess:
 
     def close(self) -> None:
         """Ends the server."""
-        if self._process is not None:
+        if self._process is None:
+            return
+        with self._process:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PATIENCE)
             self._process.kill()  # unless it has ended
-            with self._process:
-                self._notes = ""
+        self._notes = ""
 
     def _start(self) -> None:
         command = [sys.executable, "-m", f"{__package__}.serve", "--port", "0", "--share-prefixes", "--until-eof"]
