@@ -23,7 +23,7 @@ from .server_process import SECONDS, Answer, ServerEnded, ServerProcess
 
 NAMES = ("one", "two")
 BLOCK, BLOCKS = 8, 112  # three documents of 30 blocks, with the questions about them
-NEW = 2  # tokens of an answer
+NEW = 5  # tokens of an answer: a question and all but the last one fill a block
 LAG = 10.0  # seconds that a mirror gets to follow its cache
 LOSSES = 3  # servers that may end over the same prompt
 
@@ -124,12 +124,15 @@ class Fleet:
         raise ServerEnded(f"{LOSSES} servers ended over the same prompt")
 
     def _ask(self, name: str, prompt: list[int], salt: str | None) -> Reply:
-        mirror, whole = self.router.mirrors[name], len(prompt) // BLOCK * BLOCK
-        num_mirrored = mirror.lookup(prompt, salt).tokens
+        mirror = self.router.mirrors[name]
+        num_mirrored = min(
+            mirror.lookup(prompt, salt).tokens, len(prompt) - 1
+        )  # the last token is computed in any case
         answer = self.servers[name].complete(prompt, NEW, salt)
-        mirror.wait(lambda one: one.lookup(prompt, salt).tokens >= whole, LAG)  # a mirror that lags costs reuse alone
-        num_reusable = min(num_mirrored, len(prompt) - 1)  # the last token is computed in any case
-        return Reply(name, answer, num_reusable // BLOCK == answer.num_cached // BLOCK)
+        # The last whole block is published after all that had to leave. A mirror that lags costs reuse alone.
+        computed = [*prompt, *recall.encode(answer.text)][:-1]
+        mirror.wait(lambda one: one.lookup(computed, salt).tokens == len(computed) // BLOCK * BLOCK, LAG)
+        return Reply(name, answer, num_mirrored // BLOCK == answer.num_cached // BLOCK)
 
     def _start(self, name: str) -> None:
         """Waits until a server answers, and mirrors its cache from the beginning."""
@@ -187,10 +190,10 @@ def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: in
         raise SystemExit(INTERRUPTED) from None
     lines, reused, right = list[tuple[str, list[str]]](), list[int](), list[int]()
     for way, of_way in replies.items():
-        by_server = dict.fromkeys(fleet.servers, (0, 0))
+        by_server = {name: np.zeros(2, np.int64) for name in fleet.servers}
         for prompt, (name, answer, _) in zip(prompts, of_way, strict=True):
-            by_server[name] = by_server[name][0] + answer.num_cached, by_server[name][1] + len(prompt)
-        num_reused, num_prompted = map(sum, zip(*by_server.values(), strict=True))
+            by_server[name] += answer.num_cached, len(prompt)
+        num_reused, num_prompted = np.sum([*by_server.values()], axis=0).tolist()
         reused.append(num_reused)
         words = [recall.encode(reply.answer.text)[0] for reply in of_way]
         right.append(sum(word == wanted for word, (_, wanted) in zip(words, pairs, strict=True)))

@@ -114,7 +114,7 @@ class ServerProcess:
             deadline = time.monotonic() + SECONDS
             while not self._noted("serving at "):
                 has_ended = self._process.poll() is not None
-                self._notes = os.pread(notes.fileno(), 1 << 20, 0).decode()
+                self._notes = os.pread(notes.fileno(), 1 << 20, 0).decode(errors="replace")
                 if has_ended:
                     last = self._notes.strip().rpartition("\n")[-1].removeprefix(f"python -m {__package__}.serve: ")
                     raise ServerEnded(last or "the server has ended")

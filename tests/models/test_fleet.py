@@ -39,11 +39,11 @@ def alone():
     """The text of each answer by the model alone, which reuses nothing."""
     model, _ = load(recall.CHECKPOINT)
     sizes = {"num_blocks": 40, "max_seqs": 1, "max_length": 320, "block_size": router.BLOCK, "dtype": "float32"}
-    cache = kvjax.Cache.create(kvjax.make_spec(model.layer_specs(), **sizes))
-    return [
-        f" {recall.decode(kvjax.generate(model, cache, [prompt], max_new_tokens=router.NEW)[0][0].tokens)}"
-        for prompt in PROMPTS
-    ]
+    spec, answers = kvjax.make_spec(model.layer_specs(), **sizes), list[str]()
+    for prompt in PROMPTS:
+        (output,), _, _ = kvjax.generate(model, kvjax.Cache.create(spec), [prompt], max_new_tokens=router.NEW)
+        answers.append(f" {recall.decode(output.tokens)}")
+    return answers
 
 
 def texts(replies):
@@ -68,9 +68,10 @@ def test_the_command_reuses_more_by_the_router_than_in_turn():
 
 def test_answers_are_those_of_the_model_alone(replicas, alone):
     """Reuse and the way that prompts take change no token."""
-    for _ in range(2):
+    for number in range(2):
         replies = replicas.answer(PROMPTS, lambda prompt, down: replicas.router.route(prompt, without=down))
-        assert texts(replies) == alone and all(reply.is_mirrored for reply in replies)
+        assert texts(replies) == alone
+        assert number or all(reply.is_mirrored for reply in replies)  # an answer that is cached says less
     assert {reply.server for reply in replies} == set(NAMES)
     assert sum(reply.answer.num_cached for reply in replies) > sum(map(len, PROMPTS)) // 2
     assert all(len(mirror) for mirror in replicas.router.mirrors.values())
