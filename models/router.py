@@ -125,9 +125,8 @@ class Fleet:
 
     def _ask(self, name: str, prompt: list[int], salt: str | None) -> Reply:
         mirror = self.router.mirrors[name]
-        num_mirrored = min(
-            mirror.lookup(prompt, salt).tokens, len(prompt) - 1
-        )  # the last token is computed in any case
+        # The last token of a prompt is computed in any case.
+        num_mirrored = min(mirror.lookup(prompt, salt).tokens, len(prompt) - 1)
         answer = self.servers[name].complete(prompt, NEW, salt)
         # The last whole block is published after all that had to leave. A mirror that lags costs reuse alone.
         computed = [*prompt, *recall.encode(answer.text)][:-1]
