@@ -45,7 +45,7 @@ class Served:
       timeout: seconds in which an answer is made; None: no limit.
       longest_token: the most characters of a token; longer texts are refused before they are encoded. None: no limit.
       shows_cached: whether answers say how many tokens of their prompts were cached.
-      before_end: called before each answer's end, which waits for it; None: nothing is.
+      before_end: called, on another thread, before an answer ends; None: nothing is called.
     """
 
     name: str

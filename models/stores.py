@@ -20,6 +20,7 @@ from . import commands
 from .loading import CONFIG, weight_files
 
 DEFAULT_BYTES = 10 << 30
+READER_PATIENCE_MS = 30_000  # of a process that is there to compute little
 _PIECE, _THREADS = 16 << 20, 8  # bytes that a thread hashes at a time
 
 
@@ -61,7 +62,8 @@ def opened(
     max_bytes = DEFAULT_BYTES if args.store_bytes is None else args.store_bytes
     try:
         store = DiskStore(
-            args.store, spec, model=checkpoint_name(folder), names=names or kvjax.Namespaces(), patience_ms=patience_ms,
+            args.store, spec, model=checkpoint_name(folder), names=names or kvjax.Namespaces(),
+            patience_ms=READER_PATIENCE_MS if args.store_readonly else patience_ms,
             max_bytes=None if args.store_readonly else max_bytes, readonly=args.store_readonly,
         )  # fmt: skip
     except (OSError, ValueError) as error:
