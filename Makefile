@@ -41,7 +41,7 @@ demo: ## generate with the bundled model: reuse, forks, eviction, events
 	@$(SETUP)
 	@$(PYTHON) -m models.demo $(ARGS)
 
-router: ## two caches that publish their events, and a router that knows what each of them holds
+router: ## two servers that publish their events, and a router that knows what each cache holds
 	@$(SETUP)
 	@$(PYTHON) -m models.router $(ARGS)
 

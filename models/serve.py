@@ -15,6 +15,7 @@ import pathlib
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     wires.check(parser, args)
     stores.check(parser, args)
     commands.keep_programs(not args.no_compile_cache)
+    if args.until_eof:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     with (
         contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening,
         served(parser, args) as server,
@@ -92,8 +95,15 @@ def make_parser() -> commands.Parser:
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
     stores.add_store(parser)
+    parser.add_argument(
+        "--store-sync", action="store_true", help="an answer ends when the whole blocks of its prompt are in the store"
+    )
     parser.add_argument("--save", metavar="DIR", help="load what is cached from there, and save it there at the end")
     wires.add_publishers(parser)
+    parser.add_argument(
+        "--until-eof", action="store_true",
+        help="end when standard input does, as with a program that has started this one",
+    )  # fmt: skip
     return parser
 
 
@@ -141,6 +151,8 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             args.name or os.path.basename(os.path.abspath(args.checkpoint)), tokenizer, template, stop_tokens, limits,
             keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
             max(map(len, tokenizer.get_vocab())) if tokenizer else None, shows_cached=not args.hide_cached_tokens,
+            # The engine begins to write after a turn, and tells its state between two.
+            before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine
@@ -253,6 +265,13 @@ class _Signals:
         if self.server is None or (self.server.has_ended and kind == signal.SIGINT):
             raise KeyboardInterrupt
         self.server.handle_exit(kind, frame)
+
+
+def _end_with_input() -> None:
+    """Waits for the end of standard input, and then ends this process as SIGTERM does."""
+    while os.read(sys.stdin.fileno(), 1 << 12):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(args: argparse.Namespace, server: Server, listening: socket.socket, signals: _Signals) -> None:

@@ -45,6 +45,7 @@ class Served:
       timeout: seconds in which an answer is made; None: no limit.
       longest_token: the most characters of a token; longer texts are refused before they are encoded. None: no limit.
       shows_cached: whether answers say how many tokens of their prompts were cached.
+      before_end: called, on another thread, before an answer ends; None: nothing is called.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Served:
     timeout: float | None = None
     longest_token: int | None = None
     shows_cached: bool = True
+    before_end: Callable[[], Any] | None = None
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         """The ids of a text, which other threads do not wait for; a whole one gets the tokenizer's special tokens.
@@ -124,6 +126,8 @@ class Job:
         async with contextlib.aclosing(self._merged() if self.size > 1 else self._only()) as found:
             async for index, piece in found:
                 self._count(index, piece)
+                if piece.finish is not None and self._served.before_end is not None:
+                    await asyncio.to_thread(self._served.before_end)
                 yield index, piece
 
     def _pieces(self, index: int) -> AsyncGenerator[Piece]:

@@ -24,6 +24,7 @@ from .commands import number
 
 MOST_PORT = 65_535
 PORT = number(int, 0, MOST_PORT)  # of an option
+CURVE_KEY = "KVJAX_CURVE_KEY"  # a variable of the environment: other users can read a command line
 # The options that need a checkpoint, and the extras that they need; `--events` is the demo's too.
 _OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
 
@@ -48,6 +49,9 @@ def add_publishers(parser: commands.Parser) -> None:
     )
     parser.add_argument("--replay", metavar="ENDPOINT", help="answer there who missed some of them")
     parser.add_argument(
+        "--curve", action="store_true", help=f"encrypt both, with the secret key of zmq.curve_keypair() in ${CURVE_KEY}"
+    )
+    parser.add_argument(
         "--agent", metavar="PORT", type=PORT, help="serve over gRPC what is cached, as MAX does; 0 chooses a port"
     )
 
@@ -64,8 +68,9 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
         port = re.search(r":(\d+)$", getattr(args, option) or "")
         if port is not None and int(port[1]) > MOST_PORT:  # ZeroMQ would take it modulo 2**16
             parser.error(f"--{option}: got port {port[1]}, wanted at most {MOST_PORT}")
-    if args.replay and not args.publish:
-        parser.error("--replay: got one without --publish")
+    for option in ("replay", "curve"):
+        if getattr(args, option) and not args.publish:
+            parser.error(f"--{option}: got one without --publish")
     if args.stay and (args.publish, args.agent, args.metrics) == (None, None, None):
         parser.error("--stay: got none of --publish, --agent and --metrics")
 
@@ -160,7 +165,10 @@ class Wires:
     def _publish(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
 
-        publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=_name(args), names=self._names)
+        publisher = Publisher(
+            spec, bind=args.publish, replay=args.replay, model=_name(args), names=self._names,
+            curve=_server_keys() if args.curve else None,
+        )  # fmt: skip
         self.feeds["publish"] = self._stack.enter_context(publisher)
         self._note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
         self._listeners.append(publisher.publish)
@@ -220,3 +228,16 @@ class _File(io.TextIOBase):
 def _name(args: argparse.Namespace) -> str:
     """The model's, part of all names of blocks."""
     return os.path.basename(os.path.abspath(args.checkpoint))
+
+
+def _server_keys() -> Any:
+    """The keys of `--curve`."""
+    import zmq
+
+    from kvjax.interop.vllm import Curve
+
+    secret = os.environ.get(CURVE_KEY, "").encode()
+    try:
+        return Curve(zmq.curve_public(secret), secret)
+    except (ValueError, zmq.ZMQError):
+        raise ValueError(f"curve: got no secret key in ${CURVE_KEY}, wanted that of zmq.curve_keypair()") from None

@@ -21,6 +21,7 @@ from models.tenants import salt_of
 from tests import wire_kit
 from tests.drive import ROOT
 from tests.models.serve_kit import (
+    DOCUMENT,
     GREEDY,
     KEY,
     PATIENCE,
@@ -112,6 +113,20 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
             found = client.completions.create(prompt=prompt, max_tokens=16, extra_body={"cache_salt": salt}, **GREEDY)
             assert found.usage.prompt_tokens_details.cached_tokens == cached
             assert answer_about(PEOPLE[0]).begins(found.choices[0].text)
+
+
+@pytest.mark.long
+def test_one_server_computes_prompts_and_another_finds_them_in_the_store(started, tmp_path):
+    options = ("--store", str(tmp_path / "store"))
+    prefill, *_ = started(*options, "--store-sync")
+    decode, *_ = started(*options, "--store-readonly")
+    for number, person in enumerate(PEOPLE[:6]):  # under salts: what one server has is in the store alone
+        body = {"prompt": prompt_of(person), "max_tokens": 1, "cache_salt": str(number), **GREEDY}
+        assert prefill.post({**body, "stream": number % 2 == 0}).status_code == 200
+        answer = decode.post(body).json()
+        assert answer["choices"][0]["text"] == f" {DOCUMENT.facts[person]}"
+        most = answer["usage"]["prompt_tokens"] - 1
+        assert most % 16 == 15 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == most
 
 
 @pytest.mark.long

@@ -43,17 +43,8 @@ from models import (
 )
 from models.speech import Speech
 from models.stopwatch import Stopwatch
-from tests.drive import DATA, output_of
+from tests.drive import DATA
 from tests.wire_kit import Reader
-
-
-def ends(pipe, keep_programs):
-    """A stand-in for an engine that ends at once."""
-
-
-def sleeps(pipe, keep_programs):
-    """A stand-in for an engine that never answers."""
-    time.sleep(60)
 
 
 def test_logs_of_prompts_are_their_users_alone(tmp_path):
@@ -85,7 +76,7 @@ STORE = "wanted a folder of a store, an empty one or none"
 ONE = "--checkpoint ids --prompt 1"
 LONGER = "in longer sequences the rope has other frequencies (sequence_length of rope_parameters)"
 NO_FILE = "No such file or directory"
-MAINS = {"generate": generate.main, "prefill_decode": prefill_decode.main, "fleet": fleet.main}
+MAINS = {"generate": generate.main, "fleet": fleet.main}
 NEW = 20
 QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
 
@@ -191,8 +182,11 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         (f"{ONE} --store=", f"--store: got '', {LOCATION}"),
         (f"{ONE} --store text", f"--store: got '{{home}}/text' without store.lock, {STORE}"),
         (f"{ONE} --store {{home}}/ids/config.json", f"--store: got '{{home}}/ids/config.json', {STORE}..."),
-        ("prefill_decode prefill", "--store: got none, wanted the folder for prefill"),
-        ("prefill_decode prefill --store text", f"--store: got '{{home}}/text' without store.lock, {STORE}"),
+        ("--store-readonly", "--store-readonly: got one without --store"),
+        (f"{ONE} --store new --store-readonly --store-bytes 5", "--store-bytes: not allowed with argument..."),
+        (f"{ONE} --store text --store-readonly", "--store: got '{home}/text' without store.lock, wanted a store"),
+        (f"{ONE} --curve", "--curve: got one without --publish"),
+        (f"{ONE} --curve --publish tcp://127.0.0.1:*", "--publish: got no secret key in $KVJAX_CURVE_KEY, wanted..."),
         (f"{ONE} --publish ipc://{{home}}/none/x", f"--publish: ipc://{{home}}/none/x: {NO_FILE}..."),
         (
             f"{ONE} --publish tcp://127.0.0.1:* --replay ipc://{{home}}/none/x",
@@ -674,13 +668,6 @@ def test_the_package_lists_its_commands(capsys):
     assert set(listed) == {file.stem for file in files if "def main(arguments" in file.read_text()}
 
 
-@pytest.mark.slow
-def test_a_router_finds_what_is_cached():
-    """The router asks two processes. It fails by itself if a mirror differs, or if round-robin finds as much."""
-    out = output_of(sys.executable, "-m", "models.router", "--quick")
-    assert "mirrors equal the caches: True" in out and "round robin" in out
-
-
 def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
     needed = 'needs tensorstore: pip install "kvjax[stores]"'
@@ -698,20 +685,3 @@ def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     assert refused(capsys, *wanting) == f"--agent: {needed}"
     wanting[-2:] = ["--metrics", "0"]
     assert refused(capsys, *wanting) == '--metrics: needs prometheus-client: pip install "kvjax[metrics]"'
-
-
-def test_an_engine_that_ends_or_is_silent_ends_the_router(monkeypatch):
-    """No process is left, either."""
-    monkeypatch.setattr(router, "serve", ends)
-    ended = router.Remote("one", keep_programs=False)
-    with pytest.raises(SystemExit, match="router failed: the process of engine one ended"):
-        ended.call("empty")
-    monkeypatch.setattr(router, "serve", sleeps)
-    monkeypatch.setattr(router, "SECONDS", 0.1)
-    silent = router.Remote("two", keep_programs=False)
-    with pytest.raises(SystemExit, match=r"router failed: engine two did not answer within 0 s"):
-        silent.receive()
-    monkeypatch.setattr(router, "PATIENCE", 0.1)
-    for engine in (ended, silent):
-        engine.close()
-        assert not engine._process.is_alive()
