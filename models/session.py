@@ -22,7 +22,7 @@ from kvjax.ledger import human, make_ledger
 from . import commands, stores, wires
 from .commands import number
 from .families import AnyModel
-from .loading import load
+from .loading import is_gguf, load
 from .stopwatch import Stopwatch
 
 STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
@@ -96,8 +96,10 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
 
 
 def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[AnyModel, Any]:
-    """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None."""
-    if not os.path.isdir(args.checkpoint):
+    """The model of a checkpoint, placed as `make_mesh` says, and its tokenizer or None."""
+    if is_gguf(args.checkpoint):
+        commands.check_extra(parser, "gguf", "--checkpoint")
+    elif not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
         return load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
