@@ -287,7 +287,7 @@ class _Tensor:
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
         first, *others = index if isinstance(index, tuple) else (index,)
-        data, kind = self._stored.data, self._stored.tensor_type
+        data, kind = self._stored.data.view(np.ndarray), self._stored.tensor_type
         if data.ndim == 1:  # perhaps bytes of blocks of elements
             values = gguf.dequantize(data, kind)
             values = values[first] if self._order is None else values[self._order[first]]
