@@ -16,8 +16,9 @@ Kind = gguf.GGMLQuantizationType
 def fields(architecture, width=32, layers=2):
     """The fields of a config.json."""
     common = {
-        "model_type": KINDS[architecture], "vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 2 * width,
-        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "model_type": KINDS[architecture], "vocab_size": VOCABULARY, "hidden_size": width,
+        "intermediate_size": 2 * width, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM if width == 32 else width // HEADS, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
         "tie_word_embeddings": architecture == "gemma3", "bos_token_id": 1, "eos_token_id": [2, 3],
     }  # fmt: skip
@@ -63,8 +64,9 @@ def hf_name(name, architecture):
             "post_ffw_norm": "post_feedforward_layernorm",
         }  # fmt: skip
     modules = {
-        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_norm": "input_layernorm",
-        "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_output": "self_attn.o_proj",
+        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+        "attn_norm": "input_layernorm", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+        "attn_output": "self_attn.o_proj",
         **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
         **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")}, **norms,
     }  # fmt: skip
@@ -112,8 +114,9 @@ def make(folder, file, architecture, kind=Kind.F32, width=32, layers=2, change=N
         hf[hf_name(name, architecture)] = np.ascontiguousarray(gguf.dequantize(stored, own))
         if architecture == "gemma3" and "norm" in name:
             stored = stored + 1
-        if architecture == "llama" and ".attn_q." in name or architecture == "llama" and ".attn_k." in name:
-            stored = pairs_apart(stored, HEADS if ".attn_q." in name else KV_HEADS)
+        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-2])
+        if architecture == "llama" and heads is not None:
+            stored = pairs_apart(stored, heads)
         tensors[name] = (np.ascontiguousarray(stored), own)
     if folder is not None:
         folder.mkdir()

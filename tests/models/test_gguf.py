@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files: the same model, tokenizer and template as of a Hugging Face folder, and what is refused."""
 
+import itertools
 import json
 import os
 import pathlib
 import struct
+import subprocess
+import sys
 
 import chex
 import jax
@@ -13,14 +16,16 @@ import pytest
 import tokenizers
 from flax import nnx
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+
+import gguf
 
 import kvjax
 from models import convert, load, talk
 from models.chat import load_template
 from models.loading import load_tokenizer
-from tests.drive import DATA, output_of
-from tests.models.gguf_kit import KINDS, TEMPLATE, VOCABULARY, Kind, make
+from tests.drive import DATA, ROOT, TIMEOUT
+from tests.models.gguf_kit import KINDS, TEMPLATE, Kind, make
 
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -108,7 +113,8 @@ WORDS = {
     r"\s+(?!\S)|\s+",
 }
 TEXTS = (
-    "Hello world, it's 1234 o'clock.\n\n  Don't!  ", "  two  spaces\tand tabs\r\n", "caf\u00e9 cafe\u0301 \u4f60\u597d \U0001f600",
+    "Hello world, it's 1234 o'clock.\n\n  Don't!  ", "  two  spaces\tand tabs\r\n",
+    "caf\u00e9 cafe\u0301 \u4f60\u597d \U0001f600",
     "<s>turn</s> x<tool>y", "",
 )  # fmt: skip
 CORPUS = ["Hello world, it is 1234 now. don't won't hello two  spaces café"] * 3 + ["the turn of the tool 12 34 56"]
@@ -203,7 +209,7 @@ def merged(text, scores):
     """The pieces of a text by SentencePiece's rule: the pair with the best score first, of equal ones the left one."""
     parts = list(text.replace(" ", SPACE))
     while True:
-        pairs = [(scores[a + b], -at, at) for at, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in scores]  # noqa: B905
+        pairs = [(scores[a + b], -at, at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
         if not pairs:
             break
         at = max(pairs)[2]
@@ -225,7 +231,9 @@ def test_sentence_pieces_are_merged_by_their_scores(tmp_path, has_prefix):
         writer.add_unk_token_id(3)
         writer.add_add_space_prefix(has_prefix)
 
-    file = make(None, tmp_path / "a.gguf", "gemma3", tokenizer=add, change=lambda _, tensors: grown_one(tensors, len(texts)))
+    file = make(
+        None, tmp_path / "a.gguf", "gemma3", tokenizer=add, change=lambda _, tensors: grown_one(tensors, len(texts))
+    )
     tokenizer = load_tokenizer(file)
     own = {text: score for text, score, kind in zip(texts, scores, kinds, strict=True) if kind == NORMAL}
     prefix = " " if has_prefix else ""
@@ -257,7 +265,7 @@ def test_a_file_that_is_cut_short_is_refused_wherever_it_ends(tmp_path):
     add = with_byte_level("smollm", tokenizer)
     file = make(None, tmp_path / "a.gguf", "llama", tokenizer=add, change=grown(tokenizer.get_vocab_size()))
     whole = file.read_bytes()
-    for end in [*range(0, 64), *range(64, len(whole) - 32, len(whole) // 40)]:
+    for end in [*range(64), *range(64, len(whole) - 32, len(whole) // 40)]:
         file.write_bytes(whole[:end])
         refused(file, "not a whole GGUF file")
 
@@ -407,6 +415,16 @@ def test_talk_says_what_is_missing_and_passes_on_what_it_is_given(monkeypatch, c
     ]
 
 
+def turns_of(command, text):
+    """The objects that a chat prints."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, input=text, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @pytest.mark.long
 def test_a_chat_with_a_file_finds_its_turns_and_its_store(tmp_path):
     tokenizer = byte_level("smollm")
@@ -414,9 +432,8 @@ def test_a_chat_with_a_file_finds_its_turns_and_its_store(tmp_path):
     file = make(None, tmp_path / "a.gguf", "llama", tokenizer=add, change=grown(tokenizer.get_vocab_size()))
     sizes = ("--max-new-tokens", "4", "--block-size", "4", "--blocks", "64", "--host-blocks", "32")
     options = ("--json", "--plot", str(tmp_path / "b.png"), "--store", str(tmp_path / "store"), *sizes)
-    command = ["models.talk", "--checkpoint", str(file), *options]
-    lines = [output_of(*command, input="hello world\nwhat is it\n").splitlines() for _ in range(2)]
-    cold, warm = ([json.loads(line) for line in one] for one in lines)
+    command = [sys.executable, "-m", "models.talk", "--checkpoint", str(file), *options]
+    cold, warm = (turns_of(command, "hello world\nwhat is it\n") for _ in range(2))
     assert [turn["tokens"] for turn in cold] == [turn["tokens"] for turn in warm]
     assert cold[0]["cached_tokens"] == 0 and cold[1]["cached_tokens"] >= cold[0]["prompt_tokens"]
     assert warm[0]["stored_tokens"] > 0 and (tmp_path / "b.png").stat().st_size > 1000
@@ -444,5 +461,3 @@ def test_smollm2_has_the_tokens_and_the_log_probabilities_of_transformers():
             assert output.tokens == case["new"]
             np.testing.assert_allclose(output.logprobs, case["logprobs"], rtol=0, atol=2e-3)
             assert turn == 0 or output.cached_tokens == output.prompt_tokens - 1
-
-
