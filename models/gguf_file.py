@@ -95,6 +95,7 @@ class GgufFile:
             self._read(reader, values)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        self._path = path
 
     def _read(self, reader: _Reader, values: dict[str, Any]) -> None:
         if reader.endianess != gguf.GGUFEndian.LITTLE:
@@ -128,7 +129,10 @@ class GgufFile:
 
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer`, None if the file has none; a ValueError says what is wrong with it."""
-        return make_tokenizer(self._values)
+        try:
+            return make_tokenizer(self._values)
+        except ValueError as error:
+            raise ValueError(f"{self._path}: {error}") from error
 
 
 @functools.lru_cache(maxsize=1)
@@ -241,13 +245,13 @@ def _tokenizer_config(values: dict[str, Any], vocab_size: int) -> dict[str, Any]
     texts = listed(values, "tokenizer.ggml.tokens") or []
     if len(texts) > vocab_size:
         raise ValueError(f"tokenizer.ggml.tokens: got {len(texts)}, wanted {vocab_size}, as token_embd.weight has")
-    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    special = {name: token(values, f"tokenizer.ggml.{field}_token_id", len(texts)) for field, name in names.items()}
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"} if texts else {}
+    ids = {name: token(values, f"tokenizer.ggml.{field}_token_id", len(texts)) for field, name in names.items()}
     template = values.get("tokenizer.chat_template")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "added_tokens_decoder": {},
-        **{f"{name}_token": texts[number] for name, number in special.items() if number is not None},
+        **{f"{name}_token": texts[number] for name, number in ids.items() if number is not None},
         **({} if template is None else {"chat_template": template}),
     }
 
