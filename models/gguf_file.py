@@ -106,6 +106,8 @@ class GgufFile:
         for name, tensor in stored.items():
             if tensor.tensor_type.name not in _DTYPES:
                 raise ValueError(f"{name}: got {tensor.tensor_type.name}, wanted {', '.join(_DTYPES)}")
+            if not len(tensor.shape):
+                raise ValueError(f"{name}: got a tensor without axes, wanted a vector or a matrix")
         self._values = values
         self.config = _config(architecture, values, stored)
         self.tokenizer_config = _tokenizer_config(values, self.config["vocab_size"])
@@ -183,8 +185,8 @@ def _value(field: gguf.ReaderField) -> Any:
 
 def _config(architecture: str, values: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config.json; a field that they cannot have is refused."""
-    own = {name.removeprefix(f"{architecture}."): value for name, value in values.items()}
-    own = {name: value for name, value in own.items() if f"{architecture}.{name}" in values}
+    prefix = f"{architecture}."
+    own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     optional = _GEMMA_FIELDS if architecture == "gemma3" else {}
     scaling = {f"rope.scaling.{name}" for name in _ROPE_FIELDS}
     known = {*_FIELDS, *optional, *_READ_ELSEWHERE, *scaling, *({"rope.freq_base_swa"} if optional else ())}
@@ -212,11 +214,11 @@ def _config(architecture: str, values: dict[str, Any], stored: dict[str, Any]) -
         "tie_word_embeddings": "output.weight" not in stored,
         "bos_token_id": token(values, "tokenizer.ggml.bos_token_id", vocab_size),
         "eos_token_id": [end for end in dict.fromkeys(ends) if end is not None] or None,
-        **(_gemma_fields if optional else _rope_fields)(own, head_dim, stored),
+        **(_gemma_fields(own, head_dim) if optional else {"rope_parameters": _rope(own, stored)}),
     }
 
 
-def _rope_fields(own: dict[str, Any], head_dim: int, stored: dict[str, Any]) -> dict[str, Any]:
+def _rope(own: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     """The rope of all layers. Llama 3's is a tensor of factors, which the frequencies that are made have to have."""
     rope = {"rope_theta": own.get("rope.freq_base", 10000.0), "rope_type": "default"}
     rope |= {name: own[key] for field, name in _ROPE_FIELDS.items() if (key := f"rope.scaling.{field}") in own}
@@ -224,19 +226,16 @@ def _rope_fields(own: dict[str, Any], head_dim: int, stored: dict[str, Any]) -> 
         rope["rope_type"] = "default"
     if "rope_freqs.weight" in stored:
         rope |= {"rope_type": "llama3", "factor": float(np.max(stored["rope_freqs.weight"].data)), **_LLAMA3}
-    return {"rope_parameters": rope}
+    return rope
 
 
-def _gemma_fields(own: dict[str, Any], head_dim: int, stored: dict[str, Any]) -> dict[str, Any]:
+def _gemma_fields(own: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """The ropes of both kinds of layers, and the scale of the scores."""
     width = own["embedding_length"] // own["attention.head_count"]
     sliding = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10000.0)}
     return {
         "query_pre_attn_scalar": width if own["block_count"] == _GEMMA_27B_LAYERS else head_dim,
-        "rope_parameters": {
-            "full_attention": _rope_fields(own, head_dim, {})["rope_parameters"],
-            "sliding_attention": sliding,
-        },
+        "rope_parameters": {"full_attention": _rope(own, {}), "sliding_attention": sliding},
     }
 
 

@@ -10,6 +10,7 @@ from .fields import listed, only, token
 _FIELD = "tokenizer.ggml"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's, in place of a space
+_LONGEST = 1024  # characters of a token: pieces of scores are tried at each place where they can be cut
 # How a text is cut into words before its bytes are merged. None: by GPT-2's rule, after each digit is cut off.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
@@ -41,6 +42,9 @@ def _texts(values: dict[str, Any]) -> list[str]:
     texts = listed(values, f"{_FIELD}.tokens")
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{_FIELD}.tokens: got {texts!r:.80}, wanted a list of texts")
+    longest = max(texts, key=len)
+    if len(longest) > _LONGEST:
+        raise ValueError(f"{_FIELD}.tokens: got one of {len(longest)} characters, wanted at most {_LONGEST}")
     return texts
 
 

@@ -311,6 +311,11 @@ def no_texts(writer, _):
     writer.add_tokenizer_model("gpt2")
 
 
+def long_text(writer, _):
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["a", "b", "c", "d" * 9999])
+
+
 def odd_tokenizer(writer, _):
     writer.add_tokenizer_model("bert")
     writer.add_token_list(["a", "b", "c", "d"])
@@ -343,6 +348,7 @@ CHANGES = {
     "no tensor": (without("blk.1.ffn_up.weight"), "tensors missing: model.layers.1.mlp.up_proj.weight"),
     "another tensor": (reshaped("blk.0.odd.weight", 3), "tensors unexpected: blk.0.odd.weight"),
     "a shape": (reshaped("blk.0.attn_q.weight", 3, 32), r"of the wrong shape: .*q_proj.weight \[3, 32\], wanted"),
+    "a long token": (long_text, "tokenizer.ggml.tokens: got one of 9999 characters, wanted at most 1024"),
     "no tokens": (no_texts, "tokenizer.ggml.tokens: got None, wanted a list of texts"),
     "a tokenizer": (odd_tokenizer, "tokenizer.ggml.model: got 'bert', wanted 'gpt2' or 'llama'"),
     "a cut": (odd_cut, "tokenizer.ggml.pre: got 'tekken', wanted 'smollm' or 'llama-bpe' or 'qwen2'"),
