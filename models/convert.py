@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
-import shutil
 import tempfile
 
 from . import commands
@@ -37,27 +35,14 @@ def convert(file: pathlib.Path, folder: pathlib.Path, dtype: str | None = None) 
 
     Args:
       file: the GGUF file.
-      folder: is empty, or not there yet.
+      folder: is empty or does not exist; the folder above it does.
       dtype: of the weights; None for that of the file.
     """
     model, tokenizer = load(file, dtype)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
-    try:
-        save(model, unfinished, tokenizer)
-        config = json.dumps(gguf_file(file).tokenizer_config, indent=2, ensure_ascii=False)
-        pathlib.Path(unfinished, "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
-        os.chmod(unfinished, 0o777 & ~_mask())
-        os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _mask() -> int:
-    """The permissions that new folders do not get; `mkdtemp` gives its owner alone any."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with tempfile.TemporaryDirectory(prefix=".convert-", dir=folder.parent) as unfinished:
+        whole = pathlib.Path(unfinished, "checkpoint")
+        save(model, whole, tokenizer, gguf_file(file).tokenizer_config)
+        os.replace(whole, folder)
 
 
 if __name__ == "__main__":

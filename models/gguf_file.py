@@ -189,8 +189,8 @@ def _config(architecture: str, values: dict[str, Any], stored: dict[str, Any]) -
     own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     optional = _GEMMA_FIELDS if architecture == "gemma3" else {}
     scaling = {f"rope.scaling.{name}" for name in _ROPE_FIELDS}
-    known = {*_FIELDS, *optional, *_READ_ELSEWHERE, *scaling, *({"rope.freq_base_swa"} if optional else ())}
-    for name in own.keys() - known:
+    readable = {*_FIELDS, *optional, *_READ_ELSEWHERE, *scaling, *({"rope.freq_base_swa"} if optional else ())}
+    for name in own.keys() - readable:
         if own[name]:
             raise ValueError(f"{architecture}.{name}: got {own[name]!r:.80}, wanted none: it is not supported")
     for name in _FIELDS.keys() - own.keys():

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -134,10 +134,21 @@ def _check_mesh(config: AnyConfig, mesh: Mesh | None) -> None:
         raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
 
 
-def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Writes what `load` reads: config.json, generation_config.json, model.safetensors and, if given, tokenizer.json.
+def save(
+    model: AnyModel,
+    folder: str | os.PathLike,
+    tokenizer: Any = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a folder that `load` reads: config.json, generation_config.json and model.safetensors.
 
     If the folder has an index of shards, it is removed, since `load` would read them.
+
+    Args:
+      model: the model.
+      folder: is made if it is missing.
+      tokenizer: a `tokenizers.Tokenizer`, for tokenizer.json; None: that file is not written.
+      tokenizer_config: the fields of tokenizer_config.json, such as a chat template; None: that file is not written.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +166,8 @@ def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> N
     (folder / INDEX).unlink(missing_ok=True)
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
+    if tokenizer_config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
 
 
 def is_gguf(path: str | os.PathLike) -> bool:

@@ -142,7 +142,7 @@ def byte_level(name):
 
 
 def with_byte_level(name, tokenizer, template=TEMPLATE):
-    """What adds the tokenizer's fields to a file."""
+    """Makes a function that adds the tokenizer's fields to a file."""
     model = json.loads(tokenizer.to_str())["model"]
     texts = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
     kinds = [CONTROL] * 4 + [NORMAL] * (len(texts) - 5) + [USER_DEFINED]
@@ -159,7 +159,7 @@ def with_byte_level(name, tokenizer, template=TEMPLATE):
 
 
 def grown(num_tokens):
-    """What gives the embedding as many rows as a tokenizer has tokens."""
+    """Makes a function that gives the embedding as many rows as a tokenizer has tokens."""
 
     def change(writer, tensors):
         for name in ("token_embd.weight", "output.weight"):
@@ -391,12 +391,11 @@ def ends(capsys, main, *arguments):
     return err
 
 
-def test_convert_writes_nothing_over_what_is_there(tmp_path, capsys):
+def test_convert_overwrites_nothing(tmp_path, capsys):
     file, folder = make(None, tmp_path / "a.gguf", "llama"), tmp_path / "new"
     assert "IN.gguf: got" in ends(capsys, convert.main, folder, folder)
     convert.main([str(file), str(folder), "--dtype", "bfloat16"])
     assert load(folder)[0].config == load(file)[0].config
-    assert folder.stat().st_mode == tmp_path.stat().st_mode or folder.stat().st_mode & 0o055
     assert "wanted an empty folder or none" in ends(capsys, convert.main, file, folder)
     file.write_bytes(b"GGUF")
     assert "not a whole GGUF file" in ends(capsys, convert.main, file, tmp_path / "other")
