@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 from .fields import read_json, read_text
+from .loading import gguf_file, is_gguf
 
 SECONDS = 2  # of CPU time for a template to compile, and for each text
 MOST_BYTES = 512 << 20  # of memory of its process
@@ -108,18 +109,21 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def load_template(folder: str, other: pathlib.Path | None = None) -> Template | None:
-    """The template of a folder: chat_template.jinja, or what tokenizer_config.json has; None if neither.
+    """A checkpoint's template: chat_template.jinja, or what tokenizer_config.json or a GGUF file has; None if neither.
 
     Args:
-      folder: of a checkpoint.
-      other: a file to read in place of the folder's template.
+      folder: of a checkpoint, or a GGUF file.
+      other: a file to read in place of the checkpoint's template.
 
     Raises:
       OSError, ValueError: if a file cannot be read, or has a value that is neither a template nor a token. An error of
         Jinja's is the template's `fault`.
     """
     config, file = pathlib.Path(folder) / "tokenizer_config.json", pathlib.Path(folder) / "chat_template.jinja"
-    fields = read_json(config) if config.exists() else {}
+    if is_gguf(folder):
+        config, fields = pathlib.Path(folder), gguf_file(folder).tokenizer_config
+    else:
+        fields = read_json(config) if config.exists() else {}
     if other is not None or file.exists():
         text = read_text(other or file)
     else:

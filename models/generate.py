@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate text through the paged cache, with a checkpoint in Hugging Face format.
+"""Generate text through the paged cache, with a checkpoint in Hugging Face format or a GGUF file.
 
 A prompt is text if the checkpoint has a tokenizer, else token ids separated by commas or spaces. Prompts and answers go
 to standard output, all else to standard error. In a chat each turn finds those before it in the cache. Without a
@@ -129,7 +129,7 @@ def _turns(parser: commands.Parser) -> Iterator[str]:
 
 def _parser() -> commands.Parser:
     parser = commands.Parser("generate", __doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="PATH", help="a Hugging Face folder, or a GGUF file")
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", type=pathlib.Path, help="more prompts, one a line")
     parser.add_argument("--chat", action="store_true", help="answer turns from standard input, one a line")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders: config.json, safetensors in one file or several, tokenizer.json."""
+"""Hugging Face folders (config.json, safetensors in one file or several, tokenizer.json), and GGUF files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ _REUSED = re.compile(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.(weight|bia
 
 
 def load(
-    folder: str | os.PathLike,
+    path: str | os.PathLike,
     dtype: jax.typing.DTypeLike | None = None,
     *,
     scan: bool = False,
@@ -62,10 +62,11 @@ def load(
     frequencies do, or belongs to a part that is not served: a tower, or a layer that predicts a token further on.
 
     Args:
-      folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json and
-        generation_config.json, whose eos_token_id is joined with that of config.json.
-      dtype: of the weights; None for the one they are stored in. Rates of decay and the bias of a choice of experts
-        are float32.
+      path: a folder with config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json and
+        generation_config.json, whose eos_token_id is joined with that of config.json; or a .gguf file of a Llama,
+        Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
+      dtype: of the weights; None for the one they are stored in, which is float32 if they are quantised. Rates of decay
+        and the bias of a choice of experts are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
         that this process's devices need. None: one device has all. Only attention with an MLP can be divided.
@@ -73,7 +74,7 @@ def load(
       context: likewise, its other axis; what both axes can divide is divided by both. None: none.
 
     Returns:
-      The model; and the `tokenizers.Tokenizer`, None if the folder has none.
+      The model; and the `tokenizers.Tokenizer`, None if the checkpoint has none.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -81,11 +82,12 @@ def load(
         unexpected or of the wrong shape or dtype, or the axis that cannot divide the weights. Names are compared before
         anything is built.
     """
-    folder = pathlib.Path(folder)
+    path = pathlib.Path(path)
     check_axes(mesh, heads, context)
-    fields, files = read_json(folder / CONFIG), weight_files(folder)
-    scales = _Scales(folder, fields, files)
-    config, tokenizer = _config(folder, fields, files), load_tokenizer(folder)
+    fields = gguf_file(path).config if is_gguf(path) else read_json(path / CONFIG)
+    files = weight_files(path)
+    scales = _Scales(path, fields, files)
+    config, tokenizer = _config(path, fields, files), load_tokenizer(path)
     _check_mesh(config, mesh)
     dtype = _stored_dtype(files, scales) if dtype is None else dtype
     if config.tie_word_embeddings and not _is_tied(files, dtype):
@@ -133,10 +135,21 @@ def _check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
         raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
 
 
-def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Writes what `load` reads: config.json, generation_config.json, model.safetensors and, if given, tokenizer.json.
+def save(
+    model: Decoder,
+    folder: str | os.PathLike,
+    tokenizer: Any = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a folder that `load` reads: config.json, generation_config.json and model.safetensors.
 
     If the folder has an index of shards, it is removed, since `load` would read them.
+
+    Args:
+      model: the model.
+      folder: is made if it is missing.
+      tokenizer: a `tokenizers.Tokenizer`, for tokenizer.json; None: that file is not written.
+      tokenizer_config: the fields of tokenizer_config.json, such as a chat template; None: that file is not written.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,11 +167,27 @@ def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> No
     (folder / INDEX).unlink(missing_ok=True)
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
+    if tokenizer_config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
 
 
-def load_tokenizer(folder: str | os.PathLike) -> Any:
-    """The `tokenizers.Tokenizer` of a folder, None if it has none."""
-    path = pathlib.Path(folder) / "tokenizer.json"
+def is_gguf(path: str | os.PathLike) -> bool:
+    """Whether a checkpoint is a GGUF file, by its name."""
+    return pathlib.Path(path).suffix == ".gguf"
+
+
+def gguf_file(path: str | os.PathLike) -> Any:
+    """The open GGUF file."""
+    from .gguf_file import open_gguf  # late: it needs the extra
+
+    return open_gguf(path)
+
+
+def load_tokenizer(path: str | os.PathLike) -> Any:
+    """The `tokenizers.Tokenizer` of a checkpoint, None if it has none."""
+    if is_gguf(path):
+        return gguf_file(path).tokenizer()
+    path = pathlib.Path(path) / "tokenizer.json"
     if not path.exists():
         return None
     check_file(path)
@@ -205,12 +234,12 @@ def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[-2:][::-1] if path[-1] == "kernel" else shape
 
 
-def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> ModelConfig:
+def _config(checkpoint: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> ModelConfig:
     """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer.
 
     Tokens that end a text are those of generation_config.json too: models for chats have more than config.json tells.
     """
-    path, more = folder / CONFIG, folder / GENERATION
+    path, more = checkpoint if is_gguf(checkpoint) else checkpoint / CONFIG, checkpoint / GENERATION
     generation = read_json(more) if more.exists() else {}
     try:
         found = {
@@ -227,11 +256,14 @@ def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Pa
         raise ValueError(f"{path}: {error}") from error
 
 
-def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
-    """Each weight file with the names of the tensors to take from it.
+def weight_files(checkpoint: pathlib.Path) -> dict[pathlib.Path, list[str]]:
+    """Each weight file with the names of the tensors to take from it; a GGUF file is the only one.
 
     An index says which file has a tensor, and may leave out tensors of its files: they are taken too.
     """
+    if is_gguf(checkpoint):
+        return {checkpoint: gguf_file(checkpoint).keys()}
+    folder = checkpoint
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -266,6 +298,8 @@ def _is_below(path: pathlib.PurePath) -> bool:
 
 
 def _open(path: pathlib.Path):
+    if is_gguf(path):
+        return gguf_file(path)
     check_file(path)
     try:
         return safe_open(path, framework="numpy")
@@ -380,9 +414,9 @@ def _check_names(
         ],
     }
     if any(faults.values()):
-        folder = next(iter(files)).parent
+        path = next(iter(files))
         text = "; ".join(f"{what}: {_some(names)}" for what, names in faults.items() if names)
-        raise ValueError(f"{folder}: tensors {text}")
+        raise ValueError(f"{path if is_gguf(path) else path.parent}: tensors {text}")
 
 
 def _has_frequencies(name: str, tensor: Any, config: ModelConfig) -> bool:

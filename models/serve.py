@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a checkpoint in Hugging Face format with OpenAI's HTTP API, through the paged cache.
+"""Serve a checkpoint in Hugging Face format or a GGUF file with OpenAI's HTTP API, through the paged cache.
 
 Completions, chats with the checkpoint's own template, and models are under /v1, metrics for Prometheus at /metrics, and
 a page that shows the cache at /cache. SIGTERM, SIGHUP and Ctrl-C end it: open answers have some seconds to end.
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 def make_parser() -> commands.Parser:
     """The parser of the command line."""
     parser = commands.Parser("serve", __doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", required=True, help="a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="PATH", required=True, help="a Hugging Face folder, or a GGUF file")
     parser.add_argument("--name", metavar="NAME", help="of the model in requests (default: the folder's)")
     parser.add_argument("--chat-template", metavar="FILE", type=pathlib.Path, help="in place of the checkpoint's")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")

@@ -22,7 +22,7 @@ from kvjax.ledger import human, make_ledger
 from . import commands, stores, wires
 from .commands import number
 from .decoder import Decoder
-from .loading import load
+from .loading import is_gguf, load
 from .rope import rope_limit
 from .stopwatch import Stopwatch
 
@@ -100,8 +100,10 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
 
 
 def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[Decoder, Any]:
-    """The model of a folder, placed as `make_mesh` says, and its tokenizer or None; sets the size of a chunk."""
-    if not os.path.isdir(args.checkpoint):
+    """The model of a checkpoint, placed as `make_mesh` says, and its tokenizer or None; sets the size of a chunk."""
+    if is_gguf(args.checkpoint):
+        commands.check_extra(parser, "gguf", "--checkpoint")
+    elif not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
         model, tokenizer = load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)

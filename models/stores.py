@@ -125,7 +125,7 @@ def _reason(error: Exception, folder: str) -> str:
 def checkpoint_name(folder: str | os.PathLike) -> str:
     """A name that every copy of a checkpoint has, and no other checkpoint: a hash of its config and of all weights."""
     folder = pathlib.Path(folder)
-    paths = [folder / CONFIG, *sorted(weight_files(folder))]
+    paths = [path for path in (folder / CONFIG, *sorted(weight_files(folder))) if path.exists()]
     pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, _PIECE)]
     whole = hashlib.blake2b(digest_size=16, person=b"kvjax-weights")
     with ThreadPoolExecutor(_THREADS) as threads:
