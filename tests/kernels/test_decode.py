@@ -65,6 +65,7 @@ def test_fixed_parts_are_of_one_row_and_do_not_depend_on_the_others(lengths, par
     assert last == [[tile for _, tile in own] for own in alone if own]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "programs", [5, pytest.param(1, marks=pytest.mark.long), pytest.param(66, marks=pytest.mark.long)]
 )
@@ -82,6 +83,7 @@ MORE = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "stored", "dtype", "name"), [*WORDS, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
 )

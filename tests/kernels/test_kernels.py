@@ -41,6 +41,7 @@ SLOTS = np.array([0, 33, 17, 31, 9, 34], np.int32)  # two of them in scratch
 REAL = SLOTS < 32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "source", "heads", "width", "parts"),
     [
@@ -173,6 +174,7 @@ def test_without_a_gpu_xla_serves_and_a_named_kernel_refuses():
 SOME_ROWS = jnp.array([1, 2, 8], jnp.int32), jnp.array([4, 5, -1], jnp.int32), jnp.int32(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize(
     ("name", "arrays", "others"),

@@ -61,7 +61,7 @@ def test_save_and_load_keep_every_bit(tmp_path):
     assert tokenizer.encode("where is bob?").ids == recall.encode("where is bob ?")
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "family",
     ["llama", "gemma3_options", "gemma4_options", "deepseek_v3_options", "qwen3_next", "kimi_linear", "gpt_oss"],

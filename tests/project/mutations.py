@@ -179,7 +179,7 @@ MISTAKES = [
         "kvjax/blocks/match.py",
         "        same_content(blocks, ids, text)\n        & jnp.all(",
         "        (ids >= 0)\n        & jnp.all(",
-        "-m long tests/unit/blocks/test_collisions.py",
+        "tests/unit/blocks/test_collisions.py",
     ),
     Mistake(
         "extra ids are left out of keys",

@@ -11,7 +11,7 @@ from tests.project.mutations import MISTAKES, ROOT, source
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
 def test_a_mistake_can_be_planted_and_has_tests(mistake):
     ast.parse(source(mistake))
-    assert all((ROOT / test).exists() for test in mistake.tests.split() if "/" in test)  # "-m long" is an option
+    assert all((ROOT / test).exists() for test in mistake.tests.split() if "/" in test)  # "-k words" is an option
 
 
 def test_mistakes_are_in_every_package():

@@ -19,7 +19,7 @@ SERVE_OPS = 10_750 if jax.version.__version_info__ >= (0, 12) else 11_250
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "serve" else ()) for name in BUDGETS]
+    "name", [pytest.param(name, marks=() if name in ("admit", "extend") else pytest.mark.long) for name in BUDGETS]
 )
 def test_programs_stay_within_their_budgets_which_stay_close(name):
     lowered, program, _ = compiled.compile_program(compiled.programs()[name]())

@@ -285,7 +285,7 @@ PROGRAMS = [
         (2, 8), (1, 8), (2, 1),
     )),
     (LONG, adoption, ()),
-    *(((), new_state, (verb, "plain")) for verb in ("admit", "commit", "release")),
+    *((LONG, new_state, (verb, "plain")) for verb in ("admit", "commit", "release")),
     *((SLOW, new_state, (verb, "retention")) for verb in ("admit", "commit", "release")),
     *((LONG if (run, kind) == (bookkeeping.steps, "windows") else SLOW, scanned_verbs, (run, kind))
       for run in (bookkeeping.steps, bookkeeping.admissions) for kind in ("plain", "retention", "windows")),

@@ -109,6 +109,7 @@ def test_what_is_static_in_a_verb_is_static_in_its_method(name, monkeypatch):
                 jax.eval_shape(lambda cache, given=given: getattr(cache, name)(*args, **given), tiered.cache)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("owner", [kvjax.Cache, pytest.param(kvjax.tiers.TieredCache, marks=pytest.mark.long)])
 def test_verbs_and_methods_run_where_implicit_transfers_are_forbidden(owner):
     """Arguments are host data, and each eager operation has Python numbers in it."""

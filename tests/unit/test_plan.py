@@ -92,6 +92,7 @@ def block_bytes(spec) -> dict[int | None, int]:
     return {group.window: found[group.window] // group.num_blocks for group in spec.groups[spec.bare :]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [GEMMA, SINKS], ids=["gemma", "bare"])
 @pytest.mark.parametrize("shares", ["equal", "bytes", "weights"])
 def test_windows_share_both_budgets(layers, shares):

@@ -31,7 +31,6 @@ def verbs(request, monkeypatch):
     return drive.Verbs(lambda name: lambda *args, **options: drive.verb(name)(*args, **options))
 
 
-@pytest.mark.slow
 def test_reused_tokens_are_those_of_the_prompt(verbs):
     """A trial knows the K/V in every slot, and so finds a row that would read another text's or another tenant's."""
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)

@@ -26,6 +26,7 @@ def has_kernel(verb, state, *args, **options):
     return "pallas_call" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "policy", "num_tokens", "served"),
     [
@@ -103,6 +104,7 @@ def test_kernels_can_be_interpreted(verb, args):
     assert "interpret=True" not in jaxpr()
 
 
+@pytest.mark.long
 def test_a_program_for_the_cpu_imports_no_kernel():
     assert output_of(sys.executable, "-c", CPU_PROGRAM) == "[]\n"
 

@@ -55,6 +55,7 @@ def test_hashes_of_bytes_long_events_and_what_is_none_are_printed_too():
     assert lines(b"", b"short") == ["refused: 3 frames, wanted a topic, a number of 8 bytes and a payload"]
 
 
+@pytest.mark.long
 def test_the_command_prints_a_stream():
     command = [sys.executable, "-m", "kvjax.interop.vllm"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -189,6 +189,7 @@ print(pickle.dumps(ours).hex())
 """
 
 
+@pytest.mark.long
 def test_policies_pickle_from_process_to_process():
     sent = made()
     received = output_of(sys.executable, "-c", CHILD, pickle.dumps(sent).hex())

@@ -233,8 +233,11 @@ AXES = {"heads": "heads", "context": "context"}
 @pytest.mark.parametrize(
     ("name", "shape", "axes"),
     [
-        ("mixed", (1, 1), {}), ("one token", (1, 1), {}), ("states", (1, 1), {}),
-        ("divided", (2, 2), AXES), ("divided", (4, 1), {"heads": "heads"}), ("states", (1, 2), AXES),
+        ("mixed", (1, 1), {}), ("states", (1, 1), {}),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
+            ("one token", (1, 1), {}), ("divided", (2, 2), AXES), ("divided", (4, 1), {"heads": "heads"}),
+            ("states", (1, 2), AXES),
+        )),
     ],
 )  # fmt: skip
 def test_blocks_go_to_the_host_and_come_back(name, shape, axes):

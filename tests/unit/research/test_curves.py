@@ -70,6 +70,7 @@ def test_every_size_finds_what_its_cache_finds(name, trace):
         assert np.all(np.cumsum(lru_curve(trace, sizes, rule).blocks, axis=1) <= np.cumsum(found.blocks, axis=1))
 
 
+@pytest.mark.long
 @bypasses
 @settings(max_examples=100)
 @given(trace=forests(most=6, longest=3))
@@ -80,6 +81,7 @@ def test_no_way_to_evict_finds_more(bypass, trace):
     assert belady(trace, sizes, bypass=bypass).blocks.sum(axis=1).tolist() == most
 
 
+@pytest.mark.long
 @curves
 def test_the_cut_of_the_trace(name):
     trace = cut()

@@ -163,6 +163,7 @@ def test_the_command_prints_the_report(tmp_path, capsys):
     assert caught.value.code == 2 and "No such file" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lines", [LINES, LINES[1:2], []], ids=["all", "stored", "empty"])
 def test_the_picture_has_what_the_lines_have(tmp_path, lines):
     found = log_report(lines)

@@ -47,13 +47,14 @@ DOCUMENT = np.random.default_rng(1).integers(0, VOCAB, 30).tolist()
 
 
 def ways(but: str = "") -> Any:
-    """A test of each way of serving, but for some. Replicas compile for a second device."""
+    """A test of each way of serving, but for some."""
     names = [name for name in WAYS if name not in but.split()]
     return pytest.mark.parametrize("way", [pytest.param(name, marks=mark_of(name)) for name in names])
 
 
 def mark_of(way: str) -> Any:
-    return pytest.mark.long if way == "Replicas" else ()
+    """The ways that compile the loop once more: for a second device, or with the rollout around it."""
+    return pytest.mark.long if way in ("Replicas", "rollout") else ()
 
 
 def assert_alike(outputs: list[Output], others: list[Output], *, has_top: bool = True) -> None:

@@ -154,6 +154,7 @@ def test_generation_inside_a_program_is_refused_with_a_hint_at_serve_and_decode(
     kvjax.check(cache.state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_tiered_cache_inside_a_program_is_refused_with_a_hint_at_its_cache(program):
     """The verbs that move nothing may be traced."""

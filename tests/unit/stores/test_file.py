@@ -291,7 +291,7 @@ def test_a_tiered_cache_is_a_pytree_of_arrays():
     assert findable(again) == findable(tiered)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_move_that_fails_leaves_a_sound_cache(tmp_path, monkeypatch):
     cache = history(create(make_spec("tiers")), 0)
     save(cache, tmp_path, names=Namespaces(), model=MODEL)
