@@ -19,7 +19,6 @@ from .llama import LLAMA
 from .qwen3_next import QWEN3_NEXT
 from .rope import Rope
 
-__all__ = ["LayerConfig", "ModelConfig", "num_layers"]
 _FAMILIES = (LLAMA, GEMMA, DEEPSEEK, QWEN3_NEXT, KIMI_LINEAR, GPT_OSS)
 _OF_KIND: dict[str, Family] = {kind: family for family in _FAMILIES for kind in family.defaults}
 # Relatives that cannot be served, and why.
@@ -67,7 +66,7 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    layers: tuple[Any, ...]
+    layers: tuple[LayerConfig | Any, ...]
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     qkv_bias: bool = False

@@ -140,7 +140,7 @@ class Scaled:
 
 
 def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """How many blocks a matrix has along each axis; the last ones may be smaller."""
+    """The number of blocks of a matrix along each axis; the last ones may be smaller."""
     return tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
 
 

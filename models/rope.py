@@ -143,7 +143,7 @@ class Rope:
         return self
 
     def width(self, head_dim: int) -> int:
-        """How many dimensions of a head have angles, the first ones."""
+        """The number of dimensions of a head that have angles, the first ones."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.share)
 
     @property
@@ -198,7 +198,7 @@ class Rope:
         return frequency.astype(np.float32)
 
     def _ramp(self, width: int) -> np.ndarray:
-        """How much of yarn's stretching each pair gets, from 0 to 1."""
+        """The share of yarn's stretching that each pair gets, from 0 to 1."""
 
         def pair(turns: float) -> float:
             """The pair that turns so often within the original context, as a fraction."""
