@@ -40,9 +40,9 @@ HEADS, CONTEXT = ("data", "heads"), ("heads", "context")  # the axes of meshes
 ROWS = 3
 
 
-def shard(folder: pathlib.Path, num_files: int = 3) -> None:
-    """Splits model.safetensors into several files with an index."""
-    tensors = load_file(folder / loading.SINGLE)
+def shard(folder: pathlib.Path, num_files: int = 3, tensors: dict | None = None) -> None:
+    """Splits the tensors of model.safetensors into several files with an index; `tensors` are they, if known."""
+    tensors = load_file(folder / loading.SINGLE) if tensors is None else tensors
     weight_map = {}
     for number in range(num_files):
         name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
