@@ -64,8 +64,8 @@ def load(
 
     Args:
       checkpoint: a folder with config.json, model.safetensors or its shards with their index, and perhaps
-        tokenizer.json and generation_config.json, whose eos_token_id is joined with that of config.json; or a .gguf file of a Llama,
-        Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
+        tokenizer.json and generation_config.json, whose eos_token_id is joined with that of config.json; or a .gguf
+        file of a Llama, Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
       dtype: of the weights; None for the one they are stored in, which is float32 if they are quantised. Rates of decay
         and the bias of a choice of experts are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
