@@ -47,7 +47,7 @@ _REUSED = re.compile(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.(weight|bia
 
 
 def load(
-    path: str | os.PathLike,
+    checkpoint: str | os.PathLike,
     dtype: jax.typing.DTypeLike | None = None,
     *,
     scan: bool = False,
@@ -62,9 +62,9 @@ def load(
     frequencies do, or belongs to a part that is not served: a tower, or a layer that predicts a token further on.
 
     Args:
-      path: a folder with config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json and
-        generation_config.json, whose eos_token_id is joined with that of config.json; or a .gguf file of a Llama,
-        Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
+      checkpoint: a folder with config.json, model.safetensors or its shards with their index, and perhaps
+        tokenizer.json and generation_config.json, whose eos_token_id is joined with that of config.json; or a .gguf
+        file of a Llama, Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
       dtype: of the weights; None for the one they are stored in, which is float32 if they are quantised. Rates of decay
         and the bias of a choice of experts are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
@@ -82,12 +82,12 @@ def load(
         unexpected or of the wrong shape or dtype, or the axis that cannot divide the weights. Names are compared before
         anything is built.
     """
-    path = pathlib.Path(path)
+    source = pathlib.Path(checkpoint)
     check_axes(mesh, heads, context)
-    fields = gguf_file(path).config if is_gguf(path) else read_json(path / CONFIG)
-    files = weight_files(path)
-    scales = _Scales(path, fields, files)
-    config, tokenizer = _config(path, fields, files), load_tokenizer(path)
+    fields = gguf_file(source).config if is_gguf(source) else read_json(source / CONFIG)
+    files = weight_files(source)
+    scales = _Scales(source, fields, files)
+    config, tokenizer = _config(source, fields, files), load_tokenizer(source)
     _check_mesh(config, mesh)
     dtype = _stored_dtype(files, scales) if dtype is None else dtype
     if config.tie_word_embeddings and not _is_tied(files, dtype):
