@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from .fields import read_json, read_text
@@ -129,6 +130,12 @@ def load_template(folder: str, other: pathlib.Path | None = None) -> Template | 
     else:
         text = _default(config, fields.get("chat_template"))
     return None if text is None else Template(text, _special_tokens(config, fields))
+
+
+def stop_tokens(ends: Iterable[int], tokenizer: Any, template: Template | None) -> list[int]:
+    """The tokens that end an answer: those that end a text, and the one that ends a turn."""
+    turn_end = tokenizer.token_to_id(template.end) if tokenizer and template and template.end else None
+    return [*dict.fromkeys([*ends, *([] if turn_end is None else [turn_end])])]
 
 
 def _default(config: pathlib.Path, template: Any) -> str | None:

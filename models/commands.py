@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable
@@ -138,6 +139,11 @@ def save_picture(parser: Parser, args: argparse.Namespace, plot: Callable[[pathl
             plot(args.plot)
     except (OSError, ValueError) as error:
         parser.error(f"--plot: {reason(error, args.plot)}")
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The model's name, part of all names of blocks: the last part of its checkpoint's path."""
+    return os.path.basename(os.path.abspath(args.checkpoint))
 
 
 def reason(error: Exception, path: Any = None) -> str:

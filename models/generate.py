@@ -72,11 +72,9 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
         parser.error(f"--chat: {commands.reason(error)}")
     if template is not None and template.fault is not None:
         parser.error(f"--chat: {template.fault}")
-    stop = list(args.stop or model.config.eos_token_ids)
-    if template is not None and template.end is not None and not args.stop:
-        stop += [end for end in [tokenizer.token_to_id(template.end)] if end is not None]
-    positions = session.most_positions(args, model)
-    most = args.max_length = min(positions, session.most_tokens(args, model) or positions, args.max_length or positions)
+    stop = args.stop or chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
+    session.set_length(parser, args, model)
+    most = args.max_length
     talk = chat.Chat(tokenizer, template)
     with Session(parser, args, model, _note) as answering:
         for turn, text in enumerate(_turns(parser)):

@@ -135,20 +135,20 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint, names=names))
         metrics = stack.enter_context(Metrics(registry, spec, wires=wire.feeds))
         listeners = [metrics.observe, *([wire.listener] if wire.listener else [])]
-        cache = _cache(parser, args, spec, where)
+        cache = session.make_cache(parser, args, spec, **where)
         saved = stack.enter_context(stores.saved(parser, args, cache, names, _note))
         _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
         engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
-        stop_tokens = _stop_tokens(model, tokenizer, template)
+        stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
         limits = Limits(
             max_length=min(spec.max_length, session.most_tokens(args, model) or MOST),
             samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
         )  # fmt: skip
         shown = Served(
-            args.name or os.path.basename(os.path.abspath(args.checkpoint)), tokenizer, template, stop_tokens, limits,
+            args.name or commands.model_name(args), tokenizer, template, stop_tokens, limits,
             keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
             max(map(len, tokenizer.get_vocab())) if tokenizer else None, shows_cached=not args.hide_cached_tokens,
             # The engine begins to write after a turn, and tells its state between two.
@@ -177,31 +177,12 @@ def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: 
     positions, spec = session.most_positions(args, model), None
     if args.budget is not None:
         spec = memory.fitting(parser, args, model, min(args.max_length or MOST_LENGTH, positions), where)
-    most = session.most_tokens(args, model) or MOST
-    if args.max_length is None:
-        args.max_length = min(most, positions, MOST_LENGTH)
-    elif args.max_length > min(most, positions):
-        wanted = f"at most {min(most, positions)}: the model has {positions} positions, and the cache {most} tokens"
-        parser.error(f"--max-length: got {args.max_length}, wanted {wanted}")
-    try:
-        spec = spec or kvjax.make_spec(
-            model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
-            block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
-        )  # fmt: skip
-    except ValueError as error:
-        parser.error(str(error))
+    session.set_length(parser, args, model, MOST_LENGTH)
+    spec = spec or session.make_spec(parser, args, model)
     if spec.max_length > args.max_length:  # the budget holds no row of so many tokens
         spec = memory.fitting(parser, args, model, args.max_length, where)
     session.check_memory(parser, args, model, spec)
     return spec
-
-
-def _cache(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec, where: dict[str, Any]) -> Any:
-    """An empty cache, on the devices of `session.make_mesh`."""
-    try:
-        return (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
-    except ValueError as error:
-        parser.error(f"--{error}")
 
 
 def _engine(
@@ -222,12 +203,6 @@ def _engine(
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
-
-
-def _stop_tokens(model: Any, tokenizer: Any, template: chat.Template | None) -> list[int]:
-    """The tokens that end an answer: the model's, and the one that ends a turn."""
-    end = tokenizer.token_to_id(template.end) if tokenizer and template and template.end else None
-    return [*dict.fromkeys([*model.config.eos_token_ids, *([] if end is None else [end])])]
 
 
 def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:

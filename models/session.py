@@ -125,6 +125,25 @@ def default_chunk(model: Decoder) -> int:
     return next((chunk for chunk in (512, 256) if chunk * weights <= _CHUNK_WORK), 128)
 
 
+def make_spec(parser: commands.Parser, args: argparse.Namespace, model: Decoder) -> kvjax.CacheSpec:
+    """The spec of the cache that the options size."""
+    try:
+        return kvjax.make_spec(
+            model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
+            block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def make_cache(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec, **where: Any) -> Any:
+    """An empty cache, on the devices of `make_mesh`."""
+    try:
+        return (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
+    except ValueError as error:
+        parser.error(f"--{error}")
+
+
 class Screen(Protocol):
     """A place where answers are shown as they grow."""
 
@@ -152,16 +171,13 @@ class Session:
         note: Callable[[str], None],
     ):
         self._args, self._model, self._note = args, model, note
+        spec = make_spec(parser, args, model)
         try:
-            spec = kvjax.make_spec(
-                model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
-                block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
-            )  # fmt: skip
             self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
         except ValueError as error:
             parser.error(str(error))
         check_memory(parser, args, model, spec)
-        self.cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec)
+        self.cache = make_cache(parser, args, spec)
         with contextlib.ExitStack() as stack:
             self._wires = stack.enter_context(wires.Wires(parser, args, spec, note))
             self.store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint))
@@ -238,6 +254,24 @@ def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
     """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
     full = any(layer.window is None for layer in model.layer_specs())
     return args.blocks * args.block_size if full else None
+
+
+def set_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, default: int = MOST) -> None:
+    """Sets the length of a row, if none was given, to the most that model and blocks allow; refuses a longer one.
+
+    Args:
+      parser: refuses it.
+      args: the options.
+      model: the model.
+      default: the most where no length was given.
+    """
+    positions = most_positions(args, model)
+    most = most_tokens(args, model) or MOST
+    if args.max_length is None:
+        args.max_length = min(most, positions, default)
+    elif args.max_length > min(most, positions):
+        wanted = f"at most {min(most, positions)}: the model has {positions} positions, and the cache {most} tokens"
+        parser.error(f"--max-length: got {args.max_length}, wanted {wanted}")
 
 
 def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:

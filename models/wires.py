@@ -166,7 +166,7 @@ class Wires:
         from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
 
         publisher = Publisher(
-            spec, bind=args.publish, replay=args.replay, model=_name(args), names=self._names,
+            spec, bind=args.publish, replay=args.replay, model=commands.model_name(args), names=self._names,
             curve=_server_keys() if args.curve else None,
         )  # fmt: skip
         self.feeds["publish"] = self._stack.enter_context(publisher)
@@ -177,7 +177,7 @@ class Wires:
         from kvjax.interop.agent import Agent
 
         agent = self.feeds["agent"] = self._stack.enter_context(
-            Agent(spec, port=args.agent, model=_name(args), names=self._names)
+            Agent(spec, port=args.agent, model=commands.model_name(args), names=self._names)
         )
         self._note(f"an agent listens at {agent.address}")
         self._listeners.append(agent.publish)
@@ -223,11 +223,6 @@ class _File(io.TextIOBase):
             self._note(commands.reason(error, self._path))
             with contextlib.suppress(OSError):  # what is left in the buffer
                 self._file.close()
-
-
-def _name(args: argparse.Namespace) -> str:
-    """The model's, part of all names of blocks."""
-    return os.path.basename(os.path.abspath(args.checkpoint))
 
 
 def _server_keys() -> Any:

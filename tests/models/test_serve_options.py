@@ -226,7 +226,7 @@ def test_a_budget_is_weights_steps_and_as_many_blocks_as_fit(options):
         where = session.make_mesh(parser, args)
         model, _ = session.load_model(parser, args, **where)
         spec = serve._spec(parser, args, model, where)
-        cache = serve._cache(parser, args, spec, where)
+        cache = session.make_cache(parser, args, spec, **where)
         block = memory.own_bytes(cache.pools) // (args.blocks + 1)
         taken = sum(map(memory.own_bytes, (nnx.state(model), cache.pools, cache.state)))
         taken += memory.step_bytes(args, model, spec.max_length)

@@ -153,6 +153,10 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--chat", "--checkpoint: got none, wanted the folder of a model"),
         ("--checkpoint ids --chat", "--chat: ids: wanted a checkpoint with a tokenizer.json"),
         ("--checkpoint ids --chat --prompt 1", "--chat: got a prompt too, wanted turns from standard input alone"),
+        (
+            "--checkpoint text --chat --blocks 2 --max-length 33",
+            "--max-length: got 33, wanted at most 32: the model has...",
+        ),
         ("--temperature nan", "--temperature: got 'nan', wanted a number of at least 0.0"),
         ("--top-p 2", "--top-p: got '2', wanted a number of at least 0.0 and at most 1.0"),
         ("--checkpoint ids --prompt 1 --top-p 0", "top_p: got 0.0, wanted None or a number in (0, 1]"),
