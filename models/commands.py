@@ -17,6 +17,7 @@ import jax
 import kvjax
 from kvjax._files import create
 
+INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
 EXTRAS = {
     "wires": ("msgspec and pyzmq", ("msgspec", "zmq")),
     "agent": ("grpcio, grpcio-tools and protobuf", ("grpc", "grpc_tools", "google")),

@@ -18,11 +18,9 @@ from typing import Any
 import kvjax
 
 from . import chat, commands, demo, session, stores, wires
-from .commands import number
+from .commands import INTERRUPTED, number
 from .session import MOST, SIZES, Session
 from .speech import Speech
-
-INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
 
 
 def main(arguments: list[str] | None = None) -> None:

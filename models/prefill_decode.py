@@ -22,7 +22,6 @@ import numpy as np
 import rich.console
 
 from . import commands, demo, recall
-from .generate import INTERRUPTED
 from .server_process import Answer, ServerEnded, ServerProcess
 
 DOCUMENTS, QUESTIONS, FACTS, NEW = 4, 3, 24, 8  # questions about each document; tokens of an answer
@@ -91,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ServerEnded as error:
         raise SystemExit(f"prefill_decode failed: {error}") from error
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(commands.INTERRUPTED) from None
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import numpy as np
 import rich.console
 
 from . import commands, demo, recall
-from .generate import INTERRUPTED
 from .server_process import SECONDS, Answer, ServerEnded, ServerProcess
 
 NAMES = ("one", "two")
@@ -186,7 +185,7 @@ def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: in
     except ServerEnded as error:
         raise SystemExit(f"{command} failed: {error}") from error
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(commands.INTERRUPTED) from None
     lines, reused, right = list[tuple[str, list[str]]](), list[int](), list[int]()
     for way, of_way in replies.items():
         by_server = {name: np.zeros(2, np.int64) for name in fleet.servers}
