@@ -53,12 +53,13 @@ def _byte_level(values: dict[str, Any], texts: list[str], types: list[int]) -> A
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # only text needs it
 
     name = only(values, f"{_FIELD}.pre", *_CUTS)
-    merges = [tuple(str(merge).split(" ")) for merge in listed(values, f"{_FIELD}.merges") or []]
+    merges = [str(merge).split(" ") for merge in listed(values, f"{_FIELD}.merges") or []]
     broken = next((merge for merge in merges if len(merge) != 2), None)
     if broken is not None:
         raise ValueError(f"{_FIELD}.merges: got {' '.join(broken)!r:.80}, wanted two tokens and a space between them")
     vocabulary = {text: number for number, text in enumerate(texts)}
-    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name == "llama-bpe"))
+    pairs = [(left, right) for left, right in merges]
+    made = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name == "llama-bpe"))
     cut: Any = pre_tokenizers.Digits(individual_digits=True)
     if _CUTS[name] is not None:
         cut = pre_tokenizers.Split(Regex(_CUTS[name]), "isolated")
@@ -117,11 +118,12 @@ def _add_edges(made: Any, values: dict[str, Any], texts: list[str], kind: str) -
 
     begins = kind == "llama" or values.get(f"{_FIELD}.pre") == "llama-bpe"
     edges = {
-        edge: token(values, f"{_FIELD}.{edge}_token_id", len(texts))
+        edge: number
         for edge, absent in (("bos", begins), ("eos", False))
         if values.get(f"{_FIELD}.add_{edge}_token", absent)
+        and (number := token(values, f"{_FIELD}.{edge}_token_id", len(texts))) is not None
     }
-    ids = {texts[number]: number for number in edges.values() if number is not None}
-    first, last = ([] if edges.get(edge) is None else [texts[edges[edge]]] for edge in ("bos", "eos"))
+    ids = {texts[number]: number for number in edges.values()}
+    first, last = ([texts[edges[edge]]] if edge in edges else [] for edge in ("bos", "eos"))
     if ids:
         made.post_processor = processors.TemplateProcessing([*first, "$A", *last], None, [*ids.items()])
