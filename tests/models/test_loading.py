@@ -141,7 +141,7 @@ def test_no_float32_copy_of_the_whole_is_made(tmp_path):
     tensors = loading._tensors
     tracemalloc.start()  # numpy reports its arrays to it
     try:
-        loading._tensors = lambda files: watch(tensors(files))
+        loading._tensors = lambda files, scales: watch(tensors(files, scales))
         model, _ = load(tmp_path, dtype=jnp.bfloat16)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
