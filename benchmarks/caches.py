@@ -22,12 +22,13 @@ TINY = ModelConfig("llama", 128, 32, 64, 4, (LayerConfig(2, 8),) * 2)
 CONFIGS = LLAMA, TINY  # of a run, and of a quick one
 
 
-class NoModel(Pytree):
-    """Chooses token 0, and leaves the pools as they are."""
+class NoModel(Pytree, static=("vocabulary",)):
+    """Chooses token 0, and leaves the pools as they are. Prompts are of its vocabulary."""
 
-    def __call__(self, tokens, pools, view, /, *, last):
-        del tokens, view
-        return jnp.zeros((*last.shape, 1), jnp.float32), pools
+    vocabulary: int = 1
+
+    def __call__(self, _tokens, pools, _view, /, *, last):
+        return jnp.zeros((*last.shape, self.vocabulary), jnp.float32), pools
 
 
 @jax.tree_util.Partial

@@ -126,7 +126,7 @@ def compare_routing(size: Size) -> dict[str, float]:
         block_size=block, dtype="float32",
     )  # fmt: skip
     # The price of load spreads the prompts over all replicas, so that each one gets the beginning.
-    replicas = Replicas(caches.NoModel(), spec, jax.devices()[:number], load_price=1.0)
+    replicas = Replicas(caches.NoModel(VOCABULARY), spec, jax.devices()[:number], load_price=1.0)
     half = size.length // 2
     start = rng.integers(0, VOCABULARY, half).tolist()
     count = number * (size.routed_blocks * block // half)  # as many as all caches hold, and a few push others out

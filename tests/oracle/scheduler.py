@@ -574,3 +574,16 @@ class Scheduler:
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.cache.block_size)
+
+
+def cached_tokens(
+    cache: Oracle, options: Options, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> int:
+    """The number of cached tokens found by prompts that arrive at once, with these outputs after each."""
+    limits = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
+    scheduler = Scheduler(cache, options, lambda request, at: outputs[request.slot][at - request.prompt], limits)
+    answers = scheduler.submit([Ask(prompt, max_tokens) for prompt, max_tokens in zip(prompts, limits, strict=True)])
+    assert all(status == Status.OK for status, *_ in answers)
+    while not all(request.over for request in scheduler.requests):
+        scheduler.step()
+    return sum(request.cached for request in scheduler.requests)

@@ -54,13 +54,9 @@ OF_TURNS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "k"),
-    [
-        pytest.param(name, k, marks=pytest.mark.long if (name, k) == ("num_tokens", SIZE) else pytest.mark.slow)
-        for name, k in itertools.product(OPTIONS, (1, 3, SIZE))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3, SIZE])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_turns_of_engines_and_batches_are_those_of_the_oracle(name, k):
     tally = collections.Counter()
     for num_blocks, seed in itertools.product(COUNTS, range(4)):

@@ -305,7 +305,7 @@ MISTAKES = [
         "tests/unit/serving/test_live_engine.py",
     ),
     Mistake(
-        "a late cancel ends the next request of a slot",
+        "the next request of a slot cannot be cancelled",
         "kvjax/serving/driver.py",
         "self._release(job, result.generation[slot] + 1)",
         "self._release(job, result.generation[slot])",

@@ -93,7 +93,7 @@ class FullDisk(io.StringIO):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", [PLAIN, pytest.param(TIERS, marks=pytest.mark.long)], ids=["plain", "tiers"])
+@pytest.mark.parametrize("spec", [PLAIN, pytest.param(TIERS, marks=pytest.mark.slow)], ids=["plain", "tiers"])
 def test_what_each_consumer_has_in_the_end_is_the_index(spec):
     rng, names = random.Random(2), kvjax.Namespaces()
     mirrored, nodes, kind = Mirrored(), NodeMap(spec), NodeMap(spec)

@@ -222,7 +222,7 @@ def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spe
     assert len(set(union.values())) == len(union) > len(one)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
     story, names = stories.tiers(), kvjax.Namespaces()
     hashes = block_hashes(story.recorded, names=names, model="m")

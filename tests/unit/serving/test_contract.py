@@ -466,6 +466,7 @@ def test_ctrl_c_and_an_interrupt_of_the_listener_leave_a_cache_that_goes_on(way,
     assert_goes_on(session, caught.value)
 
 
+@pytest.mark.long
 def test_the_listener_of_replicas_has_the_index_of_each_in_the_run_after_ctrl_c():
     session = WAYS["Replicas"]()
     session.then, session.has_index = press, False

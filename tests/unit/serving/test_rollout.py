@@ -56,6 +56,7 @@ def test_completions_of_prompts_with_padding_on_either_side_and_what_a_second_ca
     kvjax.check(cache.state)
 
 
+@pytest.mark.long
 def test_prompts_that_cannot_be_served_and_rows_of_others():
     """Two rows are somebody else's, so that the samples of a prompt come one after the other."""
     cache, mask = start(), IS_PROMPT.copy()

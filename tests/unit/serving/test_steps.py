@@ -210,7 +210,7 @@ def test_a_loop_whose_block_is_refused_goes_on_by_single_steps(num_blocks, writt
         assert blocks.steps == written
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_unevictable_blocks_with_host_children_are_counted_in_vain():
     decoding = unevictable(4)
     decoding.activate([1], [4] * S)

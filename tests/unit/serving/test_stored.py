@@ -125,6 +125,7 @@ def test_of_all_kinds_a_restart_finds_whole_prompts(kind, tmp_path):
         assert found == ([63 if whole else 48, 64, 80, 96] if turn else [0] * 4)
 
 
+@pytest.mark.long
 def test_generated_blocks_are_stored_too(tmp_path):
     with store_in(tmp_path) as store:
         outputs, _, _ = generate(make_cache(), [DOCUMENT], store, max_new_tokens=2 * SIZE)
