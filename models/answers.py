@@ -25,11 +25,7 @@ class Detokenizer:
     """The text of tokens, by decoding each a bounded number of times.
 
     The bytes of an unfinished character wait for the others. At most 16 tokens wait: of more, all but the last few are
-    shown as they are, since no character has more than four bytes.
-
-    Args:
-      decode: from token ids to text.
-      prompt: the tokens before.
+    shown as they are, since no character has more than four bytes. The prompt's last tokens decide on the first space.
 
     Source: text-generation-inference and vLLM, `detokenize_incrementally`.
     """
@@ -76,31 +72,21 @@ class Answer:
     """An answer's text, and as much of it as may be shown.
 
     Text that may become a stop string is held back; a stop string ends the answer and is no part of it. Stop strings
-    that are complete with the first `min_tokens` tokens are text like any other.
-
-    Args:
-      decode: from token ids to text.
-      prompt: token ids.
-      stop: strings.
-      has_starts: whether the text is made token by token, which takes more time; it is for stop strings.
-      min_tokens: a stop string has to end after the text of this many.
-
-    Attributes:
-      text: so far, with what is held back.
-      starts: for each token the index of its first character in the text, or of those that came with it.
-      stopped: whether a stop string was found.
-      num_tokens: that were added, those of the stop string included.
+    that are complete with the first `min_tokens` tokens are text like any other. With stop strings, or `has_starts`,
+    the text is made token by token, which takes more time.
     """
 
     def __init__(
         self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = (), *, has_starts: bool = True,
         min_tokens: int = 0,
     ):  # fmt: skip
-        self._min_tokens = min_tokens
-        self._words, self._stop, self._by_token = Detokenizer(decode, prompt), stop, has_starts or bool(stop)
-        self._prompt = list(prompt[-_CONTEXT:])
+        self._words, self._prompt = Detokenizer(decode, prompt), list(prompt[-_CONTEXT:])
+        self._stop, self._min_tokens, self._by_token = stop, min_tokens, has_starts or bool(stop)
         self._longest = max(map(len, stop), default=0)
-        self.text, self.starts, self.stopped, self.num_tokens = "", list[int](), False, 0
+        self.text = ""  # so far, with what is held back
+        self.starts = list[int]()  # of each token: the index of its first character, or of those that came with it
+        self.stopped = False  # whether a stop string was found
+        self.num_tokens = 0  # that were added, those of the stop string included
         self._shown = 0
 
     @property
@@ -157,53 +143,33 @@ class Answer:
 
 @dataclasses.dataclass
 class Piece:
-    """A part of an answer, as it comes.
+    """A part of an answer, as it comes."""
 
-    Attributes:
-      text: new.
-      tokens: those whose text is shown by now, and was not yet; no stop token, and nothing of a stop string.
-      before: the last tokens before them.
-      texts: of each token.
-      starts: the index of each one's first character in the answer.
-      logprobs, top_logprobs: of each; the latter is empty unless the engine notes them.
-      finish: "stop" or "length" with the last piece.
-      num_tokens: of the answer, as they are billed: all that were generated up to its end.
-    """
-
-    text: str
-    tokens: list[int]
-    before: list[int]
-    texts: list[str]
-    starts: list[int]
+    text: str  # new
+    tokens: list[int]  # whose text is shown by now, and was not yet; no stop token, and nothing of a stop string
+    before: list[int]  # the last tokens before them
+    texts: list[str]  # of each token
+    starts: list[int]  # of each token: the index of its first character in the answer
     logprobs: list[float]
-    top_logprobs: list[dict[int, float]]
-    finish: str | None
-    num_tokens: int
+    top_logprobs: list[dict[int, float]]  # empty unless the engine notes them
+    finish: str | None  # "stop" or "length" with the last piece
+    num_tokens: int  # of the answer, as they are billed: all that were generated up to its end
 
 
 class Failed(RuntimeError):
-    """The end of a request that is neither a stop nor a length.
-
-    Attributes:
-      finish: of its output.
-    """
+    """The end of a request that is neither a stop nor a length."""
 
     def __init__(self, finish: str | None):
         super().__init__(f"the request was not served: {finish}")
-        self.finish = finish
+        self.finish = finish  # of its output
 
 
 async def pieces(
     handle: Handle, answer: Answer, stop_tokens: Collection[int], *, listens: bool, has_top: bool
 ) -> AsyncGenerator[Piece]:
-    """An answer as it comes; a stop string cancels the request.
+    """An answer as it comes; a stop string cancels the request, and stop tokens have no text.
 
-    Args:
-      handle: of the request.
-      answer: empty.
-      stop_tokens: which end an answer, and have no text.
-      listens: whether the engine is to make few tokens at a time.
-      has_top: whether the engine notes the likeliest tokens.
+    With `listens` the engine is to make few tokens at a time; `has_top` says that it notes the likeliest tokens.
 
     Raises:
       EngineError: if the engine has failed the request.

@@ -31,14 +31,9 @@ class Usage:
 
 
 class Form:
-    """The JSON of responses to one request.
+    """The JSON of responses to one request; `decode` gives the text of special tokens too.
 
-    Args:
-      model: its name.
-      is_chat: which of the two APIs.
-      wish: the request.
-      decode: from token ids to text, special tokens included.
-      shows_cached: whether the usage says how many tokens of the prompts were cached.
+    The usage says how many tokens of the prompts were cached if it `shows_cached`.
     """
 
     def __init__(self, model: str, wish: Wish, decode: Decode, *, is_chat: bool, shows_cached: bool = True):
@@ -63,19 +58,21 @@ class Form:
             found.append(self._choice(index, shown if self._is_chat else {"text": text}, pieces, finish))
         return self._body("", found, usage=usage.body(shows_cached=self._shows_cached))
 
-    def first(self, index: int) -> dict[str, Any]:
-        """The event that begins a choice of a chat."""
-        choice = self._choice(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
-        return self._body(".chunk", [choice], **self._usage_of_chunks)
+    def first(self, size: int) -> list[dict[str, Any]]:
+        """The events that begin a stream of so many choices: in a chat one for each."""
+        shown = {"delta": {"role": "assistant", "content": ""}}
+        choices = [self._choice(index, shown, [], None) for index in range(size if self._is_chat else 0)]
+        return [self._body(".chunk", [choice], **self._usage_of_chunks) for choice in choices]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The event of a piece."""
         shown = {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
         return self._body(".chunk", [self._choice(index, shown, [piece], piece.finish)], **self._usage_of_chunks)
 
-    def last(self, usage: Usage) -> dict[str, Any]:
-        """The event of the usage."""
-        return self._body(".chunk", [], usage=usage.body(shows_cached=self._shows_cached))
+    def last(self, usage: Usage) -> list[dict[str, Any]]:
+        """The event of the usage, if it is wanted."""
+        body = usage.body(shows_cached=self._shows_cached)
+        return [self._body(".chunk", [], usage=body)] if self._usage_of_chunks else []
 
     def _choice(self, index: int, shown: dict[str, Any], pieces: list[Piece], finish: str | None) -> dict[str, Any]:
         logprobs = None if self._most is None or not pieces else self._logprobs(pieces)

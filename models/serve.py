@@ -46,7 +46,10 @@ def main(arguments: list[str] | None = None) -> None:
         contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening,
         served(parser, args) as server,
     ):  # fmt: skip
-        _run(args, server, listening, signals)
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        address = f"http://{host}:{listening.getsockname()[1]}/v1"
+        signals.server = http_server(args, server, lambda: _note(f"serving at {address}"))
+        signals.server.run(sockets=[listening])
 
 
 def make_parser() -> commands.Parser:
@@ -74,6 +77,7 @@ def make_parser() -> commands.Parser:
         ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
         ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
         ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
+        ("--grace", 0, 5, "seconds that open answers have when the server ends"),
     )
     for option, least, default, what in limits:
         parser.add_argument(
@@ -84,13 +88,6 @@ def make_parser() -> commands.Parser:
     parser.add_argument("--max-bodies", metavar="SIZE", type=commands.size, default=64 << 20, help=bodies)
     hosts = "names that a request's Host may have (those of a loopback address: localhost and it; else any)"
     parser.add_argument("--allowed-hosts", metavar="HOST", nargs="+", help=hosts)
-    parser.add_argument(
-        "--grace",
-        metavar="SECONDS",
-        type=number(int, 0, MOST),
-        default=5,
-        help="for open answers (default: %(default)s)",
-    )
     session.add_mesh(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
@@ -148,9 +145,9 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
         )  # fmt: skip
         shown = Served(
-            args.name or commands.model_name(args), tokenizer, template, stop_tokens, limits,
-            keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
-            max(map(len, tokenizer.get_vocab())) if tokenizer else None, shows_cached=not args.hide_cached_tokens,
+            args.name or commands.model_name(args), tokenizer, max(map(len, tokenizer.get_vocab())) if tokenizer else 0,
+            template, stop_tokens, limits, keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+            shows_cached=not args.hide_cached_tokens,
             # The engine begins to write after a turn, and tells its state between two.
             before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
         )  # fmt: skip
@@ -218,13 +215,9 @@ def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
 
 
 class _Signals:
-    """SIGTERM, SIGHUP and Ctrl-C from the command's start to its end; another Ctrl-C interrupts the end.
+    """SIGTERM, SIGHUP and Ctrl-C from the command's start to its end; another Ctrl-C interrupts the end."""
 
-    Attributes:
-      server: which ends by itself; None: there is none yet.
-    """
-
-    server: Any = None
+    server: Any = None  # which ends by itself; None: there is none yet
 
     def __enter__(self) -> _Signals:
         self._before = {one: signal.signal(one, self._end) for one in (signal.SIGINT, signal.SIGTERM)}
@@ -247,14 +240,6 @@ def _end_with_input() -> None:
     while os.read(sys.stdin.fileno(), 1 << 12):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _run(args: argparse.Namespace, server: Server, listening: socket.socket, signals: _Signals) -> None:
-    """Answers requests until a signal comes."""
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    address = f"http://{host}:{listening.getsockname()[1]}/v1"
-    signals.server = http_server(args, server, lambda: _note(f"serving at {address}"))
-    signals.server.run(sockets=[listening])
 
 
 def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:
