@@ -22,13 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Replica:
-    """A `ServerProcess` in an actor of Ray's, on any machine of the cluster.
-
-    Args:
-      options: more options of `models.serve`.
-      gpus: of the server.
-      variables: more variables of its environment.
-    """
+    """A `ServerProcess`, of the same arguments, in an actor of Ray's with some GPUs, on any machine of the cluster."""
 
     def __init__(self, *options: str, gpus: float = 0.0, **variables: str):
         import ray  # pyright: ignore[reportMissingImports]
@@ -77,11 +71,7 @@ def _address(text: str) -> ipaddress.IPv4Address:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help.
-
-    Raises:
-      SystemExit: if the demo failed.
-    """
+    """Runs the command line; see --help."""
     parser = commands.Parser("fleet", __doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     option = parser.add_argument

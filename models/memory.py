@@ -42,14 +42,9 @@ def step_bytes(args: argparse.Namespace, model: Decoder, max_length: int) -> int
 def fitting(
     parser: commands.Parser, args: argparse.Namespace, model: Decoder, max_length: int, where: dict[str, Any]
 ) -> kvjax.CacheSpec:
-    """The spec of the largest cache that `--budget` holds beside weights and steps; sets the number of blocks.
+    """The spec of the largest cache that `--budget` holds with weights and steps; sets the number of blocks.
 
-    Args:
-      parser: refuses a budget that is too small.
-      args: the options.
-      model: the model.
-      max_length: tokens of a row.
-      where: the mesh, if any, with its axes.
+    A row has `max_length` tokens. `where` has the mesh, if any, and its axes.
     """
     weights, steps = own_bytes(nnx.state(model)), step_bytes(args, model, max_length)
     try:

@@ -30,17 +30,11 @@ Choice = Callable[[list[int], Collection[str]], str]  # of a server: by a prompt
 
 
 class Reply(NamedTuple):
-    """The answer to a prompt.
+    """The answer to a prompt."""
 
-    Attributes:
-      server: its name.
-      answer: of the server.
-      is_mirrored: whether the server found as many whole blocks as its mirror had.
-    """
-
-    server: str
+    server: str  # its name
     answer: Answer
-    is_mirrored: bool
+    is_mirrored: bool  # whether the server found as many whole blocks as its mirror had
 
 
 class Fleet:
@@ -49,15 +43,13 @@ class Fleet:
     Args:
       servers: {name: a `ServerProcess`, or its like on another machine}.
       curve: the keys by which events are read; None: they are in clear.
-
-    Attributes:
-      router: has a mirror of each server's cache.
     """
 
     def __init__(self, servers: Mapping[str, Any], curve: Any = None):
         from .prefix_router import Router
 
-        self.servers, self.router, self._curve = servers, Router({}), curve
+        self.servers, self._curve = servers, curve
+        self.router = Router({})  # with a mirror of each server's cache
         self._threads, self._starts = ThreadPoolExecutor(len(servers)), dict[str, Future[None]]()
         self._choosing = threading.Lock()
         self._turns = {name: threading.Lock() for name in servers}  # a server gets one prompt at a time
@@ -93,11 +85,8 @@ class Fleet:
     ) -> list[Reply]:
         """Puts each prompt to a server; one that ends leaves its prompt to the others.
 
-        Args:
-          prompts: token ids.
-          choose: the server of a prompt, not one that is down.
-          salt: of the prompts, which find nothing that was cached under another one.
-          at_once: prompts at a time; None: as many as there are servers.
+        The prompts find nothing that was cached under another salt. As many are answered at a time as `at_once` says;
+        None: as there are servers.
 
         Raises:
           ServerEnded: if several servers ended over the same prompt, or none is up.
@@ -187,16 +176,16 @@ def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: in
     except KeyboardInterrupt:
         raise SystemExit(commands.INTERRUPTED) from None
     lines, reused, right = list[tuple[str, list[str]]](), list[int](), list[int]()
+    num_prompted = sum(map(len, prompts))
     for way, of_way in replies.items():
         by_server = {name: np.zeros(2, np.int64) for name in fleet.servers}
         for prompt, (name, answer, _) in zip(prompts, of_way, strict=True):
             by_server[name] += answer.num_cached, len(prompt)
-        num_reused, num_prompted = np.sum([*by_server.values()], axis=0).tolist()
-        reused.append(num_reused)
+        reused.append(sum(reply.answer.num_cached for reply in of_way))
         words = [recall.encode(reply.answer.text)[0] for reply in of_way]
         right.append(sum(word == wanted for word, (_, wanted) in zip(words, pairs, strict=True)))
         parts = [f"{cached:,} of {prompted:,}" for cached, prompted in by_server.values()]
-        counts = [f"{count:,}" for count in (num_prompted, num_reused, num_prompted - num_reused)]
+        counts = [f"{count:,}" for count in (num_prompted, reused[-1], num_prompted - reused[-1])]
         lines.append((way, [*counts, *parts, f"{right[-1]} of {len(pairs)}"]))
     heads = ("prompted", "reused", "computed", *(f"reused by {name}" for name in fleet.servers), "right")
     console = rich.console.Console(width=120, highlight=False)
@@ -208,11 +197,7 @@ def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: in
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help.
-
-    Raises:
-      SystemExit: if the demo failed.
-    """
+    """Runs the command line; see --help."""
     parser = commands.Parser("router", __doc__)
     parser.add_argument("--quick", action="store_true", help="few questions: a test of the demo")
     commands.add_compile_cache(parser)

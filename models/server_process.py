@@ -29,23 +29,16 @@ class ServerEnded(ConnectionError):
 
 
 class Answer(NamedTuple):
-    """The answer of a server.
-
-    Attributes:
-      text: the generated text.
-      num_cached: tokens of the prompt that were cached.
-    """
+    """The answer of a server."""
 
     text: str
-    num_cached: int
+    num_cached: int  # tokens of the prompt that were cached
 
 
 class ServerProcess:
     """A server with a key of its own, at a port that it chooses; the end of this process ends it too.
 
-    Args:
-      options: more options of `models.serve`.
-      variables: more variables of its environment.
+    It has more options of `models.serve`, and more variables of its environment.
     """
 
     def __init__(self, *options: str, **variables: str):

@@ -7,16 +7,10 @@ from typing import Any
 
 
 class Speech:
-    """The text that a model adds to a prompt, with the space that belongs between them.
-
-    Args:
-      tokenizer: a `tokenizers.Tokenizer`; None: the text is the token ids.
-      prompt: token ids.
-    """
+    """The text that a model adds to a prompt, with the space between them; without a tokenizer it is the token ids."""
 
     def __init__(self, tokenizer: Any, prompt: list[int]):
-        self._tokenizer, self._prompt = tokenizer, prompt
-        self._shown = ""
+        self._tokenizer, self._prompt, self._shown = tokenizer, prompt, ""
 
     def text(self, tokens: list[int]) -> str:
         """The text of all tokens."""

@@ -50,13 +50,7 @@ def compiled(text: str) -> jinja2.Template:
     return environment.from_string(text)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """Jinja's own filter escapes HTML; the arguments have the order of transformers' filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -76,12 +76,7 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
 
 
 class Wires:
-    """The wires that the options opened; the end of a `with` closes them.
-
-    Attributes:
-      listener: of the generation; None if nobody listens.
-      feeds: those with a queue, by their options' names.
-    """
+    """The wires that the options opened; the end of a `with` closes them."""
 
     def __init__(
         self,
@@ -92,13 +87,12 @@ class Wires:
         names: kvjax.Namespaces | None = None,
     ):
         """Opens them, or refuses an option; `note` gets their addresses. Blocks of other namespaces are not sent."""
-        self._names = names
-        self._listeners: list[Callable[[Any], object]] = []
-        self._watchers: list[Callable[[Any], object]] = []
-        self._setters: list[Callable[[Any], object]] = []
-        self.feeds: dict[str, Any] = {}
+        self._names, self._note = names, note
+        self._listeners: list[Callable[[Any], object]] = []  # of events
+        self._watchers: list[Callable[[Any], object]] = []  # of a `Progress`
+        self._setters: list[Callable[[Any], object]] = []  # of the state
+        self.feeds: dict[str, Any] = {}  # the wires with a queue, by their options' names
         self._files: list[_File] = []
-        self._note = note
         openers = {
             "events": self._log, "trace": self._trace, "publish": self._publish, "agent": self._serve,
             "metrics": self._export,
@@ -115,14 +109,14 @@ class Wires:
                         message = f"--{option}: {message.split(': ', 1)[-1]}"
                     parser.error(message)
             self._stack = self._stack.pop_all()
+        # Of the generation; None: nobody listens.
         self.listener = together(spec, *self._listeners) if self._listeners else None
 
     def see(self, progress: Any) -> None:
         """To be called with each `Progress`, as it comes."""
         for watcher in self._watchers:
             watcher(progress)
-        if self._setters:
-            self.set(progress.cache.state)
+        self.set(progress.cache.state)
 
     def set(self, state: kvjax.CacheState) -> None:
         """Tells the wires how the cache stands."""
