@@ -12,6 +12,7 @@ from typing import Any
 
 from kvjax.serving import Handle, Output
 
+REFUSED = ("row_full", "no_blocks")  # the ends of requests that the cache cannot hold
 PERIOD = 0.02  # seconds from one piece of an answer to the next: nobody reads faster
 _CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -203,6 +204,6 @@ async def pieces(
 def _finish(output: Output) -> str:
     if output.finish in ("length", "stop"):
         return output.finish
-    if output.finish in ("row_full", "no_blocks") and output.tokens:
+    if output.finish in REFUSED and output.tokens:
         return "length"  # of what the cache holds
     raise Failed(output.finish)

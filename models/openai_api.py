@@ -227,16 +227,14 @@ def _salt(fields: Fields) -> str | None:
 
 
 def _includes_usage(fields: Fields) -> bool:
-    options = fields.get("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict) or not fields.flag("stream"):
-        raise refuse("stream_options", options, "an object, and only with stream")
+    name, streams = "stream_options", fields.flag("stream")
+    wanted = "an object, and only with stream"
+    options = fields.checked(name, {}, wanted, lambda value: streams and isinstance(value, dict))
     flags = ("include_usage", "include_obfuscation", "continuous_usage_stats")
     if not all(isinstance(options.get(flag), bool | None) for flag in flags):
-        raise refuse("stream_options", options, f"true or false for {', '.join(flags)}")
+        raise refuse(name, options, f"true or false for {', '.join(flags)}")
     if options.get("continuous_usage_stats"):
-        raise refuse("stream_options", options, "no continuous_usage_stats: the server sends the usage at the end")
+        raise refuse(name, options, "no continuous_usage_stats: the server sends the usage at the end")
     return bool(options.get("include_usage"))
 
 

@@ -51,30 +51,29 @@ class Form:
 
     def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         """The whole response, of the pieces of each choice."""
-        found = []
-        for index, pieces in enumerate(choices):
-            text, finish = "".join(piece.text for piece in pieces), pieces[-1].finish
-            shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            found.append(self._choice(index, shown if self._is_chat else {"text": text}, pieces, finish))
+        fields = {"role": "assistant", "refusal": None}
+        found = [self._choice(index, pieces, "message", fields) for index, pieces in enumerate(choices)]
         return self._body("", found, usage=usage.body(shows_cached=self._shows_cached))
 
     def first(self, size: int) -> list[dict[str, Any]]:
         """The events that begin a stream of so many choices: in a chat one for each."""
-        shown = {"delta": {"role": "assistant", "content": ""}}
-        choices = [self._choice(index, shown, [], None) for index in range(size if self._is_chat else 0)]
+        num_events, fields = size if self._is_chat else 0, {"role": "assistant"}
+        choices = [self._choice(index, [], "delta", fields) for index in range(num_events)]
         return [self._body(".chunk", [choice], **self._usage_of_chunks) for choice in choices]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The event of a piece."""
-        shown = {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        return self._body(".chunk", [self._choice(index, shown, [piece], piece.finish)], **self._usage_of_chunks)
+        return self._body(".chunk", [self._choice(index, [piece], "delta", {})], **self._usage_of_chunks)
 
     def last(self, usage: Usage) -> list[dict[str, Any]]:
         """The event of the usage, if it is wanted."""
         body = usage.body(shows_cached=self._shows_cached)
         return [self._body(".chunk", [], usage=body)] if self._usage_of_chunks else []
 
-    def _choice(self, index: int, shown: dict[str, Any], pieces: list[Piece], finish: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, pieces: list[Piece], part: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """A choice with the text of some pieces; in a chat the text is in an object, with some fields more."""
+        text, finish = "".join(piece.text for piece in pieces), pieces[-1].finish if pieces else None
+        shown = {part: {**fields, "content": text}} if self._is_chat else {"text": text}
         logprobs = None if self._most is None or not pieces else self._logprobs(pieces)
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}
 

@@ -156,7 +156,7 @@ class Sampler:
     def _begin(
         self, model: Model, prompts: Sequence[np.ndarray], width: int, most: int
     ) -> tuple[Cache, int, np.ndarray, np.ndarray]:
-        """A cache for so many new tokens of each prompt, the size of its groups, and their prompts in rows, masked."""
+        """A cache for `most` new tokens of each prompt, the size of groups, and their prompts at the ends of rows."""
         lengths = [one.size for one in prompts]
         if not lengths or not 1 <= min(lengths) <= max(lengths) <= width:
             raise ValueError(f"prompts: got lengths {lengths}, wanted some, of 1 to {width} tokens each")
@@ -168,7 +168,10 @@ class Sampler:
         # The size of an earlier batch's groups is taken if it serves: it is compiled.
         samples = group_size(prompts, self.max_seqs or len(prompts), self._groups.get(len(prompts)))
         self._groups[len(prompts)] = samples
-        return self._ready(model, len(prompts)), samples, *_padded(prompts[::samples], width)
+        leaders = prompts[::samples]
+        rows = np.stack([np.pad(one, (width - one.size, 0)) for one in leaders]).astype(np.int32)
+        mask = np.arange(width) >= width - np.array([[one.size] for one in leaders])
+        return self._ready(model, len(prompts)), samples, rows, mask
 
     def _ready(self, model: Model, completions: int) -> Cache:
         """The cache without old weights' blocks; made anew if there is none, or if it has too few rows."""
@@ -241,13 +244,6 @@ def group_size(prompts: Sequence[np.ndarray], most: int, usual: int | None = Non
     if usual is not None and usual <= most and largest % usual == 0:
         return usual
     return max(size for size in range(1, min(largest, most) + 1) if largest % size == 0)
-
-
-def _padded(prompts: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts at the ends of rows i32[B, width], and bool[B, width], where they are."""
-    rows = np.stack([np.pad(one, (width - one.size, 0)) for one in prompts]).astype(np.int32)
-    lengths = np.array([one.size for one in prompts])
-    return rows, np.arange(width)[None] >= width - lengths[:, None]
 
 
 def _sample(

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvjax.serving import EngineError, Handle
 
-from .answers import Answer, Failed, Piece, pieces
+from .answers import REFUSED, Answer, Failed, Piece, pieces
 from .chat import Template
 from .openai_api import ApiError, Limits, Wish
 from .openai_replies import Form, Usage
@@ -25,8 +25,6 @@ try:
     from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
-
-REFUSED = ("row_full", "no_blocks")  # by the scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +81,14 @@ class Job:
         self._leaders = [of_prompt[0] for of_prompt in handles]
         self._handles = [handle for of_prompt in handles for handle in of_prompt]
         of_answer: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
-        of_pieces: Any = {"listens": wish.streams, "has_top": served.limits.top_logprobs > 0}
+        has_top, stops = served.limits.top_logprobs > 0, frozenset(stop_tokens)
+        of_pieces: Any = {"stop_tokens": stops, "listens": wish.streams, "has_top": has_top}
         self._streams = [
-            pieces(handle, Answer(served.decode, prompt, wish.stop, **of_answer), frozenset(stop_tokens), **of_pieces)
+            pieces(handle, Answer(served.decode, prompt, wish.stop, **of_answer), **of_pieces)
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
-        self._num_tokens = [0] * self.size
-        self.usage = Usage(prompt=sum(map(len, prompts)))
+        self._num_prompted, self._num_tokens = sum(map(len, prompts)), [0] * self.size
 
     @property
     def size(self) -> int:
@@ -102,11 +100,18 @@ class Job:
         """The number of choices that are not made yet."""
         return sum(not handle.done for handle in self._handles)
 
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        cached = sum(handle.output.cached_tokens for handle in self._leaders)
+        return Usage(self._num_prompted, sum(self._num_tokens), cached)
+
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all choices, as they come, each with the choice's index."""
         async with contextlib.aclosing(self._merged() if self.size > 1 else self._only()) as found:
             async for index, piece in found:
-                self._count(index, piece)
+                self._pages.count(self._handles[index], piece, self._num_tokens[index])
+                self._num_tokens[index] = piece.num_tokens
                 if piece.finish is not None and self._served.before_end is not None:
                     await asyncio.to_thread(self._served.before_end)
                 yield index, piece
@@ -138,15 +143,6 @@ class Job:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def _count(self, index: int, piece: Piece) -> None:
-        new = piece.num_tokens - self._num_tokens[index]
-        self._pages.count_tokens(self._handles[index], new, is_first=not self._num_tokens[index])
-        self._num_tokens[index] = piece.num_tokens
-        self.usage.completion += new
-        self.usage.cached = sum(handle.output.cached_tokens for handle in self._leaders)
-        if piece.finish is not None:
-            self._pages.count_end(self._handles[index], piece.finish, piece.num_tokens)
 
     def cancel(self) -> None:
         """Ends what is not over."""

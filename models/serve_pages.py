@@ -28,7 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-from .answers import Decode
+from .answers import Decode, Piece
 
 PATIENCE = 30.0  # seconds in which an engine answers, unless something is wrong
 STALE = 0.1  # seconds for which a copy of the state will do
@@ -102,23 +102,20 @@ class Pages:
             self._recent.popleft()
         return sum(tokens for _, tokens in self._recent) / _WINDOW
 
-    def count_tokens(self, handle: Handle, tokens: int, *, is_first: bool) -> None:
-        """Counts new tokens of an answer."""
-        times = handle.times
-        self._tokens.inc(tokens)
-        self._recent.append((time.monotonic(), tokens))
-        if is_first and times.first_token is not None:
-            self._first_token.observe(times.first_token - times.queued)
-        if is_first and times.admitted is not None:
-            self._queued.observe(times.admitted - times.queued)
-
-    def count_end(self, handle: Handle, finish: str, tokens: int) -> None:
-        """Counts an answer that has ended by itself."""
+    def count(self, handle: Handle, piece: Piece, before: int) -> None:
+        """Counts a piece of an answer, which had so many tokens before; with the last piece it has ended by itself."""
         now, times = time.monotonic(), handle.times
-        self._ended.labels(finish).inc()
-        self._whole.observe(now - times.queued)
-        if tokens > 1 and times.first_token is not None:
-            self._each_token.observe((now - times.first_token) / (tokens - 1))
+        self._tokens.inc(piece.num_tokens - before)
+        self._recent.append((now, piece.num_tokens - before))
+        if not before and times.first_token is not None:
+            self._first_token.observe(times.first_token - times.queued)
+        if not before and times.admitted is not None:
+            self._queued.observe(times.admitted - times.queued)
+        if piece.finish is not None:
+            self._ended.labels(piece.finish).inc()
+            self._whole.observe(now - times.queued)
+            if piece.num_tokens > 1 and times.first_token is not None:
+                self._each_token.observe((now - times.first_token) / (piece.num_tokens - 1))
 
     async def state(self) -> CacheState:
         """A copy of the cache's metadata, not older than `STALE`; all who want one at a time get the same.

@@ -66,10 +66,7 @@ def _refuse(message: str) -> None:
 def answers(seconds: float) -> None:
     """Answers the lines of standard input: first {"template": text}, then {"values": names with values} each.
 
-    An answer is {"text": text} or {"error": reason}.
-
-    Args:
-      seconds: CPU time that a line may take; the process is killed after it.
+    An answer is {"text": text} or {"error": reason}. A line that takes more CPU time than `seconds` ends the process.
     """
     template = None
     for line in sys.stdin:
