@@ -227,7 +227,8 @@ def _salt(fields: Fields) -> str | None:
 
 
 def _includes_usage(fields: Fields) -> bool:
-    name, streams = "stream_options", fields.flag("stream")
+    name = "stream_options"
+    streams = fields.flag("stream")
     wanted = "an object, and only with stream"
     options = fields.checked(name, {}, wanted, lambda value: streams and isinstance(value, dict))
     flags = ("include_usage", "include_obfuscation", "continuous_usage_stats")

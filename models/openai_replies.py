@@ -39,7 +39,7 @@ class Form:
     def __init__(self, model: str, wish: Wish, decode: Decode, *, is_chat: bool, shows_cached: bool = True):
         self._model, self._is_chat, self._decode, self._most = model, is_chat, decode, wish.logprobs
         self._shows_cached = shows_cached
-        self._usage_of_chunks = {"usage": None} if wish.includes_usage else {}
+        self._includes_usage = wish.includes_usage
         self._id, self._created = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex, int(time.time())
 
     def _body(self, suffix: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -57,22 +57,24 @@ class Form:
 
     def first(self, size: int) -> list[dict[str, Any]]:
         """The events that begin a stream of so many choices: in a chat one for each."""
-        num_events, fields = size if self._is_chat else 0, {"role": "assistant"}
-        choices = [self._choice(index, [], "delta", fields) for index in range(num_events)]
-        return [self._body(".chunk", [choice], **self._usage_of_chunks) for choice in choices]
+        indices = range(size if self._is_chat else 0)
+        return [self._event([self._choice(index, [], "delta", {"role": "assistant"})]) for index in indices]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The event of a piece."""
-        return self._body(".chunk", [self._choice(index, [piece], "delta", {})], **self._usage_of_chunks)
+        return self._event([self._choice(index, [piece], "delta", {})])
 
     def last(self, usage: Usage) -> list[dict[str, Any]]:
         """The event of the usage, if it is wanted."""
-        body = usage.body(shows_cached=self._shows_cached)
-        return [self._body(".chunk", [], usage=body)] if self._usage_of_chunks else []
+        return [self._event([], usage.body(shows_cached=self._shows_cached))] if self._includes_usage else []
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._body(".chunk", choices, **({"usage": usage} if self._includes_usage else {}))
 
     def _choice(self, index: int, pieces: list[Piece], part: str, fields: dict[str, Any]) -> dict[str, Any]:
         """A choice with the text of some pieces; in a chat the text is in an object, with some fields more."""
-        text, finish = "".join(piece.text for piece in pieces), pieces[-1].finish if pieces else None
+        text = "".join(piece.text for piece in pieces)
+        finish = pieces[-1].finish if pieces else None
         shown = {part: {**fields, "content": text}} if self._is_chat else {"text": text}
         logprobs = None if self._most is None or not pieces else self._logprobs(pieces)
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}

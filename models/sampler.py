@@ -90,7 +90,8 @@ class Sampler:
         self.num_blocks = None if num_blocks is None else static_int("num_blocks", num_blocks, 1)
         self.max_seqs = None if max_seqs is None else static_int("max_seqs", max_seqs, 1)
         self.mesh, self.heads, self.forget, self.scheduler = mesh, heads, forget, scheduler
-        self.version, self.cache, self.programs = 0, None, None
+        self.version, self.cache = 0, None
+        self.programs: Any = None
         self._names, self._dirty, self._groups = Namespaces(), False, {}
 
     def renew(self) -> None:

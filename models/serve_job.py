@@ -81,14 +81,16 @@ class Job:
         self._leaders = [of_prompt[0] for of_prompt in handles]
         self._handles = [handle for of_prompt in handles for handle in of_prompt]
         of_answer: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
-        has_top, stops = served.limits.top_logprobs > 0, frozenset(stop_tokens)
-        of_pieces: Any = {"stop_tokens": stops, "listens": wish.streams, "has_top": has_top}
+        of_pieces: Any = {
+            "stop_tokens": frozenset(stop_tokens), "listens": wish.streams, "has_top": served.limits.top_logprobs > 0,
+        }  # fmt: skip
         self._streams = [
             pieces(handle, Answer(served.decode, prompt, wish.stop, **of_answer), **of_pieces)
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
-        self._num_prompted, self._num_tokens = sum(map(len, prompts)), [0] * self.size
+        self._num_prompted = sum(map(len, prompts))
+        self._num_tokens = [0] * self.size  # of each choice
 
     @property
     def size(self) -> int:

@@ -10,7 +10,8 @@ class Speech:
     """The text that a model adds to a prompt, with the space between them; without a tokenizer it is the token ids."""
 
     def __init__(self, tokenizer: Any, prompt: list[int]):
-        self._tokenizer, self._prompt, self._shown = tokenizer, prompt, ""
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._shown = ""
 
     def text(self, tokens: list[int]) -> str:
         """The text of all tokens."""

@@ -87,7 +87,8 @@ class Wires:
         names: kvjax.Namespaces | None = None,
     ):
         """Opens them, or refuses an option; `note` gets their addresses. Blocks of other namespaces are not sent."""
-        self._names, self._note = names, note
+        self._names = names
+        self._note = note
         self._listeners: list[Callable[[Any], object]] = []  # of events
         self._watchers: list[Callable[[Any], object]] = []  # of a `Progress`
         self._setters: list[Callable[[Any], object]] = []  # of the state
