@@ -81,7 +81,8 @@ class Answer:
         self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = (), *, has_starts: bool = True,
         min_tokens: int = 0,
     ):  # fmt: skip
-        self._words, self._prompt = Detokenizer(decode, prompt), list(prompt[-_CONTEXT:])
+        self._words = Detokenizer(decode, prompt)
+        self.prompt = list(prompt[-_CONTEXT:])  # its last tokens, which decide on the first space of the answer
         self._stop, self._min_tokens, self._by_token = stop, min_tokens, has_starts or bool(stop)
         self._longest = max(map(len, stop), default=0)
         self.text = ""  # so far, with what is held back
@@ -104,10 +105,6 @@ class Answer:
         """
         bounds = [*self.starts[part.start : part.stop + 1], len(self.text)]
         return [self.text[start:end] for start, end in itertools.pairwise(bounds)][: part.stop - part.start]
-
-    def before(self, number: int, tokens: Sequence[int]) -> list[int]:
-        """The last tokens before a token of the answer, which has these tokens: they decide on its first space."""
-        return [*self._prompt, *tokens[max(number - _CONTEXT, 0) : number]][-_CONTEXT:]
 
     def add(self, tokens: Sequence[int], *, done: bool = False) -> str:
         """Adds tokens, the last ones if `done`; returns the text that may be shown now, and was not yet."""
@@ -191,10 +188,10 @@ async def pieces(
             finish = "stop" if answer.stopped or is_stop else _finish(output) if done else None
             if text or finish:
                 part = slice(shown, len(answer.starts) if finish else answer.num_shown)
+                before = [*answer.prompt, *output.tokens[max(shown - _CONTEXT, 0) : shown]][-_CONTEXT:]
                 yield Piece(
-                    text, output.tokens[part], answer.before(shown, output.tokens), answer.texts(part),
-                    answer.starts[part], output.logprobs[part], output.top_logprobs[part], finish,
-                    answer.num_tokens + is_stop,
+                    text, output.tokens[part], before, answer.texts(part), answer.starts[part], output.logprobs[part],
+                    output.top_logprobs[part], finish, answer.num_tokens + is_stop,
                 )  # fmt: skip
                 shown = part.stop
             if finish:
