@@ -215,7 +215,8 @@ class Rope:
         """Cosine and sine at `positions i32[R, C]`, times the factor on vectors: each f32[R, C, 1, width / 2]."""
         frequencies = self.frequencies(head_dim)[None, None, None]
         angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
-        return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return (cos, sin) if self.amplitude == 1 else (cos * self.amplitude, sin * self.amplitude)
 
 
 def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS) -> Rope:

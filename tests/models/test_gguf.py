@@ -87,7 +87,7 @@ def test_scaled_frequencies_have_their_fields(tmp_path, kind):
 def test_llama_3_has_its_frequencies_as_factors(tmp_path, broken):
     from models.rope import Rope
 
-    rope = Rope(5e4, "llama3", 32.0, 1.0, 4.0, 8192)
+    rope = Rope(5e4, "llama3", 32.0, 8192, 1.0, 4.0)
     factors = Rope(5e4).frequencies(8) / rope.frequencies(8)
     if broken:
         factors[1] *= 1.5

@@ -50,15 +50,14 @@ def of(families, *rest, mark=()):
     return [pytest.param(family, *rest, marks=mark) for family in families]
 
 
-QUICK = ("llama", "gemma4", "qwen3_next")
+QUICK = ("llama", "gemma4", "qwen3_next", "qwen3_longrope")
 
 
 @pytest.mark.parametrize(
     "family",
     [
         *QUICK,
-        *OPTIONS,
-        *of([name for name in FAMILIES + OWN_FAMILIES if name not in QUICK], mark=pytest.mark.long),
+        *of([name for name in FAMILIES + OPTIONS + OWN_FAMILIES if name not in QUICK], mark=pytest.mark.long),
     ],
 )
 def test_whole_sequences(family):

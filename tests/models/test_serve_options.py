@@ -63,14 +63,27 @@ def started(monkeypatch):
         yield start
 
 
+TURNS = {
+    "What is the capital of France?": "alice is in paris . bob is in oslo . where is bob ?",
+    "And of Italy?": "where is alice ?",
+    "Which of the two is older?": "where is bob ?",
+}  # {a question of the page: one that the bundled model can answer}
+
+
 @pytest.mark.long
 def test_the_client_of_the_page_gets_an_answer(started):
-    server, *_ = started()
-    printed = list[object]()
-    names = {"print": printed.append}
-    exec(codes()[0].replace("http://127.0.0.1:8000", server.url), names)
+    server, *_ = started("--name", "smollm2")
+    code = codes()[0].replace("http://127.0.0.1:8000", server.url)
+    for of_page, known in TURNS.items():  # the bundled model has few words
+        assert of_page in code
+        code = code.replace(of_page, known)
+    printed = list[tuple]()
+    names = {"print": lambda *values: printed.append(values)}
+    exec(code, names)
     names["client"].close()
-    assert [answer.choices[0].message.content.strip() for answer in printed] == ["oslo"]
+    answers, counts = printed[::2], printed[1::2]
+    assert [answer.strip() for (answer,) in answers] == ["oslo", "paris", "oslo"]
+    assert counts[0][0] == 0 and all(0 < num_found < total for num_found, _, total, _ in counts[1:]), counts
 
 
 @pytest.mark.long
