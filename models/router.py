@@ -85,8 +85,8 @@ class Fleet:
     ) -> list[Reply]:
         """Puts each prompt to a server; one that ends leaves its prompt to the others.
 
-        The prompts find nothing that was cached under another salt. As many are answered at a time as `at_once` says;
-        None: as there are servers.
+        The prompts find nothing that was cached under another salt. `at_once` of them are answered at a time; None: as
+        many as there are servers.
 
         Raises:
           ServerEnded: if several servers ended over the same prompt, or none is up.

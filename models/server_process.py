@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 class ServerProcess:
     """A server with a key of its own, at a port that it chooses; the end of this process ends it too.
 
-    It has more options of `models.serve`, and more variables of its environment.
+    `options` are more options of `models.serve`, and `variables` more variables of its environment.
     """
 
     def __init__(self, *options: str, **variables: str):
