@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,15 @@ def check_file(path: pathlib.Path) -> None:
     """Refuses a path that has no bytes, as a folder, or would wait for somebody who writes, as a pipe."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Puts the name of a file before the message of a ValueError; too deep a nesting of fields becomes one."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_text(path: pathlib.Path) -> str:
@@ -49,6 +59,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def either(wanted: Iterable[Any]) -> str:
     """The values in words, as in 'a' or 'b'."""
     return " or ".join(repr(value) for value in wanted)
+
+
+def shortened(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, of: str = "") -> Any:
