@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -13,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from . import fp8
-from .fields import check_file, naming, read_json, shortened
+from .fields import check_file, errors_in, read_json, shortened
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -37,6 +38,7 @@ class Tensor(NamedTuple):
     read: Callable[[tuple[slice, ...]], np.ndarray]
 
 
+@dataclasses.dataclass(frozen=True)
 class Folder:
     """A folder in Hugging Face format, of which a file is read when a method asks for it.
 
@@ -44,8 +46,7 @@ class Folder:
       path: of the folder.
     """
 
-    def __init__(self, path: pathlib.Path):
-        self.path = path
+    path: pathlib.Path
 
     def file_of(self, name: str) -> pathlib.Path:
         """The file that has the fields of this name."""
@@ -68,17 +69,15 @@ class Folder:
         check_file(path)
         from tokenizers import Tokenizer  # only text needs it
 
-        try:
+        with errors_in(path, "a tokenizer", Exception):  # the library raises nothing more particular
             return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more particular
-            raise ValueError(f"{path}: not a tokenizer ({error})") from error
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by the names that a decoder alone gives them; weights of fp8 are dequantised as they are read.
 
         An index says which file has a tensor, and may leave out tensors of its files: they are taken too.
         """
-        with naming(self.path / CONFIG):
+        with errors_in(self.path / CONFIG):
             scheme = fp8.read_scheme(self.fields(CONFIG))
         weight_map = self._weight_map()
         indexed = {name for names in weight_map.values() for name in names}
@@ -97,7 +96,7 @@ class Folder:
                 tensors[name] = Tensor(tuple(part.get_shape()), part.get_dtype(), read)
         if twice:
             raise ValueError(f"{self.path}: tensors that are there twice: {shortened(twice)}")
-        with naming(self.path):
+        with errors_in(self.path):
             return tensors if scheme is None else fp8.dequantised(tensors, scheme)
 
     def _weight_map(self) -> dict[pathlib.Path, list[str]]:
@@ -125,10 +124,8 @@ class Folder:
 
 def _open(path: pathlib.Path) -> Any:
     check_file(path)
-    try:
+    with errors_in(path, "a safetensors file", SafetensorError):
         return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a safetensors file ({error})") from error
 
 
 def _own_name(name: str) -> str:

@@ -27,30 +27,28 @@ def check_file(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: pathlib.Path) -> Iterator[None]:
-    """Puts the name of a file before the message of a ValueError; too deep a nesting of fields becomes one."""
+def errors_in(path: pathlib.Path, wanted: str = "", kinds: Any = (ValueError, RecursionError)) -> Iterator[None]:
+    """Makes a ValueError of an error of these kinds, with the name of a file, and perhaps what it was wanted to be."""
     try:
         yield
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    except OSError:
+        raise
+    except kinds as error:
+        raise ValueError(f"{path}: not {wanted} ({error})" if wanted else f"{path}: {error}") from error
 
 
 def read_text(path: pathlib.Path) -> str:
     """The text of a file, without the byte order mark that it may begin with."""
     check_file(path)
-    try:
+    with errors_in(path, "UTF-8"):
         return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The fields of a file of JSON; a ValueError names the file."""
     check_file(path)
-    try:
+    with errors_in(path, "valid JSON"):
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
     return value

@@ -39,11 +39,7 @@ class Scheme(NamedTuple):
 
 
 def read_scheme(fields: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a config.json; None: the weights are not quantised.
-
-    Raises:
-      ValueError: naming the field, its value and what was wanted.
-    """
+    """The scheme of a config.json; None: the weights are not quantised. A ValueError names the field."""
     hf = fields.get(_OF)
     if hf is None:
         return None
@@ -91,11 +87,7 @@ def _block(hf: Mapping[str, Any], name: str, of: str) -> tuple[int, int]:
 
 
 def dequantised(tensors: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
-    """The tensors of a checkpoint without scales, those of fp8 as float32, dequantised as they are read.
-
-    Raises:
-      ValueError: naming a tensor that does not fit the scheme.
-    """
+    """The tensors without scales; a weight of fp8 is dequantised as it is read. A ValueError names the tensor."""
     result = {}
     for name, tensor in tensors.items():
         if name.endswith((f".{scheme.suffix}", *_LEFT_OUT)):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .checkpoint import CONFIG, TOKENIZER_CONFIG, Tensor
-from .fields import check_file, count, listed, naming, only, token
+from .fields import check_file, count, errors_in, listed, only, token
 from .gguf_tokenizer import make_tokenizer
 from .rope import Rope
 
@@ -78,15 +78,11 @@ class GgufFile:
         """
         self.path = pathlib.Path(path)
         check_file(self.path)
-        try:
+        with errors_in(self.path, "a whole GGUF file", Exception):  # whatever the library stumbles over
             reader = _Reader(path)
             self._values = {name: _value(field) for name, field in reader.fields.items()}
-        except OSError:
-            raise
-        except Exception as error:  # whatever the library stumbles over
-            raise ValueError(f"{path}: not a whole GGUF file ({error})") from error
         stored = {tensor.name: tensor for tensor in reader.tensors}
-        with naming(self.path):
+        with errors_in(self.path):
             if reader.endianess != gguf.GGUFEndian.LITTLE:
                 raise ValueError("got numbers whose first byte is the highest, wanted the lowest first")
             only(self._values, "split.count", 0, 1, absent=0)
@@ -118,7 +114,7 @@ class GgufFile:
 
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer`, None if the file has none; a ValueError says what is wrong with it."""
-        with naming(self.path):
+        with errors_in(self.path):
             return make_tokenizer(self._values)
 
 

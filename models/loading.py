@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -23,7 +24,7 @@ from safetensors.numpy import save_file
 from .checkpoint import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER, TOKENIZER_CONFIG, Folder, Tensor
 from .config import LayerConfig, ModelConfig, num_layers
 from .decoder import Decoder, scanned, unrolled
-from .fields import ids, naming, shortened
+from .fields import errors_in, ids, shortened
 from .fp8 import FLOATS, SCALED
 from .placement import check_axes, placed
 from .rope import Rope
@@ -68,6 +69,7 @@ def load(
 
     Raises:
       FileNotFoundError: a file is missing.
+      ImportError: a GGUF file needs the extra.
       ValueError: naming the file that is none, the config field that is not supported, the tensors that are missing,
         unexpected or of the wrong shape or dtype, or the axis that cannot divide the weights. Names are compared before
         anything is built.
@@ -95,13 +97,7 @@ def load(
 
 
 def open_checkpoint(path: str | os.PathLike) -> Any:
-    """A `checkpoint.Folder`, or what has its methods: a GGUF file, by its name.
-
-    Raises:
-      FileNotFoundError: if it is not there.
-      ImportError: if a package is missing that reads it (extra `gguf`).
-      ValueError: if it is a broken GGUF file, or of a model that is not supported.
-    """
+    """A `checkpoint.Folder`, or by its name a GGUF file, which has the same methods; errors as for `load`."""
     if pathlib.Path(path).suffix == ".gguf":
         from .gguf_file import GgufFile  # late: it needs the extra
 
@@ -169,13 +165,13 @@ def _config(source: Any, tensors: Mapping[str, Tensor]) -> ModelConfig:
     """
     fields, generation = source.fields(CONFIG), source.fields(GENERATION)
     fields.pop("quantization_config", None)  # the tensors are dequantised
-    with naming(source.file_of(CONFIG)):
+    with errors_in(source.file_of(CONFIG)):
         found = {int(layer[1]) for layer in map(_LAYER.match, tensors) if layer}
         wanted, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
         if wanted > len(found):
             raise ValueError(f"num_hidden_layers: got {wanted}, wanted {len(found)}: no tensor is of layer {lacks}")
         config = ModelConfig.from_hf(fields)
-    with naming(source.file_of(GENERATION)):
+    with errors_in(source.file_of(GENERATION)):
         ends = *config.eos_token_ids, *ids(generation, "eos_token_id", config.vocab_size)
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
 
@@ -228,28 +224,18 @@ def _check_tensors(
     for path, shape in parameters.items():  # a file has matrices as [outputs, inputs]
         wanted |= dict.fromkeys(_hf_parts(path, shape), shape[-2:][::-1] if path[-1] == "kernel" else shape)
     has_towers = source.fields(CONFIG)["model_type"] != config.model_type
-    both = {name: tensor for name, tensor in tensors.items() if name in wanted}
-    faults = {
-        "missing": [name for name in wanted if name not in tensors],
-        "unexpected": [
-            name for name in tensors if name not in wanted and not _is_left_out(name, tensors, config, has_towers)
-        ],
-        "of other frequencies than the config's": [
-            name
-            for name, tensor in tensors.items()
-            if name.endswith(".inv_freq") and not _has_frequencies(name, tensor, config)
-        ],
-        "of the wrong shape": [
-            f"{name} {[*tensor.shape]}, wanted {[*wanted[name]]}"
-            for name, tensor in both.items()
-            if tensor.shape != wanted[name]
-        ],
-        "of the wrong dtype": [
-            f"{name} {tensor.dtype}, wanted {', '.join(FLOATS)}"
-            for name, tensor in both.items()
-            if tensor.dtype not in (*FLOATS, SCALED)
-        ],
-    }
+    faults = collections.defaultdict(list, missing=[name for name in wanted if name not in tensors])
+    for name, tensor in tensors.items():
+        if name in wanted:
+            if tensor.shape != wanted[name]:
+                faults["of the wrong shape"].append(f"{name} {[*tensor.shape]}, wanted {[*wanted[name]]}")
+            if tensor.dtype not in (*FLOATS, SCALED):
+                faults["of the wrong dtype"].append(f"{name} {tensor.dtype}, wanted {', '.join(FLOATS)}")
+        elif name.endswith(".inv_freq"):
+            if not _has_frequencies(name, tensor, config):
+                faults["of other frequencies than the config's"].append(name)
+        elif not _is_left_out(name, tensors, config, has_towers):
+            faults["unexpected"].append(name)
     if any(faults.values()):
         text = "; ".join(f"{what}: {shortened(names)}" for what, names in faults.items() if names)
         raise ValueError(f"{source.path}: tensors {text}")
@@ -278,7 +264,7 @@ def _has_frequencies(name: str, tensor: Tensor, config: ModelConfig) -> bool:
 
 def _is_left_out(name: str, tensors: Mapping[str, Tensor], config: ModelConfig, has_towers: bool) -> bool:
     """Whether the model has a reason to leave out a tensor of its checkpoint."""
-    if name == _HEAD or name.endswith(".inv_freq"):  # a copy by `_is_tied`; `_has_frequencies` has compared them
+    if name == _HEAD:  # a copy, by `_is_tied`
         return True
     joining, layer = "mtp.fc.weight" if name.startswith("mtp.") else "", _LAYER.match(name)
     if layer is not None and int(layer[1]) < len(config.layers):
