@@ -124,9 +124,8 @@ def _reason(error: Exception, folder: str) -> str:
 
 def checkpoint_name(folder: str | os.PathLike) -> str:
     """A name that every copy of a checkpoint has, and no other checkpoint: a hash of its config and of all weights."""
-    pieces = [
-        (path, start) for path in open_checkpoint(folder).files() for start in range(0, path.stat().st_size, _PIECE)
-    ]
+    paths = open_checkpoint(folder).files()
+    pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, _PIECE)]
     whole = hashlib.blake2b(digest_size=16, person=b"kvjax-weights")
     with ThreadPoolExecutor(_THREADS) as threads:
         for (path, start), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
