@@ -14,8 +14,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from .checkpoint import TOKENIZER_CONFIG
 from .fields import read_json, read_text
-from .loading import gguf_file, is_gguf
+from .loading import open_checkpoint
 
 SECONDS = 2  # of CPU time for a template to compile, and for each text
 MOST_BYTES = 512 << 20  # of memory of its process
@@ -120,11 +121,8 @@ def load_template(folder: str, other: pathlib.Path | None = None) -> Template | 
       OSError, ValueError: if a file cannot be read, or has a value that is neither a template nor a token. An error of
         Jinja's is the template's `fault`.
     """
-    config, file = pathlib.Path(folder) / "tokenizer_config.json", pathlib.Path(folder) / "chat_template.jinja"
-    if is_gguf(folder):
-        config, fields = pathlib.Path(folder), gguf_file(folder).tokenizer_config
-    else:
-        fields = read_json(config) if config.exists() else {}
+    checkpoint, file = open_checkpoint(folder), pathlib.Path(folder, "chat_template.jinja")
+    config, fields = checkpoint.file_of(TOKENIZER_CONFIG), checkpoint.fields(TOKENIZER_CONFIG)
     if other is not None or file.exists():
         text = read_text(other or file)
     else:

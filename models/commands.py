@@ -24,7 +24,6 @@ EXTRAS = {
     "metrics": ("prometheus-client", ("prometheus_client",)),
     "stores": ("tensorstore", ("tensorstore",)),
     "fleet": ("ray, msgspec and pyzmq", ("ray", "msgspec", "zmq")),
-    "gguf": ("gguf", ("gguf",)),
     "serve": ("starlette, uvicorn and prometheus-client", ("starlette", "uvicorn", "prometheus_client")),
 }
 

@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 
 from . import commands
-from .loading import gguf_file, is_gguf, load, save
+from .loading import TOKENIZER_CONFIG, load, open_checkpoint, save
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -19,14 +19,13 @@ def main(arguments: list[str] | None = None) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, help="of the weights (default: the file's; float32 if quantised)")
     args = parser.parse_args(arguments)
-    if not is_gguf(args.file):
+    if args.file.suffix != ".gguf":
         parser.error(f"IN.gguf: got {args.file}, wanted a file with this ending")
-    commands.check_extra(parser, "gguf")
     if args.folder.exists() and not (args.folder.is_dir() and not any(args.folder.iterdir())):
         parser.error(f"OUT: {args.folder}: got something that is there, wanted an empty folder or none")
     try:
         convert(args.file, args.folder, args.dtype)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.error(commands.reason(error, args.folder))
 
 
@@ -41,7 +40,7 @@ def convert(file: pathlib.Path, folder: pathlib.Path, dtype: str | None = None) 
     model, tokenizer = load(file, dtype)
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=folder.parent) as unfinished:
         whole = pathlib.Path(unfinished, "checkpoint")
-        save(model, whole, tokenizer, gguf_file(file).tokenizer_config)
+        save(model, whole, tokenizer, open_checkpoint(file).fields(TOKENIZER_CONFIG))
         os.replace(whole, folder)
 
 

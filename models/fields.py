@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,22 +26,29 @@ def check_file(path: pathlib.Path) -> None:
         raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
 
 
+@contextlib.contextmanager
+def errors_in(path: pathlib.Path, wanted: str = "", kinds: Any = (ValueError, RecursionError)) -> Iterator[None]:
+    """Makes a ValueError of an error of these kinds, with the name of a file, and perhaps what it was wanted to be."""
+    try:
+        yield
+    except OSError:
+        raise
+    except kinds as error:
+        raise ValueError(f"{path}: not {wanted} ({error})" if wanted else f"{path}: {error}") from error
+
+
 def read_text(path: pathlib.Path) -> str:
     """The text of a file, without the byte order mark that it may begin with."""
     check_file(path)
-    try:
+    with errors_in(path, "UTF-8"):
         return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The fields of a file of JSON; a ValueError names the file."""
     check_file(path)
-    try:
+    with errors_in(path, "valid JSON"):
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
     return value
@@ -49,6 +57,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def either(wanted: Iterable[Any]) -> str:
     """The values in words, as in 'a' or 'b'."""
     return " or ".join(repr(value) for value in wanted)
+
+
+def shortened(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, of: str = "") -> Any:

@@ -8,25 +8,25 @@ quantised, so that scales of activations and of K/V are left out.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from .fields import count, listed, only
 
-DTYPE = "F8_E4M3"
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # dtypes of other weights
+DTYPE, SCALED = "F8_E4M3", "F8_E4M3 with scales"
 _OF = "quantization_config"
 _NAMES = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
 _LEFT_OUT = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheme:
+class Scheme(NamedTuple):
     """The form of a checkpoint's scales.
 
     Attributes:
@@ -37,22 +37,10 @@ class Scheme:
     suffix: str
     block: tuple[int, int] | None
 
-    def scale_name(self, name: str) -> str:
-        """The name of a weight's scales."""
-        return name.removesuffix("weight") + self.suffix
 
-    def is_scale(self, name: str) -> bool:
-        """Whether a tensor has scales, of weights or of what is not quantised here."""
-        return name.endswith((f".{self.suffix}", *_LEFT_OUT))
-
-
-def read_scheme(fields: dict[str, Any]) -> Scheme | None:
-    """The scheme of a config.json, of which it takes away the field; None: the weights are not quantised.
-
-    Raises:
-      ValueError: naming the field, its value and what was wanted.
-    """
-    hf = fields.pop(_OF, None)
+def read_scheme(fields: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a config.json; None: the weights are not quantised. A ValueError names the field."""
+    hf = fields.get(_OF)
     if hf is None:
         return None
     if not isinstance(hf, Mapping):
@@ -60,20 +48,20 @@ def read_scheme(fields: dict[str, Any]) -> Scheme | None:
     method = only(hf, "quant_method", *_NAMES, of=_OF)
     if method == "fp8":
         only(hf, "fmt", "e4m3", absent="e4m3", of=_OF)
-        blocks = [] if hf.get("weight_block_size") is None else [_block(hf, "weight_block_size", _OF)]
+        blocks = set() if hf.get("weight_block_size") is None else {_block(hf, "weight_block_size", _OF)}
     else:
         blocks = _read_groups(hf)
-    if len({*blocks}) > 1:
-        raise ValueError(f"{_OF}: got blocks of {sorted({*blocks})}, wanted one size")
-    return Scheme(_NAMES[method], blocks[0] if blocks else None)
+    if len(blocks) > 1:
+        raise ValueError(f"{_OF}: got blocks of {sorted(blocks)}, wanted one size")
+    return Scheme(_NAMES[method], next(iter(blocks), None))
 
 
-def _read_groups(hf: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _read_groups(hf: Mapping[str, Any]) -> set[tuple[int, int]]:
     """The blocks of a config of compressed-tensors; a scheme that is no fp8 of weights is refused."""
     only(hf, "format", "float-quantized", absent="float-quantized", of=_OF)
     for name in ("sparsity_config", "transform_config"):
         only(hf, name, None, {}, of=_OF)
-    groups, blocks = hf.get("config_groups"), []
+    groups, blocks = hf.get("config_groups"), set()
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"{_OF}.config_groups: got {groups!r:.80}, wanted groups of layers")
     for key, group in groups.items():
@@ -85,7 +73,7 @@ def _read_groups(hf: Mapping[str, Any]) -> list[tuple[int, int]]:
         only(weights, "type", "float", of=of)
         only(weights, "symmetric", True, absent=True, of=of)
         if only(weights, "strategy", "tensor", "channel", "block", of=of) == "block":
-            blocks.append(_block(weights, "block_structure", of))
+            blocks.add(_block(weights, "block_structure", of))
     return blocks
 
 
@@ -98,55 +86,57 @@ def _block(hf: Mapping[str, Any], name: str, of: str) -> tuple[int, int]:
     return outputs, inputs
 
 
-class Scaled:
-    """A matrix of a file, [outputs, inputs], dequantised where it is indexed.
-
-    Args:
-      path: of the file.
-      name: of the weight.
-      scales: of the weight, as a file has them.
-      scheme: of the checkpoint.
-    """
-
-    def __init__(self, path: pathlib.Path, name: str, scales: np.ndarray, scheme: Scheme):
-        self._numbers = _numbers(path, name)
-        shape = self._numbers.shape
-        if len(shape) != 2:
-            raise ValueError(f"{path}: {name}: got {DTYPE} of shape {list(shape)}, wanted a matrix")
-        blocks = {(): shape, (1,): shape, (1, 1): shape, (shape[0],): (1, shape[1]), (shape[0], 1): (1, shape[1])}
-        if scheme.block is not None:
-            blocks = {_grid(shape, scheme.block): scheme.block, **blocks}
-        if scales.shape not in blocks:
-            wanted = " or ".join(str(list(each)) for each in blocks)
-            raise ValueError(f"{path}: {scheme.scale_name(name)}: got shape {list(scales.shape)}, wanted {wanted}")
-        self._block = blocks[scales.shape]
-        self._scales = scales.astype(np.float32).reshape(_grid(shape, self._block))
-
-    def get_shape(self) -> list[int]:
-        """The shape of the matrix."""
-        return list(self._numbers.shape)
-
-    def get_dtype(self) -> str:
-        """The dtype of the parts."""
-        return "F32"
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A part f32[...] of the matrix."""
-        rows, columns = (
-            np.arange(size)[part] // block
-            for size, part, block in zip(self._numbers.shape, index, self._block, strict=True)
-        )
-        return self._numbers[index].astype(np.float32) * self._scales[rows[:, None], columns[None]]
+def dequantised(tensors: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
+    """The tensors without scales; a weight of fp8 is dequantised as it is read. A ValueError names the tensor."""
+    result = {}
+    for name, tensor in tensors.items():
+        if name.endswith((f".{scheme.suffix}", *_LEFT_OUT)):
+            continue
+        scale_name = name.removesuffix("weight") + scheme.suffix
+        scales = tensors.get(scale_name)
+        if (tensor.dtype == DTYPE) != (scales is not None):
+            got = f"got {tensor.dtype} {'without' if scales is None else 'with'} scales"
+            raise ValueError(f"{name}: {got}, wanted {DTYPE} with scales ({scale_name})")
+        if scales is not None:
+            if len(tensor.shape) != 2:
+                raise ValueError(f"{name}: got {DTYPE} of shape {[*tensor.shape]}, wanted a matrix")
+            if scales.dtype not in FLOATS:
+                raise ValueError(f"{scale_name}: got {scales.dtype}, wanted {', '.join(FLOATS)}")
+            block = _block_of(scales.shape, tensor.shape, scheme, scale_name)
+            tensor = tensor._replace(dtype=SCALED, read=functools.partial(_read_scaled, tensor, scales, block))
+        result[name] = tensor
+    return result
 
 
-def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+def _block_of(scales: tuple[int, ...], shape: tuple[int, int], scheme: Scheme, name: str) -> tuple[int, int]:
+    """The outputs and inputs of a matrix that share a scale, by the shapes of the scales and of the matrix."""
+    outputs, inputs = shape
+    blocks = {(): shape, (1,): shape, (1, 1): shape, (outputs,): (1, inputs), (outputs, 1): (1, inputs)}
+    if scheme.block is not None:
+        blocks = {_grid(shape, scheme.block): scheme.block, **blocks}
+    if scales not in blocks:
+        raise ValueError(f"{name}: got shape {[*scales]}, wanted {' or '.join(str([*each]) for each in blocks)}")
+    return blocks[scales]
+
+
+def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, ...]:
     """The number of blocks of a matrix along each axis; the last ones may be smaller."""
     return tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
 
 
-def _numbers(path: pathlib.Path, name: str) -> np.ndarray:
-    """A tensor of fp8 in a safetensors file that was opened before; its library has no such numbers for numpy."""
+def _read_scaled(numbers: Any, scales: Any, block: tuple[int, int], index: tuple[slice, ...]) -> np.ndarray:
+    """A part f32[...] of a matrix, [outputs, inputs]."""
+    rows, columns = (
+        np.arange(size)[part] // width for size, part, width in zip(numbers.shape, index, block, strict=True)
+    )
+    factors = scales.read((slice(None),) * len(scales.shape)).astype(np.float32).reshape(_grid(numbers.shape, block))
+    return numbers.read(index).astype(np.float32) * factors[rows[:, None], columns[None]]
+
+
+def read(path: pathlib.Path, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a tensor of fp8 in a safetensors file that was opened before; its library has none for numpy."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))[name]
-    return np.memmap(path, jnp.float8_e4m3fn, "r", 8 + length + header["data_offsets"][0], tuple(header["shape"]))
+    start = 8 + length + header["data_offsets"][0]
+    return np.memmap(path, jnp.float8_e4m3fn, "r", start, tuple(header["shape"]))[index]

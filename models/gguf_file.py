@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import re
@@ -11,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .fields import check_file, count, listed, only, token
+from .checkpoint import CONFIG, TOKENIZER_CONFIG, Tensor
+from .fields import check_file, count, errors_in, listed, only, token
 from .gguf_tokenizer import make_tokenizer
+from .rope import Rope
 
 try:
     import gguf
@@ -32,7 +33,7 @@ _FIELDS = {
 }  # fmt: skip
 _GEMMA_FIELDS = {
     "attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": "sliding_window_pattern",
-    "final_logit_softcapping": "final_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq",
 }  # fmt: skip
 _ROPE_FIELDS = {
     "type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings",
@@ -59,87 +60,62 @@ _GEMMA_NAMES = {
 }  # fmt: skip
 _GEMMA_27B_LAYERS = 62  # the size whose scores are scaled by another width than the heads'
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_ENDS = ("eos", "eot", "eom")  # ids of tokens that end a text, a turn, a message
-
-
-def open_gguf(path: str | os.PathLike) -> GgufFile:
-    """The file, whose header is read again only after the file has changed."""
-    check_file(pathlib.Path(path))
-    status = os.stat(path)
-    return _opened(os.fspath(path), status.st_mtime_ns, status.st_size)
 
 
 class GgufFile:
-    """A file with the names, shapes and values that a Hugging Face folder has; tensors are read as from `safe_open`.
+    """A file with the methods of a `checkpoint.Folder`, and the names, shapes and values that the folder would have.
 
     Attributes:
-      config: the fields of a config.json.
-      tokenizer_config: the fields of a tokenizer_config.json.
+      path: of the file.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str | os.PathLike):
         """Reads the header.
 
         Raises:
           OSError: if the file cannot be read.
           ValueError: if it is broken or its model is not supported; names the field or the tensor.
         """
-        try:
+        self.path = pathlib.Path(path)
+        check_file(self.path)
+        with errors_in(self.path, "a whole GGUF file", Exception):  # whatever the library stumbles over
             reader = _Reader(path)
-            values = {name: _value(field) for name, field in reader.fields.items()}
-        except OSError:
-            raise
-        except Exception as error:  # whatever the library stumbles over
-            raise ValueError(f"{path}: not a whole GGUF file ({error})") from error
-        try:
-            self._read(reader, values)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        self._path = path
-
-    def _read(self, reader: _Reader, values: dict[str, Any]) -> None:
-        if reader.endianess != gguf.GGUFEndian.LITTLE:
-            raise ValueError("got numbers whose first byte is the highest, wanted the lowest first")
-        only(values, "split.count", 0, 1, absent=0)
-        architecture = only(values, "general.architecture", *_MODEL_TYPES)
+            self._values = {name: _value(field) for name, field in reader.fields.items()}
         stored = {tensor.name: tensor for tensor in reader.tensors}
-        for name, tensor in stored.items():
-            if tensor.tensor_type.name not in _DTYPES:
-                raise ValueError(f"{name}: got {tensor.tensor_type.name}, wanted {', '.join(_DTYPES)}")
-            if not len(tensor.shape):
-                raise ValueError(f"{name}: got a tensor without axes, wanted a vector or a matrix")
-        self._values = values
-        self.config = _config(architecture, values, stored)
-        self.tokenizer_config = _tokenizer_config(values, self.config["vocab_size"])
-        self._tensors = {
-            _hf_name(name, architecture): _Tensor(name, tensor, self.config) for name, tensor in stored.items()
-        }
+        with errors_in(self.path):
+            if reader.endianess != gguf.GGUFEndian.LITTLE:
+                raise ValueError("got numbers whose first byte is the highest, wanted the lowest first")
+            only(self._values, "split.count", 0, 1, absent=0)
+            architecture = only(self._values, "general.architecture", *_MODEL_TYPES)
+            for name, tensor in stored.items():
+                if tensor.tensor_type.name not in _DTYPES:
+                    raise ValueError(f"{name}: got {tensor.tensor_type.name}, wanted {', '.join(_DTYPES)}")
+            config = _config(architecture, self._values, stored)
+            of_tokenizer = _tokenizer_config(self._values, config["vocab_size"])
+        self._fields = {CONFIG: config, TOKENIZER_CONFIG: of_tokenizer}
+        names = sorted(stored, key=lambda name: name != "token_embd.weight")  # the first one tells the dtype
+        self._tensors = {_hf_name(name, architecture): _tensor(name, stored[name], config) for name in names}
 
-    def __enter__(self) -> GgufFile:
-        return self
+    def file_of(self, name: str) -> pathlib.Path:
+        """The file itself, for the fields of any name."""
+        return self.path
 
-    def __exit__(self, *_: Any) -> None:
-        return None
+    def fields(self, name: str) -> dict[str, Any]:
+        """The fields of config.json or tokenizer_config.json; others are not there."""
+        return dict(self._fields.get(name, {}))
 
-    def keys(self) -> list[str]:
-        """Names of tensors, that of the embedding first: vectors are float32 in files of all dtypes."""
-        return sorted(self._tensors, key=lambda name: name != "model.embed_tokens.weight")
+    def files(self) -> list[pathlib.Path]:
+        """The file itself."""
+        return [self.path]
 
-    def get_slice(self, name: str) -> _Tensor:
-        """A tensor that is read where it is indexed."""
-        return self._tensors[name]
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name. Vectors are float32 in files of all dtypes."""
+        return self._tensors
 
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer`, None if the file has none; a ValueError says what is wrong with it."""
-        try:
+        with errors_in(self.path):
             return make_tokenizer(self._values)
-        except ValueError as error:
-            raise ValueError(f"{self._path}: {error}") from error
-
-
-@functools.lru_cache(maxsize=1)
-def _opened(path: str, modified: int, size: int) -> GgufFile:
-    return GgufFile(path)
 
 
 class _Reader(gguf.GGUFReader):
@@ -189,8 +165,7 @@ def _config(architecture: str, values: dict[str, Any], stored: dict[str, Any]) -
     own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     optional = _GEMMA_FIELDS if architecture == "gemma3" else {}
     scaling = {f"rope.scaling.{name}" for name in _ROPE_FIELDS}
-    readable = {*_FIELDS, *optional, *_READ_ELSEWHERE, *scaling, *({"rope.freq_base_swa"} if optional else ())}
-    for name in own.keys() - readable:
+    for name in own.keys() - {*_FIELDS, *optional, *_READ_ELSEWHERE, *scaling}:
         if own[name]:
             raise ValueError(f"{architecture}.{name}: got {own[name]!r:.80}, wanted none: it is not supported")
     for name in _FIELDS.keys() - own.keys():
@@ -202,7 +177,7 @@ def _config(architecture: str, values: dict[str, Any], stored: dict[str, Any]) -
     for name in ("attention.value_length", "rope.dimension_count"):
         only(own, name, head_dim, absent=head_dim, of=architecture)
     vocab_size = int(stored["token_embd.weight"].shape[1])
-    ends = [token(values, f"tokenizer.ggml.{name}_token_id", vocab_size) for name in _ENDS]
+    ends = [token(values, f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("eos", "eot", "eom")]
     return {
         "model_type": _MODEL_TYPES[architecture],
         **{name: own[field] for field, name in (_FIELDS | optional).items() if field in own},
@@ -212,31 +187,20 @@ def _config(architecture: str, values: dict[str, Any], stored: dict[str, Any]) -
         "attention_bias": "blk.0.attn_output.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
-        "bos_token_id": token(values, "tokenizer.ggml.bos_token_id", vocab_size),
-        "eos_token_id": [end for end in dict.fromkeys(ends) if end is not None] or None,
-        **(_gemma_fields(own, head_dim) if optional else {"rope_parameters": _rope(own, stored)}),
+        "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": [end for end in ends if end is not None] or None,
+        "rope_theta": own.get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(own, stored),
+        "query_pre_attn_scalar": hidden_size // num_heads if own["block_count"] == _GEMMA_27B_LAYERS else head_dim,
     }
 
 
-def _rope(own: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """The rope of all layers. Llama 3's is a tensor of factors, which the frequencies that are made have to have."""
-    rope = {"rope_theta": own.get("rope.freq_base", 10000.0), "rope_type": "default"}
-    rope |= {name: own[key] for field, name in _ROPE_FIELDS.items() if (key := f"rope.scaling.{field}") in own}
-    if rope["rope_type"] == "none":
-        rope["rope_type"] = "default"
+def _rope_scaling(own: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any] | None:
+    """The stretching of a rope. Llama 3's is a tensor of factors, which the frequencies that are made have to have."""
+    scaling = {name: own[key] for field, name in _ROPE_FIELDS.items() if (key := f"rope.scaling.{field}") in own}
     if "rope_freqs.weight" in stored:
-        rope |= {"rope_type": "llama3", "factor": float(np.max(stored["rope_freqs.weight"].data)), **_LLAMA3}
-    return rope
-
-
-def _gemma_fields(own: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """The ropes of both kinds of layers, and the scale of the scores."""
-    width = own["embedding_length"] // own["attention.head_count"]
-    sliding = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10000.0)}
-    return {
-        "query_pre_attn_scalar": width if own["block_count"] == _GEMMA_27B_LAYERS else head_dim,
-        "rope_parameters": {"full_attention": _rope(own, {}), "sliding_attention": sliding},
-    }
+        scaling |= {"rope_type": "llama3", "factor": float(np.max(stored["rope_freqs.weight"].data)), **_LLAMA3}
+    return None if scaling.get("rope_type", "none") == "none" else scaling
 
 
 def _tokenizer_config(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -267,44 +231,26 @@ def _hf_name(name: str, architecture: str) -> str:
     return f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}" if layer[2] in names else name
 
 
-class _Tensor:
-    """A tensor as a Hugging Face folder has it, dequantised where it is indexed."""
+def _tensor(name: str, stored: gguf.ReaderTensor, config: dict[str, Any]) -> Tensor:
+    """A tensor as a Hugging Face folder has it, dequantised as it is read."""
+    shape, kind = tuple(stored.shape[::-1].tolist()), stored.tensor_type
+    module = name.removesuffix(".weight").removesuffix(".bias")
+    is_rotated = config["model_type"] == "llama" and module.endswith((".attn_q", ".attn_k"))
+    # Gemma's norms have the factor itself, not what it differs from 1.
+    shift = np.float32(config["model_type"] == "gemma3_text" and module.endswith("norm"))
 
-    def __init__(self, name: str, stored: gguf.ReaderTensor, config: dict[str, Any]):
-        self._stored, self._order, self._shift, self._theta = stored, None, 0.0, None
-        module = name.removesuffix(".weight").removesuffix(".bias")
-        if config["model_type"] == "llama" and module.endswith((".attn_q", ".attn_k")):
-            self._order = _rotary_order(self.get_shape()[0], config["head_dim"])
-        if config["model_type"] == "gemma3_text" and module.endswith("norm"):
-            self._shift = 1.0  # norms have the factor itself, not what it differs from 1
-        if name == "rope_freqs.weight":
-            self._theta = config["rope_parameters"]["rope_theta"]
-
-    def get_shape(self) -> list[int]:
-        """The sizes of the axes."""
-        return self._stored.shape[::-1].tolist()
-
-    def get_dtype(self) -> str:
-        """The dtype's name, as safetensors have it."""
-        return _DTYPES[self._stored.tensor_type.name]
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
-        first, *others = index if isinstance(index, tuple) else (index,)
-        data, kind = self._stored.data.view(np.ndarray), self._stored.tensor_type
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        rows = index[0]
+        if is_rotated:  # the two rows of a rotated pair lie side by side
+            pairs = np.arange(shape[0]).reshape(-1, config["head_dim"] // 2, 2)
+            rows = pairs.swapaxes(1, 2).reshape(-1)[rows]
+        data = stored.data.view(np.ndarray)
         if data.ndim == 1:  # perhaps bytes of blocks of elements
-            values = gguf.dequantize(data, kind)
-            values = values[first] if self._order is None else values[self._order[first]]
+            values = gguf.dequantize(data, kind)[rows]
         else:
-            rows = data[first] if self._order is None else data[self._order[first]]
-            values = gguf.dequantize(rows, kind)[:, *others]
-        if self._theta is not None:
-            exponents = np.arange(len(data)) / len(data)
-            return (self._theta**-exponents / data)[first].astype(np.float32)
-        return values - np.float32(self._shift) if self._shift else values
+            values = gguf.dequantize(data[rows], kind)[:, *index[1:]]
+        if name == "rope_freqs.weight":  # factors on wavelengths
+            return Rope(config["rope_theta"]).frequencies(2 * len(data))[rows] / values
+        return values - shift if shift else values
 
-
-def _rotary_order(num_rows: int, head_dim: int) -> np.ndarray | None:
-    """For each row of Llama's queries or keys its row in the file, which has the two of a rotated pair side by side."""
-    if num_rows % head_dim or head_dim % 2:
-        return None  # of the wrong shape: refused by its name
-    return np.arange(num_rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    return Tensor(shape, _DTYPES[kind.name], read)

@@ -24,11 +24,10 @@ def make_tokenizer(values: dict[str, Any]) -> Any:
     if f"{_FIELD}.model" not in values:
         return None
     kind = only(values, f"{_FIELD}.model", "gpt2", "llama")
-    texts, types = _texts(values), listed(values, f"{_FIELD}.token_type") or []
-    if len(types) != len(texts):
-        raise ValueError(f"{_FIELD}.token_type: got {len(types)} types, wanted {len(texts)}, one for each token")
+    texts = _texts(values)
+    types = _of_tokens(values, "token_type", texts)
     try:
-        made = (_byte_level if kind == "gpt2" else _sentence_piece)(values, texts, types)
+        made = _byte_level(values, texts) if kind == "gpt2" else _sentence_piece(values, texts, types)
     except ValueError:
         raise
     except Exception as error:  # the library raises nothing more particular
@@ -48,7 +47,15 @@ def _texts(values: dict[str, Any]) -> list[str]:
     return texts
 
 
-def _byte_level(values: dict[str, Any], texts: list[str], types: list[int]) -> Any:
+def _of_tokens(values: dict[str, Any], name: str, texts: list[str]) -> list[Any]:
+    """The value of a field that has an entry for each token."""
+    entries = listed(values, f"{_FIELD}.{name}") or []
+    if len(entries) != len(texts):
+        raise ValueError(f"{_FIELD}.{name}: got {len(entries)} entries, wanted {len(texts)}, one for each token")
+    return entries
+
+
+def _byte_level(values: dict[str, Any], texts: list[str]) -> Any:
     """BPE over bytes that are written as letters."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # only text needs it
 
@@ -75,9 +82,7 @@ def _sentence_piece(values: dict[str, Any], texts: list[str], types: list[int]) 
     """BPE over characters, in which a pair is merged the sooner the higher its piece scores; others are bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = listed(values, f"{_FIELD}.scores") or []
-    if len(scores) != len(texts):
-        raise ValueError(f"{_FIELD}.scores: got {len(scores)} scores, wanted {len(texts)}, one for each token")
+    scores = _of_tokens(values, "scores", texts)
     unknown = token(values, f"{_FIELD}.unknown_token_id", len(texts))
     vocabulary = {text: number for number, text in enumerate(texts)}
     pieces = {text: number for number, text in enumerate(texts) if types[number] == _NORMAL}
@@ -106,10 +111,9 @@ def _add_tokens(made: Any, texts: list[str], types: list[int]) -> None:
     """Adds the tokens that are found in a text before it is cut; those for control are not shown."""
     from tokenizers import AddedToken
 
-    for special, add in ((True, made.add_special_tokens), (False, made.add_tokens)):
-        kinds = (_UNKNOWN, _CONTROL) if special else (_USER_DEFINED,)
-        added = [text for text, kind in zip(texts, types, strict=True) if kind in kinds and text]
-        add([AddedToken(text, special=special, normalized=False) for text in added])
+    kinds = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}  # whether it is special
+    added = [(text, kinds[kind]) for text, kind in zip(texts, types, strict=True) if kind in kinds and text]
+    made.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in added])
 
 
 def _add_edges(made: Any, values: dict[str, Any], texts: list[str], kind: str) -> None:
@@ -117,13 +121,11 @@ def _add_edges(made: Any, values: dict[str, Any], texts: list[str], kind: str) -
     from tokenizers import processors
 
     begins = kind == "llama" or values.get(f"{_FIELD}.pre") == "llama-bpe"
-    edges = {
-        edge: number
-        for edge, absent in (("bos", begins), ("eos", False))
-        if values.get(f"{_FIELD}.add_{edge}_token", absent)
-        and (number := token(values, f"{_FIELD}.{edge}_token_id", len(texts))) is not None
-    }
-    ids = {texts[number]: number for number in edges.values()}
-    first, last = ([texts[edges[edge]]] if edge in edges else [] for edge in ("bos", "eos"))
+    template, ids = ["$A"], {}
+    for edge, absent, position in (("bos", begins, 0), ("eos", False, 2)):
+        number = token(values, f"{_FIELD}.{edge}_token_id", len(texts))
+        if number is not None and values.get(f"{_FIELD}.add_{edge}_token", absent):
+            ids[texts[number]] = number
+            template.insert(position, texts[number])
     if ids:
-        made.post_processor = processors.TemplateProcessing([*first, "$A", *last], None, [*ids.items()])
+        made.post_processor = processors.TemplateProcessing(template, None, [*ids.items()])

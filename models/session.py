@@ -22,7 +22,7 @@ from kvjax.ledger import human, make_ledger
 from . import commands, stores, wires
 from .commands import number
 from .decoder import Decoder
-from .loading import is_gguf, load
+from .loading import load
 from .rope import rope_limit
 from .stopwatch import Stopwatch
 
@@ -101,15 +101,11 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
 
 def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[Decoder, Any]:
     """The model of a checkpoint, placed as `make_mesh` says, and its tokenizer or None; sets the size of a chunk."""
-    if is_gguf(args.checkpoint):
-        commands.check_extra(parser, "gguf", "--checkpoint")
-    elif not os.path.isdir(args.checkpoint):
-        parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
         model, tokenizer = load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
         args.chunk = args.chunk or default_chunk(model)
         return model, tokenizer
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         message = commands.reason(error)
         parser.error(f"--{message}" if message.startswith("mesh: ") else f"--checkpoint: {message}")
 

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.stores import DiskStore, check_folder, load, save
 
 from . import commands
-from .loading import CONFIG, weight_files
+from .loading import open_checkpoint
 
 DEFAULT_BYTES = 10 << 30
 READER_PATIENCE_MS = 30_000  # of a process that is there to compute little
@@ -124,8 +124,7 @@ def _reason(error: Exception, folder: str) -> str:
 
 def checkpoint_name(folder: str | os.PathLike) -> str:
     """A name that every copy of a checkpoint has, and no other checkpoint: a hash of its config and of all weights."""
-    folder = pathlib.Path(folder)
-    paths = [path for path in (folder / CONFIG, *sorted(weight_files(folder))) if path.exists()]
+    paths = open_checkpoint(folder).files()
     pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, _PIECE)]
     whole = hashlib.blake2b(digest_size=16, person=b"kvjax-weights")
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -23,7 +23,8 @@ import gguf
 import kvjax
 from models import convert, load, talk
 from models.chat import load_template
-from models.loading import load_tokenizer
+from models.loading import open_checkpoint
+from models.rope import Rope
 from tests.drive import DATA, ROOT, TIMEOUT
 from tests.models.gguf_kit import KINDS, TEMPLATE, Kind, make
 
@@ -58,14 +59,13 @@ def test_each_quantisation_is_read_as_the_library_dequantises_it(tmp_path, kind)
 
 
 def test_a_part_of_a_tensor_is_read_alone(tmp_path):
-    from models.gguf_file import open_gguf
-
-    file = open_gguf(make(None, tmp_path / "a.gguf", "llama", Kind.Q4_K, width=256, layers=1))
+    file = make(None, tmp_path / "a.gguf", "llama", Kind.Q4_K, width=256, layers=1)
+    tensors = open_checkpoint(file).tensors()
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
-        tensor = file.get_slice(name)
-        whole = tensor[:]
-        assert [*whole.shape] == tensor.get_shape()
-        np.testing.assert_array_equal(tensor[3:200:2, 70:100], whole[3:200:2, 70:100])
+        whole = tensors[name].read((slice(None), slice(None)))
+        assert whole.shape == tensors[name].shape
+        part = slice(3, 200, 2), slice(70, 100)
+        np.testing.assert_array_equal(tensors[name].read(part), whole[part])
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "none"])
@@ -75,18 +75,14 @@ def test_scaled_frequencies_have_their_fields(tmp_path, kind):
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(128)
 
-    from models.gguf_file import open_gguf
-
-    file = open_gguf(make(None, tmp_path / "a.gguf", "llama", change=scale))
-    rope = file.config["rope_parameters"]
-    assert rope["rope_type"] == {"none": "default"}.get(kind, kind)
-    assert kind == "none" or (rope["factor"], rope["original_max_position_embeddings"]) == (4.0, 128)
+    file = make(None, tmp_path / "a.gguf", "llama", change=scale)
+    rope, _ = load(file)[0].config.rotations[0]
+    original = {"original_max_position_embeddings": 128} if kind == "yarn" else {}
+    assert rope == (Rope(5e4) if kind == "none" else Rope(5e4, kind, 4.0, **original))
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_llama_3_has_its_frequencies_as_factors(tmp_path, broken):
-    from models.rope import Rope
-
     rope = Rope(5e4, "llama3", 32.0, 8192, 1.0, 4.0)
     factors = Rope(5e4).frequencies(8) / rope.frequencies(8)
     if broken:
@@ -177,7 +173,7 @@ def test_byte_level_tokenizers_and_the_template_are_those_of_the_file(tmp_path, 
     file = make(None, tmp_path / "a.gguf", "llama", tokenizer=add, change=grown(num_tokens))
     folder = tmp_path / "new"
     convert.convert(file, folder)
-    for tokenizer in (load_tokenizer(file), load_tokenizer(folder)):
+    for tokenizer in (open_checkpoint(file).tokenizer(), open_checkpoint(folder).tokenizer()):
         for text in TEXTS:
             found = tokenizer.encode(text, add_special_tokens=False)
             assert found.tokens == wanted.encode(text).tokens
@@ -234,7 +230,7 @@ def test_sentence_pieces_are_merged_by_their_scores(tmp_path, has_prefix):
     file = make(
         None, tmp_path / "a.gguf", "gemma3", tokenizer=add, change=lambda _, tensors: grown_one(tensors, len(texts))
     )
-    tokenizer = load_tokenizer(file)
+    tokenizer = open_checkpoint(file).tokenizer()
     own = {text: score for text, score, kind in zip(texts, scores, kinds, strict=True) if kind == NORMAL}
     prefix = " " if has_prefix else ""
     for text in ("hello the world", "  hello\nthere 12", "caf\u00e9 \U0001f600", "th  e"):
