@@ -70,7 +70,7 @@ class Paged:
         if isinstance(kv, int):
             return kvjax.attend(rotate(q, angles), cache, kv, self.view, **options), cache
         index = self._index(cache)
-        q, cache = kvjax.rope_write(cache, self.number, q, *kv, angles, self.view, index=index)
+        q, cache = kvjax.rope_write(cache, self.number, q, kv[0], kv[1], angles, self.view, index=index)
         return kvjax.attend(q, cache, self.number, self.view, index=index, **options), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
@@ -188,9 +188,8 @@ class LayerConfig(Mixer):
     def check(self, num_heads: int) -> LayerConfig:
         """Returns itself; ValueError if K does not divide the query heads, D is odd, or the rope does not fit."""
         if num_heads % self.kv_heads:
-            raise ValueError(
-                f"num_key_value_heads: got {self.kv_heads}, wanted a divisor of num_attention_heads={num_heads}"
-            )
+            wanted = f"a divisor of num_attention_heads={num_heads}"
+            raise ValueError(f"num_key_value_heads: got {self.kv_heads}, wanted {wanted}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, wanted an even number")
         self.rope.check(self.head_dim)

@@ -217,7 +217,7 @@ def unrolled[M: Decoder](model: M) -> M:
     return _with_layers(model, [*before, *each, *after], None)
 
 
-def _with_layers[M: Decoder](model: M, layers: Sequence[nnx.Module], run: Run | None) -> M:
+def _with_layers[M: Decoder](model: M, layers: Sequence[Layer], run: Run | None) -> M:
     """The model with these layers, as modules of its own over the same arrays."""
     model, layers = jax.tree.map(lambda x: x, (model, layers))
     model.layers, model.run = nnx.List(layers), run

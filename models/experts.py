@@ -50,9 +50,7 @@ class Router(nnx.Module):
         config, wide = self.config, jnp.float32
         logits = jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision=lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits, axis=-1) if config.softmax else jax.nn.sigmoid(logits)
-        for_choice = scores
-        if config.corrected:
-            for_choice = for_choice + self.e_score_correction_bias[...][None, None]
+        for_choice = scores + self.e_score_correction_bias[...][None, None] if config.corrected else scores
         weights = jnp.where(highest(self._in_chosen_groups(for_choice), config.per_token), scores, 0)
         if config.normalised:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -169,9 +167,8 @@ class ExpertsConfig:
         """Returns itself; ValueError if a token cannot choose so many experts or groups."""
         group = self.num_experts // self.num_groups
         if self.num_experts % self.num_groups or (self.num_groups > 1 and group < 2):
-            raise ValueError(
-                f"n_group: got {self.num_groups}, wanted a divisor of the {self.num_experts} experts, two to a group"
-            )
+            wanted = f"a divisor of the {self.num_experts} experts, two to a group"
+            raise ValueError(f"n_group: got {self.num_groups}, wanted {wanted}")
         if self.num_chosen_groups > self.num_groups:
             raise ValueError(f"topk_group: got {self.num_chosen_groups}, wanted at most n_group={self.num_groups}")
         if self.per_token > group * self.num_chosen_groups:

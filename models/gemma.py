@@ -122,9 +122,8 @@ def _layers(hf: Mapping[str, Any], num_heads: int) -> tuple[LayerConfig, ...]:
             raise ValueError(f"num_kv_shared_layers: got {num_reusing} of {len(types)} layers, {wanted}")
         reuses = owners[name]
         if shapes[reuses] != shapes[index]:
-            raise ValueError(
-                f"per_layer_config: got other K/V in layer {index} than in layer {reuses}, which it reuses"
-            )
+            got = f"other K/V in layer {index} than in layer {reuses}"
+            raise ValueError(f"per_layer_config: got {got}, which it reuses")
         layers[index] = dataclasses.replace(layers[index], reuses=reuses, keys_are_values=False)
     return tuple(layers)
 
@@ -147,9 +146,8 @@ def _options(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
     """The options that layers of a type share; older files of Gemma 3 have the ropes in three fields at the top."""
     ropes = hf.get("rope_parameters") or (_GEMMA4_ROPES if hf["model_type"] == "gemma4_text" else {})
     if not isinstance(ropes, Mapping) or not ropes.keys() <= {FULL, SLIDING}:
-        raise ValueError(
-            f"rope_parameters: got {ropes!r:.200}, wanted one set of fields for each of {FULL} and {SLIDING}"
-        )
+        wanted = f"one set of fields for each of {FULL} and {SLIDING}"
+        raise ValueError(f"rope_parameters: got {ropes!r:.200}, wanted {wanted}")
     hf = {**hf, "rope_parameters": ropes}
     if layer_type == FULL:
         return {"rope": read_rope(hf, _ROPES, FULL), "keys_are_values": flag(hf, "attention_k_eq_v")}
