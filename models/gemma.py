@@ -14,7 +14,7 @@ from typing import Any
 from .attention import FULL, SLIDING, LayerConfig
 from .family import HEADS, Family, check_fixed, read_common, read_layers, write_common
 from .fields import count, flag, number, only, read_table, write_table
-from .rope import read_rope
+from .rope import Rope, read_rope
 
 _BOTH = {
     "intermediate_size": 9216, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -72,12 +72,13 @@ def _write(config: Any) -> dict[str, Any]:
     """The fields that `_read` reads."""
     kind, layers = config.model_type, config.layers
     shapes = [write_table(layer, HEADS) for layer in layers]
+    ropes = {FULL: Rope(1e6), SLIDING: Rope(1e4), **{layer.layer_type: layer.rope for layer in layers}}
     fields: dict[str, Any] = {
         **write_common(config, {"gemma3_text": "Gemma3", "gemma4_text": "Gemma4"}[kind], activation=_ACTIVATION),
         **shapes[0],
         "layer_types": [layer.layer_type for layer in layers],
         "sliding_window": max(layer.window or 0 for layer in layers) or _DEFAULTS[kind]["sliding_window"],
-        "rope_parameters": {layer.layer_type: layer.rope.to_hf() for layer in layers},
+        "rope_parameters": {name: rope.to_hf() for name, rope in ropes.items()},
         _CAP: config.logit_soft_cap,
     }
     if kind == "gemma3_text":
@@ -130,8 +131,8 @@ def _layers(hf: Mapping[str, Any], num_heads: int) -> tuple[LayerConfig, ...]:
 
 def _layer_types(hf: Mapping[str, Any]) -> tuple[str, ...]:
     """The type of each layer; the last one of Gemma 4 has no window."""
-    pattern, last = count(hf, "sliding_window_pattern", 6), count(hf, "num_hidden_layers") - 1
-    ends_full = hf["model_type"] == "gemma4_text"
+    ends_full, last = hf["model_type"] == "gemma4_text", count(hf, "num_hidden_layers") - 1
+    pattern = 6 if ends_full else count(hf, "sliding_window_pattern", 6)
 
     def absent(index: int) -> str:
         return FULL if (index + 1) % pattern == 0 or (ends_full and index == last) else SLIDING
