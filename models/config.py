@@ -13,7 +13,7 @@ from .experts import ExpertsConfig
 from .family import Family
 from .fields import count, only
 from .gemma import GEMMA
-from .gpt_oss import GPT_OSS, ClampedConfig
+from .gpt_oss import GPT_OSS
 from .kimi_linear import KIMI_LINEAR
 from .llama import LLAMA
 from .qwen3_next import QWEN3_NEXT
@@ -87,7 +87,7 @@ class ModelConfig:
     per_layer_vocab: int = 0
     output_gate: bool = False
     sinks: bool = False
-    experts: ExpertsConfig | ClampedConfig | None = None
+    experts: ExpertsConfig | None = None
     dense: tuple[int, ...] = ()
     max_positions: int = 2048
     bos_token_id: int | None = None

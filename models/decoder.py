@@ -9,6 +9,7 @@ with R rows of C tokens in a call and E the width of the residual stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,29 +37,24 @@ class Layer(nnx.Module):
     self_attn: Any  # where the mixer has that name
 
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config, dtype)
-
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
-
-        self.config, mixer = config, config.layers[number]
+        width, mixer = config.hidden_size, config.layers[number]
+        norm = partial(RMSNorm, width, config, dtype)
+        self.config = config
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         experts = None if number in config.dense else config.experts
         self.names = mixer.name, "mlp" if experts is None else experts.name
-        setattr(self, mixer.name, mixer.module(config, dtype, rngs))
+        setattr(self, mixer.name, mixer.module(config, mixer, dtype, rngs))
         if experts is None:
             inner = config.intermediate_size * (2 if config.double_wide_mlp and mixer.reuses is not None else 1)
-            self.mlp = MLP(
-                config.hidden_size, inner, dtype, rngs, bias=config.mlp_bias, activation=config.activation
-            )  # fmt: skip
+            self.mlp = MLP(width, inner, dtype, rngs, bias=config.mlp_bias, activation=config.activation)
         else:
-            setattr(self, experts.name, experts.module(config.hidden_size, dtype, rngs))
+            setattr(self, experts.name, experts.module(width, experts, dtype, rngs))
         if config.post_norms:
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
         if config.per_layer_width:
-            self.per_layer_input_gate = linear(config.hidden_size, config.per_layer_width)
-            self.per_layer_projection = linear(config.per_layer_width, config.hidden_size)
+            linear = partial(nnx.Linear, use_bias=False, param_dtype=dtype, rngs=rngs)
+            self.per_layer_input_gate = linear(width, config.per_layer_width)
+            self.per_layer_projection = linear(config.per_layer_width, width)
             self.post_per_layer_input_norm = norm()
         if config.layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
@@ -94,20 +90,21 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, dtype=jnp.float32, scan: bool = False, rngs: nnx.Rngs):
+        width, num_layers = config.hidden_size, len(config.layers)
+        embed = partial(nnx.Embed, param_dtype=dtype, rngs=rngs)
+        linear = partial(nnx.Linear, width, use_bias=False, param_dtype=dtype, rngs=rngs)
         self.config, self.run = config, longest_run(config.layers, config.dense) if scan else None
-        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs)
-        layers = [Layer(config, number, dtype, rngs) for number in range(len(config.layers))]
+        self.embed_tokens = embed(config.vocab_size, width)
+        layers = [Layer(config, number, dtype, rngs) for number in range(num_layers)]
         self.layers = nnx.List(stacked(layers, self.run))
-        self.norm = RMSNorm(config.hidden_size, config, dtype)
+        self.norm = RMSNorm(width, config, dtype)
         if config.per_layer_width:
-            width, own = config.hidden_size, config.per_layer_width * len(config.layers)
-            self.embed_tokens_per_layer = nnx.Embed(config.per_layer_vocab, own, param_dtype=dtype, rngs=rngs)
-            self.per_layer_model_projection = nnx.Linear(width, own, use_bias=False, param_dtype=dtype, rngs=rngs)
+            own = config.per_layer_width * num_layers
+            self.embed_tokens_per_layer = embed(config.per_layer_vocab, own)
+            self.per_layer_model_projection = linear(own)
             self.per_layer_projection_norm = RMSNorm(config.per_layer_width, config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = nnx.Linear(
-                config.hidden_size, config.vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
-            )
+            self.lm_head = linear(config.vocab_size)
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
         """The layers that have a part of the cache, for `kvjax.make_spec` and `kvjax.plan`.
@@ -138,7 +135,7 @@ class Decoder(nnx.Module):
         """
 
         def mixing(number: int, turn: Turn | None) -> Mixing:
-            return Paged(view, number, self._owner(number), turn)
+            return Paged(view, number, turn)
 
         x, pools = self._stream(tokens, view.positions, mixing, pools, pools.spec.max_length)
         if last is not None:
@@ -158,7 +155,7 @@ class Decoder(nnx.Module):
         reused = {layer.reuses for layer in self.config.layers}
 
         def mixing(number: int, _: Turn | None) -> Mixing:
-            return Dense(number, self._owner(number), number in reused)
+            return Dense(number, number in reused)
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self._stream(tokens, positions, mixing, {}, tokens.shape[1])
@@ -171,11 +168,6 @@ class Decoder(nnx.Module):
             logits = jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
             cap = self.config.logit_soft_cap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-    def _owner(self, number: int) -> int:
-        """The layer whose keys and values a layer attends to."""
-        reuses = self.config.layers[number].reuses
-        return number if reuses is None else reuses
 
     def _stream(self, tokens, positions, mixing: Callable[[int, Turn | None], Mixing], cache, max_length: int):
         """The residual stream [R, C, E] after all layers, and the cache."""
@@ -202,32 +194,30 @@ class Decoder(nnx.Module):
         return [both[:, :, number] for number in range(num_layers)]
 
 
-def scanned[M: nnx.Module](model: M) -> M:
+def scanned[M: Decoder](model: M) -> M:
     """The same model with its longest run of equal layer patterns scanned; itself if no pattern repeats.
 
     It compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack. Logits are
     equal but for rounding, and `save` writes the same file. The run's weights are copied: as long as both models live,
     there are two of each.
     """
-    held: Any = model
-    run = longest_run(held.config.layers, held.config.dense)
-    if held.run is not None or run is None:
+    run = longest_run(model.config.layers, model.config.dense)
+    if model.run is not None or run is None:
         return model
-    return _with_layers(held, stacked([*held.layers], run), run)
+    return _with_layers(model, stacked([*model.layers], run), run)
 
 
-def unrolled[M: nnx.Module](model: M) -> M:
+def unrolled[M: Decoder](model: M) -> M:
     """The inverse of `scanned`: one module for each layer, named as in Hugging Face checkpoints."""
-    held: Any = model
-    run = held.run
+    run = model.run
     if run is None:
         return model
-    before, phases, after = parted(held.layers, run)
+    before, phases, after = parted(model.layers, run)
     each = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
-    return _with_layers(held, [*before, *each, *after], None)
+    return _with_layers(model, [*before, *each, *after], None)
 
 
-def _with_layers(model: Any, layers: Sequence[nnx.Module], run: Run | None) -> Any:
+def _with_layers[M: Decoder](model: M, layers: Sequence[Layer], run: Run | None) -> M:
     """The model with these layers, as modules of its own over the same arrays."""
     model, layers = jax.tree.map(lambda x: x, (model, layers))
     model.layers, model.run = nnx.List(layers), run

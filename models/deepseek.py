@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ from pallas_kernels.rotary import rotate
 
 from .attention import Mixer, Mixing
 from .experts import read_experts, write_experts
-from .family import Family, read_common, write_common
+from .family import Family, check_fixed, read_common, write_common
 from .fields import Table, count, flag, number, only, read_table, write_table
-from .norm import NormConfig, RMSNorm
+from .norm import RMSNorm
 from .rope import Angles, Rope, read_rope
 
 _V3: dict[str, Any] = {
@@ -34,7 +35,7 @@ _V3: dict[str, Any] = {
     "norm_topk_prob": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "bos_token_id": 0,
     "eos_token_id": 1, "rope_interleave": True,
 }  # fmt: skip
-_EXPERTS: Table = {
+EXPERTS: Table = {
     "moe_intermediate_size": ("width", count),
     "n_routed_experts": ("num_experts", count),
     "num_experts_per_tok": ("per_token", count),
@@ -52,74 +53,30 @@ _LATENTS: Table = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class LatentConfig(Mixer):
-    """Attention over latents.
-
-    Attributes:
-      query_rank: width between the two matrices of the queries; None: they have one.
-      rank: width of the part of a latent from which keys and values follow; all of it is values.
-      rope_dim: width of the other part, a key that all heads share and that rope rotates.
-      key_dim: width of a head's own keys, which are not rotated.
-      value_dim: width of a head's values.
-      rope: None: the shared key is not rotated either.
-      interleaved: whether the pairs that rope rotates lie side by side.
-    """
-
-    query_rank: int | None
-    rank: int
-    rope_dim: int
-    key_dim: int
-    value_dim: int
-    rope: Rope | None = None
-    interleaved: bool = False
-
-    @property
-    def scale(self) -> float:
-        """The factor on the scores."""
-        factor = 1.0 if self.rope is None else self.rope.score_factor
-        return (self.key_dim + self.rope_dim) ** -0.5 * factor
-
-    @property
-    def rotation(self) -> tuple[Rope, int] | None:
-        """The rope, and the width that it rotates."""
-        return None if self.rope is None else (self.rope, self.rope_dim)
-
-    def spec(self) -> kvjax.LayerSpec:
-        """The layer's part of the cache."""
-        return kvjax.LayerSpec.latent(self.rank + self.rope_dim, self.rank)
-
-    def module(self, config: Any, dtype, rngs: nnx.Rngs) -> LatentAttention:
-        """The module."""
-        return LatentAttention(config.hidden_size, config.num_heads, self, dtype, rngs)
-
-
 class LatentAttention(nnx.Module):
     """Attention of all heads over one latent a token."""
 
-    def __init__(self, width: int, heads: int, config: LatentConfig, dtype, rngs: nnx.Rngs):
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
-
-        self.config, self.heads = config, heads
-        queries, low = heads * (config.key_dim + config.rope_dim), NormConfig()
-        if config.query_rank is None:
+    def __init__(self, config: Any, latents: LatentConfig, dtype, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, use_bias=False, param_dtype=dtype, rngs=rngs)
+        width, heads, low = config.hidden_size, config.num_heads, dataclasses.replace(config, rms_norm_eps=1e-6)
+        queries = heads * (latents.key_dim + latents.rope_dim)
+        self.config, self.heads = latents, heads
+        if latents.query_rank is None:
             self.q_proj = linear(width, queries)
         else:
-            self.q_a_proj = linear(width, config.query_rank)
-            self.q_a_layernorm = RMSNorm(config.query_rank, low, dtype)
-            self.q_b_proj = linear(config.query_rank, queries)
-        self.kv_a_proj_with_mqa = linear(width, config.rank + config.rope_dim)
-        self.kv_a_layernorm = RMSNorm(config.rank, low, dtype)
-        self.kv_b_proj = linear(config.rank, heads * (config.key_dim + config.value_dim))
-        self.o_proj = linear(heads * config.value_dim, width)
+            self.q_a_proj = linear(width, latents.query_rank)
+            self.q_a_layernorm = RMSNorm(latents.query_rank, low, dtype)
+            self.q_b_proj = linear(latents.query_rank, queries)
+        self.kv_a_proj_with_mqa = linear(width, latents.rank + latents.rope_dim)
+        self.kv_a_layernorm = RMSNorm(latents.rank, low, dtype)
+        self.kv_b_proj = linear(latents.rank, heads * (latents.key_dim + latents.value_dim))
+        self.o_proj = linear(heads * latents.value_dim, width)
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
         """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
         config = self.config
-        to_keys, to_values = jnp.split(
-            self.kv_b_proj.kernel[...].reshape(config.rank, self.heads, -1), (config.key_dim,), axis=-1
-        )
+        kernel = self.kv_b_proj.kernel[...].reshape(config.rank, self.heads, -1)
+        to_keys, to_values = jnp.split(kernel, (config.key_dim,), axis=-1)
         q, rotated = jnp.split(self._queries(x), (config.key_dim,), axis=-1)
         absorbed = jnp.einsum("rchk,lhk->rchl", q, to_keys)
         q = jnp.concatenate([absorbed, self._rotate(rotated, angles)], axis=-1)
@@ -143,6 +100,45 @@ class LatentAttention(nnx.Module):
         return rotate(x, angles)
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentConfig(Mixer):
+    """Attention over latents.
+
+    Attributes:
+      query_rank: width between the two matrices of the queries; None: they have one.
+      rank: width of the part of a latent from which keys and values follow; all of it is values.
+      rope_dim: width of the other part, a key that all heads share and that rope rotates.
+      key_dim: width of a head's own keys, which are not rotated.
+      value_dim: width of a head's values.
+      rope: None: the shared key is not rotated either.
+      interleaved: whether the pairs that rope rotates lie side by side.
+    """
+
+    query_rank: int | None
+    rank: int
+    rope_dim: int
+    key_dim: int
+    value_dim: int
+    rope: Rope | None = None
+    interleaved: bool = False
+    module: ClassVar[type[Any]] = LatentAttention
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores."""
+        factor = 1.0 if self.rope is None else self.rope.score_factor
+        return (self.key_dim + self.rope_dim) ** -0.5 * factor
+
+    @property
+    def rotation(self) -> tuple[Rope, int] | None:
+        """The rope, and the width that it rotates."""
+        return None if self.rope is None else (self.rope, self.rope_dim)
+
+    def spec(self) -> kvjax.LayerSpec:
+        """The layer's part of the cache."""
+        return kvjax.LayerSpec.latent(self.rank + self.rope_dim, self.rank)
+
+
 def read_latents(hf: Mapping[str, Any], rope: Rope | None, interleaved: bool) -> LatentConfig:
     """The latents of a config.json with the family's defaults."""
     only(hf, "num_key_value_heads", hf.get("num_attention_heads"), absent=hf.get("num_attention_heads"))
@@ -159,17 +155,14 @@ def write_latents(latents: LatentConfig, num_heads: int) -> dict[str, Any]:
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
+    check_fixed(hf, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, partial_rotary_factor=1.0)
     only(hf, "index_topk", None)  # of an indexer, which chooses the tokens that are attended to
-    only(hf, "scoring_func", "sigmoid", absent="sigmoid")
-    only(hf, "topk_method", "noaux_tc", absent="noaux_tc")
-    only(hf, "moe_layer_freq", 1, absent=1)
-    only(hf, "partial_rotary_factor", 1.0, absent=1.0)
-    latents = read_latents(hf, read_rope(hf, ("default", "yarn")), flag(hf, "rope_interleave"))
     num_layers = count(hf, "num_hidden_layers")
+    latents = read_latents(hf, read_rope(hf, ("default", "yarn")), flag(hf, "rope_interleave"))
     return {
         **read_common(hf),
         "layers": (latents,) * num_layers,
-        "experts": read_experts(hf, _EXPERTS, "n_shared_experts", corrected=True),
+        "experts": read_experts(hf, EXPERTS, "n_shared_experts", corrected=True),
         "dense": tuple(range(min(num_layers, count(hf, "first_k_dense_replace", least=0)))),
     }
 
@@ -180,7 +173,7 @@ def _write(config: Any) -> dict[str, Any]:
     return {
         **write_common(config, "DeepseekV3"),
         **write_latents(latents, config.num_heads),
-        **write_experts(config.experts, _EXPERTS, "n_shared_experts"),
+        **write_experts(config.experts, EXPERTS, "n_shared_experts"),
         "rope_parameters": latents.rope.to_hf(),
         "rope_interleave": latents.interleaved,
         "first_k_dense_replace": len(config.dense),

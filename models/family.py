@@ -10,7 +10,6 @@ from .attention import LayerConfig
 from .fields import Table, count, flag, ids, layer_types, listed, number, only, read_table, token, write_table
 from .rope import read_rope
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
 _COMMON: Table = {
     "vocab_size": ("vocab_size", count),
     "hidden_size": ("hidden_size", count),
@@ -19,6 +18,7 @@ _COMMON: Table = {
     "rms_norm_eps": ("rms_norm_eps", number),
     "tie_word_embeddings": ("tie_word_embeddings", flag),
 }
+HEADS: Table = {"num_key_value_heads": ("kv_heads", count), "head_dim": ("head_dim", count)}
 _POSITIONS = "max_position_embeddings"
 
 
@@ -91,6 +91,19 @@ def write_common(
     }
 
 
+def check_fixed(hf: Mapping[str, Any], **wanted: Any) -> None:
+    """ValueError unless fields have the one value that the family has, or none."""
+    for name, value in wanted.items():
+        only(hf, name, value, absent=value)
+
+
+def read_layers[L](hf: Mapping[str, Any], by_type: Mapping[str, L], absent: Callable[[int], str]) -> tuple[L, ...]:
+    """The layers by the types in `layer_types`; where the config is silent, by `absent` of their numbers."""
+    num_layers, types = count(hf, "num_hidden_layers"), listed(hf, "layer_types")
+    types = [absent(number) for number in range(num_layers)] if types is None else types
+    return tuple(by_type[name] for name in layer_types(types, by_type, num_layers))
+
+
 def read_attention(hf: Mapping[str, Any], num_heads: int) -> LayerConfig:
     """The layers with attention, where all have equal heads and one rope; without a window."""
     heads = count(hf, "num_key_value_heads", num_heads), count(hf, "head_dim", count(hf, "hidden_size") // num_heads)
@@ -99,16 +112,12 @@ def read_attention(hf: Mapping[str, Any], num_heads: int) -> LayerConfig:
 
 def write_attention(layer: LayerConfig) -> dict[str, Any]:
     """The fields of a config.json that `read_attention` reads."""
-    return {
-        "num_key_value_heads": layer.kv_heads,
-        "head_dim": layer.head_dim,
-        "rope_parameters": layer.rope.to_hf(),
-    }
+    return {**write_table(layer, HEADS), "rope_parameters": layer.rope.to_hf()}
 
 
-def read_dense(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def read_dense(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """The numbers of the layers without experts: by type, the first ones, by number, or all but some at equal steps."""
-    types = listed(hf, "mlp_layer_types")
+    num_layers, types = count(hf, "num_hidden_layers"), listed(hf, "mlp_layer_types")
     if types is not None:
         types = layer_types(types, ("dense", "sparse"), num_layers, "mlp_layer_types")
         return tuple(number for number, name in enumerate(types) if name == "dense")

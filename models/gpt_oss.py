@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .experts import highest
-from .family import FULL, SLIDING, Family, read_attention, read_common, write_attention, write_common
-from .fields import Table, count, layer_types, listed, number, read_table, write_table
+from .attention import FULL, SLIDING
+from .experts import Experts, ExpertsConfig, highest, random_matrices
+from .family import Family, read_attention, read_common, read_layers, write_attention, write_common
+from .fields import Table, count, number, read_table, write_table
 
 _DEFAULTS: dict[str, dict[str, Any]] = {"gpt_oss": {
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
@@ -35,57 +36,27 @@ _EXPERTS: Table = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class ClampedConfig:
-    """The experts of a layer.
-
-    Attributes:
-      width: inner width of each expert.
-      num_experts: N.
-      per_token: how many a token chooses.
-      alpha: factor on a gate inside its sigmoid.
-      limit: bound of gates, and of what they are multiplied with.
-      name: of the mixture in a layer.
-    """
-
-    width: int
-    num_experts: int
-    per_token: int
-    alpha: float
-    limit: float
-    name: str = "mlp"
-
-    def module(self, width: int, dtype, rngs: nnx.Rngs) -> ClampedMixture:
-        """The module of a layer, for a stream of this width."""
-        return ClampedMixture(width, self, dtype, rngs)
-
-
-class ClampedExperts(nnx.Module):
+class ClampedExperts(Experts):
     """The weights of all experts, as a checkpoint has them: gate and up projections alternate by columns."""
 
     def __init__(self, width: int, config: ClampedConfig, dtype, rngs: nnx.Rngs):
         self.alpha, self.limit = config.alpha, config.limit
         experts, inner = config.num_experts, config.width
-        initial = nnx.initializers.lecun_normal(batch_axis=(0,))
-        self.gate_up_proj = nnx.Param(initial(rngs.params(), (experts, width, 2 * inner), dtype))
+        self.gate_up_proj = random_matrices(rngs, (experts, width, 2 * inner), dtype)
         self.gate_up_proj_bias = nnx.Param(jnp.zeros((experts, 2 * inner), dtype))
-        self.down_proj = nnx.Param(initial(rngs.params(), (experts, inner, width), dtype))
+        self.down_proj = random_matrices(rngs, (experts, inner, width), dtype)
         self.down_proj_bias = nnx.Param(jnp.zeros((experts, width), dtype))
 
-    def __call__(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-        """The weighted sum f32[R, C, E] of all experts' outputs, of x [R, C, E] and weights f32[R, C, N]."""
+    def _arrays(self) -> list[jax.Array]:
+        params = self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
+        return [param[...] for param in params]
 
-        def add(total, expert):
-            into, into_bias, down, down_bias, weight = expert
-            both = jnp.dot(x, into) + into_bias[None, None]
-            gate, up = jnp.minimum(both[..., ::2], self.limit), jnp.clip(both[..., 1::2], -self.limit, self.limit)
-            y = jnp.dot((up + 1) * gate * jax.nn.sigmoid(gate * self.alpha), down, preferred_element_type=jnp.float32)
-            return total + weight[..., None] * (y + down_bias[None, None].astype(jnp.float32)), None
-
-        arrays = self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
-        each = (*(array[...] for array in arrays), jnp.moveaxis(weights, -1, 0))
-        total, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), each)
-        return total
+    def _output(self, x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        into, into_bias, down, down_bias = arrays
+        both = jnp.dot(x, into) + into_bias[None, None]
+        gate, up = jnp.minimum(both[..., ::2], self.limit), jnp.clip(both[..., 1::2], -self.limit, self.limit)
+        y = jnp.dot((up + 1) * gate * jax.nn.sigmoid(gate * self.alpha), down, preferred_element_type=jnp.float32)
+        return y + down_bias[None, None].astype(jnp.float32)
 
 
 class ClampedMixture(nnx.Module):
@@ -106,6 +77,20 @@ class ClampedMixture(nnx.Module):
         return self.experts(x, weights).astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class ClampedConfig(ExpertsConfig):
+    """Experts with a bias and clamped gates.
+
+    Attributes:
+      alpha: factor on a gate inside its sigmoid.
+      limit: bound of gates, and of the values that they are multiplied with.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+    module = ClampedMixture
+
+
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
@@ -116,9 +101,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"num_experts_per_tok: got {experts.per_token}, wanted {wanted}")
     full = read_attention(hf, common["num_heads"])
     by_type = {FULL: full, SLIDING: dataclasses.replace(full, window=count(hf, "sliding_window"))}
-    num_layers = count(hf, "num_hidden_layers")
-    types = listed(hf, "layer_types") or [FULL if number % 2 else SLIDING for number in range(num_layers)]
-    layers = tuple(by_type[name] for name in layer_types(types, by_type, num_layers))
+    layers = read_layers(hf, by_type, lambda number: FULL if number % 2 else SLIDING)
     return {**common, "layers": layers, "sinks": True, "experts": experts}
 
 
@@ -129,7 +112,7 @@ def _write(config: Any) -> dict[str, Any]:
         **write_table(config.experts, _EXPERTS),
         **write_attention(config.layers[0]),
         "sliding_window": max(layer.window or 0 for layer in config.layers) or _DEFAULTS["gpt_oss"]["sliding_window"],
-        "layer_types": [FULL if layer.window is None else SLIDING for layer in config.layers],
+        "layer_types": [layer.layer_type for layer in config.layers],
     }
 
 

@@ -6,19 +6,21 @@ Kimi delta attention is the gated delta rule with a decay for each channel of th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Mixing
-from .deepseek import read_latents, write_latents
+from .attention import FULL, LINEAR, Mixer, Mixing
+from .deepseek import EXPERTS, read_latents, write_latents
 from .experts import read_experts, write_experts
-from .family import FULL, LINEAR, Family, read_common, read_dense, write_common
-from .fields import Table, count, flag, layer_types, listed, number, only
-from .norm import NormConfig, RMSNorm
+from .family import Family, check_fixed, read_common, read_dense, read_layers, write_common
+from .fields import Table, count, listed
+from .norm import RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
 from .rope import Angles
 
@@ -34,47 +36,29 @@ _DEFAULTS: dict[str, dict[str, Any]] = {"kimi_linear": {
 # Names that other families have for some fields.
 _ALIASES = {
     "max_position_embeddings": _POSITIONS, "norm_topk_prob": "moe_renormalize", "n_group": "num_expert_group",
-    "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token",
-    "n_shared_experts": "num_shared_experts",
+    "num_local_experts": "num_experts", "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts",
+    "num_experts_per_tok": "num_experts_per_token",
 }  # fmt: skip
-_EXPERTS: Table = {
-    "moe_intermediate_size": ("width", count),
-    "num_experts": ("num_experts", count),
-    "num_experts_per_token": ("per_token", count),
-    "num_expert_group": ("num_groups", count),
-    "topk_group": ("num_chosen_groups", count),
-    "moe_renormalize": ("normalised", flag),
-    "routed_scaling_factor": ("factor", number),
-}
-_FIXED: dict[str, Any] = {"corrected": True, "name": "block_sparse_moe", "matrices": ("w1", "w3", "w2")}  # of experts
-
-
-class KimiDelta(DeltaConfig):
-    """The heads of a `KimiDeltaAttention`."""
-
-    def module(self, config: Any, dtype, rngs: nnx.Rngs) -> KimiDeltaAttention:
-        """The module."""
-        return KimiDeltaAttention(config.hidden_size, config.rms_norm_eps, self, dtype, rngs)
+_EXPERTS: Table = {_ALIASES.get(name, name): entry for name, entry in EXPERTS.items()}
+_NUMBERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # fields of linear_attn_config with layers from 1 on
 
 
 class KimiDeltaAttention(nnx.Module):
     """The gated delta rule with a decay for each channel of the keys, and a gate on its normalised outputs."""
 
-    def __init__(self, width: int, eps: float, delta: DeltaConfig, dtype, rngs: nnx.Rngs):
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
-
-        self.delta, low, (columns, _, _) = delta, delta.key_dim, delta.parts
+    def __init__(self, config: Any, delta: DeltaConfig, dtype, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, use_bias=False, param_dtype=dtype, rngs=rngs)
+        width, low, (columns, _, _) = config.hidden_size, delta.key_dim, delta.parts
+        convolution = partial(Convolution, columns, delta.taps, dtype, rngs)
+        self.delta = delta
         self.q_proj, self.k_proj, self.v_proj = (linear(width, columns) for _ in range(3))
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            Convolution(columns, delta.taps, dtype, rngs) for _ in range(3)
-        )  # fmt: skip
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = convolution(), convolution(), convolution()
         self.f_a_proj, self.f_b_proj = linear(width, low), linear(low, columns)
         self.A_log = nnx.Param(jnp.zeros((1, 1, delta.value_heads, 1), jnp.float32))
         self.dt_bias = nnx.Param(jnp.ones(columns, jnp.float32))
         self.b_proj = linear(width, delta.value_heads)
         self.g_a_proj, self.g_b_proj = linear(width, low), linear(low, columns)
-        self.o_norm = RMSNorm(delta.value_dim, NormConfig(eps, norm_in_float32=True), dtype)
+        self.o_norm = RMSNorm(delta.value_dim, dataclasses.replace(config, norm_in_float32=True), dtype)
         self.o_proj = linear(columns, width)
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
@@ -82,7 +66,7 @@ class KimiDeltaAttention(nnx.Module):
         wide = jnp.float32
         qkv = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
         step = self.f_b_proj(self.f_a_proj(x)).astype(wide) + self.dt_bias[...][None, None]
-        decay = softplus_decay(self._of_heads(step), self.A_log[...].reshape(-1))
+        decay = softplus_decay(self._of_heads(step), self.A_log[...])
         inputs = DeltaInputs(qkv, decay, jax.nn.sigmoid(self.b_proj(x).astype(wide)))
         filters = [conv.filters for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
         y, cache = mixing.recur(cache, DeltaCell(self.delta, jnp.concatenate(filters, axis=1)), inputs)
@@ -94,6 +78,12 @@ class KimiDeltaAttention(nnx.Module):
         return x.reshape(*x.shape[:2], self.delta.value_heads, -1)
 
 
+class KimiDelta(DeltaConfig):
+    """The heads of a `KimiDeltaAttention`."""
+
+    module = KimiDeltaAttention
+
+
 def _select(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields by this family's names."""
     return {_ALIASES.get(name, name): value for name, value in fields.items()}
@@ -101,33 +91,28 @@ def _select(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
-    only(hf, "mla_use_nope", True, absent=True)  # with positions no checkpoint has been released
-    only(hf, "mla_use_output_gate", False, absent=False)
-    only(hf, "attn_res_block_size", 0, absent=0)
-    only(hf, "moe_router_activation_func", "sigmoid", absent="sigmoid")
-    only(hf, "use_grouped_topk", True, absent=True)
-    only(hf, "moe_layer_freq", 1, absent=1)
-    num_layers = count(hf, "num_hidden_layers")
-    by_type = {FULL: read_latents(hf, rope=None, interleaved=False), LINEAR: _delta(hf)}
+    check_fixed(hf, mla_use_nope=True)  # with positions no checkpoint has been released
+    check_fixed(hf, mla_use_output_gate=False, attn_res_block_size=0, use_grouped_topk=True, moe_layer_freq=1)
+    check_fixed(hf, moe_router_activation_func="sigmoid")
+    names = {"name": "block_sparse_moe", "matrices": ("w1", "w3", "w2")}
     return {
         **read_common(hf, positions=_POSITIONS),
-        "layers": tuple(by_type[name] for name in _types(hf, num_layers)),
-        "experts": read_experts(hf, _EXPERTS, "num_shared_experts", **_FIXED),
-        "dense": read_dense(hf, num_layers),
+        "layers": _layers(hf),
+        "experts": read_experts(hf, _EXPERTS, "num_shared_experts", corrected=True, **names),
+        "dense": read_dense(hf),
     }
 
 
 def _write(config: Any) -> dict[str, Any]:
     """The fields that `_read` reads."""
-    types = [LINEAR if isinstance(layer, KimiDelta) else FULL for layer in config.layers]
-    numbers = {name: [n for n, found in enumerate(types, 1) if found == name] for name in (FULL, LINEAR)}
-    by_type = dict(zip(types, config.layers, strict=True))
-    linear = {"full_attn_layers": numbers[FULL], "kda_layers": numbers[LINEAR]}
+    by_type = {layer.layer_type: layer for layer in config.layers}
+    linear = {
+        name: [number for number, layer in enumerate(config.layers, 1) if layer.layer_type == layer_type]
+        for name, layer_type in _NUMBERS.items()
+    }
     if LINEAR in by_type:
         delta = by_type[LINEAR]
-        linear |= {
-            "head_dim": delta.key_dim, "num_heads": delta.value_heads, "short_conv_kernel_size": delta.taps
-        }  # fmt: skip
+        linear |= {"head_dim": delta.key_dim, "num_heads": delta.value_heads, "short_conv_kernel_size": delta.taps}
     return {
         **write_common(config, "KimiLinear", positions=_POSITIONS),
         **(write_latents(by_type[FULL], config.num_heads) if FULL in by_type else {}),
@@ -138,33 +123,24 @@ def _write(config: Any) -> dict[str, Any]:
     }
 
 
-def _delta(hf: Mapping[str, Any]) -> KimiDelta:
-    """The heads of the layers with a delta rule; keys and values have as many, of the same width."""
-    own, of = _linear(hf), "linear_attn_config"
+def _layers(hf: Mapping[str, Any]) -> tuple[Mixer, ...]:
+    """The layers by `layer_types`, or by their numbers in `linear_attn_config`, which begin with 1.
+
+    Keys and values of a delta rule have as many heads, of the same width.
+    """
+    own, of = hf.get("linear_attn_config") or {}, "linear_attn_config"
+    if not isinstance(own, Mapping):
+        raise ValueError(f"{of}: got {own!r:.80}, wanted a set of fields")
     heads = count(own, "num_heads", hf.get("linear_num_heads", 32), of=of)
     width = count(own, "head_dim", hf.get("linear_head_dim", 128), of=of)
     taps = count(own, "short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4), least=2, of=of)
-    return KimiDelta(heads, heads, width, width, taps)
-
-
-def _linear(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    own = hf.get("linear_attn_config") or {}
-    if not isinstance(own, Mapping):
-        raise ValueError(f"linear_attn_config: got {own!r:.80}, wanted a set of fields")
-    return own
-
-
-def _types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    """The type of each layer: from `layer_types`, or from the numbers in `linear_attn_config`, which begin with 1."""
-    own, types = _linear(hf), listed(hf, "layer_types")
-    if types is None:
-        numbers = {"full_attn_layers": FULL, "kda_layers": LINEAR}
-        named = {n: kind for name, kind in numbers.items() for n in listed(own, name) or ()}
-        if sorted(named, key=str) != sorted(range(1, num_layers + 1), key=str):
-            wanted = f"each of 1 to {num_layers} in full_attn_layers or in kda_layers"
-            raise ValueError(f"linear_attn_config: got {own!r:.200}, wanted {wanted}")
-        types = [named[n] for n in range(1, num_layers + 1)]
-    return layer_types(types, (FULL, LINEAR), num_layers)
+    delta, num_layers = KimiDelta(heads, heads, width, width, taps), count(hf, "num_hidden_layers")
+    named = {number: kind for name, kind in _NUMBERS.items() for number in listed(own, name) or ()}
+    if hf.get("layer_types") is None and sorted(named, key=str) != sorted(range(1, num_layers + 1), key=str):
+        wanted = f"each of 1 to {num_layers} in full_attn_layers or in kda_layers"
+        raise ValueError(f"{of}: got {own!r:.200}, wanted {wanted}")
+    by_type = {FULL: read_latents(hf, rope=None, interleaved=False), LINEAR: delta}
+    return read_layers(hf, by_type, lambda number: named[number + 1])
 
 
 KIMI_LINEAR = Family(_DEFAULTS, _read, _write, _select)

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .family import FULL, SLIDING, Family, read_attention, read_common, write_attention, write_common
-from .fields import count, flag, layer_types, listed
+from .attention import FULL, SLIDING, LayerConfig, Mixer
+from .family import Family, read_attention, read_common, read_layers, write_attention, write_common
+from .fields import count, flag
 
 _ALL = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 _QWEN = {**_ALL, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -25,10 +26,9 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
     kind, common = hf["model_type"], read_common(hf, biases=(False, True))
     bias = common["out_bias"] and kind in ("llama", "qwen3")
-    layer = read_attention(hf, common["num_heads"])
     return {
         **common,
-        "layers": tuple(dataclasses.replace(layer, window=window) for window in _windows(hf, kind)),
+        "layers": _layers(hf, kind, read_attention(hf, common["num_heads"])),
         "qkv_bias": bias or kind == "qwen2",
         "out_bias": bias,
         "mlp_bias": flag(hf, "mlp_bias") and kind == "llama",
@@ -39,7 +39,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _write(config: Any) -> dict[str, Any]:
     """The fields that `_read` reads."""
     kind = config.model_type
-    window = max((layer.window or 0 for layer in config.layers), default=0) or None
+    window = max(layer.window or 0 for layer in config.layers) or None
     fields = {
         **write_common(config, _NAMES[kind]),
         **write_attention(config.layers[0]),
@@ -49,21 +49,20 @@ def _write(config: Any) -> dict[str, Any]:
         fields["sliding_window"] = window
     if kind.startswith("qwen"):
         fields["use_sliding_window"] = window is not None
-        fields["layer_types"] = [FULL if layer.window is None else SLIDING for layer in config.layers]
+        fields["layer_types"] = [layer.layer_type for layer in config.layers]
     return fields
 
 
-def _windows(hf: Mapping[str, Any], kind: str) -> list[int | None]:
-    """Attention window of each layer."""
-    num_layers = count(hf, "num_hidden_layers")
+def _layers(hf: Mapping[str, Any], kind: str, full: LayerConfig) -> tuple[Mixer, ...]:
+    """All layers, of which those with a window are `full` but for it."""
     slides = {"llama": False, "mistral": True}.get(kind, flag(hf, "use_sliding_window"))
-    window = count(hf, "sliding_window") if slides and hf.get("sliding_window") is not None else None
-    first = 0 if kind == "mistral" else count(hf, "max_window_layers", num_layers, least=0)
-    types = listed(hf, "layer_types")
-    if types is None:
-        types = [FULL if window is None or number < first else SLIDING for number in range(num_layers)]
-    wanted = (FULL,) if window is None else (SLIDING,) if kind == "mistral" else (FULL, SLIDING)
-    return [window if name == SLIDING else None for name in layer_types(types, wanted, num_layers)]
+    if not slides or hf.get("sliding_window") is None:
+        return read_layers(hf, {FULL: full}, lambda number: FULL)
+    sliding = dataclasses.replace(full, window=count(hf, "sliding_window"))
+    if kind == "mistral":
+        return read_layers(hf, {SLIDING: sliding}, lambda number: SLIDING)
+    first = count(hf, "max_window_layers", count(hf, "num_hidden_layers"), least=0)
+    return read_layers(hf, {FULL: full, SLIDING: sliding}, lambda number: FULL if number < first else SLIDING)
 
 
 LLAMA = Family(_DEFAULTS, _read, _write)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,19 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-@dataclasses.dataclass(frozen=True)
-class NormConfig:
-    """The fields of a `ModelConfig` that a norm reads, for norms that differ from the model's others."""
-
-    rms_norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    norm_in_float32: bool = False
-
-
 class RMSNorm(nnx.Module):
     """Scales the last axis to mean square one, in float32, and by weights unless `weights` is False.
 
-    `config` is a `ModelConfig` or a `NormConfig`.
+    `config` is the `ModelConfig`; of a norm that differs from the model's others a copy with other fields.
     """
 
     def __init__(self, width: int, config: Any, dtype, weights: bool = True):

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import LayerConfig, Mixing
+from .attention import FULL, LINEAR, LayerConfig, Mixing
 from .experts import ExpertsConfig
-from .family import FULL, LINEAR, Family, read_attention, read_common, read_dense, write_attention, write_common
-from .fields import Table, count, flag, layer_types, listed, read_table, write_table
-from .norm import NormConfig, RMSNorm
+from .family import Family, read_attention, read_common, read_dense, read_layers, write_attention, write_common
+from .fields import Table, count, flag, read_table, write_table
+from .norm import RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
 from .rope import Angles
 
@@ -40,92 +42,77 @@ _EXPERTS: Table = {
     "shared_expert_intermediate_size": ("shared_width", count),
     "norm_topk_prob": ("normalised", flag),
 }
-_FIXED: dict[str, Any] = {"shared_gate": True, "softmax": True}  # of the experts
-
-
-class GatedDelta(DeltaConfig):
-    """The heads of a `GatedDeltaNet`."""
-
-    name: ClassVar[str] = "linear_attn"
-
-    def module(self, config: Any, dtype, rngs: nnx.Rngs) -> GatedDeltaNet:
-        """The module."""
-        return GatedDeltaNet(config.hidden_size, config.rms_norm_eps, self, dtype, rngs)
 
 
 class GatedDeltaNet(nnx.Module):
     """The gated delta rule with a decay for each value head, and a gate on its normalised outputs."""
 
-    def __init__(self, width: int, eps: float, delta: DeltaConfig, dtype, rngs: nnx.Rngs):
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
-
+    def __init__(self, config: Any, delta: DeltaConfig, dtype, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, use_bias=False, param_dtype=dtype, rngs=rngs)
         self.delta, (queries, _, values) = delta, delta.parts
-        self.in_proj_qkvz = linear(width, 2 * queries + 2 * values)
-        self.in_proj_ba = linear(width, 2 * delta.value_heads)
+        self.in_proj_qkvz = linear(config.hidden_size, 2 * queries + 2 * values)
+        self.in_proj_ba = linear(config.hidden_size, 2 * delta.value_heads)
         self.conv1d = Convolution(sum(delta.parts), delta.taps, dtype, rngs)
         self.A_log = nnx.Param(jnp.zeros(delta.value_heads, jnp.float32))
         self.dt_bias = nnx.Param(jnp.ones(delta.value_heads, jnp.float32))
-        self.norm = RMSNorm(delta.value_dim, NormConfig(eps, norm_in_float32=True), dtype)
-        self.out_proj = linear(values, width)
+        self.norm = RMSNorm(delta.value_dim, dataclasses.replace(config, norm_offset=0.0), dtype)
+        self.out_proj = linear(values, config.hidden_size)
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
         """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
-        qkv, gate = self._projected(x)
-        beta, step = self._of_value_heads(self.in_proj_ba(x).astype(jnp.float32))
-        decay = softplus_decay(step + self.dt_bias[...][None, None], self.A_log[...])
-        inputs = DeltaInputs(qkv, decay[..., None], jax.nn.sigmoid(beta))
+        keys, values = self.delta.key_dim, self.delta.value_heads // self.delta.key_heads * self.delta.value_dim
+        *qkv, gate = self._parts(self.in_proj_qkvz(x), (keys, 2 * keys, 2 * keys + values))
+        beta, step = self._parts(self.in_proj_ba(x).astype(jnp.float32), 2)
+        decay = softplus_decay((step + self.dt_bias[...][None, None])[..., None], self.A_log[...])
+        inputs = DeltaInputs(jnp.concatenate(qkv, axis=-1), decay, jax.nn.sigmoid(beta))
         y, cache = mixing.recur(cache, DeltaCell(self.delta, self.conv1d.filters), inputs)
         y = self.norm(y) * jax.nn.silu(gate.astype(jnp.float32).reshape(y.shape))
         return self.out_proj(y.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 
-    def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries, keys and values one after the other [R, C, columns]; and the gate [R, C, columns of values]."""
-        delta = self.delta
-        values = delta.value_heads // delta.key_heads * delta.value_dim
-        x = self.in_proj_qkvz(x).reshape(*x.shape[:2], delta.key_heads, -1)
-        parts = jnp.split(x, (delta.key_dim, 2 * delta.key_dim, 2 * delta.key_dim + values), axis=-1)
-        *qkv, gate = (part.reshape(*x.shape[:2], -1) for part in parts)
-        return jnp.concatenate(qkv, axis=-1), gate
+    def _parts(self, x: jax.Array, ends: int | tuple[int, ...]) -> list[jax.Array]:
+        """The parts of x [R, C, columns], each for all heads; in x the parts of each key head lie side by side."""
+        parts = jnp.split(x.reshape(*x.shape[:2], self.delta.key_heads, -1), ends, axis=-1)
+        return [part.reshape(*x.shape[:2], -1) for part in parts]
 
-    def _of_value_heads(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Two numbers [R, C, H] of each value head; in x they lie side by side for each key head."""
-        parts = jnp.split(x.reshape(*x.shape[:2], self.delta.key_heads, -1), 2, axis=-1)
-        return tuple(part.reshape(*x.shape[:2], -1) for part in parts)
+
+class GatedDelta(DeltaConfig):
+    """The heads of a `GatedDeltaNet`."""
+
+    name = "linear_attn"
+    module = GatedDeltaNet
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
-    common, num_layers, every = read_common(hf), count(hf, "num_hidden_layers"), count(hf, "full_attention_interval", 4)
-    delta, experts = GatedDelta(**read_table(hf, _DELTA)), ExpertsConfig(**read_table(hf, _EXPERTS), **_FIXED)
+    common, every = read_common(hf), count(hf, "full_attention_interval", 4)
+    delta = GatedDelta(**read_table(hf, _DELTA))
+    experts = ExpertsConfig(**read_table(hf, _EXPERTS), shared_gate=True, softmax=True)
     if delta.value_heads % delta.key_heads:
         wanted = f"a multiple of linear_num_key_heads={delta.key_heads}"
         raise ValueError(f"linear_num_value_heads: got {delta.value_heads}, wanted {wanted}")
     by_type = {FULL: read_attention(hf, common["num_heads"]), LINEAR: delta}
-    types = listed(hf, "layer_types") or [LINEAR if (number + 1) % every else FULL for number in range(num_layers)]
     return {
         **common,
-        "layers": tuple(by_type[name] for name in layer_types(types, by_type, num_layers)),
+        "layers": read_layers(hf, by_type, lambda number: LINEAR if (number + 1) % every else FULL),
         "qk_norm": True,
         "norm_offset": 1.0,
         "norm_in_float32": True,
         "output_gate": True,
         "experts": experts.check(),
-        "dense": read_dense(hf, num_layers),
+        "dense": read_dense(hf),
     }
 
 
 def _write(config: Any) -> dict[str, Any]:
     """The fields that `_read` reads."""
-    types = [LINEAR if isinstance(layer, DeltaConfig) else FULL for layer in config.layers]
-    by_type = {FULL: LayerConfig(config.num_heads, 256), **dict(zip(types, config.layers, strict=True))}
+    by_type = {FULL: LayerConfig(config.num_heads, 256), **{layer.layer_type: layer for layer in config.layers}}
     return {
         **write_common(config, "Qwen3Next"),
         **(write_table(by_type[LINEAR], _DELTA) if LINEAR in by_type else {}),
         **write_table(config.experts, _EXPERTS),
         **write_attention(by_type[FULL]),
         "partial_rotary_factor": by_type[FULL].rope.share,
-        "layer_types": types,
+        "layer_types": [layer.layer_type for layer in config.layers],
         "mlp_only_layers": list(config.dense),
         "decoder_sparse_step": 1,
     }

@@ -83,26 +83,21 @@ class Rope:
     sequence_length: int | None = None
 
     @classmethod
-    def from_hf(
-        cls, rope: Mapping[str, Any], of: str, *, positions: int | None = None, kinds: Iterable[str] = _FIELDS
-    ) -> Rope:
-        """Reads one set of rope fields of a config.json.
+    def from_hf(cls, rope: Mapping[str, Any], of: str, *, positions: int, kinds: Iterable[str] = _FIELDS) -> Rope:
+        """Reads one set of rope fields of a config.json; a ValueError names the field, its value and what was wanted.
 
         Args:
           rope: the fields; an older file may say `type` instead of `rope_type`.
           of: where they are, for error messages.
           positions: the config's context length, from which some fields follow where the file leaves them out.
           kinds: that the family has.
-
-        Raises:
-          ValueError: naming the field, its value and what was wanted.
         """
         rope = {name: value for name, value in rope.items() if value or name not in _ZERO_IS_NONE}
         rope = {name: value for name, value in rope.items() if value is not None}
         rope.setdefault("rope_type", rope.get("type", "default"))
         kind = fields.only(rope, "rope_type", *kinds, of=of)
         needed, optional = _FIELDS[kind]
-        if positions is not None and _ORIGINAL in needed:
+        if _ORIGINAL in needed:
             rope.setdefault(_ORIGINAL, positions)
             if kind != "llama3":
                 rope.setdefault("factor", positions / fields.count(rope, _ORIGINAL, of=of))
@@ -175,35 +170,33 @@ class Rope:
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair of dimensions: f32[width / 2]."""
-        width, original, theta = self.width(head_dim), self.original_max_position_embeddings, self.theta
+        width, theta, factor = self.width(head_dim), self.theta, self.factor
+        original, length = self.original_max_position_embeddings, self.sequence_length or 0
         if self.kind == "dynamic":
-            length = max(self.sequence_length or 0, original)
-            theta *= (self.factor * length / original - (self.factor - 1)) ** (width / (width - 2))
+            theta *= (factor * max(length, original) / original - (factor - 1)) ** (width / (width - 2))
+        if self.kind == "longrope":
+            factor = np.array(self.long_factor if length > original else self.short_factor)
         frequency = theta ** -(np.arange(0, width, 2) / width)
-        if self.kind in ("linear", "proportional"):
-            frequency = frequency / self.factor
+        stretched = self._stretched(frequency)
+        frequency = frequency * (1 - stretched) + frequency / factor * stretched
         if self.kind == "proportional":
             frequency[int(self.share * head_dim // 2) :] = 0
-        elif self.kind == "llama3":
-            # The more turns within the original context, the more of a frequency is kept.
-            turns = original * frequency / (2 * np.pi)
-            share = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-            frequency = frequency * (share + (1 - share) / self.factor)
-        elif self.kind == "yarn":
-            stretched = self._ramp(width)
-            frequency = frequency * (1 - stretched) + frequency / self.factor * stretched
-        elif self.kind == "longrope":
-            is_long = (self.sequence_length or 0) > original
-            frequency = frequency / np.array(self.long_factor if is_long else self.short_factor)
         return frequency.astype(np.float32)
 
-    def _ramp(self, width: int) -> np.ndarray:
-        """The share of yarn's stretching that each pair gets, from 0 to 1."""
+    def _stretched(self, frequency: np.ndarray) -> np.ndarray | float:
+        """The share of the division by `factor` that each pair gets, from 0 to 1."""
+        original, width = self.original_max_position_embeddings, 2 * frequency.size
+        if self.kind == "llama3":
+            # The more turns within the original context, the more of a frequency is left.
+            turns = original * frequency / (2 * np.pi)
+            whole = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            return 1 - np.clip(whole, 0, 1)
+        if self.kind != "yarn":
+            return 0.0 if self.kind == "dynamic" else 1.0
 
         def pair(turns: float) -> float:
             """The pair that turns so often within the original context, as a fraction."""
-            context = self.original_max_position_embeddings / (turns * 2 * math.pi)
-            return width * math.log(context) / (2 * math.log(self.theta))
+            return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = pair(self.beta_fast or 32.0), pair(self.beta_slow or 1.0)
         if self.truncate is not False:
@@ -219,8 +212,8 @@ class Rope:
         return (cos, sin) if self.amplitude == 1 else (cos * self.amplitude, sin * self.amplitude)
 
 
-def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS) -> Rope:
-    """The rope that all layers of a config.json share.
+def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS, layer_type: str | None = None) -> Rope:
+    """The rope that all layers of a config.json share, or those of `layer_type` where each type has its own.
 
     The file has `rope_parameters`, an older one `rope_theta` and `rope_scaling`. `partial_rotary_factor` and
     `original_max_position_embeddings` may be at its top; there the second one is preferred, as in transformers.
@@ -229,35 +222,30 @@ def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS) -> Rope:
     if new and old:
         raise ValueError(f"rope_scaling: got {old!r:.200} beside rope_parameters, wanted one of the two")
     name, rope = ("rope_parameters", new) if new else ("rope_scaling", old or {})
+    if new and layer_type is not None:
+        name, rope = f"{name}.{layer_type}", new.get(layer_type) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(f"{name}: got {rope!r:.200}, wanted one flat set of fields for all layers")
-    top = {field: hf[field] for field in ("rope_theta", _SHARE) if hf.get(field) is not None}
-    first = {field: hf[field] for field in (_ORIGINAL,) if hf.get(field) is not None}
+        wanted = "one flat set of fields for all layers" if layer_type is None else "a set of fields"
+        raise ValueError(f"{name}: got {rope!r:.200}, wanted {wanted}")
+    top = {field: hf[field] for field in ("rope_theta", _SHARE, _ORIGINAL) if hf.get(field) is not None}
+    original = top.get(_ORIGINAL, rope.get(_ORIGINAL))
     positions = fields.count(hf, "max_position_embeddings", 2048)
-    return Rope.from_hf({**top, **rope, **first}, name, positions=positions, kinds=kinds)
+    return Rope.from_hf({**top, **rope, _ORIGINAL: original}, name, positions=positions, kinds=kinds)
 
 
 def rotary_tables(config: Any, positions: jax.Array, max_length: int) -> list[Angles]:
     """The cosine and sine of each layer's rope at `positions i32[R, C]`; layers with equal ropes share them.
 
-    Args:
-      config: of the model; its `rotations` are a rope and the width of a head for each layer, or None.
-      positions: of the tokens.
-      max_length: tokens of the longest sequence that the cache holds.
-
-    Raises:
-      ValueError: if the ropes have other frequencies in sequences of that length.
+    ValueError if ropes have other frequencies in sequences of `max_length` tokens, the longest that the cache holds.
     """
     limit = rope_limit(config)
     if limit is not None and max_length > limit:
         got = f"got {max_length} (in whole blocks), wanted at most {limit}"
         reason = "in longer sequences the rope has other frequencies (`sequence_length` of rope_parameters)"
         raise ValueError(f"max_length: {got}: {reason}")
-    tables = {
-        rotation: None if rotation is None else rotation[0].angles(positions, rotation[1])
-        for rotation in dict.fromkeys(config.rotations)
-    }
-    return [tables[rotation] for rotation in config.rotations]
+    rotations = dict.fromkeys(filter(None, config.rotations))
+    tables: dict[Any, Angles] = {(rope, width): rope.angles(positions, width) for rope, width in rotations}
+    return [tables.get(rotation) for rotation in config.rotations]
 
 
 def rope_limit(config: Any) -> int | None:
