@@ -74,9 +74,9 @@ TURNS = {
 def test_the_client_of_the_page_gets_an_answer(started):
     server, *_ = started("--name", "smollm2")
     code = codes()[0].replace("http://127.0.0.1:8000", server.url)
-    for of_page, known in TURNS.items():  # the bundled model has few words
+    for of_page, question in TURNS.items():  # the bundled model has few words
         assert of_page in code
-        code = code.replace(of_page, known)
+        code = code.replace(of_page, question)
     printed = list[tuple]()
     names = {"print": lambda *values: printed.append(values)}
     exec(code, names)
