@@ -220,7 +220,7 @@ def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS, layer_type:
     """
     new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
     if new and old:
-        raise ValueError(f"rope_scaling: got {old!r:.200} beside rope_parameters, wanted one of the two")
+        raise ValueError(f"rope_scaling: got {old!r:.200} together with rope_parameters, wanted one of the two")
     name, rope = ("rope_parameters", new) if new else ("rope_scaling", old or {})
     if new and layer_type is not None:
         name, rope = f"{name}.{layer_type}", new.get(layer_type) or {}
