@@ -160,7 +160,7 @@ def model_name(args: argparse.Namespace) -> str:
 
 def reason(error: Exception, path: Any = None) -> str:
     """The error's message, without errno; `path` is the file's name, which some errors do not have."""
-    if isinstance(error, UnicodeDecodeError):
+    if isinstance(error, UnicodeDecodeError) and path is not None:
         return f"{path}: not UTF-8 at byte {error.start}"
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename or path}: {error.strerror.lower()}"
