@@ -601,6 +601,18 @@ def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
         assert capsys.readouterr().err == f"ids: {message}\n"
 
 
+def test_half_a_character_waits_for_the_rest(capsys):
+    tokenizer, output, pieces = bytes_tokenizer(), kvjax.serving.Output(2), []
+    screen = generate._Screen(generate._parser().parse_args(["--chat"]), [""], [tokenizer.encode("so").ids], tokenizer)
+    tokens = tokenizer.encode(" na\u00efve \U0001f600").ids
+    for output.tokens in (tokens[:count] for count in range(len(tokens))):
+        screen.show([output])
+        pieces.append(capsys.readouterr().out)
+    assert pieces == ["", "", "n", "a", "", "\u00ef", "v", "e", " ", "", "", ""]
+    screen.show([output], last=True)
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
+
+
 def test_compiling_prefill_and_decoding_are_timed_apart():
     """A loop of fixed duration stands in for a model's. A turn that does both is divided by the pace of the others."""
 
