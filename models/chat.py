@@ -35,13 +35,7 @@ class Template:
     """
 
     def __init__(self, text: str, tokens: dict[str, str], fault: str | None = None):
-        """Compiles the template.
-
-        Args:
-          text: in Jinja.
-          tokens: the tokenizer's special tokens by their names, such as bos_token.
-          fault: why the text could not be read; None if it was.
-        """
+        """Compiles a text in Jinja, or notes why it could not be read; `tokens` are the special ones by name."""
         self._text, self._tokens, self.end, self.fault = text, tokens, tokens.get("eos_token"), fault
         self._lock = threading.Lock()
         if fault is None:
@@ -169,14 +163,7 @@ def _special_tokens(config: pathlib.Path, fields: dict[str, Any]) -> dict[str, s
 
 
 class Chat:
-    """The ids of a conversation.
-
-    Without a template a turn is its text on a line of its own, behind what the model said.
-
-    Args:
-      tokenizer: a `tokenizers.Tokenizer`.
-      template: of the checkpoint, or None.
-    """
+    """The ids of a conversation. Without a template a turn is a line of its own, after what the model said."""
 
     def __init__(self, tokenizer: Any, template: Template | None):
         self._tokenizer, self._template = tokenizer, template

@@ -16,8 +16,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = commands.Parser("convert", __doc__)
     parser.add_argument("file", metavar="IN.gguf", type=pathlib.Path, help="of a Llama, Qwen2, Qwen3 or Gemma 3")
     parser.add_argument("folder", metavar="OUT", type=pathlib.Path, help="a folder that is empty or not there yet")
-    dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, help="of the weights (default: the file's; float32 if quantised)")
+    dtype = "of the weights (default: the file's; float32 if quantised)"
+    parser.add_argument("--dtype", choices=commands.DTYPES, help=dtype)
     args = parser.parse_args(arguments)
     if args.file.suffix != ".gguf":
         parser.error(f"IN.gguf: got {args.file}, wanted a file with this ending")

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -20,7 +20,7 @@ import kvjax
 from kvjax.ledger import human, make_ledger
 
 from . import commands, stores, wires
-from .commands import number
+from .commands import Refusing, number
 from .decoder import Decoder
 from .loading import load
 from .rope import rope_limit
@@ -38,10 +38,7 @@ MOST = 2**30  # of what an option counts: sums of two are int32
 def add_dtype(parser: commands.Parser) -> None:
     """The option that `load_model` reads; so is `commands.add_scan`'s."""
     parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and K/V (default: %(default)s)",
+        "--dtype", default="float32", choices=commands.DTYPES, help="of weights and K/V (default: %(default)s)"
     )
 
 
@@ -71,19 +68,10 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
 
 def add_mesh(parser: commands.Parser) -> None:
     """The options that `make_mesh` reads."""
-    parser.add_argument(
-        "--mesh",
-        metavar="N",
-        type=number(int, 1, MOST),
-        help="devices that divide weights and K/V by heads (default: one)",
-    )
-    parser.add_argument(
-        "--context",
-        metavar="C",
-        type=number(int, 1, MOST),
-        default=1,
-        help="for each of these, devices that divide the tokens of blocks (default: %(default)s)",
-    )
+    count, heads = number(int, 1, MOST), "devices that divide weights and K/V by heads (default: one)"
+    tokens = "for each of these, devices that divide the tokens of blocks (default: %(default)s)"
+    parser.add_argument("--mesh", metavar="N", type=count, help=heads)
+    parser.add_argument("--context", metavar="C", type=count, default=1, help=tokens)
 
 
 def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, Any]:
@@ -123,13 +111,11 @@ def default_chunk(model: Decoder) -> int:
 
 def make_spec(parser: commands.Parser, args: argparse.Namespace, model: Decoder) -> kvjax.CacheSpec:
     """The spec of the cache that the options size."""
-    try:
+    with Refusing(parser):
         return kvjax.make_spec(
             model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
             block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
         )  # fmt: skip
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def make_cache(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec, **where: Any) -> Any:
@@ -140,40 +126,16 @@ def make_cache(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.Ca
         parser.error(f"--{error}")
 
 
-class Screen(Protocol):
-    """A place where answers are shown as they grow."""
-
-    def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
-        """Shows new text; with `last` all of it, finished or not."""
-        ...
-
-
 class Session:
-    """A model with its cache; the end of a `with` closes what the options opened.
+    """A model with its cache; the end of a `with` closes what the options opened. `note` gets remarks, a line each."""
 
-    Args:
-      note: called with remarks, a line each.
-
-    Attributes:
-      cache: the latest one; None if a second Ctrl-C has cost it.
-      store: the open `kvjax.stores.DiskStore`; None without `--store`.
-    """
-
-    def __init__(
-        self,
-        parser: commands.Parser,
-        args: argparse.Namespace,
-        model: Decoder,
-        note: Callable[[str], None],
-    ):
-        self._args, self._model, self._note = args, model, note
+    def __init__(self, parser: commands.Parser, args: argparse.Namespace, model: Decoder, note: Callable[[str], None]):
+        self._parser, self._args, self._model, self._note = parser, args, model, note
         spec = make_spec(parser, args, model)
-        try:
+        with Refusing(parser):
             self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
-        except ValueError as error:
-            parser.error(str(error))
         check_memory(parser, args, model, spec)
-        self.cache = make_cache(parser, args, spec)
+        self.cache = make_cache(parser, args, spec)  # the latest one; None if a second Ctrl-C has cost it
         with contextlib.ExitStack() as stack:
             self._wires = stack.enter_context(wires.Wires(parser, args, spec, note))
             self.store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint))
@@ -186,15 +148,14 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         return self._stack.__exit__(kind, error, trace)
 
-    def close(self) -> bool:
-        """Closes what the options opened; returns whether a file could not be written."""
-        self._stack.close()
-        return self._wires.unwritten
-
     def answer(
-        self, prompts: list[list[int]], screen: Screen, seed: int, stop: Sequence[int]
+        self, prompts: list[list[int]], show: Callable[..., None], seed: int, stop: Sequence[int]
     ) -> tuple[list[kvjax.serving.Output], bool]:
-        """Generates and shows text; returns the outputs, and whether it finished (false: ended by Ctrl-C)."""
+        """Generates text, and calls `show` with the outputs as they grow, at the end with last=True.
+
+        Returns:
+          The outputs; and whether they are finished (false: Ctrl-C has ended them).
+        """
         outputs, finished = [], True
         progress: kvjax.serving.Progress | None = None
         requests = kvjax.serving.make_requests(
@@ -209,7 +170,7 @@ class Session:
         try:
             for progress in self._watch.timed(stream):
                 outputs, self.cache = progress.outputs, progress.cache
-                screen.show(outputs)
+                show(outputs)
                 self._wires.see(progress)
         except KeyboardInterrupt:  # during `show`: the stream did not receive it
             finished = False
@@ -220,24 +181,25 @@ class Session:
             if not isinstance(stopped.__cause__, KeyboardInterrupt):
                 raise
             finished, outputs, self.cache = False, stopped.outputs, stopped.cache
-        screen.show(outputs, last=True)
+        show(outputs, last=True)
         for i, output in enumerate(outputs, 1):
             if output.finish not in ("length", "stop"):
                 self._note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
         return outputs, finished
 
-    def report(self) -> None:
-        """Notes the times of all answers."""
+    def end(self, finished: bool) -> int:
+        """Notes the times, draws the cache, serves it on if that is wanted, and closes it; returns the exit status."""
         self._note(self._watch.report())
-
-    def stay(self) -> None:
-        """Goes on serving until Ctrl-C."""
-        self._wires.flush()
-        if self.store is not None:
-            self.store.flush()
-        self._note("all is answered, and the cache is served on: Ctrl-C ends it")
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        commands.draw(self._parser, self._args, self.cache)
+        if self._args.stay and finished:
+            self._wires.flush()
+            if self.store is not None:
+                self.store.flush()
+            self._note("all is answered, and the cache is served on: Ctrl-C ends it")
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
+        self._stack.close()
+        return self._wires.unwritten or (0 if finished else commands.INTERRUPTED)
 
 
 def most_positions(args: argparse.Namespace, model: Decoder) -> int:
@@ -246,27 +208,20 @@ def most_positions(args: argparse.Namespace, model: Decoder) -> int:
     return model.config.max_positions or MOST if limit is None else limit // args.block_size * args.block_size
 
 
-def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
-    """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
+def most_tokens(args: argparse.Namespace, model: Decoder) -> int:
+    """The most tokens of a sequence that the blocks hold; `MOST` if no layer keeps all of them."""
     full = any(layer.window is None for layer in model.layer_specs())
-    return args.blocks * args.block_size if full else None
+    return args.blocks * args.block_size if full else MOST
 
 
 def set_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, default: int = MOST) -> None:
-    """Sets the length of a row, if none was given, to the most that model and blocks allow; refuses a longer one.
-
-    Args:
-      parser: refuses it.
-      args: the options.
-      model: the model.
-      default: the most where no length was given.
-    """
-    positions = most_positions(args, model)
-    most = most_tokens(args, model) or MOST
+    """Refuses rows that are longer than model and blocks allow; without a length takes the most, up to `default`."""
+    positions, tokens = most_positions(args, model), most_tokens(args, model)
+    most = min(positions, tokens)
     if args.max_length is None:
-        args.max_length = min(most, positions, default)
-    elif args.max_length > min(most, positions):
-        wanted = f"at most {min(most, positions)}: the model has {positions} positions, and the cache {most} tokens"
+        args.max_length = min(most, default)
+    elif args.max_length > most:
+        wanted = f"at most {most}: the model has {positions} positions, and the cache {tokens} tokens"
         parser.error(f"--max-length: got {args.max_length}, wanted {wanted}")
 
 
@@ -284,16 +239,14 @@ def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decod
             parser.error(f"--max-length: got {got}, wanted at most {limit}: {reason}")
     if args.max_length is not None and args.max_length < length:
         parser.error(f"--max-length: got {args.max_length}, wanted at least {length}: a prompt with its answer")
-    if most is None or length <= most:
-        wanted = args.max_length or max(LENGTH, 1 << (length - 1).bit_length())
-        args.max_length = min(wanted, most or wanted, limit)
-        return
     blocks = f"({args.blocks} blocks of {args.block_size} tokens: --blocks)"
     if longest >= most:
         number = 1 + [len(prompt) for prompt in prompts].index(longest)
         parser.error(f"--prompt: got {longest} tokens in prompt {number}, wanted at most {most - 1} {blocks}")
-    wanted = f"wanted at most {most - longest} after {longest} of a prompt {blocks}"
-    parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
+    if length > most:
+        wanted = f"wanted at most {most - longest} after {longest} of a prompt {blocks}"
+        parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
+    args.max_length = min(args.max_length or max(LENGTH, 1 << (length - 1).bit_length()), most, limit)
 
 
 def check_memory(parser: commands.Parser, args: argparse.Namespace, model: Decoder, spec: kvjax.CacheSpec) -> None:

@@ -77,15 +77,10 @@ def opened(
 
 @dataclasses.dataclass
 class Saved:
-    """A cache that is saved when it is over.
+    """A cache that is saved when it is over."""
 
-    Attributes:
-      cache: the latest one; None if it is lost.
-      loaded: whether it began with what an earlier run had saved.
-    """
-
-    cache: Any
-    loaded: bool = False
+    cache: Any  # the latest one; None if it is lost
+    loaded: bool = False  # whether it began with what an earlier run had saved
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ from models import (
     verify,
     wires,
 )
-from models.speech import Speech
 from models.stopwatch import Stopwatch
 from tests.drive import DATA
 from tests.wire_kit import Reader
@@ -602,20 +601,16 @@ def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
         assert capsys.readouterr().err == f"ids: {message}\n"
 
 
-def test_half_a_character_waits_for_the_rest():
-    tokenizer = bytes_tokenizer()
-    tokens = tokenizer.encode(" na\u00efve \U0001f600!").ids
-    speech = Speech(tokenizer, tokenizer.encode("so").ids)
-    pieces = [speech.more(tokens[:count], done=False) for count in range(1, len(tokens) + 1)]
-    assert pieces == [" ", "n", "a", "", "\u00ef", "v", "e", " ", "", "", "", "\U0001f600", "!"]
-    cut = Speech(tokenizer, [])
-    assert [cut.more(tokens[:4], done=done) for done in (False, True)] == [" na", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_text_that_a_later_token_changes_is_written_anew():
-    texts = {(): "", (1,): "do ", (1, 2): "don't"}
-    speech = Speech(types.SimpleNamespace(decode=lambda tokens: texts[tuple(tokens)]), [])
-    assert [speech.more(tokens, done=len(tokens) == 2) for tokens in ([1], [1, 2])] == ["do ", "\ndon't"]
+def test_half_a_character_waits_for_the_rest(capsys):
+    tokenizer, output, pieces = bytes_tokenizer(), kvjax.serving.Output(2), []
+    screen = generate._Screen(generate._parser().parse_args(["--chat"]), [""], [tokenizer.encode("so").ids], tokenizer)
+    tokens = tokenizer.encode(" na\u00efve \U0001f600").ids
+    for output.tokens in (tokens[:count] for count in range(len(tokens))):
+        screen.show([output])
+        pieces.append(capsys.readouterr().out)
+    assert pieces == ["", "", "n", "a", "", "\u00ef", "v", "e", " ", "", "", ""]
+    screen.show([output], last=True)
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
 
 
 def test_compiling_prefill_and_decoding_are_timed_apart():

@@ -32,7 +32,7 @@ INSTEAD = {
 # Words that a tree or a room may still have in its names: shorten a line when it has been cleaned.
 STILL = {
     "kvjax/debug": {"drawn"},  # by a drawing
-    "models": {"feed", "place", "places"},  # `demo.feed`; the places in the demo's documents
+    "models": {"feed", "place", "places"},  # each of `wires.Wires.feeds`; the places in the demo's documents
     "benchmarks": {"drawn", "twin", "twins"},  # random; a kernel's XLA twin; rows with equal prompts
     "tests/models": {"place", "places"},  # in the demo's documents
     "tests/project/test_house.py": {"room", "rooms"},  # of CONTRIBUTING's table
