@@ -77,8 +77,9 @@ class Folder:
 
         An index says which file has a tensor, and may leave out tensors of its files: they are taken too.
         """
+        fields = self.fields(CONFIG)
         with errors_in(self.path / CONFIG):
-            scheme = fp8.read_scheme(self.fields(CONFIG))
+            scheme = fp8.read_scheme(fields)
         weight_map = self._weight_map()
         indexed = {name for names in weight_map.values() for name in names}
         tensors, twice = {}, []

@@ -141,7 +141,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
         stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
         limits = Limits(
-            max_length=min(spec.max_length, session.most_tokens(args, model) or MOST),
+            max_length=min(spec.max_length, session.most_tokens(args, model)),
             samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
         )  # fmt: skip
         shown = Served(

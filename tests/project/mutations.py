@@ -371,8 +371,8 @@ MISTAKES = [
     Mistake(
         "angles begin at 1",
         "models/rope.py",
-        "jnp.sin(angle) * self.amplitude",
-        "jnp.sin(angle + 1e-3) * self.amplitude",
+        "cos, sin = jnp.cos(angle), jnp.sin(angle)",
+        "cos, sin = jnp.cos(angle), jnp.sin(angle + 1e-3)",
         "tests/models/test_goldens.py",
     ),
     Mistake(
