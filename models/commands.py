@@ -6,16 +6,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 import kvjax
 from kvjax._files import create
 
+INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
+DTYPES = ("float32", "bfloat16", "float16")  # of weights
 EXTRAS = {
     "wires": ("msgspec and pyzmq", ("msgspec", "zmq")),
     "agent": ("grpcio, grpcio-tools and protobuf", ("grpc", "grpc_tools", "google")),
@@ -37,6 +40,21 @@ class Parser(argparse.ArgumentParser):
         """Prints the message as one line and exits with 2."""
         line = " ".join(message.removeprefix("argument ").split())
         self.exit(2, f"{self.prog}: {line}\n")
+
+
+class Refusing(NamedTuple):
+    """Inside a `with`, an error of a file, a value or a package ends the command with a line that names the option."""
+
+    parser: Parser
+    option: str = ""
+    path: Any = None  # of a file whose errors do not name it
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ImportError | OSError | ValueError):
+            self.parser.error(f"{self.option}{': ' if self.option else ''}{reason(error, self.path)}")
 
 
 def number[T: (int, float)](kind: type[T], least: T, most: T | None = None) -> Callable[[str], T]:
@@ -116,12 +134,9 @@ def check_extra(parser: Parser, extra: str, option: str = "") -> None:
 
 def save(parser: Parser, args: argparse.Namespace, entries: Iterable[dict[str, Any]]) -> None:
     """Writes the events, as lines of `kvjax.interop.log`."""
-    try:
-        if args.events is not None:
-            with create(args.events) as file:
-                file.writelines(json.dumps(entry) + "\n" for entry in entries)
-    except OSError as error:
-        parser.error(f"--events: {reason(error, args.events)}")
+    if args.events is not None:
+        with Refusing(parser, "--events", args.events), create(args.events) as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
 def draw(parser: Parser, args: argparse.Namespace, cache: Any) -> None:
@@ -132,15 +147,20 @@ def draw(parser: Parser, args: argparse.Namespace, cache: Any) -> None:
 
 def save_picture(parser: Parser, args: argparse.Namespace, plot: Callable[[pathlib.Path], Any]) -> None:
     """Calls `plot` with the file, if one is asked for."""
-    try:
-        if args.plot is not None:
+    if args.plot is not None:
+        with Refusing(parser, "--plot", args.plot):
             plot(args.plot)
-    except (OSError, ValueError) as error:
-        parser.error(f"--plot: {reason(error, args.plot)}")
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The model's name, part of all names of blocks: the last part of its checkpoint's path."""
+    return os.path.basename(os.path.abspath(args.checkpoint))
 
 
 def reason(error: Exception, path: Any = None) -> str:
-    """The error's message, without errno; `path` is the file's name, which an error of writing does not have."""
+    """The error's message, without errno; `path` is the file's name, which some errors do not have."""
+    if isinstance(error, UnicodeDecodeError) and path is not None:
+        return f"{path}: not UTF-8 at byte {error.start}"
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename or path}: {error.strerror.lower()}"
     return str(error)

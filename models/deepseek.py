@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,14 @@ from flax import nnx
 import kvjax
 from pallas_kernels.rotary import rotate
 
-from .experts import ExpertsConfig, MixtureModel
-from .fields import count, flag, number, only
-from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
-from .language_model import Mixing
-from .norm import NormConfig, RMSNorm
-from .rope import Rope
-from .yarn import Yarn, read_rope
+from .attention import Mixer, Mixing
+from .experts import read_experts, write_experts
+from .family import Family, check_fixed, read_common, write_common
+from .fields import Table, count, flag, number, only, read_table, write_table
+from .norm import RMSNorm
+from .rope import Angles, Rope, read_rope
 
-KINDS = ("deepseek_v3", "kimi_k2")
-# The defaults of the family's own code, for fields that config.json leaves out.
-DEFAULTS: dict[str, Any] = {
+_V3: dict[str, Any] = {
     "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
     "num_hidden_layers": 61, "num_attention_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
     "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -37,96 +35,48 @@ DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "bos_token_id": 0,
     "eos_token_id": 1, "rope_interleave": True,
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentConfig:
-    """Attention over latents.
-
-    Attributes:
-      query_rank: width between the two matrices of the queries; None: they have one.
-      rank: width of the part of a latent from which keys and values follow; all of it is values.
-      rope_dim: width of the other part, a key that all heads share and that rope rotates.
-      key_dim: width of a head's own keys, which are not rotated.
-      value_dim: width of a head's values.
-      rope: None: the shared key is not rotated either.
-      interleaved: whether the pairs that rope rotates lie side by side.
-    """
-
-    query_rank: int | None
-    rank: int
-    rope_dim: int
-    key_dim: int
-    value_dim: int
-    rope: Rope | Yarn | None = None
-    interleaved: bool = False
-
-    @property
-    def scale(self) -> float:
-        """The factor on the scores."""
-        factor = self.rope.score_factor if isinstance(self.rope, Yarn) else 1.0
-        return (self.key_dim + self.rope_dim) ** -0.5 * factor
-
-
-def read_latents(hf: Mapping[str, Any], rope: Rope | Yarn | None, interleaved: bool) -> LatentConfig:
-    """The latents of a config.json with the family's defaults."""
-    only(hf, "num_key_value_heads", hf.get("num_attention_heads"), absent=hf.get("num_attention_heads"))
-    latents = LatentConfig(
-        query_rank=None if hf["q_lora_rank"] is None else count(hf, "q_lora_rank"),
-        rank=count(hf, "kv_lora_rank"),
-        rope_dim=count(hf, "qk_rope_head_dim"),
-        key_dim=count(hf, "qk_nope_head_dim"),
-        value_dim=count(hf, "v_head_dim"),
-        rope=rope,
-        interleaved=interleaved,
-    )
-    if rope is not None and latents.rope_dim % 2:
-        raise ValueError(f"qk_rope_head_dim: got {latents.rope_dim}, wanted an even number")
-    return latents
-
-
-def write_latents(latents: LatentConfig, num_heads: int) -> dict[str, Any]:
-    """The fields of a config.json that `read_latents` reads."""
-    return {
-        "num_key_value_heads": num_heads,
-        "q_lora_rank": latents.query_rank,
-        "kv_lora_rank": latents.rank,
-        "qk_rope_head_dim": latents.rope_dim,
-        "qk_nope_head_dim": latents.key_dim,
-        "v_head_dim": latents.value_dim,
-    }
+EXPERTS: Table = {
+    "moe_intermediate_size": ("width", count),
+    "n_routed_experts": ("num_experts", count),
+    "num_experts_per_tok": ("per_token", count),
+    "n_group": ("num_groups", count),
+    "topk_group": ("num_chosen_groups", count),
+    "norm_topk_prob": ("normalised", flag),
+    "routed_scaling_factor": ("factor", number),
+}
+_LATENTS: Table = {
+    "q_lora_rank": ("query_rank", lambda hf, name: None if hf[name] is None else count(hf, name)),
+    "kv_lora_rank": ("rank", count),
+    "qk_rope_head_dim": ("rope_dim", count),
+    "qk_nope_head_dim": ("key_dim", count),
+    "v_head_dim": ("value_dim", count),
+}
 
 
 class LatentAttention(nnx.Module):
     """Attention of all heads over one latent a token."""
 
-    def __init__(self, width: int, heads: int, config: LatentConfig, dtype, rngs: nnx.Rngs):
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
-
-        self.config, self.heads = config, heads
-        queries, low = heads * (config.key_dim + config.rope_dim), NormConfig()
-        if config.query_rank is None:
+    def __init__(self, config: Any, latents: LatentConfig, dtype, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, use_bias=False, param_dtype=dtype, rngs=rngs)
+        width, heads, low = config.hidden_size, config.num_heads, dataclasses.replace(config, rms_norm_eps=1e-6)
+        queries = heads * (latents.key_dim + latents.rope_dim)
+        self.config, self.heads = latents, heads
+        if latents.query_rank is None:
             self.q_proj = linear(width, queries)
         else:
-            self.q_a_proj = linear(width, config.query_rank)
-            self.q_a_layernorm = RMSNorm(config.query_rank, low, dtype)
-            self.q_b_proj = linear(config.query_rank, queries)
-        self.kv_a_proj_with_mqa = linear(width, config.rank + config.rope_dim)
-        self.kv_a_layernorm = RMSNorm(config.rank, low, dtype)
-        self.kv_b_proj = linear(config.rank, heads * (config.key_dim + config.value_dim))
-        self.o_proj = linear(heads * config.value_dim, width)
-
-    def spec(self) -> kvjax.LayerSpec:
-        """The layer's part of the cache."""
-        return kvjax.LayerSpec.latent(self.config.rank + self.config.rope_dim, self.config.rank)
+            self.q_a_proj = linear(width, latents.query_rank)
+            self.q_a_layernorm = RMSNorm(latents.query_rank, low, dtype)
+            self.q_b_proj = linear(latents.query_rank, queries)
+        self.kv_a_proj_with_mqa = linear(width, latents.rank + latents.rope_dim)
+        self.kv_a_layernorm = RMSNorm(latents.rank, low, dtype)
+        self.kv_b_proj = linear(latents.rank, heads * (latents.key_dim + latents.value_dim))
+        self.o_proj = linear(heads * latents.value_dim, width)
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
         """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
         config = self.config
-        to_keys, to_values = jnp.split(
-            self.kv_b_proj.kernel[...].reshape(config.rank, self.heads, -1), (config.key_dim,), axis=-1
-        )
+        kernel = self.kv_b_proj.kernel[...].reshape(config.rank, self.heads, -1)
+        to_keys, to_values = jnp.split(kernel, (config.key_dim,), axis=-1)
         q, rotated = jnp.split(self._queries(x), (config.key_dim,), axis=-1)
         absorbed = jnp.einsum("rchk,lhk->rchl", q, to_keys)
         q = jnp.concatenate([absorbed, self._rotate(rotated, angles)], axis=-1)
@@ -150,92 +100,84 @@ class LatentAttention(nnx.Module):
         return rotate(x, angles)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSeekConfig(LanguageConfig):
-    """DeepSeek V3.
+@dataclasses.dataclass(frozen=True)
+class LatentConfig(Mixer):
+    """Attention over latents.
 
     Attributes:
-      latents: of every layer.
-      experts: of every layer but the first ones.
-      num_dense: of these.
+      query_rank: width between the two matrices of the queries; None: they have one.
+      rank: width of the part of a latent from which keys and values follow; all of it is values.
+      rope_dim: width of the other part, a key that all heads share and that rope rotates.
+      key_dim: width of a head's own keys, which are not rotated.
+      value_dim: width of a head's values.
+      rope: None: the shared key is not rotated either.
+      interleaved: whether the pairs that rope rotates lie side by side.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
-    latents: LatentConfig
-    experts: ExpertsConfig
-    num_dense: int
-
-    @classmethod
-    def from_hf(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads the fields of a config.json; a ValueError names the field, its value and what was wanted."""
-        hf = {**DEFAULTS, **fields}
-        only(hf, "model_type", *KINDS)
-        only(hf, "index_topk", None)  # of an indexer, which chooses the tokens that are attended to
-        only(hf, "scoring_func", "sigmoid", absent="sigmoid")
-        only(hf, "topk_method", "noaux_tc", absent="noaux_tc")
-        only(hf, "moe_layer_freq", 1, absent=1)
-        experts = ExpertsConfig(
-            num_experts=count(hf, "n_routed_experts"),
-            per_token=count(hf, "num_experts_per_tok"),
-            width=count(hf, "moe_intermediate_size"),
-            shared_width=count(hf, "moe_intermediate_size") * count(hf, "n_shared_experts"),
-            corrected=True,
-            num_groups=count(hf, "n_group"),
-            num_chosen_groups=count(hf, "topk_group"),
-            normalised=flag(hf, "norm_topk_prob"),
-            factor=number(hf, "routed_scaling_factor"),
-        )
-        return cls(
-            **read_common(hf),
-            latents=read_latents(hf, read_rope(hf), flag(hf, "rope_interleave")),
-            experts=experts.check(),
-            num_dense=count(hf, "first_k_dense_replace", least=0),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of a config.json that `from_hf` reads back as this config."""
-        assert self.latents.rope is not None
-        experts = self.experts
-        return {
-            **write_common(self, "DeepseekV3ForCausalLM"),
-            **write_latents(self.latents, self.num_heads),
-            "rope_parameters": self.latents.rope.to_hf(),
-            "rope_interleave": self.latents.interleaved,
-            "first_k_dense_replace": self.num_dense,
-            "moe_intermediate_size": experts.width,
-            "n_routed_experts": experts.num_experts,
-            "n_shared_experts": experts.shared_width // experts.width,
-            "num_experts_per_tok": experts.per_token,
-            "n_group": experts.num_groups,
-            "topk_group": experts.num_chosen_groups,
-            "norm_topk_prob": experts.normalised,
-            "routed_scaling_factor": experts.factor,
-        }
+    query_rank: int | None
+    rank: int
+    rope_dim: int
+    key_dim: int
+    value_dim: int
+    rope: Rope | None = None
+    interleaved: bool = False
+    module: ClassVar[type[Any]] = LatentAttention
 
     @property
-    def layers(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
-        return tuple(LayerKind("latents", number < self.num_dense) for number in range(self.num_layers))
+    def scale(self) -> float:
+        """The factor on the scores."""
+        factor = 1.0 if self.rope is None else self.rope.score_factor
+        return (self.key_dim + self.rope_dim) ** -0.5 * factor
 
     @property
-    def rotation(self) -> tuple[Rope | Yarn, int] | None:
-        """The rope of all layers, and how many dimensions it rotates."""
-        assert self.latents.rope is not None
-        return self.latents.rope, self.latents.rope_dim
+    def rotation(self) -> tuple[Rope, int] | None:
+        """The rope, and the width that it rotates."""
+        return None if self.rope is None else (self.rope, self.rope_dim)
 
-    def predictor(self, name: str) -> str | None:
-        """The joining matrix of a layer after the last one."""
-        parts = name.split(".")
-        is_after = parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= self.num_layers
-        return f"model.layers.{parts[2]}.eh_proj.weight" if is_after else None
+    def spec(self) -> kvjax.LayerSpec:
+        """The layer's part of the cache."""
+        return kvjax.LayerSpec.latent(self.rank + self.rope_dim, self.rank)
 
 
-class DeepSeek(MixtureModel):
-    """DeepSeek V3."""
+def read_latents(hf: Mapping[str, Any], rope: Rope | None, interleaved: bool) -> LatentConfig:
+    """The latents of a config.json with the family's defaults."""
+    only(hf, "num_key_value_heads", hf.get("num_attention_heads"), absent=hf.get("num_attention_heads"))
+    latents = LatentConfig(**read_table(hf, _LATENTS), rope=rope, interleaved=interleaved)
+    if rope is not None and latents.rope_dim % 2:
+        raise ValueError(f"qk_rope_head_dim: got {latents.rope_dim}, wanted an even number")
+    return latents
 
-    config: DeepSeekConfig
 
-    def make_mixer(self, number: int, dtype, rngs: nnx.Rngs) -> tuple[str, nnx.Module]:
-        """The mixer of this layer with its name."""
-        config = self.config
-        return "self_attn", LatentAttention(config.hidden_size, config.num_heads, config.latents, dtype, rngs)
+def write_latents(latents: LatentConfig, num_heads: int) -> dict[str, Any]:
+    """The fields of a config.json that `read_latents` reads."""
+    return {"num_key_value_heads": num_heads, **write_table(latents, _LATENTS)}
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a `ModelConfig`."""
+    check_fixed(hf, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, partial_rotary_factor=1.0)
+    only(hf, "index_topk", None)  # of an indexer, which chooses the tokens that are attended to
+    num_layers = count(hf, "num_hidden_layers")
+    latents = read_latents(hf, read_rope(hf, ("default", "yarn")), flag(hf, "rope_interleave"))
+    return {
+        **read_common(hf),
+        "layers": (latents,) * num_layers,
+        "experts": read_experts(hf, EXPERTS, "n_shared_experts", corrected=True),
+        "dense": tuple(range(min(num_layers, count(hf, "first_k_dense_replace", least=0)))),
+    }
+
+
+def _write(config: Any) -> dict[str, Any]:
+    """The fields that `_read` reads."""
+    latents = config.layers[0]
+    return {
+        **write_common(config, "DeepseekV3"),
+        **write_latents(latents, config.num_heads),
+        **write_experts(config.experts, EXPERTS, "n_shared_experts"),
+        "rope_parameters": latents.rope.to_hf(),
+        "rope_interleave": latents.interleaved,
+        "first_k_dense_replace": len(config.dense),
+    }
+
+
+DEEPSEEK = Family({"deepseek_v3": _V3, "kimi_k2": _V3}, _read, _write)

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import rich.box
 import rich.console
 import rich.table
 
 import kvjax
-from kvjax.interop.log import entry
+from kvjax.interop import log
 from kvjax.stores import DiskStore
 
 from . import commands, recall, stores
@@ -38,21 +37,12 @@ Question = tuple[list[int], int]  # prompt, token of the right answer
 
 
 class Turn(NamedTuple):
-    """An answered question: tokens of its prompt, those of them reused, and seconds to the answer.
+    """An answered question."""
 
-    Attributes:
-      stored: the reused tokens that came from a store.
-    """
-
-    prompted: int
-    reused: int
-    seconds: float
-    stored: int = 0
-
-
-def documents(rng: np.random.Generator) -> list[recall.Document]:
-    """The documents, the same in every run of one `SEED`."""
-    return [recall.make_document(rng, FACTS, TIMES) for _ in range(1 + OTHERS)]
+    prompted: int  # tokens of its prompt
+    reused: int  # those that were not computed
+    seconds: float  # to the answer
+    stored: int = 0  # reused tokens that came from a store
 
 
 def questions(document: recall.Document, people: Sequence[str]) -> list[Question]:
@@ -73,12 +63,10 @@ def make_spec(model: Any, host_blocks: int = 0) -> kvjax.CacheSpec:
 class Session:
     """A model and its cache, perhaps with a store, and a tally of what went through them."""
 
-    store: DiskStore | None = None
-
-    def __init__(self, model: Any, host_blocks: int = 0, store: DiskStore | None = None):
-        spec = make_spec(model, host_blocks)
-        self.model, self.store = model, store
-        self.cache: Any = (kvjax.tiers.TieredCache if host_blocks else kvjax.Cache).create(spec)
+    def __init__(self, model: Any, host_blocks: int = 0, store: DiskStore | None = None, cache: Any = None):
+        if cache is None:
+            cache = (kvjax.tiers.TieredCache if host_blocks else kvjax.Cache).create(make_spec(model, host_blocks))
+        self.model, self.cache, self.store = model, cache, store
         self.prompted = self.reused = self.answered = self.right = 0
         self.turns: list[Turn] = []
         self.entries: list[dict[str, Any]] = []
@@ -90,7 +78,7 @@ class Session:
 
     def hear(self, events: Any) -> None:
         """Notes the events of a transition, or of a jitted loop."""
-        self.entries.append(entry(events))
+        self.entries.append(log.entry(events))
 
     def ask(self, pairs: Sequence[Question], *, reuse: bool = True) -> Session:
         """Puts questions one by one, as different users would; without reuse each in a namespace of its own."""
@@ -129,78 +117,67 @@ class Session:
 
     def part(self) -> Session:
         """A session that goes on with this one's cache and an empty tally."""
-        new = Session.__new__(Session)
-        new.__dict__ = {**self.__dict__, "turns": [], "entries": []}
-        new.prompted = new.reused = new.answered = new.right = 0
-        return new
+        return Session(self.model, store=self.store, cache=self.cache)
 
+    def fork(self, pairs: Sequence[Question]) -> Session:
+        """Computes once what the prompts share, all but their last two tokens, and forks the row for these."""
+        shared = pairs[0][0][:-2]
+        self.cache, admitted = self.cache.admit(0, np.asarray(shared, np.int32), len(shared))
+        self.hear(admitted)
+        self.compute([shared[int(self.cache.state.seqs.committed[0]) :]])
+        for row in range(1, len(pairs)):
+            self.cache, _ = self.cache.fork(0, row)
+        self.cache, extended = self.cache.extend(np.arange(ROWS) < len(pairs), 2)
+        self.hear(extended)
+        tokens = self.compute([prompt[-2:] for prompt, _ in pairs])
+        self.cache, released = self.cache.release(np.arange(len(pairs), dtype=np.int32))
+        self.hear(released)
+        self.prompted += len(shared) + 2 * len(pairs)
+        self.reused += int(admitted.cached[0])
+        self.answered += len(pairs)
+        self.right += sum(token == answer for token, (_, answer) in zip(tokens, pairs, strict=True))
+        return self
 
-class Parts(NamedTuple):
-    """The demo's sessions.
+    def compute(self, rows: Sequence[list[int]]) -> list[int]:
+        """Computes the next tokens of the first rows; returns the likeliest token after those of each row."""
+        count = np.zeros(ROWS, np.int32)
+        count[: len(rows)] = [len(row) for row in rows]
+        tokens = np.zeros((ROWS, max(2, *count)), np.int32)  # a single token needs no program of its own
+        for row, new in enumerate(rows):
+            tokens[row, : len(new)] = new
+        self.cache, logits, events = step(self.model, self.cache, tokens, count)
+        self.hear(events)
+        return np.argmax(logits, axis=-1)[: len(rows)].tolist()
 
-    Attributes:
-      without: some of the questions, nothing shared.
-      first: the first question, to an empty cache; the following five go on with its cache.
-      repeat: the other questions.
-      forks: one row forked into four.
-      pressure: questions to other documents, for which blocks are evicted.
-      again: questions to the first document.
-      small: a question to every document, to a cache that cannot hold them all.
-      small_again: the same, to that cache.
-      large: the same, to a cache with a host tier.
-      large_again: the same, to that cache.
-      blocks: a drawing of the cache after `repeat`.
-    """
-
-    without: Session
-    first: Session
-    repeat: Session
-    forks: Session
-    pressure: Session
-    again: Session
-    small: Session
-    small_again: Session
-    large: Session
-    large_again: Session
-    blocks: str
-
-
-def forked(session: Session, document: recall.Document, people: Sequence[str]) -> None:
-    """Computes the document and the start of a question once, forks the row, and asks a different person in each."""
-    prompt = document.ids + recall.encode("where is")
-    cache, events = session.cache.admit(0, np.asarray(prompt, np.int32), len(prompt))
-    session.reused += int(events.cached[0])
-    session.prompted += len(prompt) + 2 * len(people)
-    session.hear(events)
-    width = int(cache.state.seqs.length[0] - cache.state.seqs.committed[0])
-    rows = jnp.arange(ROWS)
-    fed = np.zeros((ROWS, max(width, 2)), np.int32)  # not narrower than what follows, which then needs no other program
-    fed[0, :width] = prompt[-width:]
-    cache, _, events = feed(session.model, cache, fed, np.where(rows == 0, width, 0))
-    session.hear(events)
-    for number in range(1, len(people)):
-        cache, _ = cache.fork(0, number)
-    words = [recall.encode(f"{person} ?") for person in people]
-    fed = np.zeros((ROWS, 2), np.int32)
-    fed[: len(people)] = words
-    cache, extended = cache.extend(rows < len(people), 2)
-    session.hear(extended)
-    cache, logits, events = feed(session.model, cache, fed, np.where(rows < len(people), 2, 0))
-    session.hear(events)
-    answers = np.argmax(logits, axis=-1)[: len(people)]
-    session.answered += len(people)
-    session.right += sum(int(a) == recall.IDS[document.facts[p]] for a, p in zip(answers, people, strict=True))
-    session.cache, released = cache.release(np.arange(len(people), dtype=np.int32))
-    session.hear(released)
+    def drawing(self, width: int) -> str:
+        """The map of the cache's blocks."""
+        return kvjax.show(self.cache.state, width=width, max_lines=LINES)
 
 
 step = jax.jit(kvjax.step)
 
 
-def feed(model, cache: kvjax.Cache, tokens: np.ndarray, count: np.ndarray):
-    """Computes each row's next tokens; returns the cache, the logits of each row's last token, and the events."""
-    cache, logits, events = step(model, cache, jnp.asarray(tokens), jnp.asarray(count, jnp.int32))
-    return cache, logits, events
+class Parts(NamedTuple):
+    """The demo's sessions, in the order of the tables' lines, and a map of the blocks after `repeat`."""
+
+    without: Session  # some of the questions, nothing shared
+    first: Session  # the first question, to an empty cache; the following four go on with its cache
+    repeat: Session  # the other questions
+    forks: Session  # one row forked into four
+    pressure: Session  # questions to other documents, for which blocks are evicted
+    again: Session  # questions to the first document
+    small: Session  # a question to every document, to a cache that cannot hold them all
+    small_again: Session  # the same, to that cache
+    large: Session  # the same, to a cache with a host tier
+    large_again: Session  # the same, to that cache
+    blocks: str
+
+
+NAMES = (
+    "nothing shared", "first question", "other questions", "a row forked in 4", f"{OTHERS} other documents",
+    "the first again", f"{1 + OTHERS} in {BLOCKS} blocks", "all of them again", f"{HOST_BLOCKS} on the host",
+    "all of them again",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -228,7 +205,7 @@ def run(model: Any, store: DiskStore | None = None) -> tuple[list[dict[str, Any]
     console = rich.console.Console(highlight=False)
     console.width = min(console.width, MOST_COLUMNS)
     rng = np.random.default_rng(SEED)
-    document, *others = documents(rng)
+    document, *others = (recall.make_document(rng, FACTS, TIMES) for _ in range(1 + OTHERS))
     people = [list(document.facts)[i] for i in rng.permutation(FACTS)[:QUESTIONS]]
     console.print(
         f"A document of {FACTS} facts, each stated {TIMES} times ({len(document.ids):,} tokens). A question is the "
@@ -251,17 +228,15 @@ def show(console: rich.console.Console, parts: Parts, people: Sequence[str]) -> 
     for person, turn in zip(people, [*parts.first.turns, *parts.repeat.turns], strict=True):
         console.print(bar(recall.question(person), turn, console.width))
     console.print()
-    lines, has_store = rows(parts), parts.first.store is not None
+    lines, has_store = [*zip(NAMES, parts[:-1], strict=True)], parts.first.store is not None
     heads = "computed", "reused", *(["stored"] if has_store else []), "first token", "right"
     console.print(table("Tokens", heads, [(name, part.tokens(has_store=has_store)) for name, part in lines]), "")
     heads = "stored", "removed", "copied", "to host", "back"
     console.print(table("Blocks, by events", heads, [(name, part.records()) for name, part in lines]), "")
     maps = {
         "after the questions": parts.blocks,
-        "at the end": kvjax.show(parts.again.cache.state, width=console.width, max_lines=LINES),
-        "of the cache with a host tier": kvjax.show(
-            parts.large_again.cache.state, width=console.width, max_lines=LINES
-        ),
+        "at the end": parts.again.drawing(console.width),
+        "of the cache with a host tier": parts.large_again.drawing(console.width),
     }
     for name, drawing in maps.items():
         console.print(f"[bold]Blocks {name}[/bold]")
@@ -287,18 +262,15 @@ def play(
     without = Session(model).ask(pairs[:ALONE], reuse=False)
     first = Session(model, store=store).ask(pairs[:1])
     repeat = first.part().ask(pairs[1:])
-    blocks = kvjax.show(repeat.cache.state, width=width, max_lines=LINES)
-    forks = repeat.part()
-    forked(forks, document, list(document.facts)[:4])
+    blocks = repeat.drawing(width)
+    forks = repeat.part().fork(questions(document, list(document.facts)[:4]))
     pressure = forks.part().ask([q for other in others for q in questions(other, list(other.facts)[:2])])
     again = pressure.part().ask(pairs[:4])
 
     every = [questions(one, list(one.facts)[:1])[0] for one in (document, *others)]
     small, large = Session(model, store=store).ask(every), Session(model, HOST_BLOCKS, store).ask(every)
     small_again, large_again = small.part().ask(every), large.part().ask(every)
-    return Parts(
-        without, first, repeat, forks, pressure, again, small, small_again, large, large_again, blocks
-    )  # fmt: skip
+    return Parts(without, first, repeat, forks, pressure, again, small, small_again, large, large_again, blocks)
 
 
 def _compile_store(model: Any, pairs: Sequence[Question]) -> None:
@@ -310,17 +282,6 @@ def _compile_store(model: Any, pairs: Sequence[Question]) -> None:
         for host_blocks in (0, 0, HOST_BLOCKS):  # writes; reads
             Session(model, host_blocks, store).ask(pairs)
             store.flush()
-
-
-def rows(parts: Parts) -> list[tuple[str, Session]]:
-    """The sessions by name, as the tables have them."""
-    return [
-        ("nothing shared", parts.without), ("first question", parts.first), ("other questions", parts.repeat),
-        ("a row forked in 4", parts.forks), (f"{OTHERS} other documents", parts.pressure),
-        ("the first again", parts.again), (f"{1 + OTHERS} in {BLOCKS} blocks", parts.small),
-        ("all of them again", parts.small_again), (f"{HOST_BLOCKS} on the host", parts.large),
-        ("all of them again", parts.large_again),
-    ]  # fmt: skip
 
 
 def table(title: str, heads: Sequence[str], lines: Sequence[tuple[str, list[str]]]) -> rich.table.Table:
@@ -347,13 +308,13 @@ def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
     """
     course = [parts.first, parts.repeat, parts.forks, parts.pressure, parts.again]
     tiered = [parts.large, parts.large_again]
-    cache, tiers = parts.again.cache, parts.large_again.cache.cache
-    events = [e for part in course for e in part.events]
-    index_agrees = kvjax.fold(events).index == kvjax.events.index_of(cache.state)
-    index_agrees &= kvjax.fold([e for part in tiered for e in part.events]).index == kvjax.events.index_of(tiers.state)
-    kvjax.check(cache.state)
-    kvjax.check(tiers.state)
-    console.print(f"{len(events):,} events replayed give the index of the cache: {index_agrees}")
+    index_agrees = True
+    for sessions in (course, tiered):
+        state, events = sessions[-1].cache.state, [event for session in sessions for event in session.events]
+        kvjax.check(state)
+        index_agrees &= kvjax.fold(events).index == kvjax.events.index_of(state)
+    num_events = sum(len(session.events) for session in course)
+    console.print(f"{num_events:,} events replayed give the index of the cache: {index_agrees}")
     total = [*course, parts.small, parts.small_again, *tiered]
     share = sum(p.right for p in total) / sum(p.answered for p in total)
     alone = parts.without.right / parts.without.answered
@@ -364,7 +325,7 @@ def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
     reused = (parts.first.reused + parts.repeat.reused) / (parts.first.prompted + parts.repeat.prompted)
     times = parts.without.first_token / parts.repeat.first_token
     console.print(f"{reused:.0%} of prompt tokens reused, first token {times:.1f} times sooner")
-    return [one for part in course for one in part.entries]
+    return [entry for session in course for entry in session.entries]
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+# Names of fields, each with the attribute of a config that it becomes and the function that reads it.
+type Table = Mapping[str, tuple[str, Callable[[Mapping[str, Any], str], Any]]]
 _MOST = 2**31 - 1
 _LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -23,22 +26,29 @@ def check_file(path: pathlib.Path) -> None:
         raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
 
 
+@contextlib.contextmanager
+def errors_in(path: pathlib.Path, wanted: str = "", kinds: Any = (ValueError, RecursionError)) -> Iterator[None]:
+    """Makes a ValueError of an error of these kinds, with the name of a file, and perhaps what it was wanted to be."""
+    try:
+        yield
+    except OSError:
+        raise
+    except kinds as error:
+        raise ValueError(f"{path}: not {wanted} ({error})" if wanted else f"{path}: {error}") from error
+
+
 def read_text(path: pathlib.Path) -> str:
     """The text of a file, without the byte order mark that it may begin with."""
     check_file(path)
-    try:
+    with errors_in(path, "UTF-8"):
         return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The fields of a file of JSON; a ValueError names the file."""
     check_file(path)
-    try:
+    with errors_in(path, "valid JSON"):
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
     return value
@@ -47,6 +57,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def either(wanted: Iterable[Any]) -> str:
     """The values in words, as in 'a' or 'b'."""
     return " or ".join(repr(value) for value in wanted)
+
+
+def shortened(names: Sequence[str], most: int = 8) -> str:
+    """The first names of a list, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, of: str = "") -> Any:
@@ -93,13 +109,15 @@ def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
     return None if value is None else list(value)
 
 
-def layer_types(types: list[Any], wanted: Iterable[Any], num_layers: int) -> tuple[str, ...]:
+def layer_types(
+    types: list[Any], wanted: Iterable[Any], num_layers: int, field: str = "layer_types"
+) -> tuple[str, ...]:
     """The type of each layer, which must be one of `wanted`."""
     if len(types) != num_layers:
-        raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
+        raise ValueError(f"{field}: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
     for index, name in enumerate(types):
         if name not in wanted:
-            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(wanted)}")
+            raise ValueError(f"{field}[{index}]: got {name!r:.80}, wanted {either(wanted)}")
     return tuple(types)
 
 
@@ -118,3 +136,13 @@ def token(hf: Mapping[str, Any], name: str, vocab_size: int) -> int | None:
     if len(found) > 1:
         raise ValueError(f"{name}: got {hf[name]!r:.80}, wanted one token id")
     return found[0] if found else None
+
+
+def read_table(hf: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """The attributes of a table's fields."""
+    return {attribute: read(hf, name) for name, (attribute, read) in table.items()}
+
+
+def write_table(config: Any, table: Table) -> dict[str, Any]:
+    """The fields that `read_table` turns into a config's attributes."""
+    return {name: getattr(config, attribute) for name, (attribute, _) in table.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate text through the paged cache, with a checkpoint in Hugging Face format.
+"""Generate text through the paged cache, with a checkpoint in Hugging Face format or a GGUF file.
 
 A prompt is text if the checkpoint has a tokenizer, else token ids separated by commas or spaces. Prompts and answers go
 to standard output, all else to standard error. In a chat each turn finds those before it in the cache. Without a
@@ -18,11 +18,9 @@ from typing import Any
 import kvjax
 
 from . import chat, commands, demo, session, stores, wires
-from .commands import number
+from .answers import Detokenizer
+from .commands import INTERRUPTED, Refusing, number
 from .session import MOST, SIZES, Session
-from .speech import Speech
-
-INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,11 +52,10 @@ def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
     model, tokenizer = session.load_model(parser, args)
     prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
     session.check_length(parser, args, model, prompts)
-    speeches, has_store = [Speech(tokenizer, prompt) for prompt in prompts], args.store is not None
-    screen = _Lines(texts, speeches, has_store=has_store) if args.json else _Screen(texts, speeches)
+    screen = (_Lines if args.json else _Screen)(args, texts, prompts, tokenizer)
     with Session(parser, args, model, _note) as answering:
-        _, finished = answering.answer(prompts, screen, args.seed, args.stop or model.config.eos_token_ids)
-        return _end(parser, args, answering, finished)
+        _, finished = answering.answer(prompts, screen.show, args.seed, args.stop or model.config.eos_token_ids)
+        return answering.end(finished)
 
 
 def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
@@ -66,46 +63,29 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
     model, tokenizer = session.load_model(parser, args)
     if tokenizer is None:
         parser.error(f"--chat: {args.checkpoint}: wanted a checkpoint with a tokenizer.json")
-    try:
+    with Refusing(parser, "--chat"):
         template = chat.load_template(args.checkpoint)
-    except (OSError, ValueError) as error:
-        parser.error(f"--chat: {commands.reason(error)}")
     if template is not None and template.fault is not None:
         parser.error(f"--chat: {template.fault}")
-    stop = list(args.stop or model.config.eos_token_ids)
-    if template is not None and template.end is not None and not args.stop:
-        stop += [end for end in [tokenizer.token_to_id(template.end)] if end is not None]
-    positions = model.config.max_positions
-    most = args.max_length = min(positions, session.most_tokens(args, model) or positions, args.max_length or positions)
+    stop = args.stop or chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
+    session.set_length(parser, args, model)
     talk = chat.Chat(tokenizer, template)
     with Session(parser, args, model, _note) as answering:
         for turn, text in enumerate(_turns(parser)):
-            try:
+            with Refusing(parser, "--chat"):
                 prompt = talk.ask(text)
-            except ValueError as error:
-                parser.error(f"--chat: {error}")
-            if len(prompt) >= most:
-                _note(f"the chat ends: it has {len(prompt)} tokens, and the most are {most}")
+            if len(prompt) >= args.max_length:
+                _note(f"the chat ends: it has {len(prompt)} tokens, and the most are {args.max_length}")
                 break
-            speech = Speech(tokenizer, prompt)
-            has_store, shown = args.store is not None, ([text], [speech])
-            screen = _Lines(*shown, has_store=has_store) if args.json else _Screen(*shown, echo=False)
-            [output], _ = answering.answer([prompt], screen, args.seed + turn, stop)
+            screen = (_Lines if args.json else _Screen)(args, [text], [prompt], tokenizer)
+            [output], _ = answering.answer([prompt], screen.show, args.seed + turn, stop)
             if answering.cache is None:
                 return INTERRUPTED
-            talk.answered(output.tokens, speech.text(output.tokens))
+            talk.answered(output.tokens, screen.answers[0])
             stored = "" if answering.store is None else f", {output.stored_tokens} of them from the store"
-            _note(_dim(f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused{stored}"))
-        return _end(parser, args, answering, finished=True)
-
-
-def _end(parser: commands.Parser, args: argparse.Namespace, answering: Session, finished: bool) -> int:
-    """Draws the cache, and serves it on if that is wanted; returns the exit status."""
-    answering.report()
-    commands.draw(parser, args, answering.cache)
-    if args.stay and finished:
-        answering.stay()
-    return answering.close() or (0 if finished else INTERRUPTED)
+            found = f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused{stored}"
+            _note(f"\033[2m{found}\033[0m" if sys.stderr.isatty() else found)  # dim
+        return answering.end(finished=True)
 
 
 def _turns(parser: commands.Parser) -> Iterator[str]:
@@ -129,7 +109,7 @@ def _turns(parser: commands.Parser) -> Iterator[str]:
 
 def _parser() -> commands.Parser:
     parser = commands.Parser("generate", __doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="PATH", help="a Hugging Face folder, or a GGUF file")
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", type=pathlib.Path, help="more prompts, one a line")
     parser.add_argument("--chat", action="store_true", help="answer turns from standard input, one a line")
@@ -147,14 +127,8 @@ def _parser() -> commands.Parser:
     parser.add_argument(
         "--seed", type=number(int, 0, 2**31), default=0, help="of the first prompt; the next has the next"
     )
-    parser.add_argument(
-        "--stop",
-        type=number(int, 0, 2**31 - 1),
-        action="append",
-        default=[],
-        metavar="ID",
-        help="a stop token; may be repeated (default: the checkpoint's)",
-    )
+    stop = "a stop token; may be repeated (default: the checkpoint's)"
+    parser.add_argument("--stop", type=number(int, 0, 2**31 - 1), action="append", default=[], metavar="ID", help=stop)
     session.add_sizes(parser, rows=f"(default: {SIZES['rows']}, in a chat 1)", length="as many, up to a power of two")
     commands.add_scan(parser)
     commands.add_outputs(parser)
@@ -164,12 +138,8 @@ def _parser() -> commands.Parser:
 
 
 def _texts(parser: commands.Parser, args: argparse.Namespace) -> list[str]:
-    try:
+    with Refusing(parser, "--prompts", args.prompts):
         texts = args.prompt + (args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else [])
-    except UnicodeDecodeError as error:
-        parser.error(f"--prompts: {args.prompts}: not UTF-8 at byte {error.start}")
-    except (OSError, ValueError) as error:
-        parser.error(f"--prompts: {commands.reason(error, args.prompts)}")
     if not texts:
         parser.error("--prompt: got none, wanted at least one (or --prompts FILE)")
     for i, text in enumerate(texts, 1):
@@ -211,64 +181,60 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _dim(text: str) -> str:
-    return f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text
-
-
 class _Screen:
     """Prompts and answers on standard output, in the order of the prompts; the first unfinished answer grows.
 
-    An answer has lines of its own, under its prompt; an empty line separates it from the next prompt.
-
-    Args:
-      texts: the prompts.
-      speeches: of each prompt.
-      echo: whether to show the prompts.
+    An answer has lines of its own, under its prompt; an empty line separates it from the next prompt. A chat has no
+    prompts, which the person has typed.
     """
 
-    def __init__(self, texts: list[str], speeches: list[Speech], *, echo: bool = True):
-        self.texts, self.speeches, self.echo = texts, speeches, echo
-        self.number = 0  # of the prompt whose answer is being shown
-        self.begun = self.shown = False
+    def __init__(self, args: argparse.Namespace, texts: list[str], prompts: list[list[int]], tokenizer: Any):
+        decode = tokenizer.decode if tokenizer else lambda tokens: " ".join(map(str, tokens))
+        self.args, self.texts, self.words = args, texts, [Detokenizer(decode, prompt) for prompt in prompts]
+        self.answers = list[str]()  # the texts of those that have begun
+        self.num_done = self.num_tokens = 0  # answers; tokens of the last one
 
     def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
         """Shows new text; with `last` all of it, finished or not."""
-        for output in outputs[self.number :]:
-            done = last or output.finish is not None
-            self.say(output, done)
+        for output in outputs[self.num_done :]:
+            if len(self.answers) == self.num_done:
+                self.begin()
+            words, done = self.words[self.num_done], last or output.finish is not None
+            num_shown = len(self.answers[-1].lstrip())  # without the space between prompt and answer
+            self.answers[-1] += words.add(*output.tokens[self.num_tokens :]) + (words.end() if done else "")
+            self.num_tokens = len(output.tokens)
+            self.say(self.answers[-1].lstrip()[num_shown:], output, done)
             if not done:
                 break
-            self.number, self.begun, self.shown = self.number + 1, False, False
+            self.num_done += 1
 
-    def say(self, output: kvjax.serving.Output, done: bool) -> None:
-        """Shows the new text of the current prompt."""
-        if self.echo and not self.begun:
-            print("\n" if self.number else "", "> ", self.texts[self.number], sep="", flush=True)
-        more = self.speeches[self.number].more(output.tokens, done=done)
-        more = more if self.shown else more.lstrip()  # the space between prompt and answer
-        self.begun, self.shown = True, self.shown or bool(more)
-        print(more, end="\n" if done else "", flush=True)
+    def begin(self) -> None:
+        """Begins an answer, after its prompt."""
+        if not self.args.chat and not self.args.json:
+            print("\n" if self.answers else "", "> ", self.texts[self.num_done], sep="", flush=True)
+        self.answers.append("")
+        self.num_tokens = 0
+
+    def say(self, new: str, output: kvjax.serving.Output, done: bool) -> None:
+        """Shows the new text of the last answer."""
+        print(new, end="\n" if done else "", flush=True)
 
 
 class _Lines(_Screen):
     """A JSON object a line for each prompt that is done; with a store it also has the tokens that came from there."""
 
-    def __init__(self, texts: list[str], speeches: list[Speech], *, has_store: bool):
-        super().__init__(texts, speeches)
-        self.has_store = has_store
-
-    def say(self, output: kvjax.serving.Output, done: bool) -> None:
+    def say(self, new: str, output: kvjax.serving.Output, done: bool) -> None:
         """Prints the object."""
         if not done:
             return
         fields = {
-            "prompt": self.texts[self.number],
-            "text": self.speeches[self.number].text(output.tokens),
+            "prompt": self.texts[self.num_done],
+            "text": self.answers[-1],
             "tokens": output.tokens,
             "logprobs": output.logprobs,
             "prompt_tokens": output.prompt_tokens,
             "cached_tokens": output.cached_tokens,
-            **({"stored_tokens": output.stored_tokens} if self.has_store else {}),
+            **({} if self.args.store is None else {"stored_tokens": output.stored_tokens}),
             "finish": output.finish,
         }
         print(json.dumps(fields), flush=True)

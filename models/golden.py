@@ -22,15 +22,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """Prompts and reference outputs, as in the file.
-
-    Attributes:
-      prompts: i32[B, T].
-      lengths: i32[B].
-      logits: f32[B, T, V].
-      greedy: i32[B, G].
-      greedy_logits: f32[B, G, V].
-    """
+    """Prompts and reference outputs: the arrays of the file."""
 
     prompts: np.ndarray
     lengths: np.ndarray
@@ -75,12 +67,12 @@ def read_golden(folder: pathlib.Path, vocab_size: int) -> Golden:
     if missing:
         raise ValueError(f"{path}: no array {', '.join(missing)}")
     golden = Golden(**{name: arrays[name] for name in names})
-    _check_arrays(path, golden, vocab_size)
-    _check_rows(path, golden, vocab_size)
+    _check(path, golden, vocab_size)
     return golden
 
 
-def _check_arrays(path: pathlib.Path, golden: Golden, vocab_size: int) -> None:
+def _check(path: pathlib.Path, golden: Golden, vocab_size: int) -> None:
+    """Refuses arrays of other shapes or dtypes, lengths that no prompt has, and tokens outside the vocabulary."""
     for name in ("prompts", "greedy"):
         shape = getattr(golden, name).shape
         if len(shape) != 2 or 0 in golden.prompts.shape:
@@ -98,12 +90,9 @@ def _check_arrays(path: pathlib.Path, golden: Golden, vocab_size: int) -> None:
         array = getattr(golden, name)
         if array.shape != shape or not np.issubdtype(array.dtype, kind):
             raise ValueError(f"{path}: {name} {array.dtype}{list(array.shape)}, wanted {kind.__name__}{list(shape)}")
-
-
-def _check_rows(path: pathlib.Path, golden: Golden, vocab_size: int) -> None:
     for row, length in enumerate(golden.lengths):
-        if not 1 <= length <= golden.prompts.shape[1]:
-            raise ValueError(f"{path}: lengths[{row}] is {length}, wanted 1 to {golden.prompts.shape[1]}")
+        if not 1 <= length <= width:
+            raise ValueError(f"{path}: lengths[{row}] is {length}, wanted 1 to {width}")
         text = golden.text(row)
         if np.any((text < 0) | (text >= vocab_size)):
             raise ValueError(f"{path}: row {row} has a token id outside 0..{vocab_size - 1} before its padding")

@@ -23,7 +23,7 @@ from rich.progress import Progress
 import kvjax
 from kvjax._pictures import AMBER, VIOLET, finish, new_figure, picture
 
-from . import commands, loading, recall
+from . import commands, demo, loading, recall
 
 FACTS, DOCUMENTS, PROMPTS, END = 16, 4, 8, recall.IDS["<pad>"]  # a step asks 8 questions about one of 4 documents
 WIDTH, MOST = FACTS * recall.FACT_TOKENS + recall.QUESTION_TOKENS, 12  # tokens of a prompt, and of a completion
@@ -92,9 +92,8 @@ def run(num_steps: int, samples: int = 8, seed: int = 0) -> list[Report]:
         """A step's report, and its seconds."""
         nonlocal training
         document = documents[rng.integers(DOCUMENTS)]
-        people = rng.choice([*document.facts], PROMPTS, replace=False).tolist()
-        prompts = np.array([document.ids + recall.encode(recall.question(one)) for one in people], np.int32)
-        answers = np.array([recall.IDS[document.facts[one]] for one in people], np.int32)
+        pairs = demo.questions(document, rng.choice([*document.facts], PROMPTS, replace=False).tolist())
+        prompts, answers = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
         versions = np.array([names(weights="reference"), names(weights=version)], np.int32)
         stream, began = np.uint32(rng.integers(1 << 32)), time.perf_counter()
         done = step(training, reference, prompts, answers, stream, versions, np.int32(num_updates))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders: config.json, safetensors in one file or several, tokenizer.json."""
+"""Models out of checkpoints, and into folders in Hugging Face format."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -10,7 +11,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,44 +19,33 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from . import gemma_config
-from .decoder import scanned, unrolled
-from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
-from .fields import check_file, ids, read_json
-from .language_config import LanguageConfig
+from .checkpoint import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER, TOKENIZER_CONFIG, Folder, Tensor
+from .config import LayerConfig, ModelConfig, num_layers
+from .decoder import Decoder, scanned, unrolled
+from .fields import errors_in, ids, shortened
+from .fp8 import FLOATS, SCALED
 from .placement import check_axes, placed
 from .rope import Rope
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jax.numpy.bfloat16}  # a weight's dtypes
 _ALWAYS_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")  # whatever dtype the weights have
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PART = 1 << 22  # numbers of a matrix that are compared at a time
-# The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
-_DECODER = {
-    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
-    "language_model.": "model.",
-}  # fmt: skip
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
-# Names in a checkpoint of the stream without its output matrix, as `AutoModel` saves it.
-_BARE = re.compile(r"(layers|norm|embed_tokens|embed_tokens_per_layer|per_layer_\w+|rotary_emb\w*)\.")
 _REUSED = re.compile(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.(weight|bias)")
 
 
 def load(
-    folder: str | os.PathLike,
+    checkpoint: str | os.PathLike,
     dtype: jax.typing.DTypeLike | None = None,
     *,
     scan: bool = False,
     mesh: Mesh | None = None,
     heads: str | None = None,
     context: str | None = None,
-) -> tuple[AnyModel, Any]:
+) -> tuple[Decoder, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
     A model whose config is tied is loaded untied if the file has an output matrix other than the embedding; each
@@ -63,87 +53,83 @@ def load(
     frequencies do, or belongs to a part that is not served: a tower, or a layer that predicts a token further on.
 
     Args:
-      folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json and
-        generation_config.json, whose eos_token_id is joined with that of config.json.
-      dtype: of the weights; None for the one they are stored in. Rates of decay and the bias of a choice of experts
-        are float32.
+      checkpoint: a folder with config.json, model.safetensors or its shards with their index, and perhaps
+        tokenizer.json and generation_config.json, whose eos_token_id is joined with that of config.json; or a .gguf
+        file of a Llama, Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
+      dtype: of the weights; None for the one they are stored in, which is float32 if they are quantised. Rates of decay
+        and the bias of a choice of experts are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
-        that this process's devices need. None: one device has all. Only a `Decoder` can be divided.
+        that this process's devices need. None: one device has all. Only attention with an MLP can be divided.
       heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
       context: likewise, its other axis; what both axes can divide is divided by both. None: none.
 
     Returns:
-      The model; and the `tokenizers.Tokenizer`, None if the folder has none.
+      The model; and the `tokenizers.Tokenizer`, None if the checkpoint has none.
 
     Raises:
       FileNotFoundError: a file is missing.
+      ImportError: a GGUF file needs the extra.
       ValueError: naming the file that is none, the config field that is not supported, the tensors that are missing,
         unexpected or of the wrong shape or dtype, or the axis that cannot divide the weights. Names are compared before
         anything is built.
     """
-    folder = pathlib.Path(folder)
     check_axes(mesh, heads, context)
-    fields, files = read_json(folder / CONFIG), weight_files(folder)
-    config, tokenizer = _config(folder, fields, files), load_tokenizer(folder)
-    _check_mesh(config, mesh)
-    dtype = _stored_dtype(files) if dtype is None else dtype
-    if config.tie_word_embeddings and not _is_tied(files, dtype):
+    source = open_checkpoint(checkpoint)
+    tensors = source.tensors()
+    config, tokenizer = _config(source, tensors), source.tokenizer()
+    is_plain = config.experts is None and all(isinstance(layer, LayerConfig) for layer in config.layers)
+    if mesh is not None and not is_plain:
+        raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
+    dtype = _stored_dtype(tensors) if dtype is None else dtype
+    if config.tie_word_embeddings and not _is_tied(tensors, dtype):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     parameters = dict(nnx.to_flat_state(state))
-    wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
-    shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
-    _check_names(files, shapes, config, has_towers=gemma_config.has_towers(fields))
-    flat, stacks = [], {}
-    for name, tensor in _tensors(files):
-        if _own_name(name) in wanted:
-            path, expert = wanted[_own_name(name)]
-            leaf = parameters[path]
-            read = functools.partial(_read, tensor, path[-1] == "kernel", leaf.dtype)
-            if expert is None:
-                flat.append(
-                    (path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads, context)))
-                )
-            else:
-                stacks.setdefault(path, _Stack(leaf)).put(expert, read)
-                if stacks[path].missing == 0:
-                    flat.append((path, leaf.replace(jnp.array(stacks.pop(path).array))))
+    _check_tensors(source, tensors, {path: leaf.shape for path, leaf in parameters.items()}, config)
+    flat = []
+    for path, leaf in parameters.items():
+        read = functools.partial(_read_parameter, tensors, path, leaf)
+        flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads, context))))
     model = nnx.merge(graphdef, nnx.from_flat_state(flat))
     return scanned(model) if scan else model, tokenizer
 
 
-class _Stack:
-    """The matrices of a layer's experts, of which a checkpoint has a tensor each."""
+def open_checkpoint(path: str | os.PathLike) -> Any:
+    """A `checkpoint.Folder`, or by its name a GGUF file, which has the same methods; errors as for `load`."""
+    if pathlib.Path(path).suffix == ".gguf":
+        from .gguf_file import GgufFile  # late: it needs the extra
 
-    def __init__(self, leaf: Any):
-        self.array, self.missing = np.empty(leaf.shape, leaf.dtype), leaf.shape[0]
-
-    def put(self, expert: int, read: Callable[[tuple[slice, ...]], np.ndarray]) -> None:
-        """Takes the matrix of one expert."""
-        self.array[expert] = read((slice(None), slice(None)))
-        self.missing -= 1
-
-
-def _check_mesh(config: AnyConfig, mesh: Mesh | None) -> None:
-    """Refuses to divide the weights of what is no `Decoder`."""
-    if isinstance(config, LanguageConfig) and mesh is not None:
-        raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
+        return GgufFile(path)
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"{os.fspath(path)}: no such folder")
+    return Folder(pathlib.Path(path))
 
 
-def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Writes what `load` reads: config.json, generation_config.json, model.safetensors and, if given, tokenizer.json.
+def save(
+    model: Decoder,
+    folder: str | os.PathLike,
+    tokenizer: Any = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a folder that `load` reads: config.json, generation_config.json and model.safetensors.
 
     If the folder has an index of shards, it is removed, since `load` would read them.
+
+    Args:
+      model: the model.
+      folder: is made if it is missing.
+      tokenizer: a `tokenizers.Tokenizer`, for tokenizer.json; None: that file is not written.
+      tokenizer_config: the fields of tokenizer_config.json, such as a chat template; None: that file is not written.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, leaf in nnx.to_flat_state(nnx.state(unrolled(model))):
         value = np.asarray(leaf[...])
-        for name, (_, expert) in _hf_parts(path, value.shape).items():
-            tensor = value if expert is None else value[expert]
+        for name, expert in _hf_parts(path, value.shape).items():
+            tensor = value[expert]
             tensors[name] = np.ascontiguousarray(tensor.T if path[-1] == "kernel" else tensor)
     fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
@@ -152,202 +138,110 @@ def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> N
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / INDEX).unlink(missing_ok=True)
     if tokenizer is not None:
-        tokenizer.save(str(folder / "tokenizer.json"))
+        tokenizer.save(str(folder / TOKENIZER))
+    if tokenizer_config is not None:
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(tokenizer_config, indent=2) + "\n")
 
 
-def load_tokenizer(folder: str | os.PathLike) -> Any:
-    """The `tokenizers.Tokenizer` of a folder, None if it has none."""
-    path = pathlib.Path(folder) / "tokenizer.json"
-    if not path.exists():
-        return None
-    check_file(path)
-    from tokenizers import Tokenizer  # only text needs it
+def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint that make a parameter, each with its index there: of a stack one for each expert.
 
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more particular
-        raise ValueError(f"{path}: not a tokenizer ({error})") from error
-
-
-def _hf_name(path: tuple) -> str:
-    """Checkpoint name of a parameter: (layers, 0, mlp, up_proj, kernel) is model.layers.0.mlp.up_proj.weight."""
+    (layers, 0, mlp, up_proj, kernel) is model.layers.0.mlp.up_proj.weight, and (layers, 0, mlp, experts, up_proj,
+    kernel) is model.layers.0.mlp.experts.0.up_proj.weight and so on.
+    """
     *modules, leaf = path
-    prefix = () if modules[0] == "lm_head" else ("model",)
-    leaf = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
-    return ".".join(map(str, (*prefix, *modules, leaf)))
+    prefix = [] if path[0] == "lm_head" else ["model"]
+    weight = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
+    parts = {(): modules}
+    if leaf == "kernel" and len(shape) == 3:
+        parts = {(expert,): [*modules[:-1], expert, modules[-1]] for expert in range(shape[0])}
+    return {".".join(map(str, [*prefix, *modules, weight])): index for index, modules in parts.items()}
 
 
-def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[tuple, int | None]]:
-    """The tensors of a checkpoint that make a parameter: one, or one for each expert: {name: (path, expert)}.
-
-    (layers, 1, mlp, experts, up_proj, kernel) is model.layers.1.mlp.experts.0.up_proj.weight and so on.
-    """
-    if path[-1] != "kernel" or len(shape) != 3:
-        return {_hf_name(path): (path, None)}
-    *above, name, leaf = path
-    return {_hf_name((*above, expert, name, leaf)): (path, expert) for expert in range(shape[0])}
-
-
-def _own_name(name: str) -> str:
-    """A tensor's name in a checkpoint of the decoder alone.
-
-    language_model.model.norm.weight and norm.weight are model.norm.weight.
-    """
-    for prefix, own in _DECODER.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return f"model.{name}" if _BARE.match(name) else name
-
-
-def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Checkpoints keep matrices as [outputs, inputs], Flax as [inputs, outputs]; of each expert by itself."""
-    return shape[-2:][::-1] if path[-1] == "kernel" else shape
-
-
-def _config(folder: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> AnyConfig:
-    """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer.
+def _config(source: Any, tensors: Mapping[str, Tensor]) -> ModelConfig:
+    """The config of a checkpoint whose tensors are of all its layers: it has one entry per layer.
 
     Tokens that end a text are those of generation_config.json too: models for chats have more than config.json tells.
     """
-    path, more = folder / CONFIG, folder / GENERATION
-    generation = read_json(more) if more.exists() else {}
-    try:
-        found = {
-            int(layer[1]) for names in files.values() for layer in map(_LAYER.match, map(_own_name, names)) if layer
-        }
-        number, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
-        if number > len(found):
-            raise ValueError(f"num_hidden_layers: got {number}, wanted {len(found)}: no tensor is of layer {lacks}")
-        config = read_config(fields)
-        path = more
+    fields, generation = source.fields(CONFIG), source.fields(GENERATION)
+    fields.pop("quantization_config", None)  # the tensors are dequantised
+    with errors_in(source.file_of(CONFIG)):
+        found = {int(layer[1]) for layer in map(_LAYER.match, tensors) if layer}
+        wanted, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
+        if wanted > len(found):
+            raise ValueError(f"num_hidden_layers: got {wanted}, wanted {len(found)}: no tensor is of layer {lacks}")
+        config = ModelConfig.from_hf(fields)
+    with errors_in(source.file_of(GENERATION)):
         ends = *config.eos_token_ids, *ids(generation, "eos_token_id", config.vocab_size)
-        return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
-def weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
-    """Each weight file with the names of the tensors to take from it.
-
-    An index says which file has a tensor, and may leave out tensors of its files: they are taken too.
-    """
-    if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{folder / INDEX}: got no weight_map, wanted one of tensor names to files")
-        files: dict[pathlib.Path, list[str]] = {}
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or not _is_below(pathlib.PurePath(file)):
-                raise ValueError(f"{folder / INDEX}: {name:.200}: got {file!r:.200}, wanted a file in this folder")
-            files.setdefault(folder / file, []).append(name)
-        missing = [path.name for path in files if not path.exists()]
-        if missing:
-            raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
-        for path, names in files.items():
-            with _open(path) as file:
-                held = set(file.keys())
-            if lacks := set(names) - held:
-                raise ValueError(f"{folder / INDEX}: got tensors that {path.name} lacks: {_some(sorted(lacks))}")
-            names += sorted(held - weight_map.keys())
-        return files
-    if not (folder / SINGLE).exists():
-        raise FileNotFoundError(f"{folder}: found neither {SINGLE} nor {INDEX}")
-    with _open(folder / SINGLE) as file:
-        return {folder / SINGLE: list(file.keys())}
-
-
-def _is_below(path: pathlib.PurePath) -> bool:
-    """Whether a path as written leads to something in its folder; where links lead is not asked.
-
-    The folders of Hugging Face's cache have nothing but links that lead out of them.
-    """
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-
-
-def _open(path: pathlib.Path):
-    check_file(path)
-    try:
-        return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a safetensors file ({error})") from error
-
-
-def _read(tensor: Any, transposed: bool, dtype: jax.typing.DTypeLike, index: tuple[slice, ...]) -> np.ndarray:
+def _read(tensor: Tensor, transposed: bool, dtype: jax.typing.DTypeLike, index: tuple[slice, ...]) -> np.ndarray:
     """A part of a tensor of a file; a copy even where nothing is converted, since it may be a view of the file."""
-    part = tensor[index[::-1]].T if transposed else tensor[index]
+    part = tensor.read(index[::-1]).T if transposed else tensor.read(index)
     return np.array(part, dtype=dtype, copy=True)
 
 
-def _stored_dtype(files: dict[pathlib.Path, list[str]]) -> np.dtype:
+def _read_parameter(tensors: Mapping[str, Tensor], path: tuple, leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a parameter; of a stack all experts."""
+    parts = [
+        _read(tensors[name], path[-1] == "kernel", leaf.dtype, index[len(expert) :])
+        for name, expert in _hf_parts(path, leaf.shape).items()
+    ]
+    return parts[0] if parts[0].ndim == len(index) else np.stack(parts)
+
+
+def _stored_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:
     """The dtype of the first tensor of floats; a folder that mixes several is unusual, and is converted to this one."""
-    for name, tensor in _tensors(files):
-        if tensor.get_dtype() in _FLOATS and not name.endswith(_ALWAYS_FLOAT32):
-            return jax.dtypes.canonicalize_dtype(_FLOATS[tensor.get_dtype()])
-    return np.dtype(np.float32)  # no weight at all: refused by `_check_names`
+    for name, tensor in tensors.items():
+        if tensor.dtype in FLOATS and not name.endswith(_ALWAYS_FLOAT32):
+            return jax.dtypes.canonicalize_dtype(FLOATS[tensor.dtype])
+    return np.dtype(np.float32)  # no weight at all: refused by `_check_tensors`
 
 
-def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
-    """The tensors' names, and what reads a tensor or a part of it where it is indexed."""
-    for path, names in files.items():
-        with _open(path) as file:
-            for name in names:
-                yield name, file.get_slice(name)
-
-
-def _is_tied(files: dict[pathlib.Path, list[str]], dtype: jax.typing.DTypeLike) -> bool:
+def _is_tied(tensors: Mapping[str, Tensor], dtype: jax.typing.DTypeLike) -> bool:
     """Whether the output matrix of a tied config is left out, or equals the embedding in the wanted dtype.
 
-    A matrix of the wrong shape or dtype is no copy: `_check_names` reports it.
+    A matrix of the wrong shape or dtype is no copy: `_check_tensors` reports it.
     """
-    where = {_own_name(name): (path, name) for path, names in files.items() for name in names}
-    if _HEAD not in where or _EMBEDDING not in where:
-        return _HEAD not in where
-    (path, name), (other_path, other_name) = where[_HEAD], where[_EMBEDDING]
-    with _open(path) as file, _open(other_path) as other:
-        head, embedding = file.get_slice(name), other.get_slice(other_name)
-        shape, dtypes = head.get_shape(), {head.get_dtype(), embedding.get_dtype()}
-        if shape != embedding.get_shape() or len(shape) != 2 or not dtypes <= {*_FLOATS}:
-            return False
-        step = max(1, _PART // max(1, shape[1]))
-        parts = ((slice(first, min(first + step, shape[0])), slice(None)) for first in range(0, shape[0], step))
-        same = (np.array_equal(_read(head, False, dtype, part), _read(embedding, False, dtype, part)) for part in parts)
-        return all(same)
+    head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
+    if head is None or embedding is None:
+        return head is None
+    shape = head.shape
+    if shape != embedding.shape or len(shape) != 2 or not {head.dtype, embedding.dtype} <= {*FLOATS, SCALED}:
+        return False
+    step = max(1, _PART // max(1, shape[1]))
+    parts = ((slice(first, min(first + step, shape[0])), slice(None)) for first in range(0, shape[0], step))
+    same = (np.array_equal(_read(head, False, dtype, part), _read(embedding, False, dtype, part)) for part in parts)
+    return all(same)
 
 
-def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig, *, has_towers: bool) -> None:
-    """Compares names, shapes and dtypes with the model's, by the files' headers, and frequencies with the config's."""
-    found, dtypes, twice, strange = {}, {}, [], []
-    for file_name, tensor in _tensors(files):
-        name = _own_name(file_name)
-        twice += [f"{name} (as {file_name})"] * (name in found)
-        found[name], dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
-        if name.endswith(".inv_freq") and not _has_frequencies(name, tensor, config):
-            strange.append(name)
-    faults = {
-        "missing": [name for name in wanted if name not in found],
-        "unexpected": [
-            name for name in found if name not in wanted and not _is_left_out(name, found, config, has_towers)
-        ],
-        "that are there twice": twice,
-        "of other frequencies than the config's": strange,
-        "of the wrong shape": [
-            f"{name} {list(found[name])}, wanted {list(shape)}"
-            for name, shape in wanted.items()
-            if name in found and found[name] != shape
-        ],
-        "of the wrong dtype": [
-            f"{name} {dtypes[name]}, wanted {', '.join(_FLOATS)}"
-            for name in wanted
-            if dtypes.get(name, "F32") not in _FLOATS
-        ],
-    }
+def _check_tensors(
+    source: Any, tensors: Mapping[str, Tensor], parameters: Mapping[tuple, tuple[int, ...]], config: ModelConfig
+) -> None:
+    """Compares names, shapes and dtypes with those of the parameters, and frequencies with the config's."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for path, shape in parameters.items():  # a file has matrices as [outputs, inputs]
+        wanted |= dict.fromkeys(_hf_parts(path, shape), shape[-2:][::-1] if path[-1] == "kernel" else shape)
+    has_towers = source.fields(CONFIG)["model_type"] != config.model_type
+    faults = collections.defaultdict(list, missing=[name for name in wanted if name not in tensors])
+    for name, tensor in tensors.items():
+        if name in wanted:
+            if tensor.shape != wanted[name]:
+                faults["of the wrong shape"].append(f"{name} {[*tensor.shape]}, wanted {[*wanted[name]]}")
+            if tensor.dtype not in (*FLOATS, SCALED):
+                faults["of the wrong dtype"].append(f"{name} {tensor.dtype}, wanted {', '.join(FLOATS)}")
+        elif name.endswith(".inv_freq"):
+            if not _has_frequencies(name, tensor, config):
+                faults["of other frequencies than the config's"].append(name)
+        elif not _is_left_out(name, tensors, config, has_towers):
+            faults["unexpected"].append(name)
     if any(faults.values()):
-        folder = next(iter(files)).parent
-        text = "; ".join(f"{what}: {_some(names)}" for what, names in faults.items() if names)
-        raise ValueError(f"{folder}: tensors {text}")
+        text = "; ".join(f"{what}: {shortened(names)}" for what, names in faults.items() if names)
+        raise ValueError(f"{source.path}: tensors {text}")
 
 
-def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
+def _has_frequencies(name: str, tensor: Tensor, config: ModelConfig) -> bool:
     """Whether a tensor has the frequencies of its layer's rope, or without a layer those of any layer.
 
     Old checkpoints carry them, perhaps as they are before the rope stretches them.
@@ -357,30 +251,26 @@ def _has_frequencies(name: str, tensor: Any, config: AnyConfig) -> bool:
     likes = [
         frequencies
         for rope, width in filter(None, set(of_layer or rotations))
-        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(width))
-        if [*frequencies.shape] == tensor.get_shape()
+        for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(rope.width(width)))
+        if frequencies.shape == tensor.shape
     ]
-    if not likes or tensor.get_dtype() not in _FLOATS:
+    if not likes or tensor.dtype not in FLOATS:
         return False
-    values = tensor[:]
+    values = tensor.read((slice(None),))
     limits = jnp.finfo(values.dtype)
     relative, absolute = max(float(limits.eps), 1e-5), float(limits.smallest_subnormal)
     return any(np.allclose(values.astype(np.float64), like, relative, absolute) for like in likes)
 
 
-def _is_left_out(name: str, shapes: dict[str, tuple[int, ...]], config: AnyConfig, has_towers: bool) -> bool:
-    """Whether the model has a reason to leave out a tensor of its checkpoint; `shapes` are those of all tensors."""
-    if name == _HEAD or name.endswith(".inv_freq"):  # a copy by `_is_tied`; `_has_frequencies` has compared them
+def _is_left_out(name: str, tensors: Mapping[str, Tensor], config: ModelConfig, has_towers: bool) -> bool:
+    """Whether the model has a reason to leave out a tensor of its checkpoint."""
+    if name == _HEAD:  # a copy, by `_is_tied`
         return True
-    if isinstance(config, LanguageConfig):
-        joining = config.predictor(name)
-        return joining is not None and shapes.get(joining) == (config.hidden_size, 2 * config.hidden_size)
-    layer = _REUSED.fullmatch(name)
+    joining, layer = "mtp.fc.weight" if name.startswith("mtp.") else "", _LAYER.match(name)
     if layer is not None and int(layer[1]) < len(config.layers):
-        return config.layers[int(layer[1])].reuses is not None
+        return _REUSED.fullmatch(name) is not None and config.layers[int(layer[1])].reuses is not None
+    if layer is not None:
+        joining = f"{layer[0]}eh_proj.weight"
+    if joining in tensors:  # joins stream and embedding for layers that predict a token further on
+        return tensors[joining].shape == (config.hidden_size, 2 * config.hidden_size)
     return has_towers and _TOWERS.match(name) is not None
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

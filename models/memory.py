@@ -15,7 +15,7 @@ from kvjax.ledger import human
 from kvjax.spec import Kind
 
 from . import commands
-from .families import AnyModel
+from .decoder import Decoder
 
 _VALUES = 12  # arrays of the widest layer's size that a step has at a time, by measurement on a CPU
 _OF_TOKEN = 16  # bytes that the scheduler keeps of each token of a request, and 8 more for each of the likeliest tokens
@@ -27,7 +27,7 @@ def own_bytes(tree: Any) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def step_bytes(args: argparse.Namespace, model: AnyModel, max_length: int) -> int:
+def step_bytes(args: argparse.Namespace, model: Decoder, max_length: int) -> int:
     """About as many bytes as a step takes while it runs, and the scheduler for its requests.
 
     A step computes a chunk of prompts and a token of each row, and has logits of each row.
@@ -40,16 +40,11 @@ def step_bytes(args: argparse.Namespace, model: AnyModel, max_length: int) -> in
 
 
 def fitting(
-    parser: commands.Parser, args: argparse.Namespace, model: AnyModel, max_length: int, where: dict[str, Any]
+    parser: commands.Parser, args: argparse.Namespace, model: Decoder, max_length: int, where: dict[str, Any]
 ) -> kvjax.CacheSpec:
-    """The spec of the largest cache that `--budget` holds beside weights and steps; sets the number of blocks.
+    """The spec of the largest cache that `--budget` holds with weights and steps; sets the number of blocks.
 
-    Args:
-      parser: refuses a budget that is too small.
-      args: the options.
-      model: the model.
-      max_length: tokens of a row.
-      where: the mesh, if any, with its axes.
+    A row has `max_length` tokens. `where` has the mesh, if any, and its axes.
     """
     weights, steps = own_bytes(nnx.state(model)), step_bytes(args, model, max_length)
     try:
@@ -68,7 +63,7 @@ def fitting(
     return spec
 
 
-def described(args: argparse.Namespace, model: AnyModel, cache: Any) -> str:
+def described(args: argparse.Namespace, model: Decoder, cache: Any) -> str:
     """A line with the bytes of the weights, of the K/V on both tiers, and of the rest; those of one device."""
     spec = cache.state.spec
     blocks = " and ".join(dict.fromkeys(f"{group.num_blocks:,}" for group in spec.groups if group.pools))

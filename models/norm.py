@@ -3,28 +3,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .config import ModelConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class NormConfig:
-    """The part of a `ModelConfig` that a norm reads, for norms that differ from the model's others."""
-
-    rms_norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    norm_in_float32: bool = False
-
 
 class RMSNorm(nnx.Module):
-    """Scales the last axis to mean square one, in float32, and by weights unless `weights` is False."""
+    """Scales the last axis to mean square one, in float32, and by weights unless `weights` is False.
 
-    def __init__(self, width: int, config: ModelConfig | NormConfig, dtype, weights: bool = True):
+    `config` is the `ModelConfig`; of a norm that differs from the model's others a copy with other fields.
+    """
+
+    def __init__(self, width: int, config: Any, dtype, weights: bool = True):
         self.scale = nnx.Param(jnp.full((width,), 1 - config.norm_offset, dtype)) if weights else None
         self.eps, self.offset = config.rms_norm_eps, config.norm_offset
         self.wide = config.norm_in_float32

@@ -51,12 +51,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """An error in the API's form.
-
-    Attributes:
-      status: of HTTP.
-      headers: of the response.
-    """
+    """An error in the API's form: a status of HTTP, a body, and headers of the response."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, *,
@@ -84,51 +79,31 @@ def _short(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of requests.
+    """The limits of requests."""
 
-    Attributes:
-      max_length: tokens of a prompt with its answer.
-      samples: the most of a prompt.
-      top_logprobs: the most that an engine notes.
-      prompts: the most of a request.
-    """
-
-    max_length: int
-    samples: int
-    top_logprobs: int
-    prompts: int = 64
+    max_length: int  # tokens of a prompt with its answer
+    samples: int  # the most of a prompt
+    top_logprobs: int  # the most that an engine notes
+    prompts: int = 64  # the most of a request
 
 
 @dataclasses.dataclass
 class Wish:
-    """Everything of a request but its prompt.
+    """Everything of a request but its prompt."""
 
-    Attributes:
-      max_tokens: None: as many as fit.
-      sampling, seed, priority: as of `Engine.submit`; a random seed without one.
-      penalties: as of `Penalties.of`; None: the request has none.
-      n: samples.
-      stop: strings.
-      stop_tokens: besides the model's.
-      ignores_eos: whether the model's stop tokens do not end it.
-      logprobs: how many of the likeliest tokens to tell; None: no log-probabilities.
-      salt: of the namespace; None: the one of all who have none.
-      streams, includes_usage: whether it is answered by events, and usage is the last one.
-    """
-
-    max_tokens: int | None
+    max_tokens: int | None  # None: as many as fit
     sampling: kvjax.Sampling
-    penalties: dict[str, Any] | None
-    seed: int
-    n: int
+    penalties: dict[str, Any] | None  # arguments of `Penalties.of`; None: the request has none
+    seed: int  # a random one if the request has none
+    n: int  # samples
     stop: list[str]
-    stop_tokens: list[int]
-    ignores_eos: bool
-    logprobs: int | None
-    priority: int
-    salt: str | None
-    streams: bool
-    includes_usage: bool
+    stop_tokens: list[int]  # besides the model's
+    ignores_eos: bool  # whether the model's stop tokens do not end it
+    logprobs: int | None  # the number of likeliest tokens to tell; None: no log-probabilities
+    priority: int  # an engine's: higher first
+    salt: str | None  # of the namespace; None: the namespace of all who have none
+    streams: bool  # whether it is answered by events
+    includes_usage: bool  # whether the last event is the usage
 
 
 class Fields:
@@ -142,28 +117,26 @@ class Fields:
         value = self._fields.get(name)
         return default if value is None else value
 
+    def checked(self, name: str, default: Any, wanted: str, is_wanted: Callable[[Any], bool]) -> Any:
+        """A field with a value that is wanted; the default if there is none."""
+        value = self.get(name)
+        if value is not None and not is_wanted(value):
+            raise refuse(name, value, wanted)
+        return default if value is None else value
+
     def integer(self, name: str, default: Any, least: int = -MOST_INT, most: int = MOST_INT) -> Any:
         """A whole number."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise refuse(name, value, f"an integer from {least} to {most}")
-        return value
+        wanted = f"an integer from {least} to {most}"
+        return self.checked(name, default, wanted, lambda value: _is_number(value, int) and least <= value <= most)
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         """A number."""
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise refuse(name, value, f"a number from {least:g} to {most:g}")
-        return float(value)
+        wanted = f"a number from {least:g} to {most:g}"
+        return float(self.checked(name, default, wanted, lambda value: _is_number(value) and least <= value <= most))
 
     def flag(self, name: str) -> bool:
         """True or false, which is the default."""
-        value = self.get(name, False)
-        if not isinstance(value, bool):
-            raise refuse(name, value, "true or false")
-        return value
+        return self.checked(name, False, "true or false", lambda value: isinstance(value, bool))
 
     def strings(self, name: str, most: int, longest: int) -> list[str]:
         """A string or a list of them, none of them empty."""
@@ -194,9 +167,6 @@ def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
     if not np.float32(top_p):
         raise refuse("top_p", top_p, "a number above 0")
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
-    stop_tokens = fields.get("stop_token_ids", [])
-    if not _is_list(stop_tokens, int) or any(not 0 <= token <= MOST_INT for token in stop_tokens):
-        raise refuse("stop_token_ids", stop_tokens, "a list of token ids")
     return Wish(
         max_tokens=max_tokens,
         sampling=kvjax.Sampling(
@@ -205,17 +175,16 @@ def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
         ),
         penalties=_penalties(fields), seed=secrets.randbits(31) if seed is None else seed % 2**32,
         n=_samples(fields, limits), stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
-        stop_tokens=stop_tokens, ignores_eos=fields.flag("ignore_eos"),
+        stop_tokens=fields.checked("stop_token_ids", [], "a list of token ids", _are_tokens),
+        ignores_eos=fields.flag("ignore_eos"),
         logprobs=_logprobs(fields, limits, is_chat=is_chat), priority=-fields.integer("priority", 0),
         salt=_salt(fields), streams=fields.flag("stream"), includes_usage=_includes_usage(fields),
     )  # fmt: skip
 
 
 def _penalties(fields: Fields) -> dict[str, Any] | None:
-    bias = fields.get("logit_bias", {})
-    if not isinstance(bias, dict) or len(bias) > MOST_BIASES or not all(map(_is_bias, bias, bias.values())):
-        wanted = f"an object of at most {MOST_BIASES} token ids, each with a number from -100 to 100"
-        raise refuse("logit_bias", bias, wanted)
+    wanted = f"an object of at most {MOST_BIASES} token ids, each with a number from -100 to 100"
+    bias = fields.checked("logit_bias", {}, wanted, _are_biases)
     found = {
         "frequency": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         "presence": fields.number("presence_penalty", 0.0, -2.0, 2.0),
@@ -224,9 +193,13 @@ def _penalties(fields: Fields) -> dict[str, Any] | None:
     return found if any(found.values()) else None
 
 
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= MOST_BIASES and all(map(_is_bias, value, value.values()))
+
+
 def _is_bias(token: str, value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return token.isascii() and token.isdecimal() and len(token) < 10 and is_number and -100 <= value <= 100
+    is_token = token.isascii() and token.isdecimal() and len(token) < 10
+    return is_token and _is_number(value) and -100 <= value <= 100
 
 
 def _logprobs(fields: Fields, limits: Limits, *, is_chat: bool) -> int | None:
@@ -254,16 +227,15 @@ def _salt(fields: Fields) -> str | None:
 
 
 def _includes_usage(fields: Fields) -> bool:
-    options = fields.get("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict) or not fields.flag("stream"):
-        raise refuse("stream_options", options, "an object, and only with stream")
+    name = "stream_options"
+    streams = fields.flag("stream")
+    wanted = "an object, and only with stream"
+    options = fields.checked(name, {}, wanted, lambda value: streams and isinstance(value, dict))
     flags = ("include_usage", "include_obfuscation", "continuous_usage_stats")
     if not all(isinstance(options.get(flag), bool | None) for flag in flags):
-        raise refuse("stream_options", options, f"true or false for {', '.join(flags)}")
+        raise refuse(name, options, f"true or false for {', '.join(flags)}")
     if options.get("continuous_usage_stats"):
-        raise refuse("stream_options", options, "no continuous_usage_stats: the server sends the usage at the end")
+        raise refuse(name, options, "no continuous_usage_stats: the server sends the usage at the end")
     return bool(options.get("include_usage"))
 
 
@@ -324,6 +296,15 @@ def check_length(prompt: Sequence[int], wish: Wish, limits: Limits, param: str) 
         message = f"{param}: got {len(prompt)} tokens{more}, wanted {wanted}"
         raise ApiError(400, message, param, "context_length_exceeded")
     return wish.max_tokens or rest
+
+
+def _is_number(value: Any, kind: Any = int | float) -> bool:
+    """Whether a value is a number: Python takes true for 1."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are_tokens(value: Any) -> bool:
+    return _is_list(value, int) and all(0 <= token <= MOST_INT for token in value)
 
 
 def _is_list(value: Any, kind: type) -> bool:

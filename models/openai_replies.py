@@ -31,20 +31,15 @@ class Usage:
 
 
 class Form:
-    """The JSON of responses to one request.
+    """The JSON of responses to one request; `decode` gives the text of special tokens too.
 
-    Args:
-      model: its name.
-      is_chat: which of the two APIs.
-      wish: the request.
-      decode: from token ids to text, special tokens included.
-      shows_cached: whether the usage says how many tokens of the prompts were cached.
+    The usage says how many tokens of the prompts were cached if it `shows_cached`.
     """
 
     def __init__(self, model: str, wish: Wish, decode: Decode, *, is_chat: bool, shows_cached: bool = True):
         self._model, self._is_chat, self._decode, self._most = model, is_chat, decode, wish.logprobs
         self._shows_cached = shows_cached
-        self._usage_of_chunks = {"usage": None} if wish.includes_usage else {}
+        self._includes_usage = wish.includes_usage
         self._id, self._created = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex, int(time.time())
 
     def _body(self, suffix: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -56,28 +51,31 @@ class Form:
 
     def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         """The whole response, of the pieces of each choice."""
-        found = []
-        for index, pieces in enumerate(choices):
-            text, finish = "".join(piece.text for piece in pieces), pieces[-1].finish
-            shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            found.append(self._choice(index, shown if self._is_chat else {"text": text}, pieces, finish))
+        fields = {"role": "assistant", "refusal": None}
+        found = [self._choice(index, pieces, "message", fields) for index, pieces in enumerate(choices)]
         return self._body("", found, usage=usage.body(shows_cached=self._shows_cached))
 
-    def first(self, index: int) -> dict[str, Any]:
-        """The event that begins a choice of a chat."""
-        choice = self._choice(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
-        return self._body(".chunk", [choice], **self._usage_of_chunks)
+    def first(self, size: int) -> list[dict[str, Any]]:
+        """The events that begin a stream of so many choices: in a chat one for each."""
+        indices = range(size if self._is_chat else 0)
+        return [self._event([self._choice(index, [], "delta", {"role": "assistant"})]) for index in indices]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The event of a piece."""
-        shown = {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        return self._body(".chunk", [self._choice(index, shown, [piece], piece.finish)], **self._usage_of_chunks)
+        return self._event([self._choice(index, [piece], "delta", {})])
 
-    def last(self, usage: Usage) -> dict[str, Any]:
-        """The event of the usage."""
-        return self._body(".chunk", [], usage=usage.body(shows_cached=self._shows_cached))
+    def last(self, usage: Usage) -> list[dict[str, Any]]:
+        """The event of the usage, if it is wanted."""
+        return [self._event([], usage.body(shows_cached=self._shows_cached))] if self._includes_usage else []
 
-    def _choice(self, index: int, shown: dict[str, Any], pieces: list[Piece], finish: str | None) -> dict[str, Any]:
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._body(".chunk", choices, **({"usage": usage} if self._includes_usage else {}))
+
+    def _choice(self, index: int, pieces: list[Piece], part: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """A choice with the text of some pieces; in a chat the text is in an object, with some fields more."""
+        text = "".join(piece.text for piece in pieces)
+        finish = pieces[-1].finish if pieces else None
+        shown = {part: {**fields, "content": text}} if self._is_chat else {"text": text}
         logprobs = None if self._most is None or not pieces else self._logprobs(pieces)
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}
 

@@ -18,6 +18,7 @@ of it. These have such an attention:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -51,9 +52,14 @@ class PagedModel(Pytree, static=("decoder",)):
         self, tokens: jax.Array, pools: Pools, view: View, *, last: jax.Array | None = None
     ) -> tuple[jax.Array, Pools]:
         """See `kvjax.serving.Model`."""
-        cache = _Paged(pools, view)
-        logits = self.decoder.logits(self.arrays, tokens, cache, last)
-        return logits.astype(jnp.float32), cache.pools
+
+        def mix(number: int, heads: Heads) -> jax.Array:
+            nonlocal pools
+            pools = write(pools, number, heads.k, heads.v, view)
+            return attend(heads.q, pools, number, view, scale=heads.scale, window=heads.window)
+
+        logits = self.decoder.logits(self.arrays, tokens, _Cache(view.positions, mix), last)
+        return logits.astype(jnp.float32), pools
 
     def layer_specs(self) -> list[LayerSpec]:
         """The layers, for `kvjax.make_spec` and `kvjax.plan`."""
@@ -76,9 +82,20 @@ class PagedModel(Pytree, static=("decoder",)):
         return self.replace(arrays=arrays)
 
     def _shapes(self) -> tuple[list[LayerSpec], Any]:
-        cache, shapes = _Shapes(), [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in self.arrays]
-        jax.eval_shape(lambda arrays: self.decoder.logits(arrays, jnp.zeros((1, 1), jnp.int32), cache), shapes)
-        return cache.layers, cache.dtype
+        """The layers, and the dtype of keys: a call notes them, and computes nothing."""
+        layers, dtypes = list[LayerSpec](), list[Any]()
+
+        def mix(number: int, heads: Heads) -> jax.Array:
+            layers.append(LayerSpec(heads.k.shape[2], heads.k.shape[3], heads.window))
+            dtypes.append(heads.k.dtype)
+            return jnp.zeros_like(heads.q)
+
+        def call(arrays: list[Any]) -> jax.Array:
+            tokens = positions = jnp.zeros((1, 1), jnp.int32)
+            return self.decoder.logits(arrays, tokens, _Cache(positions, mix))
+
+        jax.eval_shape(call, [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays])
+        return layers, dtypes[-1]
 
 
 def paged(module: nnx.Module) -> PagedModel:
@@ -123,8 +140,9 @@ class Decoder:
             # Rematerialisation would trace the layer apart from the cache; it is for gradients, which nobody takes.
             if hasattr(getattr(layer, "config", None), "remat_config"):
                 layer.config = dataclasses.replace(layer.config, remat_config=None)
-        if last is not None:
-            module.final_norm = _Last(module.final_norm, last)
+        if last is not None:  # one position i32[n] of each row; of a flat batch, any n positions of it
+            norm = module.final_norm
+            module.final_norm = lambda x: norm(x[jnp.arange(x.shape[0]), last][:, None])
         if self.has_positions:
             logits, _ = module(tokens, cache.positions, cache, None)
         else:
@@ -132,47 +150,16 @@ class Decoder:
         return logits if last is None else logits[:, 0]
 
 
+@dataclasses.dataclass
 class _Cache:
-    """The argument `cache` of a decoder; its layers' caches name it and their number, as `layer_3` or 3."""
+    """The argument `cache` of a decoder, or of one of its layers, for which `mix` knows the layer's number."""
 
-    positions: Any  # i32[R, C]
+    positions: jax.Array  # i32[R, C]
+    mix: Callable[..., jax.Array]  # (number, heads) -> the mixed values [R, C, Q, D] of a layer
 
-    def __getitem__(self, layer: str | int) -> _LayerCache:
-        return _LayerCache(self, int(str(layer).removeprefix("layer_")))
-
-    def mix(self, number: int, heads: Heads) -> jax.Array:
-        """The mixed values [R, C, Q, D] of a layer."""
-        raise NotImplementedError
-
-
-class _LayerCache(NamedTuple):
-    cache: _Cache
-    number: int
-
-
-class _Paged(_Cache):
-    """The pools, which each layer replaces while a step is traced."""
-
-    def __init__(self, pools: Pools, view: View):
-        self.pools, self.view, self.positions = pools, view, view.positions
-
-    def mix(self, number: int, heads: Heads) -> jax.Array:
-        self.pools = write(self.pools, number, heads.k, heads.v, self.view)
-        return attend(heads.q, self.pools, number, self.view, scale=heads.scale, window=heads.window)
-
-
-class _Shapes(_Cache):
-    """Notes the shapes of the layers' K/V, and computes nothing."""
-
-    def __init__(self) -> None:
-        self.positions = jnp.zeros((1, 1), jnp.int32)
-        self.layers: list[LayerSpec] = []
-        self.dtype: Any = None
-
-    def mix(self, number: int, heads: Heads) -> jax.Array:
-        self.layers.append(LayerSpec(heads.k.shape[2], heads.k.shape[3], heads.window))
-        self.dtype = heads.k.dtype
-        return jnp.zeros_like(heads.q)
+    def __getitem__(self, layer: str | int) -> _Cache:
+        """The cache of a layer, whose name is `layer_3` or 3."""
+        return _Cache(self.positions, functools.partial(self.mix, int(str(layer).removeprefix("layer_"))))
 
 
 class Heads(NamedTuple):
@@ -191,26 +178,16 @@ class _Attention:
     def __init__(self, attention: Any):
         self.attention, self.form = attention, _form_of(attention, "attn")
 
-    def __call__(self, x: jax.Array, positions: jax.Array, cache: _LayerCache, *_: Any, **__: Any) -> Any:
+    def __call__(self, x: jax.Array, positions: jax.Array, cache: _Cache, *_: Any, **__: Any) -> Any:
         heads = self.form.heads(self.attention, x, positions)
-        return cache, self.form.output(self.attention, cache.cache.mix(cache.number, heads))
+        return cache, self.form.output(self.attention, cache.mix(heads))
 
 
 class _AttentionOfBonsai(_Attention):
     """The same in bonsai, where the cache knows the positions."""
 
-    def __call__(self, x: jax.Array, cache: _LayerCache, *_: Any, **__: Any) -> Any:
-        return super().__call__(x, cache.cache.positions, cache)[1]
-
-
-class _Last:
-    """The norm before the logits, of one position i32[n] of each row; of a flat batch, of any n positions of it."""
-
-    def __init__(self, norm: Any, last: jax.Array):
-        self.norm, self.last = norm, last
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(x[jnp.arange(x.shape[0]), self.last][:, None])
+    def __call__(self, x: jax.Array, cache: _Cache, *_: Any, **__: Any) -> Any:
+        return super().__call__(x, cache.positions, cache)[1]
 
 
 class _Form(NamedTuple):
@@ -238,15 +215,13 @@ def _form_of(attention: Any, name: str) -> _Form:
     return forms[0]
 
 
-def _function(attention: Any, name: str) -> Callable[..., Any] | None:
-    """A function of the file that has the class of an attention."""
-    modules = (sys.modules.get(one.__module__) for one in type(attention).__mro__)
-    return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
-
-
 def _rotation(attention: Any, positions: jax.Array, width: int, **options: Any) -> Callable[[jax.Array], jax.Array]:
-    """The rotary embedding of an attention's own file, at positions i32[R, C]."""
-    rotate, angles = _function(attention, "apply_rope"), _function(attention, "_generate_pos_embeddings")
+    """The rotary embedding of the file that has an attention's class, at positions i32[R, C]."""
+    modules = [sys.modules.get(parent.__module__) for parent in type(attention).__mro__]
+    rotate, angles = (
+        next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+        for name in ("apply_rope", "_generate_pos_embeddings")
+    )
     if rotate is None:
         raise ValueError(f"attn: got a {type(attention).__name__}, wanted one with `apply_rope` in its file")
     if angles is None:

@@ -19,14 +19,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The first pattern found in a parameter's path tells which axis of it is divided; without one it is whole everywhere.
+# The first pattern found in a parameter's path tells which axis of it is divided, and whether it has to be. Without a
+# pattern it is whole everywhere, as is a vocabulary whose size the devices do not divide.
 DIVIDED = (
-    (r"\.(q|k|v|gate|up)_proj\.kernel$", 1),
-    (r"\.(q|k|v|gate|up)_proj\.bias$", 0),
-    (r"\.(o|down)_proj\.kernel$", 0),
+    (r"\.(q|k|v|gate|up)_proj\.kernel$", 1, True),
+    (r"\.(q|k|v|gate|up)_proj\.bias$", 0, True),
+    (r"\.(o|down)_proj\.kernel$", 0, True),
+    (r"^embed_tokens(_per_layer)?\.embedding$", 0, False),
+    (r"^lm_head\.kernel$", 1, False),
 )
-# Likewise, by tokens; a vocabulary whose size the devices do not divide is whole everywhere.
-VOCABULARY = ((r"^embed_tokens(_per_layer)?\.embedding$", 0), (r"^lm_head\.kernel$", 1))
 
 
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str, context: str | None = None) -> P:
@@ -42,13 +43,13 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str, co
     Raises:
       ValueError: if heads or an inner width cannot be divided by the devices.
     """
-    for pattern, axis in (*DIVIDED, *VOCABULARY):
+    for pattern, axis, is_needed in DIVIDED:
         if re.search(pattern, path):
             if context is not None and shape[axis] % (mesh.shape[heads] * mesh.shape[context]) == 0:
                 return P(*[None] * axis, (heads, context))
             if shape[axis] % mesh.shape[heads] == 0:
                 return P(*[None] * axis, heads)
-            if (pattern, axis) in DIVIDED:
+            if is_needed:
                 got = f"{mesh.shape[heads]} devices along {heads!r}"
                 raise ValueError(f"mesh: got {got}, wanted a divisor of {shape[axis]} ({path})")
     return P()
@@ -76,15 +77,8 @@ def placed(
     """A parameter made of the parts that `read` gives; called once for each part that this process needs."""
     if mesh is None or heads is None:
         return jnp.array(read((slice(None),) * len(shape)))  # a copy: numpy's memory cannot be donated
-    parts: dict[str, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        if str(index) not in parts:
-            parts[str(index)] = read(index)
-        return parts[str(index)]
-
     sharding = NamedSharding(mesh, partition_spec(path, shape, mesh, heads, context))
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, functools.cache(read))
 
 
 def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:

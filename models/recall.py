@@ -50,15 +50,10 @@ QUESTION_TOKENS = 4  # where is PERSON ?
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Facts in the order in which the text states them.
+    """Facts in the order in which the text states them."""
 
-    Attributes:
-      facts: place of each person.
-      times: how often the text goes through all of them.
-    """
-
-    facts: dict[str, str]
-    times: int = 1
+    facts: dict[str, str]  # place of each person
+    times: int = 1  # that the text goes through all of them
 
     @property
     def text(self) -> str:
@@ -129,17 +124,16 @@ def make_batch(
     else:
         chosen = rng.permuted(np.tile(np.arange(num_facts), (num_documents, 1)), axis=1)[:, :num_questions]
 
-    def word(name: str, count: int) -> np.ndarray:
-        return np.full((num_documents, count), IDS[name])
+    def sentences(*words: str | np.ndarray) -> np.ndarray:
+        """Sentences that differ in the words of arrays [B, n]."""
+        columns = [IDS[word] if isinstance(word, str) else word for word in words]
+        return np.stack(np.broadcast_arrays(*columns), axis=2).reshape(num_documents, -1)
 
-    def sentences(*columns: np.ndarray) -> np.ndarray:
-        return np.stack(columns, axis=2).reshape(num_documents, -1)
-
-    f, q = num_facts, num_questions
-    facts = sentences(people, word("is", f), word("in", f), places, word(".", f))
+    facts = sentences(people, "is", "in", places, ".")
     who, answer = np.take_along_axis(people, chosen, 1), np.take_along_axis(places, chosen, 1)
-    asks = sentences(word("where", q), word("is", q), who, word("?", q), answer, word(".", q))
-    marks = f * FACT_TOKENS + np.arange(q) * (QUESTION_TOKENS + 2) + QUESTION_TOKENS - 1
+    asks = sentences("where", "is", who, "?", answer, ".")
+    first_mark = num_facts * FACT_TOKENS + QUESTION_TOKENS - 1
+    marks = first_mark + np.arange(num_questions) * (QUESTION_TOKENS + 2)
     return np.concatenate([facts, asks], axis=1).astype(np.int32), marks.astype(np.int32)
 
 

@@ -23,7 +23,7 @@ for each channel)
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,14 @@ from jax import lax
 
 import kvjax
 
+from .attention import LINEAR, Mixer
+
 # Tokens of a chunk. With a decay a channel the decays between all pairs of a chunk's tokens are an array of its own.
 BY_HEAD, BY_CHANNEL = 64, 16
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(Mixer):
     """The heads of a layer with a gated delta rule.
 
     Attributes:
@@ -53,6 +55,7 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     taps: int
+    layer_type: ClassVar[str] = LINEAR
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -109,14 +112,12 @@ class DeltaCell:
         decay = jnp.where(real[..., None, None], inputs.decay, 0)
         beta = jnp.where(real[..., None], inputs.beta, 0)
         queries, keys, _ = config.parts
-        parts = jnp.split(qkv, (queries, queries + keys), axis=-1)
         heads = config.key_heads, config.key_heads, config.value_heads
-        q, k, v = (x.reshape(*x.shape[:2], number, -1) for x, number in zip(parts, heads, strict=True))
-        group = config.value_heads // config.key_heads
-        q, k = (jnp.repeat(_unit(x), group, axis=2) for x in (q, k))
-        memory = states["memory"]
+        parts = zip(jnp.split(qkv, (queries, queries + keys), axis=-1), heads, strict=True)
+        q, k, v = (part.reshape(*part.shape[:2], number, -1) for part, number in parts)
+        q, k = (jnp.repeat(_unit(x), config.value_heads // config.key_heads, axis=2) for x in (q, k))
         rule = delta_by_token if qkv.shape[1] == 1 else delta_by_chunk
-        outputs, memory = rule(memory, q * config.key_dim**-0.5, k, v, decay, beta)
+        outputs, memory = rule(states["memory"], q * config.key_dim**-0.5, k, v, decay, beta)
         return outputs, {"conv": conv, "memory": memory}
 
     def zeros(self, rows: int) -> dict[str, jax.Array]:
@@ -138,22 +139,15 @@ class Convolution(nnx.Module):
 
 
 def softplus_decay(step: jax.Array, log_rate: jax.Array) -> jax.Array:
-    """The logarithm of the decay, of steps f32[R, C, H, ...] and the rates' logarithms f32[H]."""
-    rate = jnp.exp(log_rate).reshape(1, 1, -1, *[1] * (step.ndim - 3))
-    return -rate * jax.nn.softplus(step)
+    """The logarithm of the decay, of steps f32[R, C, H, 1 or K] and the rates' logarithms, f32 with H elements."""
+    return -jnp.exp(log_rate).reshape(1, 1, -1, 1) * jax.nn.softplus(step)
 
 
 def convolve(last: jax.Array, x: jax.Array, filters: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A causal convolution of each column with its own filter, then silu.
+    """A causal convolution of each column of x [B, C, columns] with its filter [taps, columns], then silu.
 
-    Args:
-      last: [B, taps - 1, columns]; the inputs of the tokens before.
-      x: [B, C, columns].
-      filters: [taps, columns].
-      count: i32[B]; real tokens of each row.
-
-    Returns:
-      [B, C, columns]; and the inputs of the last taps - 1 tokens up to the last real one.
+    `last` [B, taps - 1, columns] are the inputs of the tokens before. Those of the last taps - 1 tokens, up to the last
+    of `count` i32[B] real ones, are returned after the outputs.
     """
     taps, length = filters.shape[0], x.shape[1]
     seen = jnp.concatenate([last, x], axis=1)
@@ -163,18 +157,10 @@ def convolve(last: jax.Array, x: jax.Array, filters: jax.Array, count: jax.Array
 
 
 def delta_by_token(memory, q, k, v, decay, beta) -> tuple[jax.Array, jax.Array]:
-    """The rule, token by token.
+    """The rule, token by token; the outputs f32[B, C, H, V], and the memory after the last token.
 
-    Args:
-      memory: f32[B, H, K, V].
-      q: f32[B, C, H, K].
-      k: f32[B, C, H, K].
-      v: f32[B, C, H, V].
-      decay: f32[B, C, H, 1 or K]; logarithms.
-      beta: f32[B, C, H].
-
-    Returns:
-      f32[B, C, H, V]; and the memory after the last token.
+    The inputs are the memory f32[B, H, K, V], q and k f32[B, C, H, K], v f32[B, C, H, V], the logarithms of the decay
+    f32[B, C, H, 1 or K], and beta f32[B, C, H].
     """
 
     def step(memory, token):

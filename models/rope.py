@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: pairs of dimensions rotated by an angle that grows with the position."""
+"""Rotary position embedding: pairs of dimensions rotated by an angle that grows with the position.
+
+A `Rope` is made of a config's fields, and `rotary_tables` makes cosines and sines of a config's ropes. A cache keeps
+keys that are rotated already. So frequencies never depend on the sequence that is computed: a rope whose frequencies
+do in transformers, beyond some length, has those of one length, and a longer cache is refused.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,12 +19,22 @@ import numpy as np
 
 from . import fields
 
-_NEEDED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "proportional": (),
+Angles = tuple[jax.Array, jax.Array] | None  # cosine and sine of a rope; None: there is none
+_ORIGINAL, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
+# The fields of each kind: those that a config has to have, and those that it may have.
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "proportional": ((), ("factor",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
+    "dynamic": (("factor",), ("sequence_length",)),
+    "longrope": (("factor", "short_factor", "long_factor", _ORIGINAL), ("attention_factor", "sequence_length")),
+    "yarn": (
+        ("factor", _ORIGINAL),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
 }
+_ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,94 +43,226 @@ class Rope:
 
     Attributes:
       theta: base of the frequencies.
-      kind: "default", "linear" (every wavelength times `factor`), "llama3" (only the long ones) or "proportional"
-        (like linear, but only the first pairs rotate).
+      kind: "default"; "linear" (every wavelength times `factor`); "proportional" (like linear, but only the first pairs
+        rotate); "llama3" (only long wavelengths are stretched); "yarn" (pairs are stretched by a ramp); "dynamic" (the
+        base grows with the sequence); or "longrope" (a factor for each pair, by the length of the sequence).
       factor: how far wavelengths are stretched.
-      low_freq_factor: llama3; wavelengths above original_max_positions / low_freq_factor are stretched in full.
-      high_freq_factor: llama3; wavelengths below original_max_positions / high_freq_factor are left alone.
-      original_max_positions: llama3; context length before the stretching.
-      share: proportional; the share of the pairs that rotate, rounded down.
+      original_max_position_embeddings: context length before the stretching.
+      low_freq_factor: llama3; wavelengths above the original length / low_freq_factor are stretched in full.
+      high_freq_factor: llama3; wavelengths below the original length / high_freq_factor are left alone.
+      share: the share of a head's dimensions that rotate, the first ones; proportional: of its pairs, rounded down.
+      attention_factor: yarn, longrope; rotated vectors are multiplied by it. None: it follows from `factor`.
+      beta_fast: yarn; pairs that turn more often within the original length are kept. None: 32.
+      beta_slow: yarn; pairs that turn less often are stretched in full. None: 1.
+      mscale: yarn; the weight of the logarithm of `factor` in the factor on rotated vectors.
+      mscale_all_dim: yarn; the same in what that factor is divided by, and in DeepSeek's `score_factor`.
+      truncate: yarn; whether the ramp begins and ends at whole pairs. None: it does.
+      short_factor: longrope; stretches each pair in sequences of at most the original length.
+      long_factor: longrope; stretches each pair in longer ones.
+      sequence_length: dynamic, longrope; the frequencies are those of sequences of so many tokens, for shorter ones
+        too. None: of sequences of at most the original length.
+
+    Source: https://arxiv.org/abs/2309.00071 (yarn, dynamic), https://arxiv.org/abs/2402.13753 (longrope)
     """
 
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
+    original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_positions: int = 0
     share: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    sequence_length: int | None = None
 
     @classmethod
-    def from_hf(cls, rope: Mapping[str, Any], of: str) -> Rope:
-        """Reads one set of rope fields of a config.json.
+    def from_hf(cls, rope: Mapping[str, Any], of: str, *, positions: int, kinds: Iterable[str] = _FIELDS) -> Rope:
+        """Reads one set of rope fields of a config.json; a ValueError names the field, its value and what was wanted.
 
         Args:
           rope: the fields; an older file may say `type` instead of `rope_type`.
           of: where they are, for error messages.
-
-        Raises:
-          ValueError: naming the field, its value and what was wanted.
+          positions: the config's context length, from which some fields follow where the file leaves them out.
+          kinds: that the family has.
         """
-        rope = {"rope_type": rope.get("type", "default"), **rope}
-        kind = fields.only(rope, "rope_type", *_NEEDED, of=of)
-        if kind != "proportional":
-            fields.only(rope, "partial_rotary_factor", 1.0, absent=1.0, of=of)
-        theta = fields.number(rope, "rope_theta", 10000.0, of)
-        factor, *rest = (*(fields.number(rope, name, of=of) for name in _NEEDED[kind]), 1.0)
-        if kind == "proportional":
-            share = fields.number(rope, "partial_rotary_factor", 1.0, of)
-            if share > 1:
-                raise ValueError(f"{of}.partial_rotary_factor: got {share}, wanted at most 1")
-            return cls(theta, kind, fields.number(rope, "factor", 1.0, of), share=share)
-        if kind != "llama3":
-            return cls(theta, kind, factor)
-        low, high, length, _ = rest
-        if high <= low:
-            raise ValueError(f"{of}.high_freq_factor: got {high}, wanted more than low_freq_factor={low}")
-        return cls(theta, kind, factor, low, high, int(length))
+        rope = {name: value for name, value in rope.items() if value or name not in _ZERO_IS_NONE}
+        rope = {name: value for name, value in rope.items() if value is not None}
+        rope.setdefault("rope_type", rope.get("type", "default"))
+        kind = fields.only(rope, "rope_type", *kinds, of=of)
+        needed, optional = _FIELDS[kind]
+        if _ORIGINAL in needed:
+            rope.setdefault(_ORIGINAL, positions)
+            if kind != "llama3":
+                rope.setdefault("factor", positions / fields.count(rope, _ORIGINAL, of=of))
+        values = {name: _read(rope, name, of) for name in (*needed, *optional) if name in needed or name in rope}
+        if kind == "dynamic":
+            values[_ORIGINAL] = positions
+        share = fields.number(rope, _SHARE, 1.0, of)
+        if share > 1:
+            raise ValueError(f"{of}.{_SHARE}: got {share}, wanted at most 1")
+        if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+            wanted = f"more than low_freq_factor={values['low_freq_factor']}"
+            raise ValueError(f"{of}.high_freq_factor: got {values['high_freq_factor']}, wanted {wanted}")
+        return cls(fields.number(rope, "rope_theta", 10000.0, of), kind, share=share, **values)
 
     def to_hf(self) -> dict[str, Any]:
         """The fields that `from_hf` reads back as this rope."""
         rope: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
-        if self.kind in ("linear", "llama3") or self.factor != 1:
-            rope["factor"] = self.factor
-        if self.kind == "llama3":
-            rope["low_freq_factor"] = self.low_freq_factor
-            rope["high_freq_factor"] = self.high_freq_factor
-            rope["original_max_position_embeddings"] = self.original_max_positions
-        if self.kind == "proportional":
-            rope["partial_rotary_factor"] = self.share
+        needed, optional = _FIELDS[self.kind]
+        for name in needed + optional:
+            value = getattr(self, name)
+            if name in needed or not (value is None or (name, value) == ("factor", 1.0)):
+                rope[name] = list(value) if isinstance(value, tuple) else value
+        if self.kind == "proportional" or self.share != 1:
+            rope[_SHARE] = self.share
         return rope
 
+    def check(self, head_dim: int) -> Rope:
+        """Returns itself; ValueError unless it fits heads of this width."""
+        least = 4 if self.kind == "dynamic" else 2
+        if self.width(head_dim) % 2 or self.width(head_dim) < least:
+            wanted = f"an even number of at least {least} of head_dim={head_dim}"
+            raise ValueError(f"{_SHARE}: got {self.share}, which is {self.width(head_dim)} dimensions, wanted {wanted}")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if factors is not None and len(factors) != self.width(head_dim) // 2:
+                got, wanted = f"{len(factors)} numbers", f"{self.width(head_dim) // 2}, one for each pair"
+                raise ValueError(f"{name}: got {got}, wanted {wanted}")
+        return self
+
+    def width(self, head_dim: int) -> int:
+        """The number of dimensions of a head that have angles, the first ones."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.share)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the longest sequences that have these frequencies in transformers; None: all have them."""
+        if self.kind not in ("dynamic", "longrope"):
+            return None
+        return max(self.sequence_length or 0, self.original_max_position_embeddings)
+
+    @property
+    def amplitude(self) -> float:
+        """The factor on rotated vectors."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+        if self.kind == "yarn" and self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0) if self.kind == "yarn" else 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """The factor on the scores of DeepSeek's attention."""
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, mscale: float) -> float:
+        """Yarn's factor on a vector; it grows with the logarithm of the stretching."""
+        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position of each pair of dimensions: f32[D / 2]."""
-        frequency = self.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-        if self.kind in ("linear", "proportional"):
-            frequency = frequency / self.factor
+        """Radians per position of each pair of dimensions: f32[width / 2]."""
+        width, theta, factor = self.width(head_dim), self.theta, self.factor
+        original, length = self.original_max_position_embeddings, self.sequence_length or 0
+        if self.kind == "dynamic":
+            theta *= (factor * max(length, original) / original - (factor - 1)) ** (width / (width - 2))
+        if self.kind == "longrope":
+            factor = np.array(self.long_factor if length > original else self.short_factor)
+        frequency = theta ** -(np.arange(0, width, 2) / width)
+        stretched = self._stretched(frequency)
+        frequency = frequency * (1 - stretched) + frequency / factor * stretched
+        if self.kind == "proportional":
             frequency[int(self.share * head_dim // 2) :] = 0
-        elif self.kind == "llama3":
-            # The more turns within the original context, the more of a frequency is kept.
-            turns = self.original_max_positions * frequency / (2 * np.pi)
-            share = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-            frequency = frequency * (share + (1 - share) / self.factor)
         return frequency.astype(np.float32)
 
+    def _stretched(self, frequency: np.ndarray) -> np.ndarray | float:
+        """The share of the division by `factor` that each pair gets, from 0 to 1."""
+        original, width = self.original_max_position_embeddings, 2 * frequency.size
+        if self.kind == "llama3":
+            # The more turns within the original context, the more of a frequency is left.
+            turns = original * frequency / (2 * np.pi)
+            whole = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            return 1 - np.clip(whole, 0, 1)
+        if self.kind != "yarn":
+            return 0.0 if self.kind == "dynamic" else 1.0
+
+        def pair(turns: float) -> float:
+            """The pair that turns so often within the original context, as a fraction."""
+            return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = pair(self.beta_fast or 32.0), pair(self.beta_slow or 1.0)
+        if self.truncate is not False:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        return np.clip((np.arange(width // 2) - low) / (high - low or 0.001), 0, 1)
+
     def angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Cosine and sine at `positions i32[R, C]`, each f32[R, C, 1, D / 2]."""
+        """Cosine and sine at `positions i32[R, C]`, times the factor on vectors: each f32[R, C, 1, width / 2]."""
         frequencies = self.frequencies(head_dim)[None, None, None]
         angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
-        return jnp.cos(angle), jnp.sin(angle)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return (cos, sin) if self.amplitude == 1 else (cos * self.amplitude, sin * self.amplitude)
 
 
-def rope_fields(hf: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The fields of a rope that all layers share, and the name of the field that has them: for `Rope.from_hf`.
+def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS, layer_type: str | None = None) -> Rope:
+    """The rope that all layers of a config.json share, or those of `layer_type` where each type has its own.
 
-    A config.json has `rope_parameters`, an older one `rope_theta` and `rope_scaling`.
+    The file has `rope_parameters`, an older one `rope_theta` and `rope_scaling`. `partial_rotary_factor` and
+    `original_max_position_embeddings` may be at its top; there the second one is preferred, as in transformers.
     """
     new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
     if new and old:
-        raise ValueError(f"rope_scaling: got {old!r:.200} beside rope_parameters, wanted one of the two")
+        raise ValueError(f"rope_scaling: got {old!r:.200} together with rope_parameters, wanted one of the two")
     name, rope = ("rope_parameters", new) if new else ("rope_scaling", old or {})
+    if new and layer_type is not None:
+        name, rope = f"{name}.{layer_type}", new.get(layer_type) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(f"{name}: got {rope!r:.200}, wanted one flat set of fields for all layers")
-    return {"rope_theta": hf.get("rope_theta", 10000.0), **rope}, name
+        wanted = "one flat set of fields for all layers" if layer_type is None else "a set of fields"
+        raise ValueError(f"{name}: got {rope!r:.200}, wanted {wanted}")
+    top = {field: hf[field] for field in ("rope_theta", _SHARE, _ORIGINAL) if hf.get(field) is not None}
+    original = top.get(_ORIGINAL, rope.get(_ORIGINAL))
+    positions = fields.count(hf, "max_position_embeddings", 2048)
+    return Rope.from_hf({**top, **rope, _ORIGINAL: original}, name, positions=positions, kinds=kinds)
+
+
+def rotary_tables(config: Any, positions: jax.Array, max_length: int) -> list[Angles]:
+    """The cosine and sine of each layer's rope at `positions i32[R, C]`; layers with equal ropes share them.
+
+    ValueError if ropes have other frequencies in sequences of `max_length` tokens, the longest that the cache holds.
+    """
+    limit = rope_limit(config)
+    if limit is not None and max_length > limit:
+        got = f"got {max_length} (in whole blocks), wanted at most {limit}"
+        reason = "in longer sequences the rope has other frequencies (`sequence_length` of rope_parameters)"
+        raise ValueError(f"max_length: {got}: {reason}")
+    rotations = dict.fromkeys(filter(None, config.rotations))
+    tables: dict[Any, Angles] = {(rope, width): rope.angles(positions, width) for rope, width in rotations}
+    return [tables.get(rotation) for rotation in config.rotations]
+
+
+def rope_limit(config: Any) -> int | None:
+    """Tokens of the longest sequence with the frequencies of a config's ropes; None: they are those of any length."""
+    limits = [rope.max_length for rope, _ in filter(None, config.rotations)]
+    return min(filter(None, limits), default=None)
+
+
+def _read(rope: Mapping[str, Any], name: str, of: str) -> Any:
+    """The value of a rope's field."""
+    if name == "truncate":
+        return fields.only(rope, name, True, False, of=of)
+    if name in (_ORIGINAL, "sequence_length"):
+        return fields.count(rope, name, least=2, of=of)
+    if name not in ("short_factor", "long_factor"):
+        return fields.number(rope, name, of=of)
+    numbers = fields.listed(rope, name)
+    if not numbers:
+        raise ValueError(f"{of}.{name}: got {numbers!r:.80}, wanted a list of numbers")
+    return tuple(fields.number({name: value}, name, of=of) for value in numbers)

@@ -1,199 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two caches in two processes publish their events, and a router sends each question to where most of it is cached.
+"""Servers publish what their caches hold, and a router sends each question to the server that has most of it.
 
-The caches hold three documents each, and there are six: dealt out in turn, questions about all of them reach both
-caches, and documents push each other out. The router itself is in prefix_router.py.
+Each cache holds three documents, and there are three for each server: dealt out in turn, questions about all of them
+reach all caches, and documents push each other out. The servers are `models.serve`, each in a process of its own. The
+router itself is in prefix_router.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import numpy as np
 import rich.console
-import rich.table
-
-import kvjax
 
 from . import commands, demo, recall
-from .generate import INTERRUPTED
-from .loading import load
-
-if TYPE_CHECKING:
-    from kvjax.interop.vllm import Publisher
-
-    from .prefix_router import Router
+from .server_process import SECONDS, Answer, ServerEnded, ServerProcess
 
 NAMES = ("one", "two")
 BLOCK, BLOCKS = 8, 112  # three documents of 30 blocks, with the questions about them
-SECONDS = 300.0  # that a process may take to start, with compiling, and to answer
-PATIENCE = 5.0  # for a process whose pipe was closed to end by itself
-ANY = "tcp://127.0.0.1:*"
+NEW = 5  # tokens of an answer: a question and all but the last one fill a block
+LAG = 10.0  # seconds that a mirror gets to follow its cache
+LOSSES = 3  # servers that may end over the same prompt
+
+Choice = Callable[[list[int], Collection[str]], str]  # of a server: by a prompt and the servers that are down
 
 
-class Answer(NamedTuple):
-    """The answer of a cache.
+class Reply(NamedTuple):
+    """The answer to a prompt."""
 
-    Attributes:
-      tokens: of the answer.
-      cached: tokens of the prompt that were cached.
-      last: number of the last message that tells of it.
+    server: str  # its name
+    answer: Answer
+    is_mirrored: bool  # whether the server found as many whole blocks as its mirror had
+
+
+class Fleet:
+    """Servers by name, with a router in front of them; the end of a `with` ends all.
+
+    Args:
+      servers: {name: a `ServerProcess`, or its like on another machine}.
+      curve: the keys by which events are read; None: they are in clear.
     """
 
-    tokens: list[int]
-    cached: int
-    last: int | None
+    def __init__(self, servers: Mapping[str, Any], curve: Any = None):
+        from .prefix_router import Router
 
+        self.servers, self._curve = servers, curve
+        self.router = Router({})  # with a mirror of each server's cache
+        self._threads, self._starts = ThreadPoolExecutor(len(servers)), dict[str, Future[None]]()
+        self._choosing = threading.Lock()
+        self._turns = {name: threading.Lock() for name in servers}  # a server gets one prompt at a time
 
-class Engine:
-    """The model and a cache, whose events are published; in a process of its own."""
+    @property
+    def down(self) -> set[str]:
+        """The servers that are being started, and those that could not be."""
+        return {name for name, start in self._starts.items() if not start.done() or start.exception()}
 
-    def __init__(self, model: Any, source: Publisher, spec: kvjax.CacheSpec):
-        self.model, self.source, self.spec = model, source, spec
-        self.cache = kvjax.Cache.create(spec)
-
-    def empty(self) -> int | None:
-        """Begins anew with an empty cache; the number of the message that tells of it."""
-        self.cache = kvjax.Cache.create(self.spec)
-        self.source.attach(self.cache.state)
-        self.source.flush(SECONDS)
-        return self.source.last
-
-    def ask(self, prompt: list[int]) -> Answer:
-        """Generates, and publishes what the cache does."""
-        (output,), self.cache, _ = kvjax.generate(
-            self.model, self.cache, [prompt], max_new_tokens=2, log_events=False, listener=self.source.publish
-        )
-        self.source.flush(SECONDS)
-        return Answer(output.tokens, output.cached_tokens, self.source.last)
-
-    def index(self) -> set[tuple[int, ...]]:
-        """The cached prefixes of whole blocks."""
-        kvjax.check(self.cache.state)
-        index = kvjax.events.index_of(self.cache.state)
-        return {path for _, _, path in index if len(path) % self.spec.block_size == 0}
-
-
-def bundled() -> tuple[Any, kvjax.CacheSpec]:
-    """The bundled model, and the spec of a cache that holds three documents."""
-    model, _ = load(recall.CHECKPOINT)
-    return model, kvjax.make_spec(
-        model.layer_specs(), num_blocks=BLOCKS, max_seqs=1, max_length=BLOCK * 40, block_size=BLOCK,
-        dtype="float32",
-    )  # fmt: skip
-
-
-def serve(pipe: Connection, keep_programs: bool) -> None:
-    """The process of an engine: answers calls until the other end of the pipe is closed."""
-    from kvjax.interop.vllm import Publisher
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks hears Ctrl-C, and closes the pipe
-    commands.keep_programs(keep_programs)
-    model, spec = bundled()
-    with contextlib.suppress(EOFError, BrokenPipeError), Publisher(spec, bind=ANY, replay=ANY) as source:
-        engine = Engine(model, source, spec)
-        pipe.send((source.endpoint, source.replay_endpoint))
-        while True:
-            name, *args = pipe.recv()
-            pipe.send(getattr(engine, name)(*args))
-
-
-class Remote:
-    """An engine in another process."""
-
-    def __init__(self, name: str, keep_programs: bool):
-        context = multiprocessing.get_context("spawn")
-        self.name, (self._pipe, theirs) = name, context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, keep_programs), daemon=True)
-        self._process.start()
-        theirs.close()  # so that its end shows
-
-    def send(self, verb: str, *args: Any) -> None:
-        """Calls a method of the engine; `receive` tells if the process has ended."""
-        with contextlib.suppress(ConnectionError):
-            self._pipe.send((verb, *args))
-
-    def receive(self) -> Any:
-        """The result of the method.
+    def __enter__(self) -> Fleet:
+        """Starts the servers.
 
         Raises:
-          SystemExit: if the process ended, or takes too long.
+          ServerEnded: if one of them cannot start, or nothing comes from it.
         """
-        with contextlib.suppress(EOFError, ConnectionError):
-            if self._pipe.poll(SECONDS):
-                return self._pipe.recv()
-            raise SystemExit(f"router failed: engine {self.name} did not answer within {SECONDS:.0f} s")
-        raise SystemExit(f"router failed: the process of engine {self.name} ended")
+        self._starts = {name: self._threads.submit(self._start, name) for name in self.servers}
+        try:
+            for start in self._starts.values():
+                start.result()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
-    def call(self, verb: str, *args: Any) -> Any:
-        """Both."""
-        self.send(verb, *args)
-        return self.receive()
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers.values():
+            server.close()
+        self._threads.shutdown(cancel_futures=True)
+        self.router.close()
 
-    def close(self) -> None:
-        """Ends the process."""
-        self._pipe.close()
-        self._process.join(PATIENCE)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+    def answer(
+        self, prompts: Sequence[list[int]], choose: Choice, salt: str | None = None, at_once: int | None = None
+    ) -> list[Reply]:
+        """Puts each prompt to a server; one that ends leaves its prompt to the others.
+
+        The prompts find nothing that was cached under another salt. `at_once` of them are answered at a time; None: as
+        many as there are servers.
+
+        Raises:
+          ServerEnded: if several servers ended over the same prompt, or none is up.
+        """
+        with ThreadPoolExecutor(at_once or len(self.servers)) as threads:
+            return list(threads.map(lambda prompt: self._answer(prompt, choose, salt), prompts))
+
+    def _answer(self, prompt: list[int], choose: Choice, salt: str | None) -> Reply:
+        for _ in range(LOSSES):
+            if len(self.down) == len(self.servers):
+                wait(self._starts.values(), SECONDS)
+            with self._choosing:
+                if len(down := self.down) == len(self.servers):
+                    raise ServerEnded("no server has started again")
+                name = choose(prompt, down)
+            try:
+                with self._turns[name]:
+                    return self._ask(name, prompt, salt)
+            except ServerEnded:
+                with self._choosing:
+                    if name not in self.down:
+                        self._starts[name] = self._threads.submit(self._start, name)
+        raise ServerEnded(f"{LOSSES} servers ended over the same prompt")
+
+    def _ask(self, name: str, prompt: list[int], salt: str | None) -> Reply:
+        mirror = self.router.mirrors[name]
+        # The last token of a prompt is computed in any case.
+        num_mirrored = min(mirror.lookup(prompt, salt).tokens, len(prompt) - 1)
+        answer = self.servers[name].complete(prompt, NEW, salt)
+        # The last whole block is published after all that had to leave. A mirror that lags costs reuse alone.
+        computed = [*prompt, *recall.encode(answer.text)][:-1]
+        mirror.wait(lambda one: one.lookup(computed, salt).tokens == len(computed) // BLOCK * BLOCK, LAG)
+        return Reply(name, answer, num_mirrored // BLOCK == answer.num_cached // BLOCK)
+
+    def _start(self, name: str) -> None:
+        """Waits until a server answers, and mirrors its cache from the beginning."""
+        from kvjax.interop.vllm import Subscriber
+
+        publish, replay = self.servers[name].ready()
+        mirror = Subscriber(publish, replay, curve=self._curve)
+        if not mirror.wait(lambda one: one.complete, LAG):
+            mirror.close()
+            raise ServerEnded(f"nothing comes from {publish}, where server {name} publishes")
+        before, self.router.mirrors[name] = self.router.mirrors.get(name), mirror
+        self.router.sent.setdefault(name, 0)
+        if before is not None:
+            before.close()
 
 
-class Tally(NamedTuple):
-    """Counts over the questions.
-
-    Attributes:
-      prompted, reused: tokens, for each cache.
-      right: answers.
-      mirrored: whether all mirrors equal their caches.
-    """
-
-    prompted: dict[str, int]
-    reused: dict[str, int]
-    right: int
-    mirrored: bool
-
-
-def count(
-    names: Iterable[str], pairs: Sequence[demo.Question], answers: Sequence[tuple[str, Answer]], mirrored: bool
-) -> Tally:
-    """The counts over questions, each with its answer and the name of the cache that gave it."""
-    prompted, reused = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-    for (prompt, _), (name, answer) in zip(pairs, answers, strict=True):
-        prompted[name] += len(prompt)
-        reused[name] += answer.cached
-    right = sum(answer.tokens[0] == wanted for (_, wanted), (_, answer) in zip(pairs, answers, strict=True))
-    return Tally(prompted, reused, right, mirrored)
-
-
-def play(
-    engines: Mapping[str, Remote], router: Router, pairs: Sequence[demo.Question], choose: Callable[[list[int]], str]
-) -> Tally:
-    """Puts the questions one by one, each to the engine chosen for it, beginning with empty caches."""
-
-    def followed(name: str, last: int) -> None:
-        if not router.mirrors[name].wait(lambda one: one.complete and (one.last or 0) >= last, SECONDS):
-            raise SystemExit(f"router failed: the mirror of engine {name} does not follow")
-
-    for name, engine in engines.items():
-        followed(name, engine.call("empty"))
-    answers = list[tuple[str, Answer]]()
-    for prompt, _ in pairs:
-        name = choose(prompt)
-        got = engines[name].call("ask", prompt)
-        followed(name, got.last)
-        answers.append((name, got))
-    mirrored = all(
-        engine.call("index") == {prefix.tokens for prefix in router.mirrors[name].index}
-        for name, engine in engines.items()
-    )
-    return count(engines, pairs, answers, mirrored)
+def options(*more: str, host: str = "127.0.0.1") -> list[str]:
+    """Options of `models.serve` for the bundled model and a cache that holds three documents, and more options."""
+    model = ("--checkpoint", str(recall.CHECKPOINT), "--dtype", "float32")
+    sizes = ("--rows", "1", "--blocks", str(BLOCKS), "--block-size", str(BLOCK), "--max-length", str(BLOCK * 40))
+    return [*model, *sizes, "--publish", f"tcp://{host}:*", "--replay", f"tcp://{host}:*", *more]
 
 
 def questions(documents: int, each: int) -> list[demo.Question]:
@@ -204,77 +151,62 @@ def questions(documents: int, each: int) -> list[demo.Question]:
     return [every[number] for number in rng.permutation(len(every))]
 
 
-def run(pairs: Sequence[demo.Question], keep_programs: bool) -> dict[str, Tally]:
-    """Puts the questions twice: to the engines in turn, and by the router."""
-    from .prefix_router import Router
-
-    with contextlib.ExitStack() as stack:
-        engines = {}
-        for name in NAMES:
-            engines[name] = Remote(name, keep_programs)
-            stack.callback(engines[name].close)
-        router = Router({name: engine.receive() for name, engine in engines.items()})
-        stack.callback(router.close)
-        for engine in engines.values():  # they compile at the same time
-            engine.send("ask", pairs[0][0])
-        for engine in engines.values():
-            engine.receive()
-        in_turn = itertools.cycle(NAMES)
-        return {
-            "round robin": play(engines, router, pairs, lambda _: next(in_turn)),
-            "router": play(engines, router, pairs, router.route),
-        }
+def in_turn(names: Iterable[str]) -> Choice:
+    """The rule that sends a prompt to the next server."""
+    cycle = itertools.cycle(names)
+    return lambda _, down: next(name for name in cycle if name not in down)
 
 
-def table(tallies: Mapping[str, Tally], number: int) -> rich.table.Table:
-    """A table of reused tokens, a line for each way to deal the questions out."""
-    names = list(next(iter(tallies.values())).prompted)
-    result = rich.table.Table(title=f"{number} questions, {len(names)} caches")
-    for name in ("", "prompted", "reused", "computed", *(f"reused by {name}" for name in names), "right"):
-        result.add_column(name, justify="left" if not name else "right")
-    for name, tally in tallies.items():
-        prompted, reused = sum(tally.prompted.values()), sum(tally.reused.values())
-        parts = [f"{tally.reused[one]:,} of {tally.prompted[one]:,}" for one in names]
-        result.add_row(
-            name, f"{prompted:,}", f"{reused:,}", f"{prompted - reused:,}", *parts, f"{tally.right} of {number}"
-        )
-    return result
-
-
-def report(command: str, tallies: Mapping[str, Tally], number: int) -> None:
-    """Prints the table, and whether the mirrors equal the caches.
+def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: int | None = None) -> None:
+    """Puts the questions to the servers in turn, and by the router, and prints how many tokens each way reuses.
 
     Raises:
-      SystemExit: if they do not, if the second way to deal the questions out reuses no more than the first one, or if
-        too many answers are wrong.
+      SystemExit: if a server or a mirror failed, if the router reuses no more, or if too many answers are wrong.
     """
-    console = rich.console.Console(width=120)
-    console.print(table(tallies, number))
-    mirrored = all(tally.mirrored for tally in tallies.values())
-    console.print(f"The router's mirrors equal the caches: {mirrored}")
-    first, second = (sum(tally.reused.values()) for tally in tallies.values())
-    right = min(tally.right for tally in tallies.values())
-    if not mirrored or second <= first or right < 0.98 * number:
-        raise SystemExit(f"{command} failed: {second} tokens reused to {first}, {right} of {number} answers right")
+    ways: dict[str, Choice] = {
+        "round robin": in_turn(fleet.servers),
+        "router": lambda prompt, down: fleet.router.route(prompt, "router", without=down),
+    }
+    prompts = [prompt for prompt, _ in pairs]
+    try:
+        with fleet:  # under a salt of its own no way finds what the other one has cached
+            replies = {way: fleet.answer(prompts, choose, way, at_once) for way, choose in ways.items()}
+    except ServerEnded as error:
+        raise SystemExit(f"{command} failed: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(commands.INTERRUPTED) from None
+    lines, reused, right = list[tuple[str, list[str]]](), list[int](), list[int]()
+    num_prompted = sum(map(len, prompts))
+    for way, of_way in replies.items():
+        by_server = {name: np.zeros(2, np.int64) for name in fleet.servers}
+        for prompt, (name, answer, _) in zip(prompts, of_way, strict=True):
+            by_server[name] += answer.num_cached, len(prompt)
+        reused.append(sum(reply.answer.num_cached for reply in of_way))
+        words = [recall.encode(reply.answer.text)[0] for reply in of_way]
+        right.append(sum(word == wanted for word, (_, wanted) in zip(words, pairs, strict=True)))
+        parts = [f"{cached:,} of {prompted:,}" for cached, prompted in by_server.values()]
+        counts = [f"{count:,}" for count in (num_prompted, reused[-1], num_prompted - reused[-1])]
+        lines.append((way, [*counts, *parts, f"{right[-1]} of {len(pairs)}"]))
+    heads = ("prompted", "reused", "computed", *(f"reused by {name}" for name in fleet.servers), "right")
+    console = rich.console.Console(width=120, highlight=False)
+    console.print(demo.table(f"{len(pairs)} questions, {len(fleet.servers)} caches", heads, lines), "")
+    are_mirrored = all(reply.is_mirrored for of_way in replies.values() for reply in of_way)
+    console.print(f"Each cache had what the router's mirror of it said: {are_mirrored}")
+    if not are_mirrored or reused[1] <= reused[0] or min(right) < 0.98 * len(pairs):
+        raise SystemExit(f"{command} failed: {reused[1]} tokens reused to {reused[0]}, {min(right)} answers right")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help.
-
-    Raises:
-      SystemExit: if the demo failed.
-    """
+    """Runs the command line; see --help."""
     parser = commands.Parser("router", __doc__)
     parser.add_argument("--quick", action="store_true", help="few questions: a test of the demo")
     commands.add_compile_cache(parser)
     args = parser.parse_args(arguments)
-    commands.check_extra(parser, "wires")
-    pairs = questions(*(4, 4) if args.quick else (6, 12))
-    try:
-        tallies = run(pairs, not args.no_compile_cache)
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
-    report("router", tallies, len(pairs))
+    for extra in ("wires", "serve"):
+        commands.check_extra(parser, extra)
+    more = ["--no-compile-cache"] if args.no_compile_cache else []
+    servers = {name: ServerProcess(*options(*more)) for name in NAMES}
+    play("router", Fleet(servers), questions(*(4, 4) if args.quick else (6, 12)), at_once=1)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.blocks.keys import Namespaces
-from kvjax.cache import Cache
+from kvjax import Cache, LayerSpec, Namespaces, make_spec
 from kvjax.checks import static_int
-from kvjax.layers import LayerSpec
-from kvjax.model import Model
-from kvjax.serving.options import Scheduler
-from kvjax.serving.requests import Finish
-from kvjax.serving.rollout import Rollout, rollout
-from kvjax.serving.sampling import Sampling
-from kvjax.serving.score import score
-from kvjax.spec import CacheSpec, make_spec
+from kvjax.serving import Finish, Model, Rollout, Sampling, Scheduler, rollout, score
 
 __all__ = ["Options", "Sampler", "Samples"]
 
@@ -85,6 +77,7 @@ class Sampler:
     Attributes:
       version: of the weights; `renew` makes the next one.
       cache: the cache; None before the first use.
+      programs: the jitted functions for this cache; None before the first use.
     """
 
     def __init__(
@@ -98,7 +91,8 @@ class Sampler:
         self.max_seqs = None if max_seqs is None else static_int("max_seqs", max_seqs, 1)
         self.mesh, self.heads, self.forget, self.scheduler = mesh, heads, forget, scheduler
         self.version, self.cache = 0, None
-        self._names, self._dirty, self._groups, self._programs = Namespaces(), False, {}, None
+        self.programs: Any = None
+        self._names, self._dirty, self._groups = Namespaces(), False, {}
 
     def renew(self) -> None:
         """Begins a new version of the weights."""
@@ -122,18 +116,14 @@ class Sampler:
           ValueError: naming the argument.
           RuntimeError: if the cache has too few blocks.
         """
-        self._check(prompts, width, options.max_new_tokens)
-        samples = self._size(prompts)
-        cache, leaders = self._ready(model, len(prompts)), prompts[::samples]
-        rows, mask = _padded(leaders, width)
-        found, cache, _ = self.programs.sample(
+        cache, samples, rows, mask = self._begin(model, prompts, width, options.max_new_tokens)
+        found, self.cache, _ = self.programs.sample(
             model, cache, rows, mask, np.int32(self.namespace), options.seed, np.float32(options.temperature),
             np.int32(options.top_k), np.float32(options.top_p), np.asarray(options.stop_tokens, np.int32),
             samples=samples, max_new_tokens=options.max_new_tokens, greedy=options.temperature == 0,
             scheduler=self.scheduler or Scheduler(chunk=min(width, _CHUNK)),
         )  # fmt: skip
-        self.cache = cache
-        return _on_host(found, self._spec)
+        return self._on_host(found)
 
     def score(
         self, model: Model, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], width: int, most: int
@@ -151,35 +141,23 @@ class Sampler:
           ValueError: naming the argument.
           RuntimeError: if the cache has too few blocks.
         """
-        self._check(prompts, width, most)
-        samples = self._size(prompts)
-        cache, number = self._ready(model, len(prompts)), len(prompts) // samples
-        rows, mask = _padded(prompts[::samples], width)
+        cache, samples, rows, mask = self._begin(model, prompts, width, most)
         tokens = np.stack([np.pad(one, (0, most - one.size)) for one in completions]).astype(np.int32)
         lengths = np.array([one.size for one in completions], np.int32)
         logprobs, self.cache, _ = self.programs.score(
-            model, cache, rows, tokens.reshape(number, samples, most), mask=mask,
-            completion_lengths=lengths.reshape(number, samples), namespace=np.int32(self.namespace),
+            model, cache, rows, tokens.reshape(-1, samples, most), mask=mask,
+            completion_lengths=lengths.reshape(-1, samples), namespace=np.int32(self.namespace),
             chunk=min(width, _CHUNK),
         )  # fmt: skip
         found = np.asarray(logprobs).reshape(len(prompts), most)
         if np.isnan(found).any():
-            raise _too_few(self._spec, f"{np.isnan(found).any(axis=1).sum()} of {len(found)} were not computed")
+            raise self._too_few(f"{np.isnan(found).any(axis=1).sum()} of {len(found)} were not computed")
         return found
 
-    @property
-    def programs(self) -> _Programs:
-        """The compiled programs, once there is a cache."""
-        if self._programs is None:
-            raise ValueError("programs: there are none before the first sample or score")
-        return self._programs
-
-    @property
-    def _spec(self) -> CacheSpec:
-        assert self.cache is not None
-        return self.cache.state.spec
-
-    def _check(self, prompts: Sequence[np.ndarray], width: int, most: int) -> None:
+    def _begin(
+        self, model: Model, prompts: Sequence[np.ndarray], width: int, most: int
+    ) -> tuple[Cache, int, np.ndarray, np.ndarray]:
+        """A cache for `most` new tokens of each prompt, the size of groups, and their prompts at the ends of rows."""
         lengths = [one.size for one in prompts]
         if not lengths or not 1 <= min(lengths) <= max(lengths) <= width:
             raise ValueError(f"prompts: got lengths {lengths}, wanted some, of 1 to {width} tokens each")
@@ -188,12 +166,13 @@ class Sampler:
                 f"prompts: got one of {max(lengths)} tokens for {most} new ones, wanted at most {self.max_length} "
                 "together (max_length)"
             )
-
-    def _size(self, prompts: Sequence[np.ndarray]) -> int:
-        """The size of the groups of equal prompts; that of an earlier batch if it serves, since that is compiled."""
-        most = len(prompts) if self.max_seqs is None else self.max_seqs
-        self._groups[len(prompts)] = size = group_size(prompts, most, self._groups.get(len(prompts)))
-        return size
+        # The size of an earlier batch's groups is taken if it serves: it is compiled.
+        samples = group_size(prompts, self.max_seqs or len(prompts), self._groups.get(len(prompts)))
+        self._groups[len(prompts)] = samples
+        leaders = prompts[::samples]
+        rows = np.stack([np.pad(one, (width - one.size, 0)) for one in leaders]).astype(np.int32)
+        mask = np.arange(width) >= width - np.array([[one.size] for one in leaders])
+        return self._ready(model, len(prompts)), samples, rows, mask
 
     def _ready(self, model: Model, completions: int) -> Cache:
         """The cache without old weights' blocks; made anew if there is none, or if it has too few rows."""
@@ -202,7 +181,7 @@ class Sampler:
             cache = None
         if cache is None:
             cache = self._made(self.max_seqs or completions, jax.tree.leaves(model)[0])
-            self._programs = _Programs(cache)
+            self.programs = _Programs(cache)
         elif self._dirty and self.forget:
             cache, _ = self.programs.forget(cache, np.array([self.namespace], np.int32))
         self._dirty = False
@@ -222,6 +201,22 @@ class Sampler:
         if mesh is not None:
             return jax.device_put(cache, NamedSharding(mesh, PartitionSpec()))
         return jax.device_put(cache, sharding) if getattr(weight, "committed", False) else cache
+
+    def _on_host(self, rollouts: Rollout) -> Samples:
+        """The completions one after the other."""
+        found = jax.device_get(rollouts)
+        served = np.isin(found.finish, (Finish.STOP, Finish.LENGTH))
+        if not served.all():
+            reasons = sorted({Finish(one).name for one in found.finish[~served].tolist()})
+            raise self._too_few(f"{np.sum(~served)} of {served.size} completions ended with {', '.join(reasons)}")
+        flat = (rows.reshape(served.size, -1) for rows in (found.tokens, found.logprobs))
+        lengths = found.lengths.ravel()
+        tokens, logprobs = ([row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in flat)
+        return Samples(tokens, logprobs, found.cached[:, 0])
+
+    def _too_few(self, what: str) -> RuntimeError:
+        assert self.cache is not None
+        return RuntimeError(f"num_blocks: got {self.cache.state.spec.groups[0].num_blocks}, wanted more: {what}")
 
 
 class _Programs:
@@ -245,23 +240,11 @@ def group_size(prompts: Sequence[np.ndarray], most: int, usual: int | None = Non
       most: the size is at most this.
       usual: is taken if it serves. None: the largest size is.
     """
-    sizes = [1]
-    for before, prompt in itertools.pairwise(prompts):
-        if np.array_equal(before, prompt):
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-    largest = int(np.gcd.reduce(sizes))
+    runs = itertools.groupby(prompts, key=lambda prompt: prompt.tolist())
+    largest = int(np.gcd.reduce([len([*run]) for _, run in runs]))
     if usual is not None and usual <= most and largest % usual == 0:
         return usual
     return max(size for size in range(1, min(largest, most) + 1) if largest % size == 0)
-
-
-def _padded(prompts: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts at the ends of rows i32[B, width], and bool[B, width], where they are."""
-    rows = np.stack([np.pad(one, (width - one.size, 0)) for one in prompts]).astype(np.int32)
-    lengths = np.array([one.size for one in prompts])
-    return rows, np.arange(width)[None] >= width - lengths[:, None]
 
 
 def _sample(
@@ -281,21 +264,3 @@ def _sample(
 
 def _scaled(logits: jax.Array, _: jax.Array, __: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
     return logits / temperature[:, None], temperature
-
-
-def _too_few(spec: CacheSpec, what: str) -> RuntimeError:
-    return RuntimeError(f"num_blocks: got {spec.groups[0].num_blocks}, wanted more: {what}")
-
-
-def _on_host(found: Rollout, spec: CacheSpec) -> Samples:
-    """The completions one after the other."""
-    tokens, logprobs, lengths, finish, cached = (
-        np.asarray(x) for x in (found.tokens, found.logprobs, found.lengths, found.finish, found.cached)
-    )
-    served = np.isin(finish, (Finish.STOP, Finish.LENGTH))
-    if not served.all():
-        reasons = sorted({Finish(one).name for one in finish[~served].tolist()})
-        raise _too_few(spec, f"{np.sum(~served)} of {served.size} completions ended with {', '.join(reasons)}")
-    flat = (x.reshape(lengths.size, -1) for x in (tokens, logprobs))
-    tokens, logprobs = ([row[:length] for row, length in zip(rows, lengths.flat, strict=True)] for rows in flat)
-    return Samples(tokens, logprobs, cached[:, 0])

@@ -24,9 +24,6 @@ from jax import lax
 
 import kvjax
 
-from .language_config import LayerKind
-from .layer_config import LayerConfig
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -66,13 +63,14 @@ class Turn(NamedTuple):
         return lax.dynamic_index_in_dim(indices, self.number, keepdims=False, allow_negative_indices=False)
 
 
-def longest_run(layers: Sequence[LayerConfig | LayerKind]) -> Run | None:
+def longest_run(layers: Sequence[Any], dense: Sequence[int] = ()) -> Run | None:
     """The run of equal layer patterns that leaves the fewest layers to compile; None if no pattern repeats.
 
-    A layer whose K/V others reuse is in no run: `Decoder.dense` hands its K/V to them.
+    A layer whose K/V others reuse is in no run: `Decoder.dense` hands its K/V to them. Layers in `dense` differ from
+    the others by their MLP.
     """
     reused, kinds = {layer.reuses for layer in layers}, {}
-    keys = ((layer, number if number in reused else None) for number, layer in enumerate(layers))
+    keys = ((layer, number in dense, number if number in reused else None) for number, layer in enumerate(layers))
     pattern = [kinds.setdefault(key, len(kinds)) for key in keys]
     best, most = None, 0
     for period in range(1, len(pattern) // 2 + 1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a checkpoint in Hugging Face format with OpenAI's HTTP API, through the paged cache.
+"""Serve a checkpoint in Hugging Face format or a GGUF file with OpenAI's HTTP API, through the paged cache.
 
 Completions, chats with the checkpoint's own template, and models are under /v1, metrics for Prometheus at /metrics, and
 a page that shows the cache at /cache. SIGTERM, SIGHUP and Ctrl-C end it: open answers have some seconds to end.
@@ -15,6 +15,7 @@ import pathlib
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,17 +40,22 @@ def main(arguments: list[str] | None = None) -> None:
     wires.check(parser, args)
     stores.check(parser, args)
     commands.keep_programs(not args.no_compile_cache)
+    if args.until_eof:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     with (
         contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening,
         served(parser, args) as server,
     ):  # fmt: skip
-        _run(args, server, listening, signals)
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        address = f"http://{host}:{listening.getsockname()[1]}/v1"
+        signals.server = http_server(args, server, lambda: _note(f"serving at {address}"))
+        signals.server.run(sockets=[listening])
 
 
 def make_parser() -> commands.Parser:
     """The parser of the command line."""
     parser = commands.Parser("serve", __doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", required=True, help="a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="PATH", required=True, help="a Hugging Face folder, or a GGUF file")
     parser.add_argument("--name", metavar="NAME", help="of the model in requests (default: the folder's)")
     parser.add_argument("--chat-template", metavar="FILE", type=pathlib.Path, help="in place of the checkpoint's")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
@@ -66,12 +72,12 @@ def make_parser() -> commands.Parser:
     )
     parser.set_defaults(rows=SIZES["rows"])
     limits = (
-        ("--chunk", 1, Scheduler().chunk, "tokens of a prompt that a step computes"),
         ("--top-logprobs", 0, 5, "the most that a request may want"),
         ("--max-waiting", 1, 1024, "requests that wait for the scheduler; more get 429"),
         ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
         ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
         ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
+        ("--grace", 0, 5, "seconds that open answers have when the server ends"),
     )
     for option, least, default, what in limits:
         parser.add_argument(
@@ -82,19 +88,19 @@ def make_parser() -> commands.Parser:
     parser.add_argument("--max-bodies", metavar="SIZE", type=commands.size, default=64 << 20, help=bodies)
     hosts = "names that a request's Host may have (those of a loopback address: localhost and it; else any)"
     parser.add_argument("--allowed-hosts", metavar="HOST", nargs="+", help=hosts)
-    parser.add_argument(
-        "--grace",
-        metavar="SECONDS",
-        type=number(int, 0, MOST),
-        default=5,
-        help="for open answers (default: %(default)s)",
-    )
     session.add_mesh(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
     stores.add_store(parser)
+    parser.add_argument(
+        "--store-sync", action="store_true", help="an answer ends when the whole blocks of its prompt are in the store"
+    )
     parser.add_argument("--save", metavar="DIR", help="load what is cached from there, and save it there at the end")
     wires.add_publishers(parser)
+    parser.add_argument(
+        "--until-eof", action="store_true",
+        help="end when standard input does, as with a program that has started this one",
+    )  # fmt: skip
     return parser
 
 
@@ -126,22 +132,24 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint, names=names))
         metrics = stack.enter_context(Metrics(registry, spec, wires=wire.feeds))
         listeners = [metrics.observe, *([wire.listener] if wire.listener else [])]
-        cache = _cache(parser, args, spec, where)
+        cache = session.make_cache(parser, args, spec, **where)
         saved = stack.enter_context(stores.saved(parser, args, cache, names, _note))
         _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
         engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
-        stop_tokens = _stop_tokens(model, tokenizer, template)
+        stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
         limits = Limits(
-            max_length=min(spec.max_length, session.most_tokens(args, model) or MOST),
+            max_length=min(spec.max_length, session.most_tokens(args, model)),
             samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
         )  # fmt: skip
         shown = Served(
-            args.name or os.path.basename(os.path.abspath(args.checkpoint)), tokenizer, template, stop_tokens, limits,
-            keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
-            max(map(len, tokenizer.get_vocab())) if tokenizer else None, shows_cached=not args.hide_cached_tokens,
+            args.name or commands.model_name(args), tokenizer, max(map(len, tokenizer.get_vocab())) if tokenizer else 0,
+            template, stop_tokens, limits, keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+            shows_cached=not args.hide_cached_tokens,
+            # The engine begins to write after a turn, and tells its state between two.
+            before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine
@@ -163,34 +171,15 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
     """The spec of the cache; sets the length of a row if none was given, and the number of blocks of a budget."""
-    positions, spec = model.config.max_positions or MOST, None
+    positions, spec = session.most_positions(args, model), None
     if args.budget is not None:
         spec = memory.fitting(parser, args, model, min(args.max_length or MOST_LENGTH, positions), where)
-    most = session.most_tokens(args, model) or MOST
-    if args.max_length is None:
-        args.max_length = min(most, positions, MOST_LENGTH)
-    elif args.max_length > min(most, positions):
-        wanted = f"at most {min(most, positions)}: the model has {positions} positions, and the cache {most} tokens"
-        parser.error(f"--max-length: got {args.max_length}, wanted {wanted}")
-    try:
-        spec = spec or kvjax.make_spec(
-            model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
-            block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
-        )  # fmt: skip
-    except ValueError as error:
-        parser.error(str(error))
+    session.set_length(parser, args, model, MOST_LENGTH)
+    spec = spec or session.make_spec(parser, args, model)
     if spec.max_length > args.max_length:  # the budget holds no row of so many tokens
         spec = memory.fitting(parser, args, model, args.max_length, where)
     session.check_memory(parser, args, model, spec)
     return spec
-
-
-def _cache(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec, where: dict[str, Any]) -> Any:
-    """An empty cache, on the devices of `session.make_mesh`."""
-    try:
-        return (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
-    except ValueError as error:
-        parser.error(f"--{error}")
 
 
 def _engine(
@@ -213,12 +202,6 @@ def _engine(
         parser.error(str(error))
 
 
-def _stop_tokens(model: Any, tokenizer: Any, template: chat.Template | None) -> list[int]:
-    """The tokens that end an answer: the model's, and the one that ends a turn."""
-    end = tokenizer.token_to_id(template.end) if tokenizer and template and template.end else None
-    return [*dict.fromkeys([*model.config.eos_token_ids, *([] if end is None else [end])])]
-
-
 def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
     """A socket at the address to listen at; until it listens, connections are refused."""
     found = socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET)
@@ -232,13 +215,9 @@ def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
 
 
 class _Signals:
-    """SIGTERM, SIGHUP and Ctrl-C from the command's start to its end; another Ctrl-C interrupts the end.
+    """SIGTERM, SIGHUP and Ctrl-C from the command's start to its end; another Ctrl-C interrupts the end."""
 
-    Attributes:
-      server: which ends by itself; None: there is none yet.
-    """
-
-    server: Any = None
+    server: Any = None  # which ends by itself; None: there is none yet
 
     def __enter__(self) -> _Signals:
         self._before = {one: signal.signal(one, self._end) for one in (signal.SIGINT, signal.SIGTERM)}
@@ -256,12 +235,11 @@ class _Signals:
         self.server.handle_exit(kind, frame)
 
 
-def _run(args: argparse.Namespace, server: Server, listening: socket.socket, signals: _Signals) -> None:
-    """Answers requests until a signal comes."""
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    address = f"http://{host}:{listening.getsockname()[1]}/v1"
-    signals.server = http_server(args, server, lambda: _note(f"serving at {address}"))
-    signals.server.run(sockets=[listening])
+def _end_with_input() -> None:
+    """Waits for the end of standard input, and then ends this process as SIGTERM does."""
+    while os.read(sys.stdin.fileno(), 1 << 12):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:

@@ -52,15 +52,8 @@ class Api:
         self._jobs, self._body_bytes, self._created = set[Job](), 0, int(time.time())
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS, "kvjax-read")
 
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._answer(request, is_chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._answer(request, is_chat=True)
-
-    async def _answer(self, request: Request, *, is_chat: bool) -> Response:
+    async def answer(self, request: Request, *, is_chat: bool) -> Response:
+        """POST /v1/chat/completions, or /v1/completions."""
         served = self._served
         read = functools.partial(self._read, is_chat=is_chat)
         async with self._body(request) as body:
@@ -77,7 +70,7 @@ class Api:
             self._jobs.discard(job)
 
         if wish.streams:
-            return Events(events(job, form, wish, is_chat=is_chat), close)
+            return Events(events(job, form), close)
         try:
             body = await while_connected(request.receive, whole(job, form))
         finally:
@@ -182,10 +175,9 @@ class Api:
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
-        length = self._served.limits.max_length
         return {
             "id": self._served.name, "object": "model", "created": self._created, "owned_by": "kvjax",
-            "max_model_len": length,
+            "max_model_len": self._served.limits.max_length,
         }  # fmt: skip
 
     async def health(self, _: Request) -> Response:
@@ -230,54 +222,36 @@ type Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def _guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
-    """An endpoint whose errors have the API's form; with keys also one that wants one of them."""
+    """An endpoint that wants one of the keys, if there are any, and JSON from a POST."""
 
     async def call(request: Request) -> Response:
-        try:
-            if keys and not keys.accepts(_key_of(request) or ""):
-                headers = {"www-authenticate": 'Basic realm="kvjax"'} if request.url.path == "/cache" else None
-                raise ApiError(401, "a wrong API key, or none", code="invalid_api_key", headers=headers)
-            if request.method == "POST":
-                _check_type(request)
-            return await endpoint(request)
-        except ApiError as error:
-            return _error_response(error)
-        except (EngineError, Failed, TimeoutError) as error:
-            return _error_response(failure(error))
-        except ClientDisconnect:
-            return Response(status_code=GONE)
+        if keys and not keys.accepts(_key_of(request) or ""):
+            headers = {"www-authenticate": 'Basic realm="kvjax"'} if request.url.path == "/cache" else None
+            raise ApiError(401, "a wrong API key, or none", code="invalid_api_key", headers=headers)
+        if request.method == "POST":
+            _check_type(request)
+        return await endpoint(request)
 
     return call
 
 
-def _error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(ApiError(error.status_code, error.detail).body, error.status_code, error.headers)
-
-
-async def _server_error(*_: Any) -> Response:
-    return _error_response(ApiError(500, "internal error", kind="server_error"))
+async def _respond(_: Request, error: Exception) -> Response:
+    """The response to a request that has failed."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=GONE)
+    shown = failure(error)
+    return JSONResponse(shown.body, shown.status, shown.headers)
 
 
 def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: bool = False) -> Starlette:
-    """The application.
+    """The application; only prompts and answers are behind a key: /health and /metrics are not.
 
-    Only prompts and answers are behind a key: /health and /metrics are not.
-
-    Args:
-      engine: that answers.
-      served: the model.
-      pages: of the engine.
-      sets_state: whether the setters of `pages` are called every second; else before each scrape.
+    With `sets_state` the setters of `pages` are called every second, else before each scrape.
     """
     api, keys, no_keys = Api(engine, served, pages), served.keys, Keys()
     endpoints: list[tuple[str, str, Endpoint, Keys]] = [
-        ("POST", "/v1/completions", api.completions, keys),
-        ("POST", "/v1/chat/completions", api.chat, keys),
+        ("POST", "/v1/completions", functools.partial(api.answer, is_chat=False), keys),
+        ("POST", "/v1/chat/completions", functools.partial(api.answer, is_chat=True), keys),
         ("GET", "/v1/models", api.models, keys),
         ("GET", "/v1/models/{name:path}", api.model, keys),
         ("GET", "/cache", api.cache, keys),
@@ -293,8 +267,8 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
         if setting is not None:
             setting.cancel()
 
-    errors = {HTTPException: _http_error, Exception: _server_error}
-    return Starlette(routes=routes, exception_handlers=errors, lifespan=lifespan)
+    errors = (ApiError, EngineError, Failed, TimeoutError, ClientDisconnect, HTTPException, Exception)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _respond), lifespan=lifespan)
 
 
 async def _set_state(pages: Pages) -> None:

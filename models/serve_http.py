@@ -32,34 +32,22 @@ WRITE_SECONDS = 5  # for clients to read their last bytes when the server ends
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Limits on the connections of a server.
+    """Limits on the connections of a server."""
 
-    Attributes:
-      connections: open at a time; another one ends the connection that has waited longest for a whole request.
-      header_seconds: from the first byte of a request, or from the connection, to the end of its headers.
-      body_seconds: from there to the end of its body.
-      read_seconds: in which a client reads `LEAST_READ` bytes, or all that there are.
-      grace: seconds that open answers have when the server ends.
-    """
-
-    connections: int = 512
-    header_seconds: float = 10
-    body_seconds: float = 30
-    read_seconds: float = 30
-    grace: float = 5
+    connections: int = 512  # open at a time; another one ends the one that has waited longest for a whole request
+    header_seconds: float = 10  # from the first byte of a request, or from the connection, to the end of its headers
+    body_seconds: float = 30  # from there to the end of its body
+    read_seconds: float = 30  # in which a client reads `LEAST_READ` bytes, or all that there are
+    grace: float = 5  # seconds that open answers have when the server ends
 
 
 class Clients(ServerState):
-    """All connections of a server.
-
-    Attributes:
-      patience: limits.
-      waiting: connections without a whole request, that have waited longest first.
-    """
+    """All connections of a server, and their limits."""
 
     def __init__(self, patience: Patience):
         super().__init__()
-        self.patience, self.waiting = patience, dict[Connection, None]()
+        self.patience = patience
+        self.waiting = dict[Connection, None]()  # those without a whole request; who has waited longest is first
 
 
 class Connection(HttpToolsProtocol):
@@ -208,14 +196,8 @@ def only_hosts(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
 class HttpServer(uvicorn.Server):
     """A server of an application, whose caller handles signals by `handle_exit`.
 
-    Args:
-      app: of ASGI.
-      patience: the limits.
-      opened: called when connections are accepted.
-      close: called after the grace, to end the answers that are still open; may take long.
-
-    Attributes:
-      has_ended: whether it is over.
+    It calls `opened` when it accepts connections, and after the grace `close`, which ends the answers that are still
+    open, and may take long.
     """
 
     def __init__(self, app: Any, patience: Patience, *, opened: Callable[[], Any], close: Callable[[], Any]):
@@ -227,7 +209,7 @@ class HttpServer(uvicorn.Server):
         )  # fmt: skip
         self.server_state = Clients(patience)
         self._patience, self._opened, self._close = patience, opened, close
-        self.has_ended = False
+        self.has_ended = False  # whether it is over
 
     @contextlib.contextmanager
     def capture_signals(self):

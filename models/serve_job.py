@@ -12,7 +12,7 @@ from typing import Any
 
 from kvjax.serving import EngineError, Handle
 
-from .answers import Answer, Failed, Piece, pieces
+from .answers import REFUSED, Answer, Failed, Piece, pieces
 from .chat import Template
 from .openai_api import ApiError, Limits, Wish
 from .openai_replies import Form, Usage
@@ -20,45 +20,30 @@ from .serve_pages import Pages
 from .tenants import Keys
 
 try:
+    from starlette.exceptions import HTTPException
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-REFUSED = ("row_full", "no_blocks")  # by the scheduler
-
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model as it is served.
-
-    Attributes:
-      name: of the model.
-      tokenizer: a `tokenizers.Tokenizer`, or None: prompts are token ids.
-      template: of chats, or None: there are none.
-      stop_tokens: which end an answer.
-      limits: of requests.
-      keys: which requests have to have.
-      max_body: bytes of a request.
-      max_bodies: bytes of all requests that are being read.
-      max_open: answers that are being made at a time.
-      timeout: seconds in which an answer is made; None: no limit.
-      longest_token: the most characters of a token; longer texts are refused before they are encoded. None: no limit.
-      shows_cached: whether answers say how many tokens of their prompts were cached.
-    """
+    """A model as it is served."""
 
     name: str
-    tokenizer: Any
-    template: Template | None
-    stop_tokens: list[int]
+    tokenizer: Any  # a `tokenizers.Tokenizer`, or None: prompts are token ids
+    longest_token: int  # the most characters of a token: longer texts are refused before they are encoded
+    template: Template | None  # of chats; None: there are none
+    stop_tokens: list[int]  # which end an answer
     limits: Limits
-    keys: Keys
-    max_body: int = 4 << 20
-    max_bodies: int = 64 << 20
-    max_open: int = 256
-    timeout: float | None = None
-    longest_token: int | None = None
-    shows_cached: bool = True
+    keys: Keys  # which requests have to have
+    max_body: int  # bytes of a request
+    max_bodies: int  # bytes of all requests that are being read
+    max_open: int  # answers that are being made at a time
+    timeout: float  # seconds in which an answer is made
+    shows_cached: bool  # whether answers say how many tokens of their prompts were cached
+    before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         """The ids of a text, which other threads do not wait for; a whole one gets the tokenizer's special tokens.
@@ -66,7 +51,7 @@ class Served:
         Raises:
           ApiError: if it has more characters than the most tokens have, with a space between each two.
         """
-        if self.longest_token is not None and len(text) > self.limits.max_length * (self.longest_token + 1):
+        if len(text) > self.limits.max_length * (self.longest_token + 1):
             most = f"{self.limits.max_length} tokens of at most {self.longest_token} characters"
             name = "prompt" if is_whole else "messages"
             message = f"{name}: got {len(text):,} characters, wanted at most {most}"
@@ -86,52 +71,55 @@ class Served:
 
 
 class Job:
-    """The answers of one request, which an engine computes.
-
-    Args:
-      prompts: token ids.
-      handles: of each prompt's samples.
-      stop_tokens: of the engine's requests.
-    """
+    """The answers of one request, which an engine computes: `handles` are of each prompt's samples."""
 
     def __init__(
         self, served: Served, pages: Pages, wish: Wish, prompts: list[list[int]], handles: list[list[Handle]],
         stop_tokens: list[int],
     ):  # fmt: skip
-        self._served, self._pages, self._wish, self._stop_tokens = served, pages, wish, frozenset(stop_tokens)
+        self._served, self._pages = served, pages
         self._leaders = [of_prompt[0] for of_prompt in handles]
-        options: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
-        self._choices = [
-            (handle, Answer(served.decode, prompt, wish.stop, **options))
+        self._handles = [handle for of_prompt in handles for handle in of_prompt]
+        of_answer: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
+        of_pieces: Any = {
+            "stop_tokens": frozenset(stop_tokens), "listens": wish.streams, "has_top": served.limits.top_logprobs > 0,
+        }  # fmt: skip
+        self._streams = [
+            pieces(handle, Answer(served.decode, prompt, wish.stop, **of_answer), **of_pieces)
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
-        self._num_tokens = [0] * len(self._choices)
-        self.usage = Usage(prompt=sum(map(len, prompts)))
+        self._num_prompted = sum(map(len, prompts))
+        self._num_tokens = [0] * self.size  # of each choice
 
     @property
     def size(self) -> int:
         """The number of choices."""
-        return len(self._choices)
+        return len(self._handles)
 
     @property
     def num_open(self) -> int:
         """The number of choices that are not made yet."""
-        return sum(not handle.done for handle, _ in self._choices)
+        return sum(not handle.done for handle in self._handles)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        cached = sum(handle.output.cached_tokens for handle in self._leaders)
+        return Usage(self._num_prompted, sum(self._num_tokens), cached)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all choices, as they come, each with the choice's index."""
         async with contextlib.aclosing(self._merged() if self.size > 1 else self._only()) as found:
             async for index, piece in found:
-                self._count(index, piece)
+                self._pages.count(self._handles[index], piece, self._num_tokens[index])
+                self._num_tokens[index] = piece.num_tokens
+                if piece.finish is not None and self._served.before_end is not None:
+                    await asyncio.to_thread(self._served.before_end)
                 yield index, piece
 
-    def _pieces(self, index: int) -> AsyncGenerator[Piece]:
-        options: Any = {"listens": self._wish.streams, "has_top": self._served.limits.top_logprobs > 0}
-        return pieces(*self._choices[index], self._stop_tokens, **options)
-
     async def _only(self) -> AsyncGenerator[tuple[int, Piece]]:
-        async with contextlib.aclosing(self._pieces(0)) as found:
+        async with contextlib.aclosing(self._streams[0]) as found:
             async for piece in found:
                 yield 0, piece
 
@@ -140,7 +128,7 @@ class Job:
 
         async def pump(index: int) -> None:
             try:
-                async for piece in self._pieces(index):
+                async for piece in self._streams[index]:
                     queue.put_nowait((index, piece))
             except Exception as error:
                 queue.put_nowait((index, error))
@@ -158,18 +146,9 @@ class Job:
             for task in tasks:
                 task.cancel()
 
-    def _count(self, index: int, piece: Piece) -> None:
-        new = piece.num_tokens - self._num_tokens[index]
-        self._pages.count_tokens(self._choices[index][0], new, is_first=not self._num_tokens[index])
-        self._num_tokens[index] = piece.num_tokens
-        self.usage.completion += new
-        self.usage.cached = sum(handle.output.cached_tokens for handle in self._leaders)
-        if piece.finish is not None:
-            self._pages.count_end(self._choices[index][0], piece.finish, piece.num_tokens)
-
     def cancel(self) -> None:
         """Ends what is not over."""
-        for handle, _ in self._choices:
+        for handle in self._handles:
             if not handle.done:
                 handle.cancel()
 
@@ -226,22 +205,28 @@ async def whole(job: Job, form: Form) -> dict[str, Any]:
     return form.whole(choices, job.usage)
 
 
-async def events(job: Job, form: Form, wish: Wish, *, is_chat: bool) -> AsyncGenerator[dict[str, Any]]:
+async def events(job: Job, form: Form) -> AsyncGenerator[dict[str, Any]]:
     """The events of a stream; if the engine fails, the last one is an error."""
     try:
-        for index in range(job.size if is_chat else 0):
-            yield form.first(index)
+        for event in form.first(job.size):
+            yield event
         async with contextlib.aclosing(job.pieces()) as found:
             async for index, piece in found:
                 yield form.chunk(index, piece)
-        if wish.includes_usage:
-            yield form.last(job.usage)
+        for event in form.last(job.usage):
+            yield event
     except (EngineError, Failed) as error:
         yield failure(error).body
 
 
 def failure(error: Exception) -> ApiError:
-    """The error of a request that the engine has not served."""
+    """The error, in the API's form, of a request that was not served."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
+    if not isinstance(error, EngineError | Failed | TimeoutError):
+        return ApiError(500, "internal error", kind="server_error")
     if isinstance(error, Failed) and error.finish in REFUSED:
         message = "the cache cannot hold the prompt with its answers: fewer tokens or samples would do"
         return ApiError(400, message, code="context_length_exceeded")

@@ -7,12 +7,11 @@ import asyncio
 import base64
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import html
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-from .answers import Decode
+from .answers import Decode, Piece
 
 PATIENCE = 30.0  # seconds in which an engine answers, unless something is wrong
 STALE = 0.1  # seconds for which a copy of the state will do
@@ -54,19 +53,12 @@ td:last-child, th:last-child {{ width: 100% }} }}</style></head>
 
 
 class Pages:
-    """The pages of a server, and what they count. All but the listener are for the thread of asyncio.
+    """The pages of a server, and what they count, for the thread of asyncio.
 
-    Args:
-      name: of the model.
-      registry: of Prometheus; the cache's metrics may be in it too.
-      decode: from token ids to text.
-      setters: to be called with each copy of the state before a scrape.
-
-    Attributes:
-      engine: has to be set before anything is shown.
+    `setters` are called with a copy of the state before each scrape of the registry, which may have other metrics too.
     """
 
-    engine: Engine[Any]
+    engine: Engine[Any]  # has to be set before anything is shown
 
     def __init__(self, name: str, registry: Any, decode: Decode, *setters: Callable[[CacheState], Any]):
         self._name, self._registry, self._decode, self._setters = name, registry, decode, setters
@@ -92,18 +84,17 @@ class Pages:
 
     def collect(self) -> list[Any]:
         """The gauges and the counter of a scrape."""
-        engine = getattr(self, "engine", None)
-        gauges = {
-            "num_requests_running": ("Requests that the scheduler has.", engine and engine.running),
-            "num_requests_waiting": ("Requests that wait for it.", engine and engine.waiting),
-            "generation_tokens_per_second": (f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
-        }
-        failures = engine.listener_counts["failures"] if engine else 0
+        failures = self.engine.listener_counts["failures"]
         text = "Failures of listeners to the cache's events, such as these numbers and the wires."
-        found: list[Any] = [core.CounterMetricFamily("kvjax_listener_failures", text, value=failures)]
-        for what, (text, value) in gauges.items():
-            found.append(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value or 0))
-        return found
+        gauges = (
+            ("num_requests_running", "Requests that the scheduler has.", self.engine.running),
+            ("num_requests_waiting", "Requests that wait for it.", self.engine.waiting),
+            ("generation_tokens_per_second", f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
+        )
+        return [
+            core.CounterMetricFamily("kvjax_listener_failures", text, value=failures),
+            *(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value) for what, text, value in gauges),
+        ]
 
     def _rate(self) -> float:
         until = time.monotonic() - _WINDOW
@@ -111,23 +102,20 @@ class Pages:
             self._recent.popleft()
         return sum(tokens for _, tokens in self._recent) / _WINDOW
 
-    def count_tokens(self, handle: Handle, tokens: int, *, is_first: bool) -> None:
-        """Counts new tokens of an answer."""
-        times = handle.times
-        self._tokens.inc(tokens)
-        self._recent.append((time.monotonic(), tokens))
-        if is_first and times.first_token is not None:
-            self._first_token.observe(times.first_token - times.queued)
-        if is_first and times.admitted is not None:
-            self._queued.observe(times.admitted - times.queued)
-
-    def count_end(self, handle: Handle, finish: str, tokens: int) -> None:
-        """Counts an answer that has ended by itself."""
+    def count(self, handle: Handle, piece: Piece, before: int) -> None:
+        """Counts a piece of an answer, which had so many tokens before; with the last piece it has ended by itself."""
         now, times = time.monotonic(), handle.times
-        self._ended.labels(finish).inc()
-        self._whole.observe(now - times.queued)
-        if tokens > 1 and times.first_token is not None:
-            self._each_token.observe((now - times.first_token) / (tokens - 1))
+        self._tokens.inc(piece.num_tokens - before)
+        self._recent.append((now, piece.num_tokens - before))
+        if not before and times.first_token is not None:
+            self._first_token.observe(times.first_token - times.queued)
+        if not before and times.admitted is not None:
+            self._queued.observe(times.admitted - times.queued)
+        if piece.finish is not None:
+            self._ended.labels(piece.finish).inc()
+            self._whole.observe(now - times.queued)
+            if piece.num_tokens > 1 and times.first_token is not None:
+                self._each_token.observe((now - times.first_token) / (piece.num_tokens - 1))
 
     async def state(self) -> CacheState:
         """A copy of the cache's metadata, not older than `STALE`; all who want one at a time get the same.
@@ -183,7 +171,8 @@ def _has_salt(names: kvjax.Namespaces | None, salt: str, namespace: int) -> bool
 type IsShown = Callable[[int], bool]
 
 
-def _page(state: CacheState, name: str, counts: str, decode: Decode, is_shown: IsShown | None = None) -> str:
+def _page(state: CacheState, name: str, counts: str, decode: Decode, is_shown: IsShown | None) -> str:
+    """The page, with the namespaces that `is_shown` names; None: with all."""
     try:
         file = io.BytesIO()
         plot_blocks(state, group=int(state.spec.bare)).get_figure(root=True).savefig(file, format="png", dpi=100)  # pyright: ignore[reportOptionalMemberAccess]
@@ -191,60 +180,23 @@ def _page(state: CacheState, name: str, counts: str, decode: Decode, is_shown: I
         picture = f'<img alt="the blocks of the cache" src="data:image/png;base64,{encoded}">'
     except ImportError as error:
         picture = f"<p>{html.escape(str(error))}</p>"
-    (found, number), whole = cached_prefixes(state, is_shown=is_shown), stats(state, int(state.spec.bare))
-    lines = [
-        f'<tr><td class="n">{one.length}</td><td class="n">{one.hits}</td><td>{"yes" if one.in_use else ""}</td>'
-        f'<td class="n">{one.namespace}</td><td>{html.escape(one.text(decode))}</td></tr>'
-        for one in found
-    ]
+    whole, blocks = stats(state, int(state.spec.bare)), jax.device_get(state.groups[0].blocks)
+    prefixes = _prefixes(blocks, is_shown)
+    lines = [_line(blocks, last, decode) for last in prefixes[:_PREFIXES]]
     counts += f", {whole.active_blocks:,} blocks in use, {whole.cached_blocks:,} cached"
-    note = f"The {len(lines)} that were used last, of {number:,}."
+    note = f"The {len(lines)} that were used last, of {len(prefixes):,}."
     return _PAGE.format(name=html.escape(name), counts=counts, picture=picture, note=note, lines="\n".join(lines))
 
 
-@dataclasses.dataclass
-class Prefix:
-    """A cached prefix that no other one goes on.
-
-    Attributes:
-      length: tokens.
-      hits: of its first block.
-      in_use: whether a row holds it.
-      namespace: its number.
-      head, tail: the first and the last tokens; the tail is empty if the head is all.
-    """
-
-    length: int
-    hits: int
-    in_use: bool
-    namespace: int
-    head: list[int]
-    tail: list[int]
-
-    def text(self, decode: Callable[[list[int]], str]) -> str:
-        """Its text, without the middle of a long one."""
-        return decode(self.head) + (f" … {decode(self.tail)}" if self.tail else "")
-
-
-def cached_prefixes(
-    state: CacheState, most: int = _PREFIXES, is_shown: IsShown | None = None
-) -> tuple[list[Prefix], int]:
-    """The prefixes of a cache that no other one goes on, those used last first; at most some, and of how many.
-
-    Args:
-      state: the cache.
-      most: prefixes.
-      is_shown: whether those of a namespace count; None: all do.
-    """
-    blocks: Any = jax.device_get(state.groups[0].blocks)
+def _prefixes(blocks: Any, is_shown: IsShown | None) -> list[int]:
+    """The last blocks of the prefixes that no other prefix goes on, those used last first."""
     findable = np.flatnonzero(blocks.fill > 0)
     leaves = np.setdiff1d(findable, blocks.parent[findable, 0])
     if is_shown is not None:
         namespaces = _namespaces(blocks.parent)[leaves]
         leaves = leaves[np.isin(namespaces, [one for one in np.unique(namespaces).tolist() if is_shown(one)])]
     age = np.where(blocks.refcount > 0, -1, (blocks.clock - blocks.released).astype(np.int64))[leaves]
-    chosen = leaves[np.argsort(age, kind="stable")][:most].tolist()
-    return [_prefix(blocks, leaf) for leaf in chosen], len(leaves)
+    return leaves[np.argsort(age, kind="stable")].tolist()
 
 
 def _namespaces(parent: np.ndarray) -> np.ndarray:
@@ -255,18 +207,19 @@ def _namespaces(parent: np.ndarray) -> np.ndarray:
     return parent[ancestor, 1]
 
 
-def _prefix(blocks: Any, leaf: int) -> Prefix:
-    chain = [leaf]
+def _line(blocks: Any, last: int, decode: Decode) -> str:
+    """The line of the prefix that ends with a block, with the hits of its first block."""
+    chain = [last]
     while blocks.parent[chain[-1], 0] >= 0 and len(chain) <= len(blocks.fill):
         chain.append(int(blocks.parent[chain[-1], 0]))
     chain.reverse()
-
-    def tokens(of: Sequence[int]) -> list[int]:
-        return [token for block in of for token in blocks.text.tokens[block, : blocks.fill[block]].tolist()]
-
-    length, size = int(blocks.fill[chain].sum()), blocks.text.tokens.shape[1]
-    is_short = length <= _HEAD + _TAIL
-    head = tokens(chain if is_short else chain[: -(-_HEAD // size)])
-    tail = [] if is_short else tokens(chain[-(-_TAIL // size) - 1 :])[-_TAIL:]
-    in_use, namespace = bool(blocks.refcount[leaf] > 0), int(blocks.parent[chain[0], 1])
-    return Prefix(length, int(blocks.hits[chain[0]]), in_use, namespace, head if is_short else head[:_HEAD], tail)
+    slots = blocks.text.tokens[chain]
+    tokens = slots[np.arange(slots.shape[1]) < blocks.fill[chain][:, None]]
+    is_short = tokens.size <= _HEAD + _TAIL
+    parts = [tokens] if is_short else [tokens[:_HEAD], tokens[-_TAIL:]]
+    text = html.escape(" … ".join(decode(part.tolist()) for part in parts))
+    in_use, namespace = "yes" if blocks.refcount[last] > 0 else "", blocks.parent[chain[0], 1]
+    return (
+        f'<tr><td class="n">{tokens.size}</td><td class="n">{blocks.hits[chain[0]]}</td><td>{in_use}</td>'
+        f'<td class="n">{namespace}</td><td>{text}</td></tr>'
+    )

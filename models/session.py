@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -20,25 +20,25 @@ import kvjax
 from kvjax.ledger import human, make_ledger
 
 from . import commands, stores, wires
-from .commands import number
-from .families import AnyModel
+from .commands import Refusing, number
+from .decoder import Decoder
 from .loading import load
+from .rope import rope_limit
 from .stopwatch import Stopwatch
 
 STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
 # The options that size a cache, with their defaults.
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
 LENGTH = 256  # tokens of a row, at least
+CHUNKS = "512, 256 or 128"  # of which `default_chunk` returns one
+_CHUNK_WORK = 2**35  # products of a weight and a token in a step of a chunk, at most
 MOST = 2**30  # of what an option counts: sums of two are int32
 
 
 def add_dtype(parser: commands.Parser) -> None:
     """The option that `load_model` reads; so is `commands.add_scan`'s."""
     parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and K/V (default: %(default)s)",
+        "--dtype", default="float32", choices=commands.DTYPES, help="of weights and K/V (default: %(default)s)"
     )
 
 
@@ -53,10 +53,11 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
         ("--block-size", "P", 1, "tokens a block (default: %(default)s)"),
         ("--rows", "S", 1, f"sequences at a time {rows}"),
         ("--max-length", "N", 1, f"tokens of a prompt with its answer (default: {length})"),
+        ("--chunk", "N", 1, f"tokens of prompts that a step computes (default: {CHUNKS}, by the model's size)"),
     )
     of_blocks = parser.add_mutually_exclusive_group()
     for option, name, least, what in sizes:
-        default = None if option in ("--rows", "--max-length") else SIZES[option.removeprefix("--").replace("-", "_")]
+        default = None if option == "--rows" else SIZES.get(option.removeprefix("--").replace("-", "_"))
         of: Any = of_blocks if option == "--blocks" else parser
         of.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
     parser.set_defaults(budget=None)
@@ -67,19 +68,10 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
 
 def add_mesh(parser: commands.Parser) -> None:
     """The options that `make_mesh` reads."""
-    parser.add_argument(
-        "--mesh",
-        metavar="N",
-        type=number(int, 1, MOST),
-        help="devices that divide weights and K/V by heads (default: one)",
-    )
-    parser.add_argument(
-        "--context",
-        metavar="C",
-        type=number(int, 1, MOST),
-        default=1,
-        help="for each of these, devices that divide the tokens of blocks (default: %(default)s)",
-    )
+    count, heads = number(int, 1, MOST), "devices that divide weights and K/V by heads (default: one)"
+    tokens = "for each of these, devices that divide the tokens of blocks (default: %(default)s)"
+    parser.add_argument("--mesh", metavar="N", type=count, help=heads)
+    parser.add_argument("--context", metavar="C", type=count, default=1, help=tokens)
 
 
 def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, Any]:
@@ -95,54 +87,55 @@ def make_mesh(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
     return {"mesh": mesh, **{name: name for name in sizes}}
 
 
-def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[AnyModel, Any]:
-    """The model of a checkpoint's folder, placed as `make_mesh` says, and its tokenizer or None."""
-    if not os.path.isdir(args.checkpoint):
-        parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
+def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) -> tuple[Decoder, Any]:
+    """The model of a checkpoint, placed as `make_mesh` says, and its tokenizer or None; sets the size of a chunk."""
     try:
-        return load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
-    except (OSError, ValueError) as error:
+        model, tokenizer = load(args.checkpoint, dtype=args.dtype, scan=args.scan, **where)
+        args.chunk = args.chunk or default_chunk(model)
+        return model, tokenizer
+    except (ImportError, OSError, ValueError) as error:
         message = commands.reason(error)
         parser.error(f"--{message}" if message.startswith("mesh: ") else f"--checkpoint: {message}")
 
 
-class Screen(Protocol):
-    """A place where answers are shown as they grow."""
+def default_chunk(model: Decoder) -> int:
+    """Tokens of prompts that a step computes where no option says: 512, 256 or 128.
 
-    def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
-        """Shows new text; with `last` all of it, finished or not."""
-        ...
+    As many as multiply at most 2**35 weights of layers by a token, but at least 128: 512 for up to 67 million weights,
+    256 for up to 134 million. The vocabulary's matrices are not counted: a step has logits of a few tokens.
+    `docs/howto/size.md` has the reasons.
+    """
+    weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.layers)))
+    return next((chunk for chunk in (512, 256) if chunk * weights <= _CHUNK_WORK), 128)
+
+
+def make_spec(parser: commands.Parser, args: argparse.Namespace, model: Decoder) -> kvjax.CacheSpec:
+    """The spec of the cache that the options size."""
+    with Refusing(parser):
+        return kvjax.make_spec(
+            model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
+            block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
+        )  # fmt: skip
+
+
+def make_cache(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec, **where: Any) -> Any:
+    """An empty cache, on the devices of `make_mesh`."""
+    try:
+        return (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec, **where)
+    except ValueError as error:
+        parser.error(f"--{error}")
 
 
 class Session:
-    """A model with its cache; the end of a `with` closes what the options opened.
+    """A model with its cache; the end of a `with` closes what the options opened. `note` gets remarks, a line each."""
 
-    Args:
-      note: called with remarks, a line each.
-
-    Attributes:
-      cache: the latest one; None if a second Ctrl-C has cost it.
-      store: the open `kvjax.stores.DiskStore`; None without `--store`.
-    """
-
-    def __init__(
-        self,
-        parser: commands.Parser,
-        args: argparse.Namespace,
-        model: AnyModel,
-        note: Callable[[str], None],
-    ):
-        self._args, self._model, self._note = args, model, note
-        try:
-            spec = kvjax.make_spec(
-                model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
-                block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
-            )  # fmt: skip
+    def __init__(self, parser: commands.Parser, args: argparse.Namespace, model: Decoder, note: Callable[[str], None]):
+        self._parser, self._args, self._model, self._note = parser, args, model, note
+        spec = make_spec(parser, args, model)
+        with Refusing(parser):
             self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
-        except ValueError as error:
-            parser.error(str(error))
         check_memory(parser, args, model, spec)
-        self.cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec)
+        self.cache = make_cache(parser, args, spec)  # the latest one; None if a second Ctrl-C has cost it
         with contextlib.ExitStack() as stack:
             self._wires = stack.enter_context(wires.Wires(parser, args, spec, note))
             self.store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint))
@@ -155,15 +148,14 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         return self._stack.__exit__(kind, error, trace)
 
-    def close(self) -> bool:
-        """Closes what the options opened; returns whether a file could not be written."""
-        self._stack.close()
-        return self._wires.unwritten
-
     def answer(
-        self, prompts: list[list[int]], screen: Screen, seed: int, stop: Sequence[int]
+        self, prompts: list[list[int]], show: Callable[..., None], seed: int, stop: Sequence[int]
     ) -> tuple[list[kvjax.serving.Output], bool]:
-        """Generates and shows text; returns the outputs, and whether it finished (false: ended by Ctrl-C)."""
+        """Generates text, and calls `show` with the outputs as they grow, at the end with last=True.
+
+        Returns:
+          The outputs; and whether they are finished (false: Ctrl-C has ended them).
+        """
         outputs, finished = [], True
         progress: kvjax.serving.Progress | None = None
         requests = kvjax.serving.make_requests(
@@ -171,13 +163,14 @@ class Session:
             seed=range(seed, seed + len(prompts)),
         )  # fmt: skip
         options = kvjax.serving.RunOptions(
-            steps=STEPS, log_events=False, listener=self._wires.listener, store=self.store
-        )
+            steps=STEPS, log_events=False, listener=self._wires.listener, store=self.store,
+            scheduler=kvjax.serving.Scheduler(chunk=self._args.chunk),
+        )  # fmt: skip
         stream = kvjax.stream(self._model, self.cache, requests, options)
         try:
             for progress in self._watch.timed(stream):
                 outputs, self.cache = progress.outputs, progress.cache
-                screen.show(outputs)
+                show(outputs)
                 self._wires.see(progress)
         except KeyboardInterrupt:  # during `show`: the stream did not receive it
             finished = False
@@ -188,54 +181,75 @@ class Session:
             if not isinstance(stopped.__cause__, KeyboardInterrupt):
                 raise
             finished, outputs, self.cache = False, stopped.outputs, stopped.cache
-        screen.show(outputs, last=True)
+        show(outputs, last=True)
         for i, output in enumerate(outputs, 1):
             if output.finish not in ("length", "stop"):
                 self._note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
         return outputs, finished
 
-    def report(self) -> None:
-        """Notes the times of all answers."""
+    def end(self, finished: bool) -> int:
+        """Notes the times, draws the cache, serves it on if that is wanted, and closes it; returns the exit status."""
         self._note(self._watch.report())
+        commands.draw(self._parser, self._args, self.cache)
+        if self._args.stay and finished:
+            self._wires.flush()
+            if self.store is not None:
+                self.store.flush()
+            self._note("all is answered, and the cache is served on: Ctrl-C ends it")
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
+        self._stack.close()
+        return self._wires.unwritten or (0 if finished else commands.INTERRUPTED)
 
-    def stay(self) -> None:
-        """Goes on serving until Ctrl-C."""
-        self._wires.flush()
-        if self.store is not None:
-            self.store.flush()
-        self._note("all is answered, and the cache is served on: Ctrl-C ends it")
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+
+def most_positions(args: argparse.Namespace, model: Decoder) -> int:
+    """The most tokens of a sequence for the model: in whole blocks as many as its rope is for, else its positions."""
+    limit = rope_limit(model.config)
+    return model.config.max_positions or MOST if limit is None else limit // args.block_size * args.block_size
 
 
-def most_tokens(args: argparse.Namespace, model: AnyModel) -> int | None:
-    """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
+def most_tokens(args: argparse.Namespace, model: Decoder) -> int:
+    """The most tokens of a sequence that the blocks hold; `MOST` if no layer keeps all of them."""
     full = any(layer.window is None for layer in model.layer_specs())
-    return args.blocks * args.block_size if full else None
+    return args.blocks * args.block_size if full else MOST
 
 
-def check_length(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, prompts: list[list[int]]) -> None:
+def set_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, default: int = MOST) -> None:
+    """Refuses rows that are longer than model and blocks allow; without a length takes the most, up to `default`."""
+    positions, tokens = most_positions(args, model), most_tokens(args, model)
+    most = min(positions, tokens)
+    if args.max_length is None:
+        args.max_length = min(most, default)
+    elif args.max_length > most:
+        wanted = f"at most {most}: the model has {positions} positions, and the cache {tokens} tokens"
+        parser.error(f"--max-length: got {args.max_length}, wanted {wanted}")
+
+
+def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:
     """Refuses prompts and answers that are longer than the whole cache; sets the length of a row if none was given.
 
     It is rounded up to a power of two, so that prompts of other lengths find the compiled programs.
     """
     most, longest = most_tokens(args, model), max(map(len, prompts))
-    length = longest + args.max_new_tokens
+    length, limit = longest + args.max_new_tokens, MOST
+    if rope_limit(model.config) is not None:
+        limit = most_positions(args, model)
+        if (got := max(length, args.max_length or 0)) > limit:
+            reason = "in longer sequences the rope has other frequencies (sequence_length of rope_parameters)"
+            parser.error(f"--max-length: got {got}, wanted at most {limit}: {reason}")
     if args.max_length is not None and args.max_length < length:
         parser.error(f"--max-length: got {args.max_length}, wanted at least {length}: a prompt with its answer")
-    if most is None or length <= most:
-        wanted = args.max_length or max(LENGTH, 1 << (length - 1).bit_length())
-        args.max_length = min(wanted, most or wanted)
-        return
     blocks = f"({args.blocks} blocks of {args.block_size} tokens: --blocks)"
     if longest >= most:
         number = 1 + [len(prompt) for prompt in prompts].index(longest)
         parser.error(f"--prompt: got {longest} tokens in prompt {number}, wanted at most {most - 1} {blocks}")
-    wanted = f"wanted at most {most - longest} after {longest} of a prompt {blocks}"
-    parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
+    if length > most:
+        wanted = f"wanted at most {most - longest} after {longest} of a prompt {blocks}"
+        parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
+    args.max_length = min(args.max_length or max(LENGTH, 1 << (length - 1).bit_length()), most, limit)
 
 
-def check_memory(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, spec: kvjax.CacheSpec) -> None:
+def check_memory(parser: commands.Parser, args: argparse.Namespace, model: Decoder, spec: kvjax.CacheSpec) -> None:
     """Refuses a cache that cannot fit into memory with the model and a step's logits, before it is made.
 
     The option that is the most times its default is the one to blame.

@@ -17,9 +17,10 @@ import kvjax
 from kvjax.stores import DiskStore, check_folder, load, save
 
 from . import commands
-from .loading import CONFIG, weight_files
+from .loading import open_checkpoint
 
 DEFAULT_BYTES = 10 << 30
+READER_PATIENCE_MS = 30_000  # of a process that is there to compute little
 _PIECE, _THREADS = 16 << 20, 8  # bytes that a thread hashes at a time
 
 
@@ -28,17 +29,21 @@ def add_store(parser: commands.Parser) -> None:
     parser.add_argument(
         "--store", metavar="DIR", help="write whole blocks of prompts there, in clear, and find those of earlier runs"
     )
-    parser.add_argument(
+    of_writers = parser.add_mutually_exclusive_group()
+    of_writers.add_argument(
         "--store-bytes", metavar="SIZE", type=commands.size, help="the most that they take, such as 500MB (10GiB)"
     )
+    of_writers.add_argument("--store-readonly", action="store_true", help="find blocks that another process writes")
 
 
 def check(parser: commands.Parser, args: Namespace) -> None:
     """Refuses the options without what they need."""
     if args.store is not None:
         commands.check_extra(parser, "stores", "--store")
-    elif args.store_bytes is not None:
-        parser.error("--store-bytes: got one without --store")
+        return
+    for option in ("store_bytes", "store_readonly", "store_sync"):
+        if getattr(args, option, None) is not parser.get_default(option):
+            parser.error(f"--{option.replace('_', '-')}: got one without --store")
 
 
 @contextlib.contextmanager
@@ -54,10 +59,12 @@ def opened(
     if args.store is None:
         yield None
         return
+    max_bytes = DEFAULT_BYTES if args.store_bytes is None else args.store_bytes
     try:
         store = DiskStore(
-            args.store, spec, model=checkpoint_name(folder), names=names or kvjax.Namespaces(), patience_ms=patience_ms,
-            max_bytes=DEFAULT_BYTES if args.store_bytes is None else args.store_bytes,
+            args.store, spec, model=checkpoint_name(folder), names=names or kvjax.Namespaces(),
+            patience_ms=READER_PATIENCE_MS if args.store_readonly else patience_ms,
+            max_bytes=None if args.store_readonly else max_bytes, readonly=args.store_readonly,
         )  # fmt: skip
     except (OSError, ValueError) as error:
         message = commands.reason(error, args.store)
@@ -70,15 +77,10 @@ def opened(
 
 @dataclasses.dataclass
 class Saved:
-    """A cache that is saved when it is over.
+    """A cache that is saved when it is over."""
 
-    Attributes:
-      cache: the latest one; None if it is lost.
-      loaded: whether it began with what an earlier run had saved.
-    """
-
-    cache: Any
-    loaded: bool = False
+    cache: Any  # the latest one; None if it is lost
+    loaded: bool = False  # whether it began with what an earlier run had saved
 
 
 @contextlib.contextmanager
@@ -117,8 +119,7 @@ def _reason(error: Exception, folder: str) -> str:
 
 def checkpoint_name(folder: str | os.PathLike) -> str:
     """A name that every copy of a checkpoint has, and no other checkpoint: a hash of its config and of all weights."""
-    folder = pathlib.Path(folder)
-    paths = [folder / CONFIG, *sorted(weight_files(folder))]
+    paths = open_checkpoint(folder).files()
     pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, _PIECE)]
     whole = hashlib.blake2b(digest_size=16, person=b"kvjax-weights")
     with ThreadPoolExecutor(_THREADS) as threads:

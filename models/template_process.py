@@ -50,13 +50,7 @@ def compiled(text: str) -> jinja2.Template:
     return environment.from_string(text)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """Jinja's own filter escapes HTML; the arguments have the order of transformers' filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -72,10 +66,7 @@ def _refuse(message: str) -> None:
 def answers(seconds: float) -> None:
     """Answers the lines of standard input: first {"template": text}, then {"values": names with values} each.
 
-    An answer is {"text": text} or {"error": reason}.
-
-    Args:
-      seconds: CPU time that a line may take; the process is killed after it.
+    An answer is {"text": text} or {"error": reason}. A line that takes more CPU time than `seconds` ends the process.
     """
     template = None
     for line in sys.stdin:

@@ -14,7 +14,6 @@ from . import commands
 from .openai_api import OWN_SALTS
 
 KEY = "KVJAX_API_KEY"  # a variable of the environment: other users can read a command line
-_PREFIX = f"{OWN_SALTS}tenant:"
 
 
 def salt_of(key: str, cache_salt: str | None = None) -> str:
@@ -34,15 +33,13 @@ def salt_of(key: str, cache_salt: str | None = None) -> str:
       True
     """
     own = hashlib.blake2b(key.encode(), digest_size=16, person=b"kvjax-tenant").hexdigest()
-    return f"{_PREFIX}{own}{'' if cache_salt is None else f':{cache_salt}'}"
+    return f"{OWN_SALTS}tenant:{own}{'' if cache_salt is None else f':{cache_salt}'}"
 
 
 class Keys:
-    """The keys that a server takes.
+    """The keys that a server takes, whose holders are tenants of their own unless they share prefixes.
 
-    Args:
-      keys: none: the server takes every request, and all clients are one tenant.
-      shares_prefixes: whether the holders of all keys are one tenant.
+    A server without keys takes every request, and all its clients are one tenant.
     """
 
     def __init__(self, keys: Iterable[str] = (), *, shares_prefixes: bool = False):

@@ -13,9 +13,7 @@ The seeds are fixed: two runs on one kind of machine give the same weights.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import time
-from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -100,8 +98,8 @@ def train(seed: int = 0) -> Decoder:
     model = Decoder(CONFIG, rngs=nnx.Rngs(seed))
     fix_first_layer(model)
     graphdef, fixed, params = nnx.split(model, is_fixed, ...)
-    num_steps = sum(stage.num_steps for stage in CURRICULUM)
-    rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, WARMUP, num_steps)
+    stages = [stage for stage in CURRICULUM for _ in range(stage.num_steps)]
+    rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, WARMUP, len(stages))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -109,20 +107,15 @@ def train(seed: int = 0) -> Decoder:
         def loss(params):
             return score(nnx.merge(graphdef, fixed, params), tokens, marks)
 
-        (_, right), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        gradient, _ = jax.grad(loss, has_aux=True)(params)
         updates, moments = optimizer.update(gradient, moments, params)
-        return optax.apply_updates(params, updates), moments, right
+        return optax.apply_updates(params, updates), moments
 
-    moments = optimizer.init(params)
-    for batch in track(_batches(np.random.default_rng(seed)), "training", total=num_steps):
-        params, moments, _ = step(params, moments, *batch)
+    moments, rng = optimizer.init(params), np.random.default_rng(seed)
+    for stage in track(stages, "training"):
+        batch = recall.make_batch(rng, stage.num_documents, stage.num_facts, stage.num_questions, repeat=True)
+        params, moments = step(params, moments, *batch)
     return nnx.merge(graphdef, fixed, params)
-
-
-def _batches(rng: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for stage in CURRICULUM:
-        for _ in range(stage.num_steps):
-            yield recall.make_batch(rng, stage.num_documents, stage.num_facts, stage.num_questions, repeat=True)
 
 
 def accuracy(model: Decoder, num_facts: int, *, num_documents: int = 64, seed: int = 1) -> float:
@@ -136,9 +129,7 @@ def accuracy(model: Decoder, num_facts: int, *, num_documents: int = 64, seed: i
 def main(arguments: list[str] | None = None) -> None:
     """Trains, tests and saves."""
     parser = Parser("train", "Trains the bundled associative-recall decoder.")
-    parser.add_argument(
-        "--out", metavar="DIR", type=pathlib.Path, default=recall.CHECKPOINT, help="default: %(default)s"
-    )
+    parser.add_argument("--out", metavar="DIR", default=recall.CHECKPOINT, help="default: %(default)s")
     folder = parser.parse_args(arguments).out
     began = time.perf_counter()
     model = train()

@@ -27,7 +27,7 @@ import numpy as np
 import kvjax
 
 from .commands import Parser, add_scan
-from .families import AnyModel
+from .decoder import Decoder
 from .golden import Golden, read_golden
 from .loading import load
 from .session import add_mesh, make_mesh
@@ -39,27 +39,16 @@ ROWS, CHUNK, BLOCK_SIZE = 8, 32, 16
 
 @dataclasses.dataclass
 class Tally:
-    """The results of one way through the cache.
+    """The results of one way through the cache."""
 
-    Attributes:
-      compared: positions whose logits were compared.
-      error: largest |a - b|.
-      excess: largest |a - b| / (1 + |b|); above TOLERANCE is a failure.
-      greedy: continuation tokens compared.
-      same: of these, how many equal the reference's.
-      wrong: of these, how many differ although the reference's margin is clear.
-      reused: prompt tokens found in the cache.
-      evicted: blocks evicted.
-    """
-
-    compared: int = 0
-    error: float = 0.0
-    excess: float = 0.0
-    greedy: int = 0
-    same: int = 0
-    wrong: int = 0
-    reused: int = 0
-    evicted: int = 0
+    compared: int = 0  # positions whose logits were compared
+    error: float = 0.0  # largest |a - b|
+    excess: float = 0.0  # largest |a - b| / (1 + |b|); above TOLERANCE is a failure
+    greedy: int = 0  # continuation tokens compared
+    same: int = 0  # those that equal the reference's
+    wrong: int = 0  # those that differ although the reference's margin is clear
+    reused: int = 0  # prompt tokens found in the cache
+    evicted: int = 0  # blocks
 
     @property
     def ok(self) -> bool:
@@ -81,45 +70,29 @@ class Tally:
             self.wrong += not same and best - second > MARGIN
 
 
-@partial(jax.jit, donate_argnames="cache")
-def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Array):
-    """`Cache.admit` that reserves a chunk, and the tokens found and the blocks evicted."""
-    cache, events = cache.admit(seq, tokens, length, reserve_tokens=CHUNK)
-    return cache, events.ok, jnp.sum(events.cached), _num_evicted(events)
+admit = jax.jit(partial(kvjax.Cache.admit, reserve_tokens=CHUNK), donate_argnums=0)
+release = jax.jit(kvjax.Cache.release, donate_argnums=0)
 
 
 @partial(jax.jit, donate_argnames="cache")
-def advance(model: AnyModel, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
+def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
     """Reserves what is missing for the next tokens i32[S, C] of every row, computes and commits them."""
     more = cache.state.seqs.committed + count - cache.state.seqs.length
     cache, extended = cache.extend(more > 0, jnp.maximum(more, 0), max_tokens=tokens.shape[1])
-    view = cache.view(count, tokens.shape[1])
-    logits, pools = model(tokens, cache.pools, view)
-    cache, committed = kvjax.Cache(cache.state, pools).commit(tokens, count)
-    return cache, logits, extended.ok & committed.ok, _num_evicted(extended)
-
-
-@partial(jax.jit, donate_argnames="cache")
-def release(cache: kvjax.Cache, seq: jax.Array):
-    """`Cache.release`, and whether it worked."""
-    cache, events = cache.release(seq)
-    return cache, events.ok
-
-
-def _num_evicted(events: kvjax.Events) -> jax.Array:
-    return jnp.sum(events.kind == kvjax.events.EventKind.REMOVED)
+    cache, logits, committed = kvjax.step(model, cache, tokens, count, logits="all")
+    return cache, logits, extended, committed
 
 
 class Runner:
-    """Puts prompts through a cache and compares every logit that is computed."""
+    """Puts prompts through caches and compares every logit that is computed."""
 
-    def __init__(self, model: AnyModel, golden: Golden, spec: kvjax.CacheSpec, where: dict[str, Any]):
+    def __init__(self, model: Decoder, golden: Golden, spec: kvjax.CacheSpec, where: dict[str, Any]):
         self.model, self.golden, self.spec, self.where = model, golden, spec, where
-        self.width = spec.max_length
-        self.cache: Any = None
+        self.tallies = {"cold": Tally(), "reuse": Tally(), "churn": Tally()}
 
-    def start(self, num_blocks: Sequence[int], seed: int) -> None:
-        """Begins with an empty cache of so many blocks in each group, taken in random order; pools hold no number."""
+    def start(self, way: str, num_blocks: Sequence[int], seed: int) -> None:
+        """Begins a way with an empty cache: so many blocks in each group, in random order; pools hold no number."""
+        self.tally = self.tallies[way]
         cache, rng = kvjax.Cache.create(self.spec, _LRU, **self.where), np.random.default_rng(seed)
         groups = []
         for group, count in zip(cache.state.groups, num_blocks, strict=True):
@@ -130,65 +103,53 @@ class Runner:
         state = cache.state.replace(groups=tuple(groups))
         self.cache = kvjax.Cache(state, jax.tree.map(_without_numbers, cache.pools))
 
-    def fewest_blocks(self, lengths: Sequence[int]) -> list[int]:
-        """The fewest blocks of each group with which rows of these lengths can be computed together, chunk by chunk."""
-        counts = []
-        for group in self.spec.groups:
-            span = self.spec.max_length if group.window is None else group.window + CHUNK - 1
-            most = -(-(span - 1) // BLOCK_SIZE) + 1  # wherever in a block the span begins
-            counts.append(sum(min(-(-length // BLOCK_SIZE), most) for length in lengths))
-        if self.spec.bare:  # group 0 holds the prefix tree of the others too
-            counts[0] = self.spec.groups[0].num_blocks
-        return counts
-
-    def run(self, texts: dict[int, np.ndarray], prompt: dict[int, int], tally: Tally, rows=None) -> None:
+    def run(self, texts: dict[int, np.ndarray], prompt: dict[int, int], rows: dict[int, int]) -> None:
         """Admits texts' prompts, computes the rest of each text but its last token, and releases them.
 
         Args:
           texts: tokens of each seq.
           prompt: how many of them to admit; the others are fed one by one.
-          tally: takes the comparison.
-          rows: golden row of each seq whose logits to compare; None: compare nothing.
+          rows: golden row of each seq whose logits to compare.
         """
         for seq, text in texts.items():
-            padded = np.zeros(self.width, np.int32)
+            padded = np.zeros(self.spec.max_length, np.int32)
             padded[: prompt[seq]] = text[: prompt[seq]]
-            self.cache, ok, cached, evicted = admit(self.cache, np.int32(seq), padded, np.int32(prompt[seq]))
-            self._done("admit", ok, evicted, tally)
-            tally.reused += int(cached) if rows else 0
-        while self._advance(texts, prompt, CHUNK, tally, rows):
-            pass
-        ends = {seq: max(len(text) - 1, prompt[seq]) for seq, text in texts.items()}
-        while self._advance(texts, ends, 1, tally, rows):
-            pass
+            self.cache, events = admit(self.cache, np.int32(seq), padded, np.int32(prompt[seq]))
+            self._done("admit", events)
+            self.tally.reused += int(np.sum(events.cached)) if rows else 0
+        last_tokens = {seq: max(len(text) - 1, prompt[seq]) for seq, text in texts.items()}
+        for ends, width in ((prompt, CHUNK), (last_tokens, 1)):
+            while self._advance(texts, ends, width, rows):
+                pass
         for seq in texts:
-            self.cache, ok = release(self.cache, np.int32(seq))
-            self._done("release", ok, 0, tally)
+            self.cache, events = release(self.cache, np.int32(seq))
+            self._done("release", events)
 
-    def _advance(self, texts, ends, width: int, tally: Tally, rows) -> bool:
+    def _advance(self, texts, ends, width: int, rows) -> bool:
         """One model call of up to `width` tokens for each row that is not at its end; False if none was left."""
-        committed = np.asarray(self.cache.state.seqs.committed)
+        begin = np.asarray(self.cache.state.seqs.committed)
         tokens, count = np.zeros((ROWS, width), np.int32), np.zeros(ROWS, np.int32)
         for seq, text in texts.items():
-            part = text[committed[seq] : min(committed[seq] + width, ends[seq])]
+            part = text[begin[seq] : min(begin[seq] + width, ends[seq])]
             tokens[seq, : len(part)], count[seq] = part, len(part)
         if not np.any(count):
             return False
-        self.cache, logits, ok, evicted = advance(self.model, self.cache, tokens, count)
-        self._done("extend or commit", ok, evicted, tally)
+        self.cache, logits, extended, committed = advance(self.model, self.cache, tokens, count)
+        self._done("extend", extended)
+        self._done("commit", committed)
         logits = np.asarray(logits)
-        for seq, row in (rows or {}).items():
+        for seq, row in rows.items():
             for offset in range(count[seq]):
-                position = int(committed[seq]) + offset
+                position = int(begin[seq]) + offset
                 step = position - int(self.golden.lengths[row]) + 1
                 greedy = int(self.golden.greedy[row, step]) if 0 <= step < self.golden.steps(row) else None
-                tally.compare(logits[seq, offset], self.golden.reference(row, position), greedy)
+                self.tally.compare(logits[seq, offset], self.golden.reference(row, position), greedy)
         return True
 
-    def _done(self, verb: str, ok, evicted, tally: Tally) -> None:
-        if not bool(ok):
+    def _done(self, verb: str, events: kvjax.Events) -> None:
+        if not events.ok:
             raise RuntimeError(f"{verb} was refused:\n{kvjax.show(self.cache.state)}")
-        tally.evicted += int(evicted)
+        self.tally.evicted += int(np.sum(np.asarray(events.kind) == kvjax.events.EventKind.REMOVED))
 
 
 def _without_numbers(array: jax.Array) -> jax.Array:
@@ -218,51 +179,54 @@ def verify(
             dtype=kv_dtype,
         )  # fmt: skip
         runner = Runner(model, golden, spec, where)
-        tallies = {"cold": Tally(), "reuse": Tally(), "churn": Tally()}
         for first in range(0, len(golden.lengths), ROWS):
-            _three_ways(runner, range(first, min(first + ROWS, len(golden.lengths))), tallies)
+            _three_ways(runner, range(first, min(first + ROWS, len(golden.lengths))))
+        tallies = runner.tallies
         if not tallies["churn"].evicted or (np.any(golden.lengths > 1) and not tallies["reuse"].reused):
             raise RuntimeError(f"{folder}: nothing was reused, or nothing evicted, so that nothing was proved")
         return tallies
 
 
-def _three_ways(runner: Runner, batch: range, tallies: dict[str, Tally]) -> None:
+def _three_ways(runner: Runner, batch: range) -> None:
     """Runs up to ROWS prompts in each way, every way in a cache of its own."""
     golden = runner.golden
     rows = dict(enumerate(batch))
     texts = {seq: golden.text(row) for seq, row in rows.items()}
     prompts = {seq: int(golden.lengths[row]) for seq, row in rows.items()}
 
-    blocks = [group.num_blocks for group in runner.spec.groups]
-    fewest = runner.fewest_blocks([len(text) for text in texts.values()])
+    groups, columns = runner.spec.groups, [-(-len(text) // BLOCK_SIZE) for text in texts.values()]
+    blocks = [group.num_blocks for group in groups]
+    # The fewest with which these rows can be computed together, chunk by chunk.
+    fewest = [sum(group.max_blocks(count, BLOCK_SIZE, CHUNK) for count in columns) for group in groups]
+    if runner.spec.bare:  # group 0 holds the prefix tree of the others too
+        fewest[0] = blocks[0]
 
-    runner.start([blocks[0], *fewest[1:]], seed=0)
-    runner.run(texts, prompts, tallies["cold"], rows)
+    runner.start("cold", [blocks[0], *fewest[1:]], seed=0)
+    runner.run(texts, prompts, rows)
 
-    runner.start(blocks, seed=1)
+    runner.start("reuse", blocks, seed=1)
     for seq in rows:  # one after the other: each finds the prefixes that it shares with those before it
-        runner.run({seq: texts[seq]}, prompts, tallies["reuse"], rows)
-    runner.run(texts, prompts, tallies["reuse"], rows)  # each finds itself
+        runner.run({seq: texts[seq]}, prompts, rows)
+    runner.run(texts, prompts, rows)  # each finds itself
 
     # Just enough blocks: strangers of the same lengths evict everything, then half of them evict a part. Groups with
     # windows get half as many again: else a row would take the blocks it has just released, and nothing would stay.
-    runner.start([fewest[0], *(3 * count // 2 for count in fewest[1:])], seed=2)
+    runner.start("churn", [fewest[0], *(3 * count // 2 for count in fewest[1:])], seed=2)
     rng = np.random.default_rng(3)
     vocab_size = golden.logits.shape[2]
     for driven in (list(texts), list(texts)[::2]):
         strangers = {seq: rng.integers(vocab_size, size=len(texts[seq])).astype(np.int32) for seq in driven}
-        runner.run(strangers, {seq: len(text) for seq, text in strangers.items()}, tallies["churn"])
-        runner.run(texts, prompts, tallies["churn"], rows)
+        runner.run(strangers, {seq: len(text) for seq, text in strangers.items()}, rows={})
+        runner.run(texts, prompts, rows)
 
 
 def report(name: str, tallies: dict[str, Tally], judged: bool = True) -> str:
     """One line per way, and one with the verdict if there is one."""
-    lines = []
-    for way, tally in tallies.items():
-        lines.append(
-            f"{name:<16}{way:<7}largest logit error {tally.error:.1e} at {tally.compared:,} positions; "
-            f"greedy {tally.same:,} of {tally.greedy:,}; {tally.reused:,} tokens reused, {tally.evicted:,} evicted"
-        )
+    lines = [
+        f"{name:<16}{way:<7}largest logit error {tally.error:.1e} at {tally.compared:,} positions; "
+        f"greedy {tally.same:,} of {tally.greedy:,}; {tally.reused:,} tokens reused, {tally.evicted:,} evicted"
+        for way, tally in tallies.items()
+    ]
     worst = max(tally.error for tally in tallies.values())
     same, greedy = (sum(getattr(tally, field) for tally in tallies.values()) for field in ("same", "greedy"))
     verdict = "ok" if all(tally.ok for tally in tallies.values()) else "FAILED"

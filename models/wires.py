@@ -24,6 +24,7 @@ from .commands import number
 
 MOST_PORT = 65_535
 PORT = number(int, 0, MOST_PORT)  # of an option
+CURVE_KEY = "KVJAX_CURVE_KEY"  # a variable of the environment: other users can read a command line
 # The options that need a checkpoint, and the extras that they need; `--events` is the demo's too.
 _OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
 
@@ -48,6 +49,9 @@ def add_publishers(parser: commands.Parser) -> None:
     )
     parser.add_argument("--replay", metavar="ENDPOINT", help="answer there who missed some of them")
     parser.add_argument(
+        "--curve", action="store_true", help=f"encrypt both, with the secret key of zmq.curve_keypair() in ${CURVE_KEY}"
+    )
+    parser.add_argument(
         "--agent", metavar="PORT", type=PORT, help="serve over gRPC what is cached, as MAX does; 0 chooses a port"
     )
 
@@ -64,19 +68,15 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
         port = re.search(r":(\d+)$", getattr(args, option) or "")
         if port is not None and int(port[1]) > MOST_PORT:  # ZeroMQ would take it modulo 2**16
             parser.error(f"--{option}: got port {port[1]}, wanted at most {MOST_PORT}")
-    if args.replay and not args.publish:
-        parser.error("--replay: got one without --publish")
+    for option in ("replay", "curve"):
+        if getattr(args, option) and not args.publish:
+            parser.error(f"--{option}: got one without --publish")
     if args.stay and (args.publish, args.agent, args.metrics) == (None, None, None):
         parser.error("--stay: got none of --publish, --agent and --metrics")
 
 
 class Wires:
-    """The wires that the options opened; the end of a `with` closes them.
-
-    Attributes:
-      listener: of the generation; None if nobody listens.
-      feeds: those with a queue, by their options' names.
-    """
+    """The wires that the options opened; the end of a `with` closes them."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class Wires:
     ):
         """Opens them, or refuses an option; `note` gets their addresses. Blocks of other namespaces are not sent."""
         self._names = names
-        self._listeners: list[Callable[[Any], object]] = []
-        self._watchers: list[Callable[[Any], object]] = []
-        self._setters: list[Callable[[Any], object]] = []
-        self.feeds: dict[str, Any] = {}
-        self._files: list[_File] = []
         self._note = note
+        self._listeners: list[Callable[[Any], object]] = []  # of events
+        self._watchers: list[Callable[[Any], object]] = []  # of a `Progress`
+        self._setters: list[Callable[[Any], object]] = []  # of the state
+        self.feeds: dict[str, Any] = {}  # the wires with a queue, by their options' names
+        self._files: list[_File] = []
         openers = {
             "events": self._log, "trace": self._trace, "publish": self._publish, "agent": self._serve,
             "metrics": self._export,
@@ -110,14 +110,14 @@ class Wires:
                         message = f"--{option}: {message.split(': ', 1)[-1]}"
                     parser.error(message)
             self._stack = self._stack.pop_all()
+        # Of the generation; None: nobody listens.
         self.listener = together(spec, *self._listeners) if self._listeners else None
 
     def see(self, progress: Any) -> None:
         """To be called with each `Progress`, as it comes."""
         for watcher in self._watchers:
             watcher(progress)
-        if self._setters:
-            self.set(progress.cache.state)
+        self.set(progress.cache.state)
 
     def set(self, state: kvjax.CacheState) -> None:
         """Tells the wires how the cache stands."""
@@ -160,7 +160,10 @@ class Wires:
     def _publish(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
 
-        publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=_name(args), names=self._names)
+        publisher = Publisher(
+            spec, bind=args.publish, replay=args.replay, model=commands.model_name(args), names=self._names,
+            curve=_server_keys() if args.curve else None,
+        )  # fmt: skip
         self.feeds["publish"] = self._stack.enter_context(publisher)
         self._note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
         self._listeners.append(publisher.publish)
@@ -169,7 +172,7 @@ class Wires:
         from kvjax.interop.agent import Agent
 
         agent = self.feeds["agent"] = self._stack.enter_context(
-            Agent(spec, port=args.agent, model=_name(args), names=self._names)
+            Agent(spec, port=args.agent, model=commands.model_name(args), names=self._names)
         )
         self._note(f"an agent listens at {agent.address}")
         self._listeners.append(agent.publish)
@@ -217,6 +220,14 @@ class _File(io.TextIOBase):
                 self._file.close()
 
 
-def _name(args: argparse.Namespace) -> str:
-    """The model's, part of all names of blocks."""
-    return os.path.basename(os.path.abspath(args.checkpoint))
+def _server_keys() -> Any:
+    """The keys of `--curve`."""
+    import zmq
+
+    from kvjax.interop.vllm import Curve
+
+    secret = os.environ.get(CURVE_KEY, "").encode()
+    try:
+        return Curve(zmq.curve_public(secret), secret)
+    except (ValueError, zmq.ZMQError):
+        raise ValueError(f"curve: got no secret key in ${CURVE_KEY}, wanted that of zmq.curve_keypair()") from None

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates x [..., D], whose pairs are (i, i + D / 2), in float32 and back to x's dtype.
+    """Rotates x [..., D], whose pairs are (i, i + W / 2), in float32 and back to x's dtype.
 
     Args:
-      x: vectors with an even number D of elements.
-      angles: cosine and sine, f32[..., D / 2] each, of axes that broadcast with x's.
+      x: vectors, of which the first W elements rotate, an even number; usually all D.
+      angles: cosine and sine, f32[..., W / 2] each, of axes that broadcast with x's.
     """
+    width = 2 * angles[0].shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], angles), x[..., width:]], axis=-1)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(rotate_halves(left, right, *angles), axis=-1).astype(x.dtype)
 

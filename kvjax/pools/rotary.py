@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax.checks import floats
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, own_slots
+from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, own_slots, write
 from kvjax.pools.views import View
+from pallas_kernels.rotary import rotate
 
 
 def rope_write(
@@ -28,9 +29,9 @@ def rope_write(
 ) -> tuple[jax.Array, Pools]:
     """Rotates one layer's Q and K (RoPE), and writes K/V of a view's tokens into their slots as `write` does.
 
-    The pairs of dimensions are (i, i + D / 2). Q and K are rotated in float32 and rounded to their dtype. On a GPU this
-    is one kernel, and XLA computes q, k and v in one product where they are products with the same x. Norms of q and k
-    come before it.
+    The pairs of dimensions are (i, i + W / 2) for the first W dimensions, all D or a part of them. Q and K are rotated
+    in float32 and rounded to their dtype. On a GPU this is one kernel where W is D, and XLA computes q, k and v in one
+    product where they are products with the same x. Norms of q and k come before it.
 
     Args:
       pools: the K/V so far.
@@ -38,7 +39,7 @@ def rope_write(
       q: [R, C, Q, D], not rotated; [1, T, Q, D] for a flat view, ragged or mixed.
       k: [R, C, K, D], not rotated; likewise.
       v: [R, C, K, D]; likewise.
-      angles: cosine and sine of each token's and pair's angle, f32[R, C, 1, D / 2] each.
+      angles: cosine and sine of each token's and pair's angle, f32[R, C, 1, W / 2] each.
       view: where the tokens are.
       index: i32[]; the layer's index in its pool, as in `write`. None: the layer's own.
       implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
@@ -47,17 +48,20 @@ def rope_write(
       q rotated, for `attend`; and the pools with the tokens' K/V.
 
     Raises:
-      ValueError: as `write`; on a layer of latents; on q or angles that do not fit, as those of a part of the width.
+      ValueError: as `write`; on a layer of latents; on q or angles that do not fit.
       NotImplementedError: if the named implementation cannot serve this call, or for the derivative of rounding;
         `jax.lax.stop_gradient` of q, k and v does without it.
     """
     check_fit(pools, view)
-    group, pool, index, array, spec = attention_pool(pools, layer, index)
+    group, pool, pool_index, array, spec = attention_pool(pools, layer, index)
     if spec.values is not None:
         raise ValueError(f"layer: got {layer}, which has latents, wanted one with K/V")
     k, v = checked_kv(view, array, layer, k=k, v=v)
     q, angles = floats("q", q), (floats("angles", angles[0]), floats("angles", angles[1]))
     _check(q, angles, view, array)
+    if 2 * angles[0].shape[-1] < q.shape[-1]:
+        pools = write(pools, layer, rotate(k, angles), v, view, index=index, implementation=implementation)
+        return rotate(q, angles), pools
     scales, context = pools.scales_of(group, pool), pools.context(group)
 
     def append(pool, scales, index, q, k, v, cos, sin, slots):
@@ -65,8 +69,8 @@ def rope_write(
         return pallas_kernels.call("rope_append", *args, implementation=implementation)
 
     operands = {
-        "pool": array, "scales": scales, "index": index, "q": q, "k": k, "v": v, "cos": angles[0], "sin": angles[1],
-        "slots": view.slots[group],
+        "pool": array, "scales": scales, "index": pool_index, "q": q, "k": k, "v": v, "cos": angles[0],
+        "sin": angles[1], "slots": view.slots[group],
     }  # fmt: skip
     with jax.named_scope("rope_write"):
         own, of_tokens = spec.mesh_axes, MeshAxes(2)
@@ -82,7 +86,8 @@ def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, array:
         raise ValueError(
             f"q: got shape {q.shape}, wanted [{', '.join(map(str, batch))}, a multiple of {kv_heads}, {width}]"
         )
-    wanted = (*batch, 1, width // 2)
-    if width % 2 or any(x.shape != wanted or x.dtype != jnp.float32 for x in angles):
+    (pairs,) = angles[0].shape[-1:] or (0,)
+    wanted = (*batch, 1, pairs if 0 < pairs < width // 2 else width // 2)
+    if width < 2 or any(x.shape != wanted or x.dtype != jnp.float32 for x in angles):
         got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in angles)
-        raise ValueError(f"angles: got {got}, wanted cosine and sine float32{list(wanted)} of all of an even width")
+        raise ValueError(f"angles: got {got}, wanted cosine and sine float32{list(wanted)}, at most half of the width")

@@ -2,21 +2,30 @@
 """The families of models that tests load, small models of them, and what compares them with the references."""
 
 import contextlib
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 import kvjax
-from models import ModelConfig, load
+from models import ModelConfig, load, loading
 from models.golden import read_golden
+from models.rope import rope_limit
 from tests.drive import DATA
 from tests.mesh import AUTO, mesh_of
 from tests.poison import poisoned
 
 GOLDENS = DATA / "goldens"
 FAMILIES = ("llama", "llama_heads", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
-# Those whose layers keep latents or states, as `LanguageModel`s.
+# Ropes, and weights of fp8.
+OPTIONS = (
+    "llama_linear", "llama_dynamic", "llama_longrope", "qwen2_yarn", "qwen3_yarn", "qwen3_longrope", "llama_fp8",
+    "qwen3_fp8",
+)  # fmt: skip
+# Those whose layers keep latents or states, or have experts.
 OWN_FAMILIES = ("deepseek_v3", "deepseek_v3_options", "qwen3_next", "qwen3_next_options", "kimi_linear", "gpt_oss")
 SMALL = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
@@ -29,6 +38,19 @@ GEMMA4 = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 HEADS, CONTEXT = ("data", "heads"), ("heads", "context")  # the axes of meshes
 ROWS = 3
+
+
+def shard(folder: pathlib.Path, num_files: int = 3, tensors: dict | None = None) -> None:
+    """Splits the tensors of model.safetensors into several files with an index; `tensors` are they, if known."""
+    tensors = load_file(folder / loading.SINGLE) if tensors is None else tensors
+    weight_map = {}
+    for number in range(num_files):
+        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+        part = dict(list(tensors.items())[number::num_files])
+        save_file(part, folder / name)
+        weight_map.update(dict.fromkeys(part, name))
+    (folder / loading.SINGLE).unlink()
+    (folder / loading.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def config(**fields) -> ModelConfig:
@@ -63,10 +85,10 @@ def where_of(shape=None, axes=HEADS, kind=AUTO):
             yield {"mesh": mesh, **{axis: axis for axis in axes if axis != "data"}}
 
 
-def make_cache(layers, dtype="float32", num_blocks=40, **where):
+def make_cache(layers, dtype="float32", num_blocks=40, max_length=96, **where):
     """A cache of three rows whose pools are poisoned."""
     spec = kvjax.make_spec(
-        layers, num_blocks=num_blocks, max_seqs=ROWS, max_length=96, block_size=8, dtype=dtype
+        layers, num_blocks=num_blocks, max_seqs=ROWS, max_length=max_length, block_size=8, dtype=dtype
     )  # fmt: skip
     cache = kvjax.Cache.create(spec, **where)
     return cache.replace(pools=poisoned(cache.pools))
@@ -79,7 +101,7 @@ def check_cached(family: str, *, scan=False, **where):
     golden = read_golden(GOLDENS / family, model.config.vocab_size)
     lengths = golden.lengths[:ROWS]
     tokens = np.maximum(golden.prompts[:ROWS, : lengths.max()], 0)
-    empty = make_cache(model.layer_specs(), **where)
+    empty = make_cache(model.layer_specs(), max_length=rope_limit(model.config) or 96, **where)
     cache, events = jax.jit(kvjax.Cache.admit)(empty, np.arange(ROWS), tokens, lengths)
     assert events.ok.all()
     step = jax.jit(lambda model, cache: kvjax.step(model, cache, jnp.asarray(tokens), lengths, logits="all")[1])

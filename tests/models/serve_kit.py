@@ -27,7 +27,7 @@ TEMPLATE = """{%- for message in messages %}
     {%- if message.role == "tool" %}{{ raise_exception("no tools") }}{% endif %}
     {{- message.content | trim }}{{ " " }}
 {%- endfor %}"""
-KEY, ROWS, PATIENCE = "a secret", 8, 60
+KEY, ROWS, CHUNK, PATIENCE = "a secret", 8, 128, 60
 MAX_OPEN, MAX_BODY = 60, 100_000
 JSON = "content-type: application/json"
 DOCUMENT = recall.make_document(np.random.default_rng(3), 12)
@@ -48,7 +48,8 @@ class Running:
 
     def __init__(self, folder, *options, patience=None):
         parser, self._stack = serve.make_parser(), contextlib.ExitStack()
-        args = parser.parse_args(["--checkpoint", str(folder), "--rows", str(ROWS), "--api-key", KEY, *options])
+        sizes = ("--rows", str(ROWS), "--chunk", str(CHUNK))
+        args = parser.parse_args(["--checkpoint", str(folder), *sizes, "--api-key", KEY, *options])
         found = self._stack.enter_context(serve.served(parser, args))
         self.engine = found.engine
         self._stack.enter_context(contextlib.closing(listening := socket.socket()))

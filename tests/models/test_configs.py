@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import kvjax
 from models import Decoder, LayerConfig, ModelConfig, Rope
-from models.families import num_layers, read_config
-from models.yarn import Yarn
-from tests.models.families import FULL, GEMMA4, GOLDENS, SLIDING, SMALL, config
+from models.config import num_layers
+from models.rope import rope_limit
+from tests.models.families import FULL, GEMMA4, GOLDENS, SLIDING, SMALL, config, dense
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, "short_factor": [1.0, 1.25],
+    "long_factor": [1.5, 4.0],
 }  # fmt: skip
 GEMMA3 = {**SMALL, "model_type": "gemma3_text", "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 5}
 DEEPSEEK = {
@@ -84,6 +89,62 @@ def test_rope_in_old_and_new_form():
     assert config(rope_scaling=None).layers[0].rope == Rope(10000.0)
 
 
+def rope_of(**fields) -> Rope:
+    return config(max_position_embeddings=256, **fields).layers[0].rope
+
+
+def test_fields_that_a_rope_may_leave_out():
+    """As transformers fills them in; some stand at the top of the file."""
+    yarn, short = {"type": "yarn", "factor": None}, {**LONGROPE, "factor": None}
+    assert rope_of(rope_scaling={**yarn, "original_max_position_embeddings": 64}).factor == 4
+    assert rope_of(rope_scaling={"type": "yarn", "factor": 2.0}).original_max_position_embeddings == 256
+    assert rope_of(rope_scaling=short) == rope_of(rope_scaling=LONGROPE)
+    moved = rope_of(rope_scaling={**short, "original_max_position_embeddings": 9}, original_max_position_embeddings=32)
+    assert (moved.original_max_position_embeddings, moved.factor) == (32, 8)
+    assert rope_of(partial_rotary_factor=0.5) == rope_of(rope_parameters={"partial_rotary_factor": 0.5})
+
+
+def test_the_factor_on_rotated_vectors():
+    def amplitude(**fields):
+        return rope_of(rope_parameters=fields).amplitude
+
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert amplitude(**yarn) == pytest.approx(1.1386294)  # 0.1 ln 4 + 1
+    assert amplitude(**yarn, attention_factor=1.5, mscale=2.0, mscale_all_dim=1.0) == 1.5
+    assert amplitude(**yarn, mscale=2.0, mscale_all_dim=1.0) == pytest.approx(1.2772589 / 1.1386294)
+    assert amplitude(**yarn, mscale=2.0) == pytest.approx(1.1386294)  # both are needed
+    assert amplitude(**LONGROPE) == pytest.approx((4 / 3) ** 0.5)  # 1 + ln 4 / ln 64
+    assert amplitude(**LONGROPE, attention_factor=0.5) == 0.5
+    assert amplitude(rope_type="dynamic", factor=4.0) == 1
+
+
+def test_frequencies_are_those_of_one_length():
+    """A cache has rotated keys, so that all its sequences have the same frequencies; a longer cache is refused."""
+    plain, dynamic = Rope().frequencies(4), {"rope_type": "dynamic", "factor": 2.0}
+    within = rope_of(rope_parameters=dynamic)
+    np.testing.assert_array_equal(within.frequencies(4), plain)
+    longer = rope_of(rope_parameters={**dynamic, "sequence_length": 512})
+    np.testing.assert_allclose(longer.frequencies(4), [1, 1 / (3 * 100)], rtol=1e-6)  # the base: (2 * 2 - 1) ** 2
+    assert (within.max_length, longer.max_length, Rope().max_length) == (256, 512, None)
+    short = rope_of(rope_parameters=LONGROPE)
+    long = rope_of(rope_parameters={**LONGROPE, "sequence_length": 65})
+    np.testing.assert_allclose(short.frequencies(4), plain / [1, 1.25], rtol=1e-6)
+    np.testing.assert_allclose(long.frequencies(4), plain / [1.5, 4], rtol=1e-6)
+    assert (short.max_length, long.max_length) == (64, 65)
+
+    model = Decoder(config(rope_parameters=LONGROPE), rngs=nnx.Rngs(0))
+    assert rope_limit(model.config) == 64 and rope_limit(config()) is None
+    tokens = np.zeros((1, 65), np.int32)
+    assert dense(model, tokens[:, :64]).shape == (1, 64, 32)
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=9, max_seqs=1, max_length=65, block_size=8, dtype="float32")
+    message = r"max_length: got (65|72) \(in whole blocks\), wanted at most 64: in longer sequences the rope has other"
+    for call in (
+        lambda: dense(model, tokens), lambda: kvjax.generate(model, kvjax.Cache.create(spec), [[1]], max_new_tokens=1)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
+
+
 def test_gemma_configs_in_old_and_new_form():
     """The forms of transformers 4.50 and 5.23, with and without optional fields."""
 
@@ -131,20 +192,23 @@ def fields_of(family: str) -> dict:
 
 def test_released_configs():
     """The fields of the released files, and the defaults of each family's code for the rest."""
-    deepseek, qwen, kimi, gpt_oss = (read_config(fields) for fields in RELEASED.values())
-    assert deepseek.latents.rope == Yarn(10000.0, 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
-    assert deepseek.latents.interleaved and deepseek.latents.query_rank == 1536
-    assert (deepseek.num_layers, deepseek.num_dense, deepseek.experts.num_groups) == (61, 3, 8)
-    assert deepseek.latents.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
-    assert read_config({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}).num_heads == 64
-    assert qwen.rope == Rope(1e7) and qwen.rotated == 64
-    assert qwen.types.count("full_attention") == 12 and qwen.types[3] == "full_attention"
-    assert qwen.delta.shapes == {"conv": (3, 8192), "memory": (32, 128, 128)}
-    assert [n for n, kind in enumerate(kimi.types, 1) if kind == "full_attention"] == FULL_KIMI
-    assert kimi.latents.rope is None and kimi.dense == (0,) and kimi.rms_norm_eps == 1e-5
+    deepseek, qwen, kimi, gpt_oss = (ModelConfig.from_hf(fields) for fields in RELEASED.values())
+    yarn = Rope(1e4, "yarn", 40.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+    (latents,) = set(deepseek.layers)
+    assert latents.rope == yarn and latents.interleaved and latents.query_rank == 1536
+    assert (len(deepseek.layers), deepseek.dense, deepseek.experts.num_groups) == (61, (0, 1, 2), 8)
+    assert latents.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert ModelConfig.from_hf({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}).num_heads == 64
+    attention, delta = qwen.layers[3], qwen.layers[0]
+    assert attention == LayerConfig(2, 256, rope=Rope(1e7, share=0.25)) and attention.rope.width(256) == 64
+    assert qwen.layers == ((delta,) * 3 + (attention,)) * 12
+    assert delta.shapes == {"conv": (3, 8192), "memory": (32, 128, 128)}
+    assert [n for n, layer in enumerate(kimi.layers, 1) if layer == kimi.layers[3]] == FULL_KIMI
+    assert kimi.layers[3].rope is None and kimi.dense == (0,) and kimi.rms_norm_eps == 1e-5
     assert kimi.eos_token_ids == (163586,) and kimi.max_positions == 1048576
-    assert gpt_oss.rope == Yarn(150000.0, 32.0, 4096, truncate=False) == read_config({"model_type": "gpt_oss"}).rope
-    assert gpt_oss.types[:2] == ("sliding_attention", "full_attention") and gpt_oss.window == 128
+    rope = Rope(150000.0, "yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    full, silent = LayerConfig(8, 64, rope=rope), ModelConfig.from_hf({"model_type": "gpt_oss"})
+    assert gpt_oss.layers[:2] == (LayerConfig(8, 64, 128, rope), full) == silent.layers[:2]
     assert [num_layers(fields) for fields in RELEASED.values()] == [61, 48, 27, 24]
 
 
@@ -153,33 +217,40 @@ def test_configs_in_other_forms():
     fields = {name: value for name, value in fields_of("kimi_linear").items() if name != "linear_attn_config"}
     for name, other in (("num_experts", "num_local_experts"), ("model_max_length", "max_position_embeddings")):
         fields[other] = fields.pop(name)
-    assert read_config(fields) == read_config(fields_of("kimi_linear"))
+    assert ModelConfig.from_hf(fields) == ModelConfig.from_hf(fields_of("kimi_linear"))
     dense = {name: value for name, value in fields_of("kimi_linear").items() if name != "mlp_layer_types"}
-    assert read_config(dense) == read_config(fields)
-    assert read_config({**QWEN, "decoder_sparse_step": 24, "mlp_only_layers": [23]}).dense == tuple(range(47))
+    assert ModelConfig.from_hf(dense) == ModelConfig.from_hf(fields)
+    assert ModelConfig.from_hf({**QWEN, "decoder_sparse_step": 24, "mlp_only_layers": [23]}).dense == tuple(range(47))
     yarn = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 262144}
     new = {**QWEN, "rope_theta": None, "rope_parameters": {**yarn, "partial_rotary_factor": 0.5}}
-    assert read_config(new).rope == Yarn(1e7, 4.0, 262144) and read_config(new).rotated == 128
+    rope = ModelConfig.from_hf(new).layers[3].rope
+    assert rope == Rope(1e7, "yarn", 4.0, 262144, share=0.5) and rope.width(256) == 128
 
 
 def test_configs_survive_the_way_through_hugging_face_fields():
     configs = [
         config(attention_bias=True, mlp_bias=True, eos_token_id=7),
         config(rope_theta=5e5, rope_scaling=LLAMA3),
+        config(rope_scaling={**LONGROPE, "attention_factor": 1.5}),
+        config(rope_scaling={**LONGROPE, "factor": 1.0}),
+        config(model_type="qwen2", rope_scaling={"type": "dynamic", "factor": 2.0, "sequence_length": 8192}),
+        config(rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.2}, partial_rotary_factor=0.5),
         config(model_type="mistral", sliding_window=9),
         config(model_type="mistral", sliding_window=None),
         config(model_type="qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
         config(model_type="qwen3", rope_scaling={"type": "linear", "factor": 2.0}, tie_word_embeddings=True),
+        ModelConfig.from_hf({**QWEN, "layer_types": ["linear_attention"] * 48, "num_attention_heads": 7 * 2}),
+        ModelConfig.from_hf({**QWEN, "partial_rotary_factor": 1.0}),
         config(**GEMMA3),
         config(**GEMMA3, layer_types=[FULL] * 3, final_logit_softcapping=3.0, attention_bias=True),
         config(**{**GEMMA3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 144, "eos_token_id": [1, 30]}),
         config(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
         config(**GEMMA4, layer_types=[SLIDING, FULL, FULL], num_kv_shared_layers=1, use_double_wide_mlp=True),
         config(**{**GEMMA4, "hidden_size_per_layer_input": 0, "per_layer_config": {}, "tie_word_embeddings": False}),
-        *(read_config(fields) for name, released in RELEASED.items() for fields in (released, fields_of(name))),
+        *(ModelConfig.from_hf(fields) for name, released in RELEASED.items() for fields in (released, fields_of(name))),
     ]
     for one in configs:
-        assert read_config(json.loads(json.dumps(one.to_hf()))) == one
+        assert ModelConfig.from_hf(json.loads(json.dumps(one.to_hf()))) == one
 
 
 REFUSED = [
@@ -187,13 +258,23 @@ REFUSED = [
         ({"model_type": "gemma2"}, "model_type: got 'gemma2', wanted 'llama' or"),
         ({"model_type": None}, "model_type: got None"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', wanted 'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: got 'yarn'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type: got 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_scaling.rope_type: got 'su', wanted 'default' or"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.factor: got None"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}},
+         "rope_parameters.attention_factor: got -1.0, wanted a positive number"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 2}}, "rope_parameters.truncate: got 2"),
+        ({"rope_parameters": {**LONGROPE, "long_factor": [1.0]}}, "long_factor: got 1 numbers, wanted 2, one for each"),
+        ({"rope_parameters": {**LONGROPE, "short_factor": None}}, "rope_parameters.short_factor: got None, wanted a"),
+        ({"rope_parameters": {**LONGROPE, "short_factor": [1.0, 0]}}, "rope_parameters.short_factor: got 0, wanted"),
+        ({"rope_parameters": {**LONGROPE, "sequence_length": 1.5}}, "rope_parameters.sequence_length: got 1.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: got"),
         ({"rope_parameters": LLAMA3, "rope_scaling": LLAMA3}, "rope_scaling: got"),
         ({"rope_scaling": {**LLAMA3, "factor": None}}, "rope_scaling.factor: got None"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor: got 1.0"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
+        ({"partial_rotary_factor": 0.3}, "partial_rotary_factor: got 0.3, which is 1 dimensions, wanted an even"),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor: got 2.0, wanted at most 1"),
+        ({"partial_rotary_factor": 0.5, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+         "partial_rotary_factor: got 0.5, which is 2 dimensions, wanted an even number of at least 4 of head_dim=4"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: got"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor"),
         ({"head_dim": 5}, "head_dim: got 5, wanted an even number"),
@@ -257,7 +338,8 @@ REFUSED = [
         ({"n_group": 256}, "n_group: got 256, wanted a divisor of the 256 experts, two to a group"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok: got 200, wanted at most 128"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type: got 'linear'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embe"),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1}}, "rope_scaling.original_max_posit"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, wanted 1.0"),
         ({"rope_scaling": {**DEEPSEEK["rope_scaling"], "truncate": 2}}, "rope_scaling.truncate: got 2"),
     ]),
     (QWEN, [
@@ -294,4 +376,4 @@ REFUSED = [
 @pytest.mark.parametrize(("base", "fields", "message"), [(base, *row) for base, rows in REFUSED for row in rows])
 def test_configs_that_cannot_be_served_are_refused_by_name(base, fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_config({**base, **fields})
+        ModelConfig.from_hf({**base, **fields})

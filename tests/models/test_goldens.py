@@ -18,6 +18,7 @@ from tests.models.families import (
     CONTEXT,
     FAMILIES,
     GOLDENS,
+    OPTIONS,
     OWN_FAMILIES,
     check_cached,
     check_dense,
@@ -49,11 +50,15 @@ def of(families, *rest, mark=()):
     return [pytest.param(family, *rest, marks=mark) for family in families]
 
 
-QUICK = ("llama", "gemma4", "qwen3_next")
+QUICK = ("llama", "gemma4", "qwen3_next", "qwen3_longrope")
 
 
 @pytest.mark.parametrize(
-    "family", [*QUICK, *of([name for name in FAMILIES + OWN_FAMILIES if name not in QUICK], mark=pytest.mark.long)]
+    "family",
+    [
+        *QUICK,
+        *of([name for name in FAMILIES + OPTIONS + OWN_FAMILIES if name not in QUICK], mark=pytest.mark.long),
+    ],
 )
 def test_whole_sequences(family):
     check_dense(family, 1e-3 if family in FAMILIES else 2e-4)
@@ -65,6 +70,9 @@ def test_whole_sequences(family):
         ("llama_heads", "one device"),
         *of(["qwen3"], "scanned", mark=pytest.mark.long),
         *of(["gemma3"], "scanned", mark=pytest.mark.long),  # not equal layers, but a period
+        ("qwen3_longrope", "one device"),
+        *of([name for name in OPTIONS if name != "qwen3_longrope"], "one device", mark=pytest.mark.long),
+        *of(("qwen3_yarn", "qwen3_fp8"), "two by two devices", mark=pytest.mark.slow),
         *of(["gemma4"], "one device", mark=pytest.mark.long),
         *of(MAIN, "scanned", mark=pytest.mark.long),
         *of(["llama_heads"], "scanned on four devices", mark=pytest.mark.long),
@@ -81,7 +89,7 @@ def test_prompts_through_the_cache(family, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--scan"]], ids=["one layer after the other", "scanned"])
-@pytest.mark.parametrize("family", FAMILIES + OWN_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OPTIONS + OWN_FAMILIES)
 def test_verify_passes(family, flags, capsys):
     """Cold, with reuse and after churn, from pools of NaN."""
     assert verify.main([str(GOLDENS / family), *flags]) == 0

@@ -69,11 +69,13 @@ def test_frequencies_are_compared_with_the_config(tmp_path, family):
     """Those before yarn stretches them are taken too. A family without a rope has none."""
     model, _ = load(GOLDENS / family)
     shutil.copytree(GOLDENS / family, tmp_path / "model")
-    path, name = tmp_path / "model" / loading.SINGLE, "model.layers.1.self_attn.rotary_emb.inv_freq"
+    rotated = [number for number, rotation in enumerate(model.config.rotations) if rotation is not None]
+    name = f"model.layers.{rotated[0] if rotated else 1}.self_attn.rotary_emb.inv_freq"
+    path = tmp_path / "model" / loading.SINGLE
     tensors, right, wrong = load_file(path), [], [np.ones(4, np.float32)]
-    if model.config.rotation is not None:
-        rope, width = model.config.rotation
-        right = [rope.frequencies(width), Rope(rope.theta).frequencies(width)]
+    for rope, head_dim in {model.config.rotations[number] for number in rotated}:
+        width = rope.width(head_dim)
+        right = [rope.frequencies(head_dim), Rope(rope.theta).frequencies(width)]
         wrong.append(Rope(2 * rope.theta).frequencies(width))
     for value in right:
         save_file({**tensors, name: value}, path)

@@ -19,8 +19,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import Decoder, ModelConfig, load, loading, recall, save
-from models.families import read_config
-from tests.models.families import GOLDENS
+from tests.models.families import GOLDENS, shard
 
 FIELDS = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -54,19 +53,6 @@ def rewrite(folder: pathlib.Path, change) -> None:
     save_file(tensors, folder / loading.SINGLE)
 
 
-def shard(folder: pathlib.Path, num_files: int = 3) -> None:
-    """Splits model.safetensors into several files with an index."""
-    tensors = load_file(folder / loading.SINGLE)
-    weight_map = {}
-    for number in range(num_files):
-        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-        part = dict(list(tensors.items())[number::num_files])
-        save_file(part, folder / name)
-        weight_map.update(dict.fromkeys(part, name))
-    (folder / loading.SINGLE).unlink()
-    (folder / loading.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def test_save_and_load_keep_every_bit(tmp_path):
     model = make("qwen2", jnp.bfloat16, tie_word_embeddings=True)
     save(model, tmp_path, recall.make_tokenizer())
@@ -90,7 +76,7 @@ def test_names_and_layout_are_hugging_faces(tmp_path, family, scan):
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor)
     fields, theirs = (json.loads((path / loading.CONFIG).read_text()) for path in (tmp_path, folder))
-    assert read_config(fields) == model.config
+    assert ModelConfig.from_hf(fields) == model.config
     if "per_layer_config" in fields:
         fields["per_layer_config"] = {f"{int(n):02}": own for n, own in fields["per_layer_config"].items()}
     both = fields.keys() & theirs.keys()
@@ -135,7 +121,7 @@ def test_dtype_is_converted_and_stored_dtype_is_the_default(tmp_path):
 
 
 @pytest.mark.long
-def test_no_float32_copy_of_the_whole_is_made(tmp_path):
+def test_no_float32_copy_of_the_whole_is_made(tmp_path, monkeypatch):
     """Loading as bfloat16 holds the bfloat16 weights and at most two more tensors, never all weights as float32."""
     fields = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12}
     config = ModelConfig.from_hf({"model_type": "llama", **FIELDS, **fields, "head_dim": 64})
@@ -146,20 +132,18 @@ def test_no_float32_copy_of_the_whole_is_made(tmp_path):
     before = sum(x.nbytes for x in jax.live_arrays())
     most = 0
 
-    def watch(items):
+    def watch(*arguments):
         nonlocal most
-        for item in items:
-            most = max(most, sum(x.nbytes for x in jax.live_arrays()) - before)
-            yield item
+        most = max(most, sum(x.nbytes for x in jax.live_arrays()) - before)
+        return read(*arguments)
 
-    tensors = loading._tensors
+    read = loading._read
+    monkeypatch.setattr(loading, "_read", watch)
     tracemalloc.start()  # numpy reports its arrays to it
     try:
-        loading._tensors = lambda files: watch(tensors(files))
         model, _ = load(tmp_path, dtype=jnp.bfloat16)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
-        loading._tensors = tensors
         tracemalloc.stop()
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert held == pytest.approx(whole / 2, rel=0.01)
@@ -238,12 +222,11 @@ def test_output_matrices_are_compared_in_parts(tmp_path, monkeypatch):
 
         return change
 
-    files, dtype = {tmp_path / loading.SINGLE: [loading._HEAD, loading._EMBEDDING]}, np.float32
     for row, parts in ((40, 6), (39, 6), (0, 1), (7, 2)):
         rewrite(tmp_path, add(row))
         read.clear()
         monkeypatch.setattr(loading, "_read", reading)
-        assert loading._is_tied(files, dtype) == (row == 40)
+        assert loading._is_tied(loading.Folder(tmp_path).tensors(), np.float32) == (row == 40)
         assert len(read) == 2 * parts and set(read) <= {(7, 16), (5, 16)}
         monkeypatch.setattr(loading, "_read", whole)
 
@@ -446,13 +429,13 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def folder(saved, tmp_path, monkeypatch):
     """A checkpoint of one file; to build its model fails."""
-    monkeypatch.setattr(loading, "model_class", None)
+    monkeypatch.setattr(loading, "Decoder", None)
     return shutil.copytree(saved, tmp_path / "model", ignore=lambda *_: ["shards"])
 
 
 @pytest.fixture
 def shards(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "model_class", None)
+    monkeypatch.setattr(loading, "Decoder", None)
     return shutil.copytree(saved / "shards", tmp_path / "model")
 
 
@@ -527,10 +510,9 @@ def test_the_first_tensor_of_floats_gives_the_dtype(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "model")
     change(folder / loading.CONFIG, model_type="gemma3_text")
     position = {"vision_tower.a": np.ones(2, np.int64)}
-    files = {folder / loading.SINGLE: ["vision_tower.a", "model.norm.weight"]}
     for dtype, wanted in ((np.float16, np.float16), (np.float64, np.float32)):
         save_file({**position, "model.norm.weight": np.ones(2, dtype)}, folder / loading.SINGLE)
-        assert loading._stored_dtype(files) == wanted
+        assert loading._stored_dtype(loading.Folder(folder).tensors()) == wanted
 
 
 @pytest.mark.parametrize("layers", [3, 2_000, 10_000_000])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import Decoder, load, recall, save, train, verify
+from models import Decoder, load, recall, save, session, train, verify
 from tests.models.families import config
 
 
@@ -122,3 +122,17 @@ def test_tally_allows_rounding_and_close_ties_only():
         tally.compare(bad, reference, None)
         assert not tally.ok
     assert not verify.Tally().ok  # a verification that compares nothing is refused
+
+
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+LARGER = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "chunk"),
+    [({}, 512), ({**SMOLLM2, "num_hidden_layers": 30}, 256), ({**LARGER, "num_hidden_layers": 28}, 128)],
+)
+def test_the_chunk_follows_the_weights_of_the_layers(fields, chunk):
+    """Those of the vocabulary are not counted."""
+    of = config(vocab_size=150_000, **fields)
+    assert session.default_chunk(nnx.eval_shape(lambda: Decoder(of, rngs=nnx.Rngs(0)))) == chunk

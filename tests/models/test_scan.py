@@ -49,6 +49,11 @@ def test_layers_whose_kv_are_reused_are_unrolled():
     assert longest_run(layers("sFsFsFsF", _7=1, _6=0, _5=1, _4=0, _3=1, _2=0)) == Run(2, 2, 3)  # they have none
 
 
+def test_layers_with_an_mlp_are_not_those_with_experts():
+    assert longest_run(layers("FFFFF"), dense=(0,)) == Run(1, 1, 4)
+    assert longest_run(layers("FFFF"), dense=(1, 3)) == Run(0, 2, 2)
+
+
 def gemma4() -> ModelConfig:
     """A run of two periods, one layer before it, and after it two layers whose K/V the last two reuse."""
     types = [FULL, *[FULL, SLIDING, SLIDING] * 2, FULL, SLIDING, SLIDING, FULL]

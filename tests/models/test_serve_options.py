@@ -21,6 +21,7 @@ from models.tenants import salt_of
 from tests import wire_kit
 from tests.drive import ROOT
 from tests.models.serve_kit import (
+    DOCUMENT,
     GREEDY,
     KEY,
     PATIENCE,
@@ -62,14 +63,27 @@ def started(monkeypatch):
         yield start
 
 
+TURNS = {
+    "What is the capital of France?": "alice is in paris . bob is in oslo . where is bob ?",
+    "And of Italy?": "where is alice ?",
+    "Which of the two is older?": "where is bob ?",
+}  # {a question of the page: one that the bundled model can answer}
+
+
 @pytest.mark.long
 def test_the_client_of_the_page_gets_an_answer(started):
-    server, *_ = started()
-    printed = list[object]()
-    names = {"print": printed.append}
-    exec(codes()[0].replace("http://127.0.0.1:8000", server.url), names)
+    server, *_ = started("--name", "smollm2")
+    code = codes()[0].replace("http://127.0.0.1:8000", server.url)
+    for of_page, question in TURNS.items():  # the bundled model has few words
+        assert of_page in code
+        code = code.replace(of_page, question)
+    printed = list[tuple]()
+    names = {"print": lambda *values: printed.append(values)}
+    exec(code, names)
     names["client"].close()
-    assert [answer.choices[0].message.content.strip() for answer in printed] == ["oslo"]
+    answers, counts = printed[::2], printed[1::2]
+    assert [answer.strip() for (answer,) in answers] == ["oslo", "paris", "oslo"]
+    assert counts[0][0] == 0 and all(0 < num_found < total for num_found, _, total, _ in counts[1:]), counts
 
 
 @pytest.mark.long
@@ -112,6 +126,20 @@ def test_a_saved_cache_is_found_and_published_by_the_next_server(started, tmp_pa
             found = client.completions.create(prompt=prompt, max_tokens=16, extra_body={"cache_salt": salt}, **GREEDY)
             assert found.usage.prompt_tokens_details.cached_tokens == cached
             assert answer_about(PEOPLE[0]).begins(found.choices[0].text)
+
+
+@pytest.mark.long
+def test_one_server_computes_prompts_and_another_finds_them_in_the_store(started, tmp_path):
+    options = ("--store", str(tmp_path / "store"))
+    prefill, *_ = started(*options, "--store-sync")
+    decode, *_ = started(*options, "--store-readonly")
+    for number, person in enumerate(PEOPLE[:6]):  # under salts: what one server has is in the store alone
+        body = {"prompt": prompt_of(person), "max_tokens": 1, "cache_salt": str(number), **GREEDY}
+        assert prefill.post({**body, "stream": number % 2 == 0}).status_code == 200
+        answer = decode.post(body).json()
+        assert answer["choices"][0]["text"] == f" {DOCUMENT.facts[person]}"
+        most = answer["usage"]["prompt_tokens"] - 1
+        assert most % 16 == 15 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == most
 
 
 @pytest.mark.long
@@ -211,7 +239,7 @@ def test_a_budget_is_weights_steps_and_as_many_blocks_as_fit(options):
         where = session.make_mesh(parser, args)
         model, _ = session.load_model(parser, args, **where)
         spec = serve._spec(parser, args, model, where)
-        cache = serve._cache(parser, args, spec, where)
+        cache = session.make_cache(parser, args, spec, **where)
         block = memory.own_bytes(cache.pools) // (args.blocks + 1)
         taken = sum(map(memory.own_bytes, (nnx.state(model), cache.pools, cache.state)))
         taken += memory.step_bytes(args, model, spec.max_length)

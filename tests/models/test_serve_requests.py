@@ -423,7 +423,7 @@ def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
     monkeypatch.setattr(serve, "_note", lambda _: None)
     monkeypatch.setattr(serve, "Engine", lambda *_, **options: options["num_stop_tokens"])
     parser = serve.make_parser()
-    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64"])
+    args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64", "--chunk", "64"])
     for number, wanted in ((0, 8), (7, 8), (8, 9), (20, 21)):
         model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
         assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted

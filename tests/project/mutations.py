@@ -371,8 +371,8 @@ MISTAKES = [
     Mistake(
         "angles begin at 1",
         "models/rope.py",
-        "return jnp.cos(angle), jnp.sin(angle)",
-        "return jnp.cos(angle), jnp.sin(angle + 1e-3)",
+        "cos, sin = jnp.cos(angle), jnp.sin(angle)",
+        "cos, sin = jnp.cos(angle), jnp.sin(angle + 1e-3)",
         "tests/models/test_goldens.py",
     ),
     Mistake(

@@ -41,19 +41,9 @@ from models import (
     verify,
     wires,
 )
-from models.speech import Speech
 from models.stopwatch import Stopwatch
-from tests.drive import output_of
+from tests.drive import DATA
 from tests.wire_kit import Reader
-
-
-def ends(pipe, keep_programs):
-    """A stand-in for an engine that ends at once."""
-
-
-def sleeps(pipe, keep_programs):
-    """A stand-in for an engine that never answers."""
-    time.sleep(60)
 
 
 def test_logs_of_prompts_are_their_users_alone(tmp_path):
@@ -83,8 +73,9 @@ COUNT = "wanted an int of at least 1 and at most 1073741824"
 LOCATION = "wanted a folder, a URL or an open tensorstore.KvStore"
 STORE = "wanted a folder of a store, an empty one or none"
 ONE = "--checkpoint ids --prompt 1"
+LONGER = "in longer sequences the rope has other frequencies (sequence_length of rope_parameters)"
 NO_FILE = "No such file or directory"
-MAINS = {"generate": generate.main, "prefill_decode": prefill_decode.main, "fleet": fleet.main}
+MAINS = {"generate": generate.main, "fleet": fleet.main}
 NEW = 20
 QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
 
@@ -104,6 +95,7 @@ def folders(tmp_path_factory):
     home, model = tmp_path_factory.mktemp("models"), Decoder(ModelConfig.from_hf(FIELDS), rngs=nnx.Rngs(0))
     save(model, home / "text", bytes_tokenizer())
     save(model, home / "ids")
+    (home / "longrope").symlink_to(DATA / "goldens" / "llama_longrope")
     return home
 
 
@@ -152,9 +144,18 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             "--checkpoint ids --prompt 1,2 --max-new-tokens 8 --max-length 9",
             "--max-length: got 9, wanted at least 10: a prompt with its answer",
         ),
+        (
+            "--checkpoint longrope --prompt 1,2 --max-new-tokens 63",
+            f"--max-length: got 65, wanted at most 64: {LONGER}",
+        ),
+        ("--checkpoint longrope --prompt 1 --max-length 80", f"--max-length: got 80, wanted at most 64: {LONGER}"),
         ("--chat", "--checkpoint: got none, wanted the folder of a model"),
         ("--checkpoint ids --chat", "--chat: ids: wanted a checkpoint with a tokenizer.json"),
         ("--checkpoint ids --chat --prompt 1", "--chat: got a prompt too, wanted turns from standard input alone"),
+        (
+            "--checkpoint text --chat --blocks 2 --max-length 33",
+            "--max-length: got 33, wanted at most 32: the model has...",
+        ),
         ("--temperature nan", "--temperature: got 'nan', wanted a number of at least 0.0"),
         ("--top-p 2", "--top-p: got '2', wanted a number of at least 0.0 and at most 1.0"),
         ("--checkpoint ids --prompt 1 --top-p 0", "top_p: got 0.0, wanted None or a number in (0, 1]"),
@@ -184,8 +185,11 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         (f"{ONE} --store=", f"--store: got '', {LOCATION}"),
         (f"{ONE} --store text", f"--store: got '{{home}}/text' without store.lock, {STORE}"),
         (f"{ONE} --store {{home}}/ids/config.json", f"--store: got '{{home}}/ids/config.json', {STORE}..."),
-        ("prefill_decode prefill", "--store: got none, wanted the folder for prefill"),
-        ("prefill_decode prefill --store text", f"--store: got '{{home}}/text' without store.lock, {STORE}"),
+        ("--store-readonly", "--store-readonly: got one without --store"),
+        (f"{ONE} --store new --store-readonly --store-bytes 5", "--store-bytes: not allowed with argument..."),
+        (f"{ONE} --store text --store-readonly", "--store: got '{home}/text' without store.lock, wanted a store"),
+        (f"{ONE} --curve", "--curve: got one without --publish"),
+        (f"{ONE} --curve --publish tcp://127.0.0.1:*", "--publish: got no secret key in $KVJAX_CURVE_KEY, wanted..."),
         (f"{ONE} --publish ipc://{{home}}/none/x", f"--publish: ipc://{{home}}/none/x: {NO_FILE}..."),
         (
             f"{ONE} --publish tcp://127.0.0.1:* --replay ipc://{{home}}/none/x",
@@ -452,7 +456,8 @@ def test_the_length_of_a_row_is_rounded_up(monkeypatch, prompt, line, length):
     """Prompts of other lengths then share the programs."""
     args = generate._parser().parse_args(line.split())
     monkeypatch.setattr(session, "most_tokens", lambda args, model: args.blocks * args.block_size)
-    session.check_length(commands.Parser("generate", ""), args, None, [[1] * prompt, [1]])
+    monkeypatch.setattr(session, "rope_limit", lambda config: None)
+    session.check_length(commands.Parser("generate", ""), args, types.SimpleNamespace(config=None), [[1] * prompt, [1]])
     assert args.max_length == length
 
 
@@ -596,20 +601,16 @@ def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
         assert capsys.readouterr().err == f"ids: {message}\n"
 
 
-def test_half_a_character_waits_for_the_rest():
-    tokenizer = bytes_tokenizer()
-    tokens = tokenizer.encode(" na\u00efve \U0001f600!").ids
-    speech = Speech(tokenizer, tokenizer.encode("so").ids)
-    pieces = [speech.more(tokens[:count], done=False) for count in range(1, len(tokens) + 1)]
-    assert pieces == [" ", "n", "a", "", "\u00ef", "v", "e", " ", "", "", "", "\U0001f600", "!"]
-    cut = Speech(tokenizer, [])
-    assert [cut.more(tokens[:4], done=done) for done in (False, True)] == [" na", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_text_that_a_later_token_changes_is_written_anew():
-    texts = {(): "", (1,): "do ", (1, 2): "don't"}
-    speech = Speech(types.SimpleNamespace(decode=lambda tokens: texts[tuple(tokens)]), [])
-    assert [speech.more(tokens, done=len(tokens) == 2) for tokens in ([1], [1, 2])] == ["do ", "\ndon't"]
+def test_half_a_character_waits_for_the_rest(capsys):
+    tokenizer, output, pieces = bytes_tokenizer(), kvjax.serving.Output(2), []
+    screen = generate._Screen(generate._parser().parse_args(["--chat"]), [""], [tokenizer.encode("so").ids], tokenizer)
+    tokens = tokenizer.encode(" na\u00efve \U0001f600").ids
+    for output.tokens in (tokens[:count] for count in range(len(tokens))):
+        screen.show([output])
+        pieces.append(capsys.readouterr().out)
+    assert pieces == ["", "", "n", "a", "", "\u00ef", "v", "e", " ", "", "", ""]
+    screen.show([output], last=True)
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
 
 
 def test_compiling_prefill_and_decoding_are_timed_apart():
@@ -666,13 +667,6 @@ def test_the_package_lists_its_commands(capsys):
     assert set(listed) == {file.stem for file in files if "def main(arguments" in file.read_text()}
 
 
-@pytest.mark.slow
-def test_a_router_finds_what_is_cached():
-    """The router asks two processes. It fails by itself if a mirror differs, or if round-robin finds as much."""
-    out = output_of(sys.executable, "-m", "models.router", "--quick")
-    assert "mirrors equal the caches: True" in out and "round robin" in out
-
-
 def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
     needed = 'needs tensorstore: pip install "kvjax[stores]"'
@@ -690,20 +684,3 @@ def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     assert refused(capsys, *wanting) == f"--agent: {needed}"
     wanting[-2:] = ["--metrics", "0"]
     assert refused(capsys, *wanting) == '--metrics: needs prometheus-client: pip install "kvjax[metrics]"'
-
-
-def test_an_engine_that_ends_or_is_silent_ends_the_router(monkeypatch):
-    """No process is left, either."""
-    monkeypatch.setattr(router, "serve", ends)
-    ended = router.Remote("one", keep_programs=False)
-    with pytest.raises(SystemExit, match="router failed: the process of engine one ended"):
-        ended.call("empty")
-    monkeypatch.setattr(router, "serve", sleeps)
-    monkeypatch.setattr(router, "SECONDS", 0.1)
-    silent = router.Remote("two", keep_programs=False)
-    with pytest.raises(SystemExit, match=r"router failed: engine two did not answer within 0 s"):
-        silent.receive()
-    monkeypatch.setattr(router, "PATIENCE", 0.1)
-    for engine in (ended, silent):
-        engine.close()
-        assert not engine._process.is_alive()

@@ -144,7 +144,7 @@ def test_kernels_are_imported_while_a_call_is_traced():
 
 @pytest.mark.long
 def test_importing_the_library_takes_little_more_than_importing_jax():
-    """CPU time, best of ten: at most 1.25 times that of importing jax and numpy.
+    """CPU time, best of some: at most 1.25 times that of importing jax and numpy.
 
     Both come from byte code, as for a user: jax's was compiled at its installation, the library's by the first import
     of this test.
@@ -159,8 +159,13 @@ def test_importing_the_library_takes_little_more_than_importing_jax():
         return [float(number) for number in ran.stdout.split()]
 
     times()
-    without, with_ = (min(column) for column in zip(*(times() for _ in range(10)), strict=True))
-    assert with_ <= 1.25 * without
+    runs = list[list[float]]()
+    for _ in range(30):  # a busy machine takes longer, never less
+        runs.append(times())
+        without, with_ = (min(column) for column in zip(*runs, strict=True))
+        if len(runs) >= 5 and with_ <= 1.25 * without:
+            return
+    raise AssertionError(f"{with_:.3f} s with kvjax, {without:.3f} s without")
 
 
 def sandbox(tmp_path: pathlib.Path, **commands: str) -> tuple[pathlib.Path, dict[str, str]]:

@@ -32,15 +32,15 @@ INSTEAD = {
 # Words that a tree or a room may still have in its names: shorten a line when it has been cleaned.
 STILL = {
     "kvjax/debug": {"drawn"},  # by a drawing
-    "models": {"feed", "place", "places"},  # `demo.feed`; the places in the demo's documents
+    "models": {"feed", "place", "places"},  # each of `wires.Wires.feeds`; the places in the demo's documents
     "benchmarks": {"drawn", "twin", "twins"},  # random; a kernel's XLA twin; rows with equal prompts
     "tests/models": {"place", "places"},  # in the demo's documents
     "tests/project/test_house.py": {"room", "rooms"},  # of CONTRIBUTING's table
 }  # fmt: skip
 # Names of other libraries, and words that mean something else in a name.
 ALLOWED = {
-    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "g_a_proj", "g_b_proj", "log_room",
-    "only_pins_hold_beside_the_tables", "so_far",
+    "G", "KEPT_SECONDS", "_place_copy", "add_feed_forward_length", "anchor", "bbox_to_anchor", "g_a_proj", "g_b_proj",
+    "log_room", "only_pins_hold_beside_the_tables", "parse_known_args", "so_far",
 }  # fmt: skip
 # Words that no docstring, comment or page has.
 PROSE = (

@@ -32,7 +32,7 @@ FORMS = {  # the view after the committed tokens, and its number of tokens of ea
     "mixed": (lambda state: mixed(state, [False, False, False, True], [0, -1], [2, 1], 6), [2, 0, 0, 1]),
 }
 FORMS["mixed as ragged"] = lambda state: FORMS["mixed"][0](state).replace(decodes=0), FORMS["mixed"][1]
-LAYERS = {"kv": LayerSpec(2, 16), "rope": LayerSpec(2, 16), "latents": LayerSpec.latent(24, 16)}
+LAYERS = {**dict.fromkeys(("kv", "rope", "partial rope"), LayerSpec(2, 16)), "latents": LayerSpec.latent(24, 16)}
 HEADS, QUANTISED = 4, ("int8", "float8_e4m3fn")
 
 
@@ -81,7 +81,8 @@ def inputs(kind):
     parts, kv = 1 if layer.values else 2, (layer.kv_heads, layer.head_dim)
     x = {"past": numbers(127, parts, 4, max(COMMITTED), *kv), "new": numbers(127, parts, 4, 4, *kv)}
     x |= {"q": numbers(127, 4, 4, HEADS, layer.head_dim), "sinks": numbers(127, HEADS)}
-    return x | ({"angles": numbers(4095, 2, 4, 4, 1, layer.head_dim // 2)} if kind == "rope" else {})
+    pairs = {"rope": layer.head_dim // 2, "partial rope": layer.head_dim // 4}.get(kind)
+    return x if pairs is None else x | {"angles": numbers(4095, 2, 4, 4, 1, pairs)}
 
 
 @functools.cache

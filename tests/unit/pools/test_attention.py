@@ -55,6 +55,7 @@ CASES = {  # kind, form, dtype, placement, options
     "": [
         ("kv", "decode", "float32", "one device", "plain"), ("kv", "mixed", "int8", "one device", "all"),
         ("latents", "mixed", "float32", "one device", "all"), ("rope", "mixed", "float32", "both", "no window"),
+        ("partial rope", "ragged", "int8", "one device", "plain"),
     ],
     "long": [
         ("kv", "padded", "float8_e4m3fn", "one device", "all"), ("kv", "ragged", "bfloat16", "one device", "all"),
@@ -64,6 +65,7 @@ CASES = {  # kind, form, dtype, placement, options
         ("rope", "decode", "float32", "several caches", "plain"), ("rope", "ragged", "float32", "one device", "plain"),
     ],
     "slow": [
+        ("partial rope", "mixed", "float32", "both", "no window"),
         ("rope", "padded", "int8", "traced index", "all"), ("kv", "padded", "float32", "both", "no window"),
         ("kv", "ragged", "int8", "several caches", "plain"), ("kv", "mixed as ragged", "float32", "one device", "all"),
         ("kv", "padded", "int8", "triton, traced index", "plain"), ("rope", "mixed", "int8", "64-bit types", "plain"),

@@ -124,8 +124,8 @@ REFUSED = [
     (lambda: rotated(k=K[:, :, :1]), "k: got shape (4, 1, 1, 16), wanted (4, 1, 2, 16)"),
     (lambda: rotated(v=None), "v: got None, wanted (4, 1, 2, 16) for this view and layer 0"),
     (
-        lambda: rotated(angles=tuple(x[..., :4] for x in ANGLES)),
-        "angles: got float32[4, 1, 1, 4], float32[4, 1, 1, 4], wanted cosine and sine float32[4, 1, 1, 8]",
+        lambda: rotated(angles=(ANGLES[0], ANGLES[1][..., :4])),
+        "angles: got float32[4, 1, 1, 8], float32[4, 1, 1, 4], wanted cosine and sine float32[4, 1, 1, 8], at most",
     ),
     (
         lambda: rotated(angles=tuple(x.astype(jnp.bfloat16) for x in ANGLES)),

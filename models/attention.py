@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over keys and values, and the ways in which one layer's tokens reach each other.
+
+A layer of a `ModelConfig` is the config of what mixes its tokens: a `LayerConfig`, or another `Mixer` of its family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import kvjax
+from pallas_kernels.rotary import rotate
+
+from .norm import RMSNorm
+from .rope import Angles, Rope
+from .scan import Turn
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
+
+
+class Mixer:
+    """The config of a module that mixes a layer's tokens; a frozen dataclass, since layers of equal ones are scanned.
+
+    Attributes:
+      name: of the module in the layer, as in checkpoints.
+      layer_type: of the layer in a config.json.
+      reuses: number of the earlier layer whose keys and values this one attends to; it has none itself.
+      rotation: the rope, and the width of the heads that it rotates; None: tokens have no position.
+      module: class of the module, made of a `ModelConfig`, this config, a dtype and `nnx.Rngs` like `Attention`.
+    """
+
+    name: ClassVar[str] = "self_attn"
+    layer_type: str = FULL
+    reuses: int | None = None
+    rotation: tuple[Rope, int] | None = None
+    module: ClassVar[type[Any]]
+
+    def spec(self) -> kvjax.LayerSpec:
+        """The layer's part of the cache."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """The way in which one layer's tokens reach each other: through the paged cache.
+
+    Attributes:
+      view: of the cache.
+      number: of the layer.
+      turn: tells in a scan which of several layers it is.
+    """
+
+    view: kvjax.pools.View
+    number: int
+    turn: Turn | None = None
+
+    def attend(self, cache, q, kv, angles, *, window, scale, sinks):
+        """The mixed values [R, C, Q, D] of q [R, C, Q, D], and k and v [R, C, K, D]; and the cache.
+
+        q and k are yet to be rotated by `angles`. In place of k and v, `kv` may be the number of an earlier layer,
+        whose keys and values are attended to. The other arguments are those of `kvjax.attend`.
+        """
+        options: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks}
+        if isinstance(kv, int):
+            return kvjax.attend(rotate(q, angles), cache, kv, self.view, **options), cache
+        index = self._index(cache)
+        q, cache = kvjax.rope_write(cache, self.number, q, kv[0], kv[1], angles, self.view, index=index)
+        return kvjax.attend(q, cache, self.number, self.view, index=index, **options), cache
+
+    def attend_latents(self, cache, q, latents, values, scale):
+        """The mixed latents [R, C, Q, values] of q [R, C, Q, L] and latents [R, C, 1, L]; and the cache.
+
+        The cache knows how many columns are values.
+        """
+        index = self._index(cache)
+        cache = kvjax.write(cache, self.number, latents, None, self.view, index=index)
+        return kvjax.attend(q, cache, self.number, self.view, index=index, scale=scale), cache
+
+    def recur(self, cache, cell, inputs):
+        """The outputs [R, C, ...] of a cell; and the cache."""
+        return kvjax.recur(cell, cache, self.number, self.view, inputs, index=self._index(cache))
+
+    def _index(self, cache) -> jax.Array | None:
+        return None if self.turn is None else self.turn.index(cache.spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """The same in whole sequences, where `cache` is a dict of the keys and values that other layers reuse, by number.
+
+    Attributes:
+      number: of the layer.
+      is_reused: whether others attend to its keys and values.
+    """
+
+    number: int
+    is_reused: bool
+
+    def attend(self, cache, q, kv, angles, *, window, scale, sinks):
+        """See `Paged`."""
+        k, v = cache[kv] if isinstance(kv, int) else (rotate(kv[0], angles), kv[1])
+        cache = {**cache, self.number: (k, v)} if self.is_reused else cache
+        return dense_attention(rotate(q, angles), k, v, window, scale, sinks), cache
+
+    def attend_latents(self, cache, q, latents, values, scale):
+        """See `Paged`."""
+        return dense_attention(q, latents, latents[..., :values], scale=scale), cache
+
+    def recur(self, cache, cell, inputs):
+        """See `Paged`."""
+        rows, length = jax.tree.leaves(inputs)[0].shape[:2]
+        outputs, _ = cell(cell.zeros(rows), inputs, jnp.full(rows, length, jnp.int32))
+        return outputs, cache
+
+
+type Mixing = Paged | Dense
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; perhaps with norms of queries and keys, a gate on its output, and sinks.
+
+    A sink is a logit of a query head that has no value.
+    """
+
+    def __init__(self, config: Any, layer: LayerConfig, dtype, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, config.hidden_size, use_bias=config.qkv_bias, param_dtype=dtype, rngs=rngs)
+        norm = partial(RMSNorm, layer.head_dim, config, dtype)
+        self.layer, self.scale, self.is_gated = layer, config.attention_scale, config.output_gate
+        queries, keys = config.num_heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        self.q_proj = linear(queries * (2 if self.is_gated else 1))  # a query, then its gate
+        if layer.reuses is None:
+            self.k_proj = linear(keys)
+            if not layer.keys_are_values:
+                self.v_proj = linear(keys)
+            self.k_norm = norm() if config.qk_norm else None
+            self.v_norm = norm(weights=False) if config.value_norm else None
+        self.o_proj = nnx.Linear(queries, config.hidden_size, use_bias=config.out_bias, param_dtype=dtype, rngs=rngs)
+        self.q_norm = norm() if config.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads, dtype)) if config.sinks else None
+
+    def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
+        """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
+        layer, q, gate, kv = self.layer, self.q_proj(x), None, self.layer.reuses
+        if self.is_gated:
+            q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * layer.head_dim), 2, axis=-1)
+        q = self._heads(q, self.q_norm)
+        if kv is None:
+            k = self.k_proj(x)
+            v = k if layer.keys_are_values else self.v_proj(x)
+            kv = self._heads(k, self.k_norm), self._heads(v, self.v_norm)
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+        y, cache = mixing.attend(cache, q, kv, angles, window=layer.window, scale=self.scale, sinks=sinks)
+        y = y if gate is None else y * jax.nn.sigmoid(gate)
+        return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+    def _heads(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        x = x.reshape(*x.shape[:2], -1, self.layer.head_dim)
+        return x if norm is None else norm(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig(Mixer):
+    """One attention layer.
+
+    Attributes:
+      kv_heads: K.
+      head_dim: D, of queries, keys and values.
+      window: a token attends to so many tokens, itself included; None: to all before it.
+      rope: how queries and keys are rotated.
+      keys_are_values: whether the values are the keys' projection (before norm and rope) instead of their own.
+      reuses: number of the earlier layer whose keys and values this one attends to; it has none itself.
+    """
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    keys_are_values: bool = False
+    reuses: int | None = None
+    module: ClassVar[type[Any]] = Attention
+
+    def check(self, num_heads: int) -> LayerConfig:
+        """Returns itself; ValueError if K does not divide the query heads, D is odd, or the rope does not fit."""
+        if num_heads % self.kv_heads:
+            wanted = f"a divisor of num_attention_heads={num_heads}"
+            raise ValueError(f"num_key_value_heads: got {self.kv_heads}, wanted {wanted}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: got {self.head_dim}, wanted an even number")
+        self.rope.check(self.head_dim)
+        return self
+
+    @property
+    def layer_type(self) -> str:
+        """By the window."""
+        return FULL if self.window is None else SLIDING
+
+    @property
+    def rotation(self) -> tuple[Rope, int]:
+        """The rope, and the width of a head."""
+        return self.rope, self.head_dim
+
+    def spec(self) -> kvjax.LayerSpec:
+        """The layer's part of the cache; blocks that have left the window are released."""
+        return kvjax.LayerSpec(self.kv_heads, self.head_dim, self.window)
+
+
+def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, window=None, scale=None, sinks=None) -> jax.Array:
+    """The mixed values [B, T, Q, V] of whole sequences q [B, T, Q, D], k [B, T, K, D] and v [B, T, K, V].
+
+    The options are those of `kvjax.attend`, which computes the same from a cache.
+    """
+    batch, length, heads, width = q.shape
+    q = q.reshape(batch, length, k.shape[2], -1, width)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = scores * (width**-0.5 if scale is None else scale)
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    seen = (distance >= 0) & (distance < (length if window is None else window))
+    scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.reshape(1, k.shape[2], -1, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(batch, length, heads, v.shape[-1])
