@@ -18,7 +18,7 @@ import kvjax
 from kvjax import Sampling
 from kvjax._arrays import Pytree
 from kvjax.pools import host as host_pool
-from kvjax.serving import Output, Request, Scheduler, driver, host_tier
+from kvjax.serving import Output, Request, Scheduler, driver, host_tier, prompt_scores
 from kvjax.serving.sampling import sample
 from kvjax.testing.trial import verify_order
 from tests import drive
@@ -308,7 +308,7 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        targets = [(driver, "apply"), (driver, "turn"), (host_tier, "_has_row")]
+        targets = [(driver, "apply"), (driver, "turn"), (prompt_scores, "_score_prompt"), (host_tier, "_has_row")]
         targets += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
             targets += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
