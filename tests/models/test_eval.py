@@ -19,15 +19,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 FOLDER, VOCABULARY = ROOT / "tests/data/lm_eval", 256
 
 
-def with_words(folder):
-    """A copy of the golden checkpoint with a tokenizer whose token 17 is the word w17."""
-    shutil.copytree(ROOT / "tests/data/goldens/llama", folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
+def make_folders(where):
+    """The golden checkpoint, and a tokenizer whose token 17 is the word w017: transformers changes those of families."""
+    checkpoint, words = shutil.copytree(ROOT / "tests/data/goldens/llama", where / "checkpoint"), where / "words"
+    tokenizer = Tokenizer(models.WordLevel({f"w{token:03}": token for token in range(VOCABULARY)}, unk_token="w000"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "pad_token": "w1", "unk_token": "w0"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    return folder
+    words.mkdir()
+    for folder in (checkpoint, words):
+        tokenizer.save(str(folder / "tokenizer.json"))
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "w001",
+        "pad_token": "w001",
+        "unk_token": "w000",
+    }
+    (words / "tokenizer_config.json").write_text(json.dumps(names))
+    return checkpoint, words
 
 
 @pytest.mark.parametrize("num_concurrent", [1, 4])
@@ -35,11 +42,12 @@ def test_the_log_probabilities_of_a_local_task_are_those_of_transformers(tmp_pat
     monkeypatch.chdir(ROOT)  # the task names its file
     for name, value in {"OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    server = Running(with_words(tmp_path / "words"))
+    checkpoint, words = make_folders(tmp_path)
+    server = Running(checkpoint)
     try:
         arguments = {
-            "model": "words", "base_url": f"{server.url}/v1/completions", "tokenizer_backend": "huggingface",
-            "tokenizer": str(tmp_path / "words"), "num_concurrent": num_concurrent, "max_length": 1024,
+            "model": "checkpoint", "base_url": f"{server.url}/v1/completions", "tokenizer_backend": "huggingface",
+            "tokenizer": str(words), "num_concurrent": num_concurrent, "max_length": 1024,
         }  # fmt: skip
         found = lm_eval.simple_evaluate(
             model="local-completions", model_args=arguments, tasks=["continuations"],

@@ -553,14 +553,20 @@ class Asks(bytes_machine.Requests):
 
     config: Serves
 
+    def __init__(self, seed: int, config: Serves):
+        super().__init__(seed, config)
+        self.of_scores = np.random.default_rng((seed, 2))  # apart, so that a seed's other requests stay as they are
+
     def ask(self) -> dict[str, Any]:
         prompt = self.text(self.number(1, 13))
         if self.chance(0.03):
             prompt = [[], [VOCAB + 2]][self.number(2)]
-        scores = self.number(len(prompt) + 1) if self.chance(0.1) else None
-        answer = 0 if scores is not None and self.chance(0.3) else self.number(1, 6)
+        answer = 40 if self.chance(0.05) else self.number(1, 6)
+        scores = int(self.of_scores.integers(len(prompt) + 1)) if self.of_scores.random() < 0.1 else None
+        if scores is not None and self.of_scores.random() < 0.3:
+            answer = 0
         return {
-            "prompt": prompt, "max_new_tokens": 40 if self.chance(0.05) else answer, "prompt_logprobs_from": scores,
+            "prompt": prompt, "max_new_tokens": answer, "prompt_logprobs_from": scores,
             "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
             "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
             "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),
