@@ -56,13 +56,13 @@ class Form:
         """
         fields = {"role": "assistant", "refusal": None}
         found = [self._choice(index, pieces, "message", fields) for index, pieces in enumerate(choices)]
-        beside: dict[str, Any] = {}
+        of_chat: dict[str, Any] = {}
         if of_prompts is not None and self._is_chat:
-            beside = {"prompt_logprobs": of_prompts[0]}
+            of_chat = {"prompt_logprobs": of_prompts[0]}
         elif of_prompts is not None:
             for choice, of_prompt in zip(found, of_prompts, strict=True):
                 choice["prompt_logprobs"] = of_prompt
-        return self._body("", found, usage=usage.body(shows_cached=self._shows_cached), **beside)
+        return self._body("", found, usage=usage.body(shows_cached=self._shows_cached), **of_chat)
 
     def first(self, size: int) -> list[dict[str, Any]]:
         """The events that begin a stream of so many choices: in a chat one for each."""

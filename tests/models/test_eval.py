@@ -20,7 +20,7 @@ FOLDER, VOCABULARY = ROOT / "tests/data/lm_eval", 256
 
 
 def make_folders(where):
-    """The golden checkpoint, and a tokenizer whose token 17 is the word w017: transformers changes those of families."""
+    """The golden checkpoint, and a tokenizer whose token 17 is the word w017; transformers changes others."""
     checkpoint, words = shutil.copytree(ROOT / "tests/data/goldens/llama", where / "checkpoint"), where / "words"
     tokenizer = Tokenizer(models.WordLevel({f"w{token:03}": token for token in range(VOCABULARY)}, unk_token="w000"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -48,7 +48,7 @@ def requests_of(seed):
 @pytest.mark.parametrize(
     ("kind", "host", "num_blocks"), [("plain", 0, 9), ("windows", 0, 10), ("plain", HOST, 9), ("plain", 0, BLOCKS)]
 )
-def test_parts_of_prompts_are_right_beside_others_and_under_eviction(kind, host, num_blocks, monkeypatch):
+def test_parts_of_prompts_are_right_among_others_and_under_eviction(kind, host, num_blocks, monkeypatch):
     monkeypatch.setattr(prompt_scores, "CHUNKS", 1)  # a call for each chunk
     options = RunOptions(**BASE)
     with Engine(MODEL, make_cache(num_blocks, host, kind), options, num_ranges=1) as engine:
