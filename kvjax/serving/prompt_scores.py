@@ -74,7 +74,7 @@ class Scored(NamedTuple):
 
 
 def _score_prompt(
-    model: Model, cache: Cache, slots: jax.Array, prompt: jax.Array, bounds: jax.Array, now: jax.Array,
+    model: Model, cache: Cache, slots: jax.Array, prompt: Any, bounds: Any, now: Any,
     *, chunk: int, size: int, num_top: int, log_size: int,
 ) -> tuple[Cache, Log, Scored]:  # fmt: skip
     """Scores the next tokens of a prompt.
