@@ -15,6 +15,7 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-
 OLDEST := .venv-jax0112
 TUNIX := .venv-tunix
 FLEET := .venv-fleet
+EVAL := .venv-eval
 # Cells run for milliseconds and compile for seconds: with little optimisation, and no program twice.
 SPHINX = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.05 \
   JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
@@ -31,7 +32,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo chat router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-mutations fingerprint \
+.PHONY: help demo chat router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-eval test-mutations fingerprint \
 	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint ruff pyright format wheel docs docs-links
 
 help: ## this list
@@ -76,7 +77,7 @@ test-all: ## what a night adds: the same at length, with other seeds, specs, sha
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
-	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-fleet test-mutations wheel docs)
+	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-fleet test-eval test-mutations wheel docs)
 
 test-oldest: ## the default tests on the oldest jax that CI covers; a part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
@@ -95,6 +96,10 @@ test-tunix: ## rollouts of Tunix' trainers, with Tunix in an environment of its 
 test-fleet: ## replicas in actors of Ray's, with Ray in an environment of its own; a part of test-all
 	@scripts/setup.sh $(FLEET) test,fleet
 	@$(FLEET)/bin/python $(PYTEST) -m "long and not slow and not gpu" tests/models/test_fleet.py $(ARGS)
+
+test-eval: ## lm-eval's numbers of a local task, with lm-eval in an environment of its own; a part of test-all
+	@scripts/setup.sh $(EVAL) test,eval
+	@$(EVAL)/bin/python $(PYTEST) -m slow tests/models/test_eval.py $(ARGS)
 
 test-mutations: ## small mistakes, planted one at a time: their tests have to notice each (ARGS="extend store")
 	@$(SETUP)

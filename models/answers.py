@@ -14,7 +14,7 @@ from kvjax.serving import Handle, Output
 
 REFUSED = ("row_full", "no_blocks")  # the ends of requests that the cache cannot hold
 PERIOD = 0.02  # seconds from one piece of an answer to the next: nobody reads faster
-_CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
+CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MOST_WAITING = 16  # tokens that end with an unfinished character
 _CHARACTER = 4  # bytes of a character, and so its tokens, at most
@@ -32,7 +32,7 @@ class Detokenizer:
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]):
-        self._decode, self._tokens = decode, list(prompt[-_CONTEXT:])
+        self._decode, self._tokens = decode, list(prompt[-CONTEXT:])
         self._from, self._to = 0, len(self._tokens)  # the tokens that decide on the next text; those before are done
 
     def add(self, *tokens: int) -> str:
@@ -82,7 +82,7 @@ class Answer:
         min_tokens: int = 0,
     ):  # fmt: skip
         self._words = Detokenizer(decode, prompt)
-        self.prompt = list(prompt[-_CONTEXT:])  # its last tokens, which decide on the first space of the answer
+        self.prompt = list(prompt[-CONTEXT:])  # its last tokens, which decide on the first space of the answer
         self._stop, self._min_tokens, self._by_token = stop, min_tokens, has_starts or bool(stop)
         self._longest = max(map(len, stop), default=0)
         self.text = ""  # so far, with what is held back
@@ -148,8 +148,8 @@ class Piece:
     before: list[int]  # the last tokens before them
     texts: list[str]  # of each token
     starts: list[int]  # of each token: the index of its first character in the answer
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]]  # empty unless the engine notes them
+    logprobs: list[float | None]  # None for a prompt's first token
+    top_logprobs: list[dict[int, float] | None]  # empty unless the engine notes them
     finish: str | None  # "stop" or "length" with the last piece
     num_tokens: int  # of the answer, as they are billed: all that were generated up to its end
 
@@ -163,11 +163,13 @@ class Failed(RuntimeError):
 
 
 async def pieces(
-    handle: Handle, answer: Answer, stop_tokens: Collection[int], *, listens: bool, has_top: bool
-) -> AsyncGenerator[Piece]:
+    handle: Handle, answer: Answer, stop_tokens: Collection[int], *, listens: bool, has_top: bool,
+    shows_stop: bool = False,
+) -> AsyncGenerator[Piece]:  # fmt: skip
     """An answer as it comes; a stop string cancels the request, and stop tokens have no text.
 
-    With `listens` the engine is to make few tokens at a time; `has_top` says that it notes the likeliest tokens.
+    With `listens` the engine is to make few tokens at a time; `has_top` says that it notes the likeliest tokens. With
+    `shows_stop` the last piece has the stop token, without text.
 
     Raises:
       EngineError: if the engine has failed the request.
@@ -188,9 +190,13 @@ async def pieces(
             finish = "stop" if answer.stopped or is_stop else _finish(output) if done else None
             if text or finish:
                 part = slice(shown, len(answer.starts) if finish else answer.num_shown)
-                before = [*answer.prompt, *output.tokens[max(shown - _CONTEXT, 0) : shown]][-_CONTEXT:]
+                before = [*answer.prompt, *output.tokens[max(shown - CONTEXT, 0) : shown]][-CONTEXT:]
+                texts, starts = answer.texts(part), answer.starts[part]
+                if is_stop and shows_stop and not answer.stopped:
+                    part = slice(part.start, part.stop + 1)
+                    texts, starts = [*texts, ""], [*starts, len(answer.text)]
                 yield Piece(
-                    text, output.tokens[part], before, answer.texts(part), answer.starts[part], output.logprobs[part],
+                    text, output.tokens[part], before, texts, starts, output.logprobs[part],
                     output.top_logprobs[part], finish, answer.num_tokens + is_stop,
                 )  # fmt: skip
                 shown = part.stop

@@ -22,9 +22,10 @@ MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT, MOST_BIASES = 4, 1024, 256, 300
 OWN_SALTS = "kvjax-"  # the beginning of salts that no client may choose
 
 SERVED = frozenset({
-    "best_of", "cache_salt", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs", "max_completion_tokens",
-    "max_tokens", "messages", "min_tokens", "model", "n", "presence_penalty", "priority", "prompt", "seed", "stop",
-    "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_logprobs", "top_p",
+    "best_of", "cache_salt", "echo", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs",
+    "max_completion_tokens", "max_tokens", "messages", "min_tokens", "model", "n", "presence_penalty", "priority",
+    "prompt", "prompt_logprobs", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k",
+    "top_logprobs", "top_p",
 })  # fmt: skip
 # No answer depends on these, at least where all fields of `REFUSED` have no effect: the server ignores them.
 HARMLESS = frozenset({
@@ -37,11 +38,11 @@ HARMLESS = frozenset({
 REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "allowed_token_ids": (), "audio": (), "bad_words": ([],), "chat_template": (),
     "chat_template_kwargs": ({},), "continue_final_message": (False,), "documents": ([],), "early_stopping": (False,),
-    "echo": (False,), "function_call": ("none", "auto"), "functions": ([],), "guided_choice": (),
+    "function_call": ("none", "auto"), "functions": ([],), "guided_choice": (),
     "guided_grammar": (), "guided_json": (), "guided_json_object": (False,), "guided_regex": (),
     "include_reasoning": (True,), "include_stop_str_in_output": (False,), "kv_transfer_params": (),
     "length_penalty": (1,), "logits_processors": ([],), "logprob_token_ids": ([],), "min_p": (0,),
-    "modalities": (["text"],), "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": (),
+    "modalities": (["text"],), "prompt_embeds": (), "reasoning_effort": (),
     "repetition_detection": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
     "structural_tag": (), "structured_outputs": (), "suffix": ("",), "thinking_token_budget": (),
@@ -100,10 +101,18 @@ class Wish:
     stop_tokens: list[int]  # besides the model's
     ignores_eos: bool  # whether the model's stop tokens do not end it
     logprobs: int | None  # the number of likeliest tokens to tell; None: no log-probabilities
+    echoes: bool  # whether the prompt comes before the answer
+    prompt_logprobs: int | None  # as `logprobs`, of the prompt
     priority: int  # an engine's: higher first
     salt: str | None  # of the namespace; None: the namespace of all who have none
     streams: bool  # whether it is answered by events
     includes_usage: bool  # whether the last event is the usage
+
+    def prompt_logprobs_from(self, length: int) -> int | None:
+        """The first token, of a prompt of this length, whose log-probability is wanted; see `kvjax.serving.Request`."""
+        if self.prompt_logprobs is not None or (self.echoes and self.logprobs is not None):
+            return 0
+        return None if self.max_tokens != 0 else length
 
 
 class Fields:
@@ -161,8 +170,10 @@ def read_json(body: bytes | bytearray) -> Fields:
 def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
     """Everything of a request but its prompt; refuses what is not served."""
     _check_refused(fields, is_chat=is_chat)
-    max_tokens = fields.integer("max_tokens", None if is_chat else 16, 1)
-    max_tokens = fields.integer("max_completion_tokens", max_tokens, 1)
+    echoes, prompt_logprobs = _echoes(fields, is_chat=is_chat), _prompt_logprobs(fields, limits)
+    least = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens is no use by itself
+    max_tokens = fields.integer("max_tokens", None if is_chat else 16, least)
+    max_tokens = fields.integer("max_completion_tokens", max_tokens, least)
     top_p = fields.number("top_p", 1.0, 0.0, 1.0)
     if not np.float32(top_p):
         raise refuse("top_p", top_p, "a number above 0")
@@ -177,7 +188,8 @@ def read_wish(fields: Fields, limits: Limits, *, is_chat: bool) -> Wish:
         n=_samples(fields, limits), stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
         stop_tokens=fields.checked("stop_token_ids", [], "a list of token ids", _are_tokens),
         ignores_eos=fields.flag("ignore_eos"),
-        logprobs=_logprobs(fields, limits, is_chat=is_chat), priority=-fields.integer("priority", 0),
+        logprobs=_logprobs(fields, limits, is_chat=is_chat), echoes=echoes, prompt_logprobs=prompt_logprobs,
+        priority=-fields.integer("priority", 0),
         salt=_salt(fields), streams=fields.flag("stream"), includes_usage=_includes_usage(fields),
     )  # fmt: skip
 
@@ -210,6 +222,20 @@ def _logprobs(fields: Fields, limits: Limits, *, is_chat: bool) -> int | None:
     if most and not has_logprobs:
         raise refuse("top_logprobs", most, "none without logprobs")
     return most if has_logprobs else None
+
+
+def _echoes(fields: Fields, *, is_chat: bool) -> bool:
+    echoes = fields.flag("echo")
+    if echoes and is_chat:
+        raise refuse("echo", echoes, "none or false in a chat")
+    return echoes
+
+
+def _prompt_logprobs(fields: Fields, limits: Limits) -> int | None:
+    most = fields.integer("prompt_logprobs", None, 0, limits.top_logprobs)
+    if most is not None and fields.flag("stream"):  # as in vLLM
+        raise refuse("prompt_logprobs", most, "none with stream")
+    return most
 
 
 def _samples(fields: Fields, limits: Limits) -> int:
@@ -290,12 +316,13 @@ def read_messages(fields: Fields) -> list[dict[str, str]]:
 def check_length(prompt: Sequence[int], wish: Wish, limits: Limits, param: str) -> int:
     """The tokens to generate; refuses a prompt that does not fit with them."""
     rest = limits.max_length - len(prompt)
-    if rest < (wish.max_tokens or 1):
+    if rest < (1 if wish.max_tokens is None else wish.max_tokens):
         more = f" and {wish.max_tokens} of its answer" if wish.max_tokens else ""
-        wanted = f"at most {limits.max_length} with at least one of the answer"
+        least = "" if wish.max_tokens == 0 else " with at least one of the answer"
+        wanted = f"at most {limits.max_length}{least}"
         message = f"{param}: got {len(prompt)} tokens{more}, wanted {wanted}"
         raise ApiError(400, message, param, "context_length_exceeded")
-    return wish.max_tokens or rest
+    return rest if wish.max_tokens is None else wish.max_tokens
 
 
 def _is_number(value: Any, kind: Any = int | float) -> bool:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 import uuid
 from typing import Any
 
-from .answers import Decode, Detokenizer, Piece
+from .answers import CONTEXT, Decode, Piece
+from .echo import finite, text_after
 from .openai_api import Wish
 
 
@@ -49,11 +49,20 @@ class Form:
             **fields,
         }  # fmt: skip
 
-    def whole(self, choices: list[list[Piece]], usage: Usage) -> dict[str, Any]:
-        """The whole response, of the pieces of each choice."""
+    def whole(self, choices: list[list[Piece]], usage: Usage, of_prompts: list[Any] | None = None) -> dict[str, Any]:
+        """The whole response, of the pieces of each choice.
+
+        `of_prompts` are the `prompt_logprobs` of each choice. A chat has those of its only prompt beside the choices.
+        """
         fields = {"role": "assistant", "refusal": None}
         found = [self._choice(index, pieces, "message", fields) for index, pieces in enumerate(choices)]
-        return self._body("", found, usage=usage.body(shows_cached=self._shows_cached))
+        of_chat: dict[str, Any] = {}
+        if of_prompts is not None and self._is_chat:
+            of_chat = {"prompt_logprobs": of_prompts[0]}
+        elif of_prompts is not None:
+            for choice, of_prompt in zip(found, of_prompts, strict=True):
+                choice["prompt_logprobs"] = of_prompt
+        return self._body("", found, usage=usage.body(shows_cached=self._shows_cached), **of_chat)
 
     def first(self, size: int) -> list[dict[str, Any]]:
         """The events that begin a stream of so many choices: in a chat one for each."""
@@ -81,7 +90,7 @@ class Form:
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
         texts = [text for piece in pieces for text in piece.texts]
-        logprobs = [_finite(logprob) for piece in pieces for logprob in piece.logprobs]
+        logprobs = [None if one is None else finite(one) for piece in pieces for one in piece.logprobs]
         likeliest = [top for piece in pieces for top in self._likeliest(piece)]
         if self._is_chat:
             content = [
@@ -90,7 +99,10 @@ class Form:
             ]
             return {"content": content, "refusal": None}
         # The chosen token comes last: another one may have the same text.
-        named = [{**dict(top), text: logprob} for text, logprob, top in zip(texts, logprobs, likeliest, strict=True)]
+        named = [
+            None if logprob is None else {**dict(top), text: logprob}
+            for text, logprob, top in zip(texts, logprobs, likeliest, strict=True)
+        ]
         return {
             "tokens": texts, "token_logprobs": logprobs, "top_logprobs": named if self._most else None,
             "text_offset": [start for piece in pieces for start in piece.starts],
@@ -101,24 +113,15 @@ class Form:
         found, before, tops = [], list(piece.before), piece.top_logprobs or [{}] * len(piece.tokens)
         for token, text, top in zip(piece.tokens, piece.texts, tops, strict=True):
             of_token = [
-                (text if other == token else self._text(before, other), _finite(logprob))
-                for other, logprob in list(top.items())[: self._most]
+                (text if other == token else text_after(self._decode, before, other), finite(logprob))
+                for other, logprob in list((top or {}).items())[: self._most]
             ]
             found.append(of_token)
-            before = [*before, token][-len(piece.before) :]
+            before = [*before, token][-CONTEXT:]
         return found
 
-    def _text(self, before: list[int], token: int) -> str:
-        """The text of a token after others; by itself if it is a part of a character."""
-        return Detokenizer(self._decode, before).add(token) or self._decode([token])
 
-
-def _token(text: str, logprob: float) -> dict[str, Any]:
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
     """A token of a chat. Its bytes are unknown if it is a part of a character."""
     encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": encoded}
-
-
-def _finite(logprob: float) -> float:
-    """A number that JSON can hold; the API says -9999.0 for what is impossible."""
-    return logprob if math.isfinite(logprob) else -9999.0

@@ -41,7 +41,10 @@ READERS = 2  # threads that read bodies: a long one takes some 100 MB while it i
 RETRY_SECONDS = 1  # that a client is to wait before it tries again
 GONE = 499  # the status of a request whose client has gone away; nobody gets it
 # The arguments of `Engine.submit` by the names that requests have for them.
-_PARAMS = {"samples": "n", "stop_tokens": "stop_token_ids", "max_new_tokens": "max_tokens", "salt": "cache_salt"}
+_PARAMS = {
+    "samples": "n", "stop_tokens": "stop_token_ids", "max_new_tokens": "max_tokens", "salt": "cache_salt",
+    "prompt_logprobs_from": "prompt_logprobs",
+}  # fmt: skip
 
 
 class Api:
@@ -140,6 +143,7 @@ class Api:
                 request = serving.Request(
                     prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
                     stop_tokens=stop_tokens, priority=wish.priority, samples=wish.n, logits_state=state,
+                    prompt_logprobs_from=wish.prompt_logprobs_from(len(prompt)),
                 )  # fmt: skip
                 handle = self._engine.submit(request, salt=wish.salt, timeout=served.timeout)
                 handles.append(handle.samples)

@@ -14,6 +14,7 @@ from kvjax.serving import EngineError, Handle
 
 from .answers import REFUSED, Answer, Failed, Piece, pieces
 from .chat import Template
+from .echo import after_prompt, prompt_logprobs, prompt_piece
 from .openai_api import ApiError, Limits, Wish
 from .openai_replies import Form, Usage
 from .serve_pages import Pages
@@ -77,18 +78,21 @@ class Job:
         self, served: Served, pages: Pages, wish: Wish, prompts: list[list[int]], handles: list[list[Handle]],
         stop_tokens: list[int],
     ):  # fmt: skip
-        self._served, self._pages = served, pages
+        self._served, self._pages, self._wish = served, pages, wish
         self._leaders = [of_prompt[0] for of_prompt in handles]
         self._handles = [handle for of_prompt in handles for handle in of_prompt]
         of_answer: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
         of_pieces: Any = {
             "stop_tokens": frozenset(stop_tokens), "listens": wish.streams, "has_top": served.limits.top_logprobs > 0,
+            "shows_stop": wish.echoes and wish.logprobs is not None,  # each token has an entry
         }  # fmt: skip
         self._streams = [
             pieces(handle, Answer(served.decode, prompt, wish.stop, **of_answer), **of_pieces)
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
+        self._prompts = [prompt for prompt, of_prompt in zip(prompts, handles, strict=True) for _ in of_prompt]
+        self._echoed = list[Piece | None]([None]) * self.size  # of each choice
         self._num_prompted = sum(map(len, prompts))
         self._num_tokens = [0] * self.size  # of each choice
 
@@ -116,7 +120,32 @@ class Job:
                 self._num_tokens[index] = piece.num_tokens
                 if piece.finish is not None and self._served.before_end is not None:
                     await asyncio.to_thread(self._served.before_end)
+                if self._wish.echoes:
+                    prompt = self._echoed[index]
+                    if prompt is None:  # it has been scored before the answer begins
+                        of_prompt = self._prompts[index], self._handles[index].output
+                        prompt = await asyncio.to_thread(prompt_piece, self._served.decode, *of_prompt)
+                        self._echoed[index] = prompt
+                        yield index, prompt
+                    piece = after_prompt(piece, prompt)
                 yield index, piece
+
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether the response has tokens of prompts, whose texts take time to decode."""
+        return self._wish.echoes or self._wish.prompt_logprobs is not None
+
+    def prompt_logprobs(self) -> list[Any] | None:
+        """The `prompt_logprobs` of each choice, which is over, as vLLM has them; None if they are not wanted."""
+        num_top = self._wish.prompt_logprobs
+        if num_top is None:
+            return None
+        by_leader = {
+            id(handle): prompt_logprobs(self._served.decode_all, prompt, handle.output, num_top)
+            for prompt, handle in zip(self._prompts, self._handles, strict=True)
+            if handle is handle.samples[0]
+        }
+        return [by_leader[id(handle.samples[0])] for handle in self._handles]
 
     async def _only(self) -> AsyncGenerator[tuple[int, Piece]]:
         async with contextlib.aclosing(self._streams[0]) as found:
@@ -202,7 +231,9 @@ async def whole(job: Job, form: Form) -> dict[str, Any]:
     async with contextlib.aclosing(job.pieces()) as found:
         async for index, piece in found:
             choices[index].append(piece)
-    return form.whole(choices, job.usage)
+    if not job.tells_prompts:
+        return form.whole(choices, job.usage)
+    return await asyncio.to_thread(lambda: form.whole(choices, job.usage, job.prompt_logprobs()))
 
 
 async def events(job: Job, form: Form) -> AsyncGenerator[dict[str, Any]]:

@@ -113,7 +113,8 @@ class Pages:
             self._queued.observe(times.admitted - times.queued)
         if piece.finish is not None:
             self._ended.labels(piece.finish).inc()
-            self._whole.observe(now - times.queued)
+            if piece.num_tokens:  # else only a prompt was scored
+                self._whole.observe(now - times.queued)
             if piece.num_tokens > 1 and times.first_token is not None:
                 self._each_token.observe((now - times.first_token) / (piece.num_tokens - 1))
 

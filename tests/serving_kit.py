@@ -18,7 +18,7 @@ import kvjax
 from kvjax import Sampling
 from kvjax._arrays import Pytree
 from kvjax.pools import host as host_pool
-from kvjax.serving import Output, Request, Scheduler, driver, host_tier
+from kvjax.serving import Output, Request, Scheduler, driver, host_tier, prompt_scores
 from kvjax.serving.sampling import sample
 from kvjax.testing.trial import verify_order
 from tests import drive
@@ -216,6 +216,28 @@ def answer(prompt, number=NEW, kind="plain"):
     return _answer(tuple(map(int, prompt)), number, kind)
 
 
+@functools.partial(jax.jit, static_argnames="windows")
+def _scores(tokens, windows):
+    return jax.nn.log_softmax(MODEL.dense(tokens, windows), axis=-1)
+
+
+def assert_scored(request, output, kind="plain"):
+    """Asserts that an output has all log-probabilities of the prompt that were wanted, by the whole text."""
+    first, length = request.prompt_logprobs_from, len(request.prompt)
+    columns = output.prompt_logprobs, output.prompt_ranks, output.prompt_top_logprobs
+    assert [len(column) for column in columns] == [0 if first is None else length - first] * 3
+    scores = np.asarray(_scores(np.resize(request.prompt, LENGTH).astype(np.int32), WINDOWS[kind]))
+    for position, (logprob, rank, top) in enumerate(zip(*columns, strict=True), first or 0):
+        if position == 0:
+            assert logprob is rank is top is None
+            continue
+        before, token = scores[position - 1], request.prompt[position]
+        np.testing.assert_allclose(logprob, before[token], atol=1e-4)
+        assert rank == 1 + np.sum(before > before[token])
+        assert [*top] == np.argsort(-before)[:TOP_LOGPROBS].tolist()
+        np.testing.assert_allclose([*top.values()], before[[*top]], atol=1e-4)
+
+
 def assert_chained(prompts, outputs, kind="plain"):
     """Asserts that outputs are the model's choices after their prompts, so that no byte that it read was wrong."""
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -308,7 +330,7 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        targets = [(driver, "apply"), (driver, "turn"), (host_tier, "_has_row")]
+        targets = [(driver, "apply"), (driver, "turn"), (prompt_scores, "_score_prompt"), (host_tier, "_has_row")]
         targets += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
             targets += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]

@@ -15,6 +15,7 @@ from kvjax._compile import own_transfers
 from kvjax.cache import AnyCache
 from kvjax.model import Model
 from kvjax.serving.driver import Driver, Limits, check_run
+from kvjax.serving.prompt_scores import Step, check_all_logits
 from kvjax.serving.request import Request, RunOptions, check_state, errors_of
 from kvjax.serving.requests import Output
 from kvjax.serving.turns import Job, Slots
@@ -49,6 +50,8 @@ class Batch[C: AnyCache]:
         self._steps = options.steps or steps
         scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.most_steps(spec), self._steps))
         limits = Limits.of(model, cache.cache, scheduler, options.top_logprobs)
+        if any(request.prompt_logprobs_from is not None for request in requests):
+            check_all_logits(model, cache.cache)
         self.outputs, self._jobs = list[Output](), list[Job]()
         for request in requests:
             self._add(request, limits)
@@ -115,6 +118,9 @@ class Batch[C: AnyCache]:
         if self._is_submitted:
             driver.adopt([])
         else:
+            self._score()
+            if not self._jobs:
+                return False
             driver.submit(self._jobs)
             self._is_submitted = True
             driver.read_statuses()
@@ -126,6 +132,15 @@ class Batch[C: AnyCache]:
         if not driver.active and (rows := state.rows_in_use()).size:
             raise RuntimeError(f"rows {rows.tolist()} are in use, and no request has them")
         return bool(driver.active)
+
+    def _score(self) -> None:
+        """Scores all prompts for which that is wanted; keeps the jobs that go on."""
+        for job in self._jobs:
+            if job.leader is job and job.request.prompt_logprobs_from is not None:
+                samples = [one for one in self._jobs if one.leader is job]
+                while self.driver.score(samples, can_wait=False) is Step.MORE:
+                    self.state.publish()
+        self._jobs = [job for job in self._jobs if not job.is_done]
 
     @own_transfers()
     def close(self) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one host loop of serving: requests go in, the scheduler's loop runs, and the host reads what it did.
 
+    score     log-probabilities of a prompt are computed, if a request wants them, before it is submitted
     submit    requests and cancels go in by one call; each request gets a slot
     dispatch  blocks are emptied if a host tier can take them; the loop starts, and the call returns at once
     read      the tokens of the oldest loop that is not read yet, requests that are over, and moves between the tiers
@@ -32,6 +33,7 @@ from kvjax.serving.decode import check_cache
 from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
+from kvjax.serving.prompt_scores import PromptScores, Step
 from kvjax.serving.request import INSIDE, Request, RunOptions
 from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
 from kvjax.serving.stored import StoredPrefixes
@@ -91,6 +93,7 @@ class Limits(NamedTuple):
             output = Output(prompt_tokens)
             job = make(next(numbers), request, output, max_tokens, stream, namespace=request.namespace)
             job.leader = jobs[0] if jobs else job
+            job.fits = prompt_tokens <= self.most_tokens
             jobs.append(job)
         return jobs
 
@@ -149,6 +152,9 @@ class Driver[C: AnyCache]:
         self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
         self.host_tier = HostTier(self.state, scheduler, slots.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
+        self._scores = PromptScores(
+            self.state, self.host_tier, self.stored, scheduler, num_top=options.top_logprobs, has_log=slots.has_log
+        )  # fmt: skip
         self.active: dict[int, Job] = {}
         self._free = deque(range(len(slots.max_tokens)))
         self._generations = [0] * len(slots.max_tokens)
@@ -174,6 +180,19 @@ class Driver[C: AnyCache]:
         """Waits until all loops that have started are over."""
         if self._turns:
             jax.block_until_ready(self._turns[-1][-1].numbers)
+
+    def score(self, jobs: Sequence[Job], *, can_wait: bool) -> Step:
+        """Scores the next prompt tokens of samples of a request, which are not over; ends those that want no answer.
+
+        Without blocks they end as well, unless they can wait for those of other requests.
+        """
+        step = self._scores.step(self._model, jobs) if jobs[0].fits else Step.NO_BLOCKS
+        is_refused = step is Step.NO_BLOCKS and not (can_wait and jobs[0].fits)
+        for job in jobs:
+            if is_refused or (step is Step.DONE and not job.request.max_new_tokens):
+                job.stage = Stage.DONE
+                job.end("no_blocks" if is_refused else "length")
+        return step
 
     def submit(self, jobs: Sequence[Job], cancelled: Sequence[Job] = ()) -> None:
         """Gives requests to the scheduler, and takes others from it, by one call."""
@@ -265,7 +284,8 @@ class Driver[C: AnyCache]:
 
         def change(output: Output) -> None:
             output.add(tokens, logprobs, *top)
-            output.cached_tokens, output.preemptions = result.cached[slot], result.preemptions[slot]
+            output.cached_tokens = result.cached[slot] if job.found_tokens is None else job.found_tokens
+            output.preemptions = result.preemptions[slot]
             output.finish = finish
 
         if tokens or finish is not None or job.stage != stage:

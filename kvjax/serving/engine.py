@@ -166,6 +166,8 @@ class Engine[C: AnyCache]:
             other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
             raise ValueError(f"salt: got one {other}, wanted None")
         Namespaces.salted(salt)
+        if request.prompt_logprobs_from is not None:
+            self._thread.check_scores()
         slots, prompt = self._slots, request.prompt
         refusal = self._limits.refusal(prompt)
         if refusal == "bad_request":
@@ -207,7 +209,7 @@ class Engine[C: AnyCache]:
     @property
     def waiting(self) -> int:
         """Requests that the scheduler does not have yet."""
-        return len(self._inbox.queue) + len(self._thread.reading)
+        return len(self._inbox.queue) + len(self._thread.waiting)
 
     @property
     def listener_counts(self) -> dict[str, int]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread of an engine: it has the cache, and runs turn after turn while there is something to do.
 
+score     the next part of the first prompt whose log-probabilities are wanted; without a row or blocks for it nothing
+          is chosen, so that requests that run leave some
 choose    of what has come, requests whose prefixes have been read go in by one call, and cancels with them
 dispatch  the loop of the scheduler runs: few steps while somebody waits for tokens, else many
 read      what a turn did is read when the next one is under way, unless a host tier or a store has to come between
@@ -28,6 +30,7 @@ from kvjax.model import Model
 from kvjax.pools.host import init_host_pools
 from kvjax.serving.driver import Driver, StepOutput
 from kvjax.serving.handle import EngineError, Handle
+from kvjax.serving.prompt_scores import Step, check_all_logits
 from kvjax.serving.request import RunOptions
 from kvjax.serving.requests import Output, Stage
 from kvjax.serving.turns import Job, Slots
@@ -113,10 +116,19 @@ class EngineThread(threading.Thread):
         self.last = None  # the cache, once the thread has ended
         # Requests whose prefixes are being read from the store, or for which there is no slot.
         self.reading = list[EngineJob]()
+        self.scoring = list[list[EngineJob]]()  # the samples of each request whose prompt is still to be scored
+        self._scored_now = list[EngineJob]()  # those of them that a call is for, which fail with it
+        self._gives_all_logits = False  # whether the model is known to
         self._most_lent = _FEW_SALTS  # salts at which those are looked for that nothing has
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_emptied(cache.state))
         self._begin(cache)
+
+    def check_scores(self) -> None:
+        """Raises a ValueError for a model that cannot give the logits of a whole prompt."""
+        if not self._gives_all_logits:
+            check_all_logits(self._model, self._shapes.cache)
+            self._gives_all_logits = True
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests; compiles what is not compiled yet."""
@@ -137,7 +149,7 @@ class EngineThread(threading.Thread):
         try:
             while not inbox.is_closing:
                 with inbox.wake:
-                    has_jobs = self.reading or self.active or self.driver.in_flight
+                    has_jobs = self.reading or self.scoring or self.active or self.driver.in_flight
                     inbox.is_idle = not (inbox.queue or inbox.cancels or has_jobs)
                     if inbox.is_idle:
                         inbox.wake.notify_all()  # whoever drains
@@ -162,7 +174,7 @@ class EngineThread(threading.Thread):
         if len(self._running) < self.spec.max_seqs:  # who comes while a loop runs is to be in the next one
             driver.wait()
         cancelled = self._take_cancels()
-        chosen = self._choose()
+        chosen = [] if self._score() else self._choose()
         if chosen or cancelled:
             driver.submit(chosen, cancelled)
             self.reading = self.reading[len(chosen) :]  # not before: after an error the others are chosen again
@@ -185,9 +197,14 @@ class EngineThread(threading.Thread):
         """Gives back the salts that no block and no request has; at most half of those that are lent later."""
         cached = _cached_namespaces(self.driver.state.cache.state)
         with self._inbox.wake:
-            jobs = [*self._inbox.queue, *self.reading, *self.active.values()]
+            jobs = [*self._inbox.queue, *self.waiting, *self.active.values()]
             self._inbox.give_back(cached | {job.namespace for job in jobs})
             self._most_lent = 2 * len(self._inbox.lent) + _FEW_SALTS
+
+    @property
+    def waiting(self) -> list[EngineJob]:
+        """Requests that have left the queue, and that the scheduler does not have yet."""
+        return [*itertools.chain(*self.scoring), *self.reading]
 
     @property
     def _running(self) -> list[EngineJob]:
@@ -211,7 +228,7 @@ class EngineThread(threading.Thread):
     def _take_cancels(self) -> list[EngineJob]:
         """Requests to cancel that the scheduler has, at most so many as one call takes; others end at once."""
         now, found = time.monotonic(), list[EngineJob]()
-        jobs = [*self.active.values(), *self._inbox.queue, *self.reading]
+        jobs = [*self.active.values(), *self._inbox.queue, *self.waiting]
         late = [job for job in jobs if job.deadline < now]
         while (self._inbox.cancels or late) and len(found) < ENTRIES:
             job = late.pop() if late else self._inbox.cancels.popleft()
@@ -224,11 +241,33 @@ class EngineThread(threading.Thread):
                 job.end("cancelled")
         return found
 
+    def _score(self) -> bool:
+        """Scores a part of the first prompt that is to be scored; returns whether it waits for a row or blocks."""
+        while self.scoring:
+            jobs = [job for job in self.scoring[0] if not job.is_done]
+            if jobs:
+                break
+            self.scoring = self.scoring[1:]
+        else:
+            return False
+        self._scored_now = jobs
+        step = self.driver.score(jobs, can_wait=bool(self.active))
+        self._scored_now = []
+        if step is Step.DONE:
+            self.scoring = self.scoring[1:]
+            self.reading += [job for job in jobs if not job.is_done]
+        return step is Step.NO_BLOCKS and not jobs[0].is_done
+
     def _choose(self) -> list[EngineJob]:
         """The requests to submit: those that came first, as there are slots, once their prefixes have been read."""
-        num_free = self.driver.num_free_slots
-        while self._inbox.queue and len(self.reading) < num_free:
-            self.reading.append(self._inbox.queue.popleft())
+        num_free, queue = self.driver.num_free_slots, self._inbox.queue
+        while queue and len(self.waiting) < num_free:
+            job = queue.popleft()
+            if job.request.prompt_logprobs_from is None:
+                self.reading.append(job)
+            else:
+                others = [queue.popleft() for _ in range(1, job.request.samples)]
+                self.scoring = [*self.scoring, [job, *others]]
         self.reading = [job for job in self.reading if not job.is_done]
         stored = self.driver.stored
         self.driver.adopt(self.reading)
@@ -247,7 +286,7 @@ class EngineThread(threading.Thread):
         """Ends the requests that the scheduler has, and goes on with an empty cache."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        self._fail(self.active.values(), failure)
+        self._fail([*self.active.values(), *self._scored_now], failure)
         self.driver.drop_reads()
         del self.driver  # the memory of the old cache
         self._begin(self._empty_cache())
@@ -270,7 +309,7 @@ class EngineThread(threading.Thread):
             self._inbox.is_closing = self._inbox.is_idle = True
             self._inbox.wake.notify_all()
         driver = vars(self).get("driver")  # not set if a new start has failed
-        self._fail([*self.active.values(), *self.reading, *self._inbox.queue], EngineError("the engine was closed"))
+        self._fail([*self.active.values(), *self.waiting, *self._inbox.queue], EngineError("the engine was closed"))
         for copy in self._inbox.copies:
             copy.cancel()
         if driver:

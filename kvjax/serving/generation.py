@@ -69,6 +69,7 @@ def generate[C: AnyCache](
     stop_tokens: Sequence[int] = (),
     namespace: int | Sequence[int] = 0,
     retention: Retention | Sequence[Retention | None] | None = None,
+    prompt_logprobs_from: int | Sequence[int | None] | None = None,
     chunk: int = 128,
     k: int | None = None,
     canonical: bool = False,
@@ -103,6 +104,7 @@ def generate[C: AnyCache](
       stop_tokens: end a row when chosen.
       namespace: of all prompts, or one for each; see `kvjax.serving.Request`.
       retention: of each prompt's blocks, or one for all prompts; see `kvjax.serving.Request`.
+      prompt_logprobs_from: of all prompts, or one for each; see `kvjax.serving.Request`.
       chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. What is chosen does not
         depend on it.
@@ -122,7 +124,7 @@ def generate[C: AnyCache](
     """
     requests = make_requests(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, retention=retention,
-        namespace=namespace,
+        namespace=namespace, prompt_logprobs_from=prompt_logprobs_from,
     )  # fmt: skip
     if seed is not None:
         requests = _with_seeds(requests, seed)

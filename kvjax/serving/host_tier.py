@@ -74,6 +74,16 @@ class HostTier[C: AnyCache]:
                 is_over = events.ok or has_failed  # fewer moves would fail as well
                 target = empty if is_over else (empty + target) // 2
 
+    def make_empty(self, blocks: int) -> None:
+        """Offloads blocks until so many are empty in each group, as far as the host has space for them."""
+        for number in self.groups:
+            most, group_spec = self._most_taken(number), self.spec.groups[number]
+            num_empty, before = int(self.state.cache.state.groups[number].num_empty), -1
+            while before < num_empty < min(blocks, group_spec.num_blocks):
+                target, before = min(num_empty + most, blocks, group_spec.num_blocks), num_empty
+                self.call(TieredCache.watermark, target, most=most, group=number)
+                num_empty = int(self.state.cache.state.groups[number].num_empty)
+
     def empty_refused(self) -> None:
         """Empties blocks that the loop was refused, since their children are on the host."""
         before = [int(group.num_empty) for group in self.state.cache.state.groups]

@@ -37,7 +37,7 @@ class Request:
 
     Attributes:
       prompt: token ids; i32[n] from then on.
-      max_new_tokens: the most tokens of each answer.
+      max_new_tokens: the most tokens of each answer; 0, with `prompt_logprobs_from`, for none.
       sampling: how tokens are chosen; None: greedy. An answer does not depend on the other requests.
       seed: of the random stream. With an int, sample n has the stream `seed + n`, modulo 2**32; with a jax key, the
         samples have the streams that `generate` gives its outputs. None: the number of its first output in the call,
@@ -50,6 +50,9 @@ class Request:
       retention: of the prompt's blocks, where the spec has it; None: none.
       logits_state: a tree of numpy arrays; what `logits_fn` gets with the first logits. None: the engine's. In
         `run_batch` all requests have one, or none has.
+      prompt_logprobs_from: the position of the first prompt token whose log-probability is wanted, and of all that
+        follow it; 0 to the prompt's length. These tokens are computed even if they are cached, between the loops of the
+        other requests, and before the request itself runs. None: none are wanted.
 
     Raises:
       ValueError: naming the attribute.
@@ -75,6 +78,7 @@ class Request:
     samples: int = 1
     retention: Retention | None = None
     logits_state: Any = None
+    prompt_logprobs_from: int | None = None
 
     def __post_init__(self):
         checked = {
@@ -85,7 +89,12 @@ class Request:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        set_ints(self, 1, "max_new_tokens", "samples")
+        set_ints(self, 1, "samples")
+        set_ints(self, 1 if self.prompt_logprobs_from is None else 0, "max_new_tokens")
+        if (first := self.prompt_logprobs_from) is not None:
+            object.__setattr__(self, "prompt_logprobs_from", static_int("prompt_logprobs_from", first, 0))
+            if (length := len(checked["prompt"])) < first:
+                raise ValueError(f"prompt_logprobs_from: got {first}, wanted at most the prompt's length, {length}")
         sampling, retention = self.sampling, self.retention
         if not isinstance(sampling, Sampling | None) or any(map(np.ndim, jax.tree.leaves(sampling))):
             raise ValueError(f"sampling: got {reprlib.repr(sampling)}, wanted a kvjax.Sampling of numbers or None")
@@ -262,6 +271,9 @@ class RunOptions:
         check_retention(spec, retention=request.retention)
         if request.logits_state is not None and self.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
+        if request.prompt_logprobs_from is not None and self.scheduler.canonical:
+            got = request.prompt_logprobs_from  # another program than a prompt's chunks would compute cached blocks
+            raise ValueError(f"prompt_logprobs_from: got {got} with canonical=True, wanted None")
         if self.store is not None:
             self.store.root(request.namespace)
 

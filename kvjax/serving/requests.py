@@ -335,7 +335,11 @@ class Output:
       logprobs: their log-probabilities; see `RunOptions`.
       top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
-      cached_tokens: those that were found in the cache and not computed, when it was first admitted.
+      prompt_logprobs: the log-probability of each prompt token from `Request.prompt_logprobs_from` on, of the logits as
+        they came; None for the first token of a prompt.
+      prompt_ranks: their ranks among all tokens, 1 for the likeliest; None likewise.
+      prompt_top_logprobs: the likeliest tokens for each of them, as in `top_logprobs`; None likewise.
+      cached_tokens: tokens of the prompt that were found in the cache and not computed, when it was first admitted.
       stored_tokens: those of the cached tokens that came from the store, in this generation.
       preemptions: how often it had to give its row up and wait again.
       replica: the number of the replica that made it; None without replicas.
@@ -352,6 +356,9 @@ class Output:
     preemptions: int = 0
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     replica: int | None = None
+    prompt_logprobs: list[float | None] = dataclasses.field(default_factory=list)
+    prompt_ranks: list[int | None] = dataclasses.field(default_factory=list)
+    prompt_top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
 
     def add(
         self, tokens: list[int], logprobs: list[float], top_tokens: Sequence = (), top_logprobs: Sequence = ()

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +121,12 @@ class _Group:
             reserve_tokens=self.chunk, now=self.now,
         )  # fmt: skip
         log, ok = note(log, events), events.ok
-        cache, log, ok, first = self._prefill(cache, log, ok, lead, prompt, length)
+        none = jnp.zeros((1, self.chunk), jnp.int32), jnp.zeros((1,), jnp.int32), lead[None]
+        _, last, _ = jax.eval_shape(functools.partial(cache.step, self.model), *none)
+        cache, log, ok, first = prefill(
+            self.model, cache, log, ok, lead, prompt, length, jnp.zeros(last.shape[1:], last.dtype),
+            lambda before, start, count, logits: logits, chunk=self.chunk, now=self.now,
+        )  # fmt: skip
         admitted = jnp.where(events.ok, lead, -1)
         cache, _ = cache.fork(lead, jnp.where(ok, rows, -1)[1:])
         rows = jnp.where(ok, rows, -1)
@@ -136,26 +143,41 @@ class _Group:
         cache, events = cache.release(rows, now=self.now)
         return cache, note(log, events), jnp.where(ok, logits, jnp.nan)
 
-    def _prefill(
-        self, cache: Cache, log: Log, ok: jax.Array, row: jax.Array, prompt: jax.Array, length: jax.Array
-    ) -> tuple[Cache, Log, jax.Array, jax.Array]:
-        """Computes what a row lacks of its prompt; also returns whether it could, and the last token's logits [V]."""
 
-        def chunk(carry):
-            cache, log, ok, _ = carry
-            seqs = cache.state.seqs
-            committed = pick(seqs.committed, row)
-            count = jnp.minimum(length - committed, self.chunk)
-            more = jnp.maximum(committed + count - pick(seqs.length, row), 0)
-            cache, events = cache.extend(
-                (more > 0)[None], more[None], seqs=row[None], max_tokens=self.chunk, now=self.now
-            )  # fmt: skip
-            ok, log = events.ok | (more == 0), note(log, events)
-            tokens = jax.lax.dynamic_slice_in_dim(prompt, committed, self.chunk)
-            count = jnp.where(ok, count, 0)
-            cache, logits, events = cache.step(self.model, tokens[None], count[None], row[None], now=self.now)
-            return cache, note(log, events), ok, logits[0]
+def prefill[T](
+    model: Model,
+    cache: Cache,
+    log: Log,
+    ok: jax.Array,
+    row: jax.Array,
+    prompt: jax.Array,
+    length: jax.Array,
+    notes: T,
+    note_logits: Callable[[T, jax.Array, jax.Array, jax.Array], T],
+    *,
+    chunk: int,
+    now: jax.Array,
+    logits: Literal["last", "all"] = "last",
+) -> tuple[Cache, Log, jax.Array, T]:
+    """Computes what a row lacks of the first `length` i32[] tokens of its prompt, chunk by chunk.
 
-        *_, logits = jax.eval_shape(chunk, (cache, log, ok, None))
-        start = cache, log, ok, jnp.zeros(logits.shape, logits.dtype)
-        return while_loop(lambda c: c[2] & (pick(c[0].state.seqs.committed, row) < length), chunk, start)
+    `prompt` i32[N] has as many tokens more as a chunk may read. After each chunk `note_logits` gets the notes so far,
+    the position of the chunk's first token i32[], its number of tokens i32[], and the logits: f32[V] after the last
+    token, or f32[C, V] after each. Returns the cache, the log, whether there were blocks for all, and the notes.
+    """
+
+    def compute(carry):
+        cache, log, ok, notes = carry
+        seqs = cache.state.seqs
+        committed = pick(seqs.committed, row)
+        count = jnp.minimum(length - committed, chunk)
+        more = jnp.maximum(committed + count - pick(seqs.length, row), 0)
+        cache, events = cache.extend((more > 0)[None], more[None], seqs=row[None], max_tokens=chunk, now=now)
+        ok, log = events.ok | (more == 0), note(log, events)
+        tokens = jax.lax.dynamic_slice_in_dim(prompt, committed, chunk)
+        count = jnp.where(ok, count, 0)
+        cache, found, events = cache.step(model, tokens[None], count[None], row[None], now=now, logits=logits)
+        return cache, note(log, events), ok, note_logits(notes, committed, count, found[0])
+
+    start = cache, log, ok, notes
+    return while_loop(lambda c: c[2] & (pick(c[0].state.seqs.committed, row) < length), compute, start)

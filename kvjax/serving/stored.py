@@ -262,7 +262,7 @@ class StoredPrefixes:
                 blocks, cached = self.prefixes[job.leader.number].blocks, job.output.cached_tokens
                 starts = [at * self.size for at, block in enumerate(blocks) if block.hash in self.adopted]
                 job.output.stored_tokens += sum(min(max(cached - start, 0), self.size) for start in starts)
-        self._write(log)
+        self.write(log)
         for job in admitted:
             if job.output.finish is not None:
                 self.counted.discard(job.number)
@@ -272,8 +272,8 @@ class StoredPrefixes:
             if len(hashes) > 4 * self.spec.groups[0].num_ids:  # most are of blocks that are gone
                 hashes.clear()
 
-    def _write(self, log: EventLog) -> None:
-        """Writes the whole blocks that a loop stored and that are still there."""
+    def write(self, log: EventLog) -> None:
+        """Writes the whole blocks that a program stored and that are still there."""
         records = np.asarray(log.records)[: int(log.appended)]
         kind, num_tokens, level = records[:, 0], records[:, 6], records[:, 7]
         is_whole = (kind == EventKind.STORED) & (num_tokens == self.size) & (level == 0)

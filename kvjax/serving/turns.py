@@ -40,6 +40,8 @@ class Job:
     generation: int = -1  # of the slot
     since: int = 0  # the number of the first loop that has it
     stage: int = Stage.WAITING  # as the last loop has left it
+    fits: bool = True  # whether its prompt fits, alone in the cache
+    found_tokens: int | None = None  # of its prompt, in the cache when that was scored; None: it was not
 
     @property
     def tokens(self) -> np.ndarray:
@@ -50,6 +52,17 @@ class Job:
     def is_cut(self) -> bool:
         """Whether it ends before it has as many tokens as were wanted, since no more fit."""
         return self.max_tokens < len(self.tokens) + self.request.max_new_tokens
+
+    @property
+    def next_score(self) -> int:
+        """The position of the next prompt token to score; the prompt's end where none is wanted."""
+        first = self.request.prompt_logprobs_from
+        return len(self.tokens) if first is None else first + len(self.output.prompt_logprobs)
+
+    @property
+    def num_unscored(self) -> int:
+        """The number of prompt tokens that are still to be scored."""
+        return len(self.tokens) - self.next_score
 
     @property
     def left(self) -> int:

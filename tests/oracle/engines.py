@@ -283,7 +283,7 @@ class Served(Life):
         self.calls.before, self.calls.after = (fail, None) if breaks and breaks[1] else (None, fail)
 
     def described(self, ask: dict[str, Any], **namespace: int) -> kvjax.serving.Request:
-        names = "prompt", "max_new_tokens", "seed", "priority", "stop_tokens", "samples"
+        names = "prompt", "max_new_tokens", "seed", "priority", "stop_tokens", "samples", "prompt_logprobs_from"
         fields = {name: ask[name] for name in names}
         if self.spec.retention:
             fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["stated"]]))
@@ -304,6 +304,7 @@ class Served(Life):
             assert abs(logprob - score) < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
             assert request.sampling is not None or token == name_of(space, path) % VOCAB, f"{request} has {new}"
             path += (token,)
+        self.check_scores(request, space, output)
         self.tally["generated"] += len(new)
         self.tally["preempted"] += output.preemptions
         self.tally["generate hit"] += output.cached_tokens > 0
@@ -318,6 +319,21 @@ class Served(Life):
             "row_full": len(path) == WIDTH + 1 or not new, "bad_request": is_bad, "no_blocks": True,
         }  # fmt: skip
         assert right.get(str(output.finish), True), f"{request} has {output}"
+
+    def check_scores(self, request: Any, space: int, output: Any) -> None:
+        """Each prompt token that was scored has the model's log-probability; in the end all that were wanted have."""
+        prompt, first, scored = request.prompt.tolist(), request.prompt_logprobs_from, output.prompt_logprobs
+        for at, logprob in enumerate(scored, first or 0):
+            if at == 0:
+                assert logprob is None, f"the first token of {request} has {logprob}"
+                continue
+            score = score_of(tuple(prompt[:at]), space, prompt[at])
+            assert abs(logprob - score) < 1e-4, f"{request} has {logprob} at {at}, wanted {score}"
+            assert (output.prompt_ranks[at - first] == 1) == (score > -1)
+        is_over = output.finish in ("stop", "length")
+        assert not is_over or first is None or len(scored) == len(prompt) - first, f"{request} has {output}"
+        self.tally["scored"] += first is not None and is_over
+        self.tally["scored without blocks"] += first is not None and output.finish == "no_blocks"
 
     # Engines.
 
@@ -388,13 +404,13 @@ class Served(Life):
             assert one.turns < 5 or one.handle.done, f"{one.request} was cancelled and goes on"
             assert one.is_cancelled or one.handle.output.finish != "cancelled", f"nobody cancelled {one.request}"
         self.requests = [one for one in self.requests if not one.handle.done]
-        handles = {job.handle for job in [*thread.active.values(), *thread.reading, *self.engine._inbox.queue]}
+        handles = {job.handle for job in [*thread.active.values(), *thread.waiting, *self.engine._inbox.queue]}
         assert all(one.handle in handles for one in self.requests), "a request is lost"
 
     def _submit(self, ask: dict[str, Any]) -> None:
         """Submits a request of a tenant. Another tenant has a first token once no request begins with it."""
         engine, thread, prompt = self.engine, self.engine._thread, ask["prompt"]
-        jobs = [*thread.active.values(), *thread.reading, *engine._inbox.queue]
+        jobs = [*thread.active.values(), *thread.waiting, *engine._inbox.queue]
         is_bad = not prompt or max(prompt) >= VOCAB
         salt = None
         if not is_bad:
@@ -537,12 +553,20 @@ class Asks(bytes_machine.Requests):
 
     config: Serves
 
+    def __init__(self, seed: int, config: Serves):
+        super().__init__(seed, config)
+        self.of_scores = np.random.default_rng((seed, 2))  # apart, so that a seed's other requests stay as they are
+
     def ask(self) -> dict[str, Any]:
         prompt = self.text(self.number(1, 13))
         if self.chance(0.03):
             prompt = [[], [VOCAB + 2]][self.number(2)]
+        answer = 40 if self.chance(0.05) else self.number(1, 6)
+        scores = int(self.of_scores.integers(len(prompt) + 1)) if self.of_scores.random() < 0.1 else None
+        if scores is not None and self.of_scores.random() < 0.3:
+            answer = 0
         return {
-            "prompt": prompt, "max_new_tokens": 40 if self.chance(0.05) else self.number(1, 6),
+            "prompt": prompt, "max_new_tokens": answer, "prompt_logprobs_from": scores,
             "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
             "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
             "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),

@@ -16,11 +16,11 @@ from tests.oracle.serving import COUNTS, OPTIONS
 STEPS = 400  # of a history
 OF_ENGINES = (
     "turns of engines", "closed in the middle", "broken step", "refused by the engine", "cleared",
-    "finish row_full", "finish stop", "finish cancelled",
+    "finish row_full", "finish stop", "finish cancelled", "scored",
 )  # fmt: skip
 OF_BATCHES = "turns of batches", "beside other rows", "closed stream", "broken batch"
 OF_MOVES = "failed in a turn", "failed in generate", "offloaded", "onboarded", "dropped by the host"
-OF_REPLICAS = "by replica 0", "by replica 1", "turns of batches", "lost replica", "failed", "generate hit"
+OF_REPLICAS = "by replica 0", "by replica 1", "turns of batches", "lost replica", "failed", "generate hit", "scored"
 HAPPENS = {
     "plain": (*OF_ENGINES, *OF_BATCHES, "lent anew"),
     "host": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, "preempted"),

@@ -377,10 +377,17 @@ MISTAKES = [
     ),
     Mistake(
         "impossible tokens have no number in JSON",
-        "models/openai_replies.py",
-        "return logprob if math.isfinite(logprob) else -9999.0",
+        "models/echo.py",
+        "return logprob if math.isfinite(logprob) else IMPOSSIBLE",
         "return logprob",
         "tests/models/test_serve_requests.py",
+    ),
+    Mistake(
+        "the first scored token of a prompt may be found in the cache",
+        "kvjax/serving/prompt_scores.py",
+        "row[None], prompt[None, :width], first[None], namespace",
+        "row[None], prompt[None, :width], end[None], namespace",
+        "tests/unit/serving/test_prompt_scores.py",
     ),
 ]
 

@@ -34,6 +34,7 @@ from tests.serving_kit import (
     SIZE,
     VOCAB,
     ask,
+    assert_scored,
     ctrl_c_acts,
     make_cache,
     make_spec,
@@ -172,6 +173,25 @@ def test_answers_are_those_without_a_cache(name, way):
             assert all(output.cached_tokens >= output.prompt_tokens - 1 for output in outputs)
 
 
+SCORED = changed(
+    [ask(prompt) for prompt in [*PROMPTS, DOCUMENT[:21]]], prompt_logprobs_from=[0, 4, None, 13, 0],
+    max_new_tokens=[2, NEW, NEW, 0, 0],
+)  # fmt: skip
+
+
+@ways(but="rollout")
+def test_prompts_are_scored_whatever_is_cached_and_requests_go_on(way):
+    session, answered = WAYS[way](), [request for request in SCORED if request.max_new_tokens]
+    for turn in range(2):
+        outputs = session.run(SCORED)
+        for request, output in zip(SCORED, outputs, strict=True):
+            assert_scored(request, output)
+        assert [output.finish for output in outputs] == ["length"] * len(SCORED)
+        assert_alike([output for output in outputs if output.tokens], wanted(answered))
+        cached = [output.cached_tokens for output in outputs]
+        assert cached[0] == cached[4] == 0 and (not turn or cached[1] == 3)  # none of the tokens that were scored
+
+
 def test_samplings_and_seeds_make_a_difference():
     for name in ("seeds", "samples", "samples of a key"):
         tokens = [tuple(output.tokens) for output in wanted(CASES[name].requests)]
@@ -238,6 +258,11 @@ OF_REQUESTS = [
     *(({"stop_tokens": wrong}, f"stop_tokens: got {wrong!r}, {TOKEN_IDS}") for wrong in (5, [0.5])),
     *(({"namespace": wrong}, f"namespace: got {wrong!r}, wanted an int of at least 0") for wrong in (-1, 0.5)),
     ({"namespace": 2**31}, f"namespace: {WIDE}"),
+    *(
+        ({"prompt_logprobs_from": wrong}, f"prompt_logprobs_from: got {wrong!r}, wanted an int of")
+        for wrong in (-1, 0.5)
+    ),
+    ({"prompt_logprobs_from": 3}, "prompt_logprobs_from: got 3, wanted at most the prompt's length, 2"),
     ({"sampling": 3}, "sampling: got 3, wanted a kvjax.Sampling of numbers or None"),
     ({"retention": 3}, "retention: got 3, wanted a kvjax.Retention or None"),
     *(({"seed": wrong}, f"seed: got {wrong!r}, wanted an integer or a jax key") for wrong in (0.5, "a", True)),

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax._arrays import Pytree
-from kvjax.serving import Sampling, Scheduler
+from kvjax.serving import Request, RunOptions, Sampling, Scheduler
 from kvjax.serving.sampling import sample
 from tests import drive
 from tests.poison import poisoned
@@ -64,7 +64,8 @@ class Hybrid(Pytree):
         latents, queries = self.project(x)
         pools = kvjax.write(pools, 1, latents[:, :, None], None, view)
         values = kvjax.attend(queries, pools, 1, view)
-        return self.logits(values)[jnp.arange(tokens.shape[0]), last], pools
+        logits = self.logits(values)
+        return logits if last is None else logits[jnp.arange(tokens.shape[0]), last], pools
 
     def dense(self, tokens):
         """The logits f32[T, V] of a whole text i32[T]."""
@@ -129,6 +130,24 @@ def run(cache, scheduler, prompts, first_seed=0):
     assert_recomputed(each, outputs, seeds)
     kvjax.check(state_of(cache))
     return outputs, cache, events
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("numbers", [(BLOCKS, BLOCKS), *FEW.values()], ids=["plenty", *FEW])
+def test_prompts_are_scored_from_any_token_on(numbers):
+    """A recurrent state cannot restart at every token; what lies before is computed again."""
+    cache, scores = make_cache(numbers), jax.jit(lambda tokens: jax.nn.log_softmax(MODEL.dense(tokens), axis=-1))
+    for first in (0, 9, 2, 16):
+        requests = [
+            Request(prompt, max_new_tokens=0, prompt_logprobs_from=min(first, len(prompt))) for prompt in make_prompts()
+        ]
+        outputs, cache, _ = kvjax.run_batch(MODEL, cache, requests, RunOptions(scheduler=Scheduler(chunk=5)))
+        for request, output in zip(requests, outputs, strict=True):
+            wanted = scores(np.resize(request.prompt, LENGTH))
+            at = np.arange(max(first, 1), len(request.prompt))
+            found = [logprob for logprob in output.prompt_logprobs if logprob is not None]
+            np.testing.assert_allclose(found, wanted[at - 1, request.prompt[at]], atol=1e-4)
+        kvjax.check(state_of(cache))
 
 
 @pytest.mark.slow

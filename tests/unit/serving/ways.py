@@ -103,7 +103,8 @@ class Generates(Session):
         scheduler, seed, stop_tokens = options.pop("scheduler"), requests[0].seed, requests[0].stop_tokens
         each = [request for request in requests for _ in range(request.samples)]
         assert all(request.priority == 0 and [*request.stop_tokens] == [*stop_tokens] for request in each)
-        columns = {name: [getattr(one, name) for one in each] for name in ("max_new_tokens", "sampling", "retention")}
+        names = "max_new_tokens", "sampling", "retention", "prompt_logprobs_from"
+        columns = {name: [getattr(one, name) for one in each] for name in names}
         outputs, cache, self.decoded = kvjax.generate(
             MODEL, self.caches[0], [one.prompt for one in each], **columns, seed=seed, stop_tokens=stop_tokens,
             namespace=[one.namespace for one in each], chunk=scheduler.chunk, k=scheduler.k, **options,
