@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax import grammar
 from kvjax._arrays import Pytree, described, pick
 from kvjax.checks import check_functions, host_integers, static_int
-from kvjax.grammar import TokenTable, Vocabulary, compile_choices, compile_regex, compile_schema
+from kvjax.grammar import TokenTable, Vocabulary
 from pallas_kernels.loops import varying
 
 NONE = -1  # the state of a row without a constraint
@@ -254,9 +255,7 @@ def constrain(
     if len(names) != 1:
         raise ValueError(f"schema: got {' and '.join(names) or 'none'}, wanted one of schema, regex and choices")
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary.of(tokenizer)
-    compiler: Callable[..., TokenTable] = {
-        "schema": compile_schema, "regex": compile_regex, "choices": compile_choices
-    }[names[0]]  # fmt: skip
+    compiler: Callable[..., TokenTable] = getattr(grammar, f"compile_{names[0]}")
     limits = {"max_states": max_states, "max_classes": max_classes}
     return Constraints.of(compiler(given[names[0]], vocabulary, **limits), stop_tokens, **limits)
 
