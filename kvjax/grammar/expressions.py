@@ -152,16 +152,15 @@ def seq(*parts: Expression) -> Expression:
 
 def alt(*parts: Expression) -> Expression:
     """Matches any of the parts. Single bytes become one set."""
-    flat: list[Expression] = []
+    items: dict[Expression, None] = {}
     mask = 0
     for part in parts:
         for item in part.parts if isinstance(part, Alt) else [part]:
             if isinstance(item, ByteSet):
                 mask |= item.mask
-            elif item not in flat:
-                flat.append(item)
-    if mask:
-        flat.append(ByteSet(1, mask))
+            else:
+                items[item] = None
+    flat = [*items, ByteSet(1, mask)] if mask else [*items]
     if not flat:
         return NOTHING
     return flat[0] if len(flat) == 1 else Alt(2 + sum(part.size + 1 for part in flat), tuple(flat))

@@ -9,8 +9,8 @@ A text that matches is always valid. Not each valid text matches:
   names its properties has no others, and an array with `prefixItems` and without `items` no further items.
 - A schema without `type` has the types that its keywords concern.
 - `json_texts.py` says how strings are written, and `numerals.py` numbers.
-- Values of no schema have at most `ANY_DEPTH` levels of objects and arrays, and a schema that contains itself at most
-  `RECURSION` copies of itself within each other.
+- Values without a schema have at most `ANY_DEPTH` levels of objects and arrays, and a whole text that may be any object
+  `ROOT_DEPTH`. A schema that contains itself has at most `RECURSION` copies of itself within each other.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ from kvjax.grammar.numerals import INTEGER, NUMBER, integers, multiples, numbers
 from kvjax.grammar.patterns import pattern_expression
 
 ANY_DEPTH = 3
+ROOT_DEPTH = 5
 RECURSION = 3
 _TEXT = {"type": "string"}
 _MAX_ALTERNATIVES = 256
@@ -316,7 +317,7 @@ class _Reader:
 
     def _object(self, parts: Parts) -> Expression:
         if not any(set(KEYWORDS["object"]) & part.schema.keys() for part in parts):
-            return any_object(ANY_DEPTH)
+            return any_object(ROOT_DEPTH if parts and parts[0].level == 0 else ANY_DEPTH)
         required = required_names(parts)
         names = list(dict.fromkeys([*(name for part in parts for name in schema_map(part, "properties")), *required]))
         allowed = [
