@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars for decoding: a JSON schema, a regular expression or choices as tables over a vocabulary's tokens.
+r"""Grammars for decoding: a JSON schema, a regular expression or choices as tables over a vocabulary's tokens.
 
     vocabulary = kvjax.grammar.Vocabulary.of(tokenizer)
-    table = kvjax.grammar.compile_regex(r"[a-z]+@[a-z]+\\.(com|org)", vocabulary)
+    table = kvjax.grammar.compile_regex(r"[a-z]+@[a-z]+\.(com|org)", vocabulary)
 
 The tables are arrays of numpy, so that a decode loop follows them without a host: the tokens that may come next in
 state `s` are those with `table.next_state[s, table.token_class] >= 0`.
@@ -10,24 +10,29 @@ state `s` are those with `table.next_state[s, table.token_class] >= 0`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvjax.grammar.automaton import Builder
 from kvjax.grammar.expressions import Expression, GrammarError, alt, literal
+from kvjax.grammar.json_schema import schema_expression
 from kvjax.grammar.patterns import pattern_expression
 from kvjax.grammar.tokens import TokenTable, token_table
 from kvjax.grammar.vocabulary import Vocabulary
 
-__all__ = ["GrammarError", "TokenTable", "Vocabulary", "compile_choices", "compile_regex"]
+__all__ = ["GrammarError", "TokenTable", "Vocabulary", "compile_choices", "compile_regex", "compile_schema"]
 
 
 def _compiled(
-    name: str, expression: Expression, vocabulary: Vocabulary, max_states: int, max_classes: int
+    name: str, read: Callable[[Builder], Expression], vocabulary: Vocabulary, max_states: int, max_classes: int
 ) -> TokenTable:
+    """Makes the table of what `read` returns. An error begins with the path of a part, or with `name`."""
+    builder = Builder(max_states)
     try:
-        return token_table(Builder(max_states).build(expression), vocabulary, max_states, max_classes)
+        return token_table(builder.build(read(builder)), vocabulary, max_states, max_classes)
     except GrammarError as error:
-        raise GrammarError(f"{name}: {error}") from None
+        message = str(error)
+        raise GrammarError(message if message.startswith(name) else f"{name}: {message}") from None
 
 
 def compile_regex(
@@ -47,11 +52,7 @@ def compile_regex(
     Raises:
       GrammarError: naming the construct or the limit.
     """
-    try:
-        expression = pattern_expression(pattern)
-    except GrammarError as error:
-        raise GrammarError(f"regex: {error}") from None
-    return _compiled("regex", expression, vocabulary, max_states, max_classes)
+    return _compiled("regex", lambda _: pattern_expression(pattern), vocabulary, max_states, max_classes)
 
 
 def compile_choices(
@@ -70,4 +71,23 @@ def compile_choices(
     """
     if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise GrammarError(f"choices: got {choices!r:.80}, wanted a list of texts")
-    return _compiled("choices", alt(*map(literal, choices)), vocabulary, max_states, max_classes)
+    return _compiled("choices", lambda _: alt(*map(literal, choices)), vocabulary, max_states, max_classes)
+
+
+def compile_schema(
+    schema: dict[str, Any] | bool | str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 512
+) -> TokenTable:
+    """Makes the table of the JSON texts that satisfy a schema; `{"type": "object"}` is any object.
+
+    Each text is valid, and the table has the valid texts of one form: `kvjax.grammar.json_schema` describes it.
+
+    Args:
+      schema: a JSON schema, or its text.
+      vocabulary: the tokens' bytes.
+      max_states: limit on the table's states.
+      max_classes: limit on its classes of tokens.
+
+    Raises:
+      GrammarError: naming the keyword that is not supported, or the limit.
+    """
+    return _compiled("schema", lambda builder: schema_expression(schema, builder), vocabulary, max_states, max_classes)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.grammar.expressions import (
     Alt,
+    Automaton,
     Both,
     ByteSet,
     Expression,
+    Given,
     GrammarError,
     Joined,
     Minimal,
@@ -30,20 +31,6 @@ from kvjax.grammar.expressions import (
 _SLACK = 8
 _MAX_SIZE = 200_000  # states of an automaton that is not deterministic yet
 _MAX_WORK = 4_000_000  # moves that are looked at in all
-
-
-class Automaton(NamedTuple):
-    """A deterministic automaton over bytes. State 0 is the start.
-
-    Attributes:
-      next_state: i32[S, K]; the state after a byte of each class; -1: no text goes on like this.
-      byte_class: i32[256]; each byte's class.
-      final: bool[S]; whether a text may end in the state.
-    """
-
-    next_state: np.ndarray
-    byte_class: np.ndarray
-    final: np.ndarray
 
 
 class _Graph:
@@ -85,7 +72,7 @@ class _Graph:
                 end = self._repeat(expression, start)
             case Joined():
                 end = self._joined(expression, start)
-            case Minimal() | Both() | Minus():
+            case Minimal() | Given() | Both() | Minus():
                 end = self._automaton(self.builder.build(expression), start)
             case _:
                 raise TypeError(f"expression: got {expression!r}")
@@ -192,10 +179,26 @@ class Builder:
                     automaton = self._product(self.build(left), self.build(right), True)
                 case Minimal(item=item):
                     automaton = self.build(item)
+                case Given(automaton=automaton):
+                    automaton = minimise(automaton)
                 case _:
                     automaton = minimise(self._determinised(expression))
             self._built[expression] = automaton
         return self._built[expression]
+
+    def accepts(self, expression: Expression, text: bytes) -> bool:
+        """Whether an expression matches a text."""
+        automaton = self.build(expression)
+        state = 0
+        for value in text:
+            state = int(automaton.next_state[state, automaton.byte_class[value]])
+            if state < 0:
+                return False
+        return bool(automaton.final[state])
+
+    def matches_nothing(self, expression: Expression) -> bool:
+        """Whether no text matches."""
+        return not self.build(expression).final.any()
 
     def _check(self, num_states: int) -> None:
         if num_states > _SLACK * self.max_states:

@@ -12,6 +12,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 MAX_CODE = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -20,6 +23,20 @@ Ranges = tuple[tuple[int, int], ...]
 
 class GrammarError(ValueError):
     """A schema, a pattern or a list of choices that no table can follow; the message names the part and the limit."""
+
+
+class Automaton(NamedTuple):
+    """A deterministic automaton over bytes. State 0 is the start.
+
+    Attributes:
+      next_state: i32[S, K]; the state after a byte of each class; -1: no text goes on like this.
+      byte_class: i32[256]; each byte's class.
+      final: bool[S]; whether a text may end in the state.
+    """
+
+    next_state: np.ndarray
+    byte_class: np.ndarray
+    final: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,6 +93,13 @@ class Minimal(Expression):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Given(Expression):
+    """The strings that an automaton accepts."""
+
+    automaton: Automaton
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Both(Expression):
     """The strings that both sides match."""
 
@@ -128,16 +152,15 @@ def seq(*parts: Expression) -> Expression:
 
 def alt(*parts: Expression) -> Expression:
     """Matches any of the parts. Single bytes become one set."""
-    flat: list[Expression] = []
+    items: dict[Expression, None] = {}
     mask = 0
     for part in parts:
         for item in part.parts if isinstance(part, Alt) else [part]:
             if isinstance(item, ByteSet):
                 mask |= item.mask
-            elif item not in flat:
-                flat.append(item)
-    if mask:
-        flat.append(ByteSet(1, mask))
+            else:
+                items[item] = None
+    flat = [*items, ByteSet(1, mask)] if mask else [*items]
     if not flat:
         return NOTHING
     return flat[0] if len(flat) == 1 else Alt(2 + sum(part.size + 1 for part in flat), tuple(flat))
@@ -174,7 +197,16 @@ def joined(parts: Sequence[tuple[Expression, bool]], separator: Expression) -> E
 
 def minimal(item: Expression) -> Expression:
     """Matches what the item matches; its automaton is made minimal first, once for all its uses."""
-    return item if isinstance(item, ByteSet | Minimal | Both | Minus) or item.size < 4 else Minimal(item.size, item)
+    return (
+        item
+        if isinstance(item, ByteSet | Minimal | Given | Both | Minus) or item.size < 4
+        else Minimal(item.size, item)
+    )
+
+
+def given(automaton: Automaton) -> Expression:
+    """Matches what an automaton accepts."""
+    return Given(len(automaton.final) + 1, automaton)
 
 
 def both(*parts: Expression) -> Expression:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the text of a regular expression, Python's or ECMAScript's, to an expression over bytes.
+r"""From the text of a regular expression, Python's or ECMAScript's, to an expression over bytes.
 
 Both languages share what is read here. What they read differently, or what is not regular, is refused by name:
-lookaround, backreferences, word boundaries, inline flags, atomic groups and possessive quantifiers. `\\d`, `\\w` and
-`\\s` are ASCII's. A lazy quantifier means the same as a greedy one.
+lookaround, backreferences, word boundaries, inline flags, atomic groups and possessive quantifiers. `\d`, `\w` and
+`\s` are ASCII's. A lazy quantifier means the same as a greedy one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONTROLS = {"n": 0x0A, "t": 0x09, "r": 0x0D, "f": 0x0C, "v": 0x0B, "0": 0x00}
 _QUANTIFIER = re.compile(r"\{(\d*)(,?)(\d*)\}")
 _CODES = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}|U([0-9A-Fa-f]{8})")
 _MAX_COUNT = 100_000
-_MAX_DEPTH = 100  # groups within groups
+_MAX_DEPTH = 50  # groups within groups
 _REFUSED = (
     ("(?=", "a lookahead"), ("(?!", "a lookahead"), ("(?<=", "a lookbehind"), ("(?<!", "a lookbehind"),
     ("(?>", "an atomic group"), ("(?P=", "a backreference"), ("(?(", "a conditional group"), ("(?#", "a comment"),
@@ -236,11 +236,12 @@ class _Reader:
                 continue
             self.position += 1
             last = self._member()
-            if len(first) > 1 or len(last) > 1 or first[0][0] != first[0][1] or last[0][0] != last[0][1]:
+            ends = [*first, *last]
+            if len(ends) > 2 or any(begin != end for begin, end in ends):
                 raise self.error("got a range between classes")
-            if last[0][0] < first[0][0]:
+            if ends[1] < ends[0]:
                 raise self.error("got a range in the wrong order")
-            ranges.append((first[0][0], last[0][0]))
+            ranges.append((ends[0][0], ends[1][0]))
         return complement(tuple(ranges)) if negated else normal_ranges(ranges)
 
     def _member(self) -> Ranges:

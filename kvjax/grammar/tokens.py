@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.grammar.automaton import Automaton, merged, reaching, trimmed
-from kvjax.grammar.expressions import GrammarError
+from kvjax.grammar.automaton import merged, reaching, trimmed
+from kvjax.grammar.expressions import Automaton, GrammarError
 from kvjax.grammar.vocabulary import Vocabulary
 
 _MAX_ENTRIES = 1 << 26  # entries of all functions: i32, so that they take 256 MiB
