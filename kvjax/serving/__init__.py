@@ -25,10 +25,10 @@ from kvjax.serving.submit import cancel, drain, submit
 from kvjax.verbs.free_rows import free_rows
 
 __all__ = [
-    "Constraints", "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output", "Penalties",
-    "Progress", "QueueFull", "Replicas", "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions", "Sampling",
-    "Scheduler", "Serving", "Times", "cancel", "chain", "choose_replica", "compiler_options", "constrain", "decode", "decode_log", "drain",
-    "free_rows", "generate", "init_serving", "make_requests", "penalize", "results", "rollout", "rollout_log",
-    "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step", "stream", "submit", "what_if",
-    "worst_step",
+    "Constraints", "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output",
+    "Penalties", "Progress", "QueueFull", "Replicas", "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions",
+    "Sampling", "Scheduler", "Serving", "Times", "cancel", "chain", "choose_replica", "compiler_options", "constrain",
+    "decode", "decode_log", "drain", "free_rows", "generate", "init_serving", "make_requests", "penalize", "results",
+    "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step",
+    "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

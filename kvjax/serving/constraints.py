@@ -234,14 +234,14 @@ def constrain(
     """Constrains answers to a JSON schema, to a regular expression, or to one of some texts.
 
     Pass it as `logits_fn`, with the same stop tokens: an answer that ends with "stop" then has a text of the grammar
-    before the stop token, and one that ends earlier, by `max_new_tokens`, the begin of one. All schemas of one tokenizer
+    before the stop token, and one that ends earlier, by `max_new_tokens`, the begin of one. All grammars of a tokenizer
     have arrays of the same shapes, of 2 bytes for each state and class.
 
     Args:
       schema: a JSON schema, or its text; see `kvjax.grammar.compile_schema`.
       regex: is matched by the whole answer; see `kvjax.grammar.compile_regex`.
       choices: texts.
-      tokenizer: of `tokenizers` or `transformers`, or a `kvjax.grammar.Vocabulary`, which is read once for many schemas.
+      tokenizer: of `tokenizers` or `transformers`, or a `kvjax.grammar.Vocabulary`, read once for many grammars.
       stop_tokens: end an answer; allowed where the text is complete, and nowhere else.
       max_states: the most states of the automaton.
       max_classes: the most classes of tokens that it tells apart.
