@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies, walks through tables, and Hypothesis' strategies of patterns and schemas."""
+
+import json
+import random
+import re
+
+import hypothesis.strategies as st
+
+from kvjax.grammar import TokenTable, Vocabulary
+
+BYTES = tuple(bytes([value]) for value in range(256))
+# Every byte, so that each text can be written, and tokens as a tokenizer has them: words, cuts through characters.
+PIECES = (
+    b'{"', b'"}', b'":', b'": ', b'", "', b'","', b"}, {", b"[[", b"]}", b" ", b"  ", b"true", b"fal", b"se", b"null", b"-1",
+    b"10", b"00", b".5", b"e+1", b"\\u", b"\\n", b"00e9", b"\\ud83d", b"\\ude00", b"name", b"nam", b"e\":", b"ab", b"ba",
+    b"aba", b"aaaa", b"20", b"24-0", b"T1", b"://", b"\xc3", b"\xa9", b"\xc3\xa9", b"\xe6\x97", b"\xa5\xe6\x9c\xac", b"\xf0\x9f",
+    b"\x98\x80", b"a\xf0\x9f\x98", b"\xed\xa0\x80", b"\xff\xfe", b"\n", b"\n\n", b"\t", b"@", b".com", b"\x00",
+)  # fmt: skip
+VOCABULARY = Vocabulary([None, *BYTES, *PIECES, b"", None])
+
+
+def next_state(table: TokenTable, state: int, token: int) -> int:
+    return int(table.next_state[state, table.token_class[token]])
+
+
+def accepts(table: TokenTable, text: str | bytes, vocabulary: Vocabulary = VOCABULARY) -> bool:
+    """Whether a table accepts a text, written byte by byte."""
+    numbers = {token: number for number, token in enumerate(vocabulary.tokens)}
+    state = 0
+    for value in text.encode() if isinstance(text, str) else text:
+        state = next_state(table, state, numbers[bytes([value])])
+        if state < 0:
+            return False
+    return bool(table.may_end[state])
+
+
+def ways_to_end(table: TokenTable) -> list[int]:
+    """The number of tokens from each state to the nearest end."""
+    distances = [0 if may_end else 10**9 for may_end in table.may_end.tolist()]
+    rows = [sorted({target for target in row if target >= 0}) for row in table.next_state.tolist()]
+    changed = True
+    while changed:
+        changed = False
+        for state, targets in enumerate(rows):
+            nearest = min((distances[target] + 1 for target in targets), default=10**9)
+            if nearest < distances[state]:
+                distances[state], changed = nearest, True
+    return distances
+
+
+def walk(table: TokenTable, vocabulary: Vocabulary, seed: int, max_tokens: int = 60) -> bytes:
+    """The text of a random walk through a table, which goes to the nearest end after some tokens."""
+    source, distances = random.Random(seed), ways_to_end(table)
+    state, text = 0, b""
+    stop = source.choice((0.02, 0.3))
+    for step in range(100_000):
+        if table.may_end[state] and (step >= max_tokens or source.random() < stop):
+            return text
+        targets = table.next_state[state][table.token_class].tolist()
+        tokens = [token for token, target in enumerate(targets) if target >= 0]
+        if not tokens:
+            assert table.may_end[state], "a state without a way on that is no end"
+            return text
+        if step >= max_tokens:
+            nearest = min(distances[targets[token]] for token in tokens)
+            tokens = [token for token in tokens if distances[targets[token]] == nearest]
+        else:  # each next state has the same chance, so that a walk leaves its strings
+            target = source.choice(sorted({targets[token] for token in tokens}))
+            tokens = [token for token in tokens if targets[token] == target]
+        token = source.choice(tokens)
+        piece = vocabulary.tokens[token]
+        assert piece, "a token without a text"
+        text += piece
+        state = targets[token]
+    raise AssertionError("no end")
+
+
+@st.composite
+def vocabularies(draw):
+    """All bytes, and random tokens: parts of JSON, and bytes that cut characters."""
+    words = st.sampled_from(PIECES) | st.binary(min_size=1, max_size=4) | st.text(max_size=4).map(str.encode)
+    tokens = [None, *BYTES, *draw(st.lists(words, max_size=30))]
+    return Vocabulary(draw(st.permutations(tokens[:40])) + tokens[40:])
+
+
+@st.composite
+def patterns(draw, depth=3):
+    """Patterns that Python's `re` reads as a grammar does, with ASCII's classes."""
+    kinds = ["text", "class", "dot"] + (["sequence", "alternatives", "group"] * 2 if depth else [])
+    match draw(st.sampled_from(kinds)):
+        case "text":
+            return re.escape(draw(st.text("abé日😀.\n-]{", min_size=1, max_size=3)))
+        case "class":
+            members = st.sampled_from(["a", "b-d", "é", "ß-ƀ", "0-9", "日-本", r"\n", r"\]", r"\d", r"\w", r"\s", "😀", r"\u00e9"])
+            negation = draw(st.sampled_from(["", "^"]))
+            return f"[{negation}{''.join(draw(st.lists(members, min_size=1, max_size=3)))}]"
+        case "dot":
+            return draw(st.sampled_from([".", r"\d", r"\w", r"\s", r"\S"]))
+        case "sequence":
+            return "".join(draw(st.lists(patterns(depth - 1), max_size=3)))
+        case "alternatives":
+            return f"(?:{'|'.join(draw(st.lists(patterns(depth - 1), min_size=1, max_size=3)))})"
+    quantifier = draw(st.sampled_from(["", "*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{,2}"]))
+    return f"({draw(patterns(depth - 1))}){quantifier}"
+
+
+NAMES = ("a", "ab", "abc", "name", "größe", 'quo"te', "tab\t", "x y")
+PATTERNS = ("^a+b?$", "b", "^[a-zé]{2,4}", r"\d$", r"^(yes|no)$", "")
+FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email")
+
+
+def _limits(draw, low, high, largest=4):
+    first, last = sorted([draw(st.integers(0, largest)), draw(st.integers(0, largest))])
+    return {low: first, high: last} if draw(st.booleans()) else draw(st.sampled_from([{}, {low: first}, {high: last}]))
+
+
+def _string(draw):
+    match draw(st.sampled_from(["free", "limits", "pattern", "format"])):
+        case "limits":
+            return {"type": "string", **_limits(draw, "minLength", "maxLength")}
+        case "pattern":
+            return {"type": "string", "pattern": draw(st.sampled_from(PATTERNS))}
+        case "format":
+            return {"type": "string", "format": draw(st.sampled_from(FORMATS))}
+    return {"type": "string"}
+
+
+def _bounded(draw, kind):
+    bounds = st.integers(-130, 130) if kind == "integer" else st.sampled_from([-20.5, -3, -0.25, 0, 0.1, 1, 2.75, 99.99])
+    low, high = sorted([draw(bounds), draw(bounds)])
+    pairs = {"minimum": low, "exclusiveMinimum": low, "maximum": high + 1, "exclusiveMaximum": high + 2}
+    keywords = draw(st.sets(st.sampled_from(sorted(pairs)), max_size=2))
+    return {"type": kind, **{keyword: pairs[keyword] for keyword in sorted(keywords)}}
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from([0.5, -2.25]) | st.text(max_size=3)
+VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_from(NAMES), SCALARS, max_size=2)
+
+
+def _object(draw, depth):
+    names = draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
+    schema = {"type": "object", "properties": {name: draw(_schemas(depth - 1)) for name in names}}
+    schema["required"] = draw(st.permutations([name for name in names if draw(st.booleans())]))
+    more = draw(st.sampled_from([None, False, True, "schema"]))
+    if more is not None:
+        schema["additionalProperties"] = draw(_schemas(depth - 1)) if more == "schema" else more
+    return schema
+
+
+def _array(draw, depth):
+    schema = {"type": "array", **_limits(draw, "minItems", "maxItems", 3)}
+    if draw(st.booleans()):
+        schema["items"] = draw(_schemas(depth - 1))
+    if draw(st.booleans()):
+        schema["prefixItems"] = draw(st.lists(_schemas(depth - 1), min_size=1, max_size=2))
+    return schema
+
+
+@st.composite
+def _schemas(draw, depth):
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "types"]
+    kinds += ["object", "array"] * 2 + ["anyOf", "allOf", "ref", "oneOf"] if depth else []
+    match draw(st.sampled_from(kinds)):
+        case "string":
+            return _string(draw)
+        case ("integer" | "number") as kind:
+            if kind == "integer" and draw(st.booleans()):
+                return {"type": kind, "multipleOf": draw(st.sampled_from([1, 3, 7, 10]))}
+            return _bounded(draw, kind)
+        case ("boolean" | "null") as kind:
+            return {"type": kind}
+        case "enum":
+            return {"enum": draw(st.lists(VALUES, min_size=1, max_size=4))}
+        case "const":
+            return {"const": draw(VALUES)}
+        case "types":
+            return {"type": draw(st.lists(st.sampled_from(["string", "integer", "null", "boolean"]), min_size=1, unique=True))}
+        case "object":
+            return _object(draw, depth)
+        case "array":
+            return _array(draw, depth)
+        case "anyOf":
+            return {"anyOf": draw(st.lists(_schemas(depth - 1), min_size=1, max_size=3))}
+        case "allOf":
+            return {"allOf": [{**_object(draw, depth), "additionalProperties": True}, {"properties": {"ab": _string(draw)}}]}
+        case "ref":
+            return {"$ref": f"#/$defs/{draw(st.sampled_from(['word', 'tree']))}"}
+    return {"oneOf": [_object(draw, depth), _string(draw), {"type": "integer"}, {"type": "array", "items": _string(draw)}]}
+
+
+@st.composite
+def schemas(draw):
+    """JSON schemas of objects, arrays and scalars with constraints, with references into `$defs`."""
+    tree = {"type": "object", "properties": {"v": _bounded(draw, "integer"), "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
+    return {**draw(_schemas(draw(st.integers(0, 2)))), "$defs": {"word": _string(draw), "tree": {**tree, "required": ["v"]}}}
+
+
+def canonical(value, spaces=True):
+    """A value as JSON in the form of a grammar."""
+    return json.dumps(value, ensure_ascii=False, separators=(", ", ": ") if spaces else (",", ":"))
