@@ -21,12 +21,12 @@ class Grammar:
     @classmethod
     def drawn(cls, seed, vocabulary, stop_tokens=(0,)):
         """One with up to 7 states, from each of which some tokens lead to an end."""
-        rng = np.random.default_rng(seed)
-        states, classes = (int(rng.integers(1, most)) for most in (8, 6))
+        rng, others = np.random.default_rng(seed), np.setdiff1d(np.arange(vocabulary), stop_tokens)
+        states, classes = (int(rng.integers(1, most)) for most in (8, min(6, len(others) + 1)))
         next_state = rng.integers(0, states, (states, classes)).astype(np.int32)
         next_state = np.where(rng.random((states, classes)) < 0.4, -1, next_state)
         token_class = rng.integers(0, classes, vocabulary).astype(np.int32)
-        token_class[vocabulary - classes :] = np.arange(classes)  # each class has a token, which ends nothing
+        token_class[others[-classes:]] = np.arange(classes)  # each class has a token that ends nothing
         for state in range(states - 1):
             next_state[state, rng.integers(classes)] = state + 1
         may_end = rng.random(states) < 0.3

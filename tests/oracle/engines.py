@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import tempfile
 import warnings
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -26,6 +27,7 @@ from kvjax import Cache
 from kvjax.events import Listeners, Mirror
 from kvjax.policies import priority
 from kvjax.serving import (
+    Constraints,
     Engine,
     EngineError,
     GenerationInterrupted,
@@ -41,6 +43,7 @@ from kvjax.serving.driver import Driver
 from kvjax.serving.engine_thread import EngineThread
 from kvjax.stores import DiskStore
 from kvjax.tiered import joined
+from tests.constraint_kit import LIMITS, Grammar
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import (
     ROWS,
@@ -61,6 +64,7 @@ from tests.oracle.bytes_machine import (
 from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
+GRAMMARS, STOP = 3, 1  # grammars that requests may have, and the token that ends an answer
 VERBS = ("admit", "commit", "release", "pin", "unpin", "generate")
 AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
 SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
@@ -84,6 +88,7 @@ class Serves(Config):
       store: whether there is a `DiskStore`.
       limits: other arguments of an engine.
       replicas: whether it is `Replicas` that serve.
+      grammars: whether requests may have a grammar.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -92,6 +97,7 @@ class Serves(Config):
     store: bool = False
     limits: dict[str, Any] = dataclasses.field(default_factory=dict)
     replicas: bool = False
+    grammars: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)
@@ -123,6 +129,13 @@ class Sent:
     is_cancelled: bool = False
 
 
+def under(grammar: Grammar, answer: Sequence[int], likeliest: int, token: int) -> tuple[float, int]:
+    """The log-probability of a token after an answer under a grammar, and the greedy one, by `Chain`."""
+    allowed = grammar.allowed(answer, VOCAB)
+    logits = np.where(allowed, (np.arange(VOCAB) == likeliest).astype(np.float64), -np.inf)
+    return float(logits[token] - np.log(np.sum(np.exp(logits)))), int(np.argmax(logits))
+
+
 class Served(Life):
     """A cache that verbs, batches and engines have one after the other.
 
@@ -132,6 +145,8 @@ class Served(Life):
       published: the index by the events that listeners have got.
       space_of: the namespace of each first token of a prompt, all that a model sees of a tenant.
       others: the rows of nobody's requests, while a batch runs.
+      grammars: those that a request may have, with the constraints that they are.
+      bound: the grammar of each request that has one.
     """
 
     config: Serves
@@ -149,6 +164,13 @@ class Served(Life):
         self.answers: dict[Any, list[int]] = {}  # by all that they depend on
         self.requests: list[Sent] = []
         self.space_of, self.others = [0] * VOCAB, dict[int, Row]()
+        self.grammars, self.constraints = list[Grammar](), None
+        self.bound = weakref.WeakKeyDictionary[kvjax.serving.Request, Grammar]()
+        if config.grammars:
+            self.constraints = Constraints.create(GRAMMARS, VOCAB, **LIMITS)
+            for number in range(GRAMMARS):
+                self.grammars.append(Grammar.drawn(number, VOCAB, (STOP,)))
+                self.constraints = self.constraints.put(number, self.grammars[number].constraint)
         super().__init__(config, faults)
         self.devices = self.cache.state.seqs.length.devices()
         if config.store:
@@ -178,7 +200,7 @@ class Served(Life):
         listener = Listeners(self.follow, *listeners)
         return RunOptions(
             scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
-            log_events=False, listener=listener, **options,
+            log_events=False, listener=listener, logits_fn=self.constraints, **options,
         )  # fmt: skip
 
     # The cache goes to a driver and comes back.
@@ -290,20 +312,34 @@ class Served(Life):
         sampling = kvjax.Sampling(temperature=ask["temperature"]) if ask["temperature"] else None
         if not namespace and ask["prompt"]:
             namespace = {"namespace": self.space_of[ask["prompt"][0] % VOCAB]}
-        return kvjax.serving.Request(sampling=sampling, **fields, **namespace)
+        number = ask.get("grammar")
+        if self.constraints is None or number is None:
+            return kvjax.serving.Request(sampling=sampling, **fields, **namespace)
+        fields |= {"stop_tokens": [STOP], "logits_state": self.constraints.state(number)}
+        request = kvjax.serving.Request(sampling=sampling, **fields, **namespace)
+        self.bound[request] = self.grammars[number]
+        return request
 
     def check(self, request: Any, space: int, output: Any, sample: int) -> None:
         """Each token is one of the model's after the text before it, by its probability, and so is the end."""
         path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
-        wanted = self.answers.setdefault((space, path, request.sampling is None, request.seed + sample), [])
+        grammar, prompt = self.bound.get(request), path
+        key = space, path, request.sampling is None, request.seed + sample, grammar
+        wanted = self.answers.setdefault(key, [])
         same = min(len(wanted), len(new))
         assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
         wanted += new[same:]
         for token, logprob in zip(new, output.logprobs, strict=True):
-            score = score_of(path, space, token)
+            score, greedy = score_of(path, space, token), name_of(space, path) % VOCAB
+            if grammar is not None:
+                score, greedy = under(grammar, path[len(prompt) :], greedy, token)
             assert abs(logprob - score) < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
-            assert request.sampling is not None or token == name_of(space, path) % VOCAB, f"{request} has {new}"
+            assert request.sampling is not None or token == greedy, f"{request} has {new}"
             path += (token,)
+        if grammar is not None and new:
+            assert grammar.accepts(output), f"{request} has {output}"
+            self.tally[f"under a grammar {output.finish}"] += 1
+            self.tally["under a grammar preempted"] += output.preemptions
         self.check_scores(request, space, output)
         self.tally["generated"] += len(new)
         self.tally["preempted"] += output.preemptions
@@ -359,6 +395,7 @@ class Served(Life):
         if request["retry"]:
             self.standing.retry_at = 0.0
         self.give(thread.driver)
+        self._replace_grammar(request.get("grammar"))
         for ask in request["asks"]:
             self._submit(ask)
         for number, is_late in request["ends"]:
@@ -387,6 +424,18 @@ class Served(Life):
         if not self.standing.is_behind:
             assert self.away.mirror.index == self.published.index, "a listener has another index"
         self._verify_answers(thread)
+
+    def _replace_grammar(self, new: Any) -> None:
+        """Puts a new grammar in the place of one that no request has: [its number, a seed]."""
+        if self.constraints is None or new is None:
+            return
+        number, seed = new[0] % GRAMMARS, new[1]
+        if any(self.bound.get(one.request) is self.grammars[number] for one in self.requests):
+            return
+        self.grammars[number] = Grammar.drawn(seed, VOCAB, (STOP,))
+        self.constraints = self.constraints.put(number, self.grammars[number].constraint)
+        self.engine.replace_logits_fn(self.constraints)
+        self.tally["new grammar"] += 1
 
     def _await_reads(self, thread: EngineThread) -> None:
         """Waits for what is read from the store, so that a history does not depend on threads."""
@@ -556,6 +605,7 @@ class Asks(bytes_machine.Requests):
     def __init__(self, seed: int, config: Serves):
         super().__init__(seed, config)
         self.of_scores = np.random.default_rng((seed, 2))  # apart, so that a seed's other requests stay as they are
+        self.of_grammars = np.random.default_rng((seed, 3))
 
     def ask(self) -> dict[str, Any]:
         prompt = self.text(self.number(1, 13))
@@ -565,8 +615,9 @@ class Asks(bytes_machine.Requests):
         scores = int(self.of_scores.integers(len(prompt) + 1)) if self.of_scores.random() < 0.1 else None
         if scores is not None and self.of_scores.random() < 0.3:
             answer = 0
+        grammar = int(self.of_grammars.integers(GRAMMARS)) if self.of_grammars.random() < 0.3 else None
         return {
-            "prompt": prompt, "max_new_tokens": answer, "prompt_logprobs_from": scores,
+            "grammar": grammar, "prompt": prompt, "max_new_tokens": answer, "prompt_logprobs_from": scores,
             "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
             "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
             "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),
@@ -599,14 +650,15 @@ class Asks(bytes_machine.Requests):
             "ends": [(self.number(100), self.chance(0.5)) for _ in range(self.number(3) if self.chance(0.2) else 0)],
             "away": self.chance(0.2), "retry": self.chance(0.5), "breaks": self.breaks(0.02), "poison": True,
             "fault": self.number(4) if life.has_host and self.chance(0.3) else None,
+            "grammar": self.of_grammars.integers(100, size=2).tolist() if self.of_grammars.random() < 0.1 else None,
         }  # fmt: skip
 
 
 FULL = (None, 0)
 CONFIGS = {
-    "plain": Serves(salts=True, scheduler=SHORT),
+    "plain": Serves(salts=True, scheduler=SHORT, grammars=True),
     "replicas": Serves(replicas=True),
-    "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}),
+    "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, grammars=True),
     "store": Serves(salts=True, store=True, limits={"steps": 8}),
     "host, store": Serves(host=6, store=True, scheduler=SHORT),
     "windows, int8": Serves(
