@@ -13,15 +13,19 @@ import jsonschema
 import pytest
 
 from kvjax.grammar import GrammarError, compile_regex, compile_schema
-from tests.grammar_kit import VOCABULARY, accepts, canonical, patterns, schemas, vocabularies, walk
+from tests.grammar_kit import VOCABULARY, accepts, canonical, instance, patterns, schemas, vocabularies, walk
 
 CHECKER = jsonschema.FormatChecker(())
-CHECKER.checks("date", ValueError)(lambda text: bool(datetime.date.fromisoformat(text)))
-CHECKER.checks("time", ValueError)(lambda text: datetime.time.fromisoformat(text).tzinfo is not None)
-CHECKER.checks("date-time", ValueError)(lambda text: datetime.datetime.fromisoformat(text).tzinfo is not None)
-CHECKER.checks("uuid", ValueError)(lambda text: str(uuid.UUID(text)) == text)
-CHECKER.checks("ipv4", ValueError)(lambda text: bool(ipaddress.IPv4Address(text)))
-CHECKER.checks("email")(lambda text: re.fullmatch(r"[^@\s]+@[^@\s]+\.[^@\s]+", text))
+CHECKS = {
+    "date": datetime.date.fromisoformat,
+    "time": lambda text: datetime.time.fromisoformat(text).tzinfo is not None,
+    "date-time": lambda text: datetime.datetime.fromisoformat(text).tzinfo is not None,
+    "uuid": lambda text: str(uuid.UUID(text)) == text,
+    "ipv4": ipaddress.IPv4Address,
+    "email": lambda text: re.fullmatch(r"[^@\s]+@[^@\s]+\.[^@\s]+", text),
+}
+for name, check in CHECKS.items():
+    CHECKER.checks(name, ValueError)(lambda text, check=check: not isinstance(text, str) or check(text))
 SEEDS = st.integers(0, 2**32)
 AT_LENGTH = hypothesis.settings(max_examples=500, derandomize=False)
 
@@ -51,7 +55,9 @@ def check_schema(schema, vocabulary, seed):
     try:
         table = compile_schema(schema, vocabulary)
     except GrammarError as error:
-        assert re.search("no text satisfies|no sequence of|with other keywords about|max_|could belong", str(error)), error
+        assert re.search("no text satisfies|no sequence of|with other keywords about|max_|could belong", str(error)), (
+            error
+        )
         hypothesis.reject()
     check, bytewise = validator(schema), compile_schema(schema, VOCABULARY)
     for number in range(5):
@@ -70,6 +76,30 @@ def test_patterns_are_those_of_python(pattern, vocabulary, seed, texts):
 @hypothesis.given(schemas(), vocabularies(), SEEDS)
 def test_each_walk_through_a_schemas_table_is_valid(schema, vocabulary, seed):
     check_schema(schema, vocabulary, seed)
+
+
+def check_instance(schema, data):
+    value = instance(data.draw, schema, schema)
+    hypothesis.assume(validator(schema).is_valid(value))
+    try:
+        table = compile_schema(schema, VOCABULARY)
+    except GrammarError as error:
+        assert re.search("max_|could belong", str(error)), error
+        hypothesis.reject()
+    for spaces in (False, True):
+        assert accepts(table, canonical(value, spaces)), value
+
+
+@hypothesis.given(schemas(), st.data())
+def test_a_value_that_is_valid_is_accepted_in_its_canonical_form(schema, data):
+    check_instance(schema, data)
+
+
+@pytest.mark.slow
+@hypothesis.settings(AT_LENGTH)
+@hypothesis.given(schemas(), st.data())
+def test_many_values_that_are_valid_are_accepted_in_their_canonical_form(schema, data):
+    check_instance(schema, data)
 
 
 @pytest.mark.slow
