@@ -36,7 +36,7 @@ def _compiled(
 
 
 def compile_regex(
-    pattern: str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 512
+    pattern: str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
     r"""Makes the table of the texts that a regular expression matches as a whole, as by Python's `re.fullmatch`.
 
@@ -56,7 +56,7 @@ def compile_regex(
 
 
 def compile_choices(
-    choices: Sequence[str], vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 512
+    choices: Sequence[str], vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
     """Makes the table of some texts.
 
@@ -75,7 +75,7 @@ def compile_choices(
 
 
 def compile_schema(
-    schema: dict[str, Any] | bool | str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 512
+    schema: dict[str, Any] | bool | str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
     """Makes the table of the JSON texts that satisfy a schema; `{"type": "object"}` is any object.
 

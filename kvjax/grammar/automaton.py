@@ -269,21 +269,21 @@ class Builder:
         return minimise(Automaton(np.array(rows, np.int32).reshape(len(states), -1), joint, np.array(final)))
 
 
-def reaching(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
-    """Marks the states from which a final one can be reached; bool[S]."""
+def distances(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
+    """The number of steps from each state to the nearest final one; i64[S]; -1: none is reached."""
+    states = len(final)
     sources, columns = np.nonzero(next_state >= 0)
-    pairs = np.unique(np.stack([next_state[sources, columns], sources]), axis=1)
-    bounds = np.searchsorted(pairs[0], np.arange(len(final) + 1)).tolist()
-    before = pairs[1].tolist()
-    marked = final.copy()
-    stack = np.flatnonzero(final).tolist()
-    while stack:
-        state = stack.pop()
+    pairs = np.unique(next_state[sources, columns].astype(np.int64) * states + sources)
+    bounds = np.searchsorted(pairs, np.arange(states + 1) * states).tolist()
+    before = (pairs % states).tolist()
+    found = np.where(final, 0, -1).tolist()
+    queue = np.flatnonzero(final).tolist()
+    for state in queue:
         for source in before[bounds[state] : bounds[state + 1]]:
-            if not marked[source]:
-                marked[source] = True
-                stack.append(source)
-    return marked
+            if found[source] < 0:
+                found[source] = found[state] + 1
+                queue.append(source)
+    return np.array(found)
 
 
 def _reached(next_state: np.ndarray) -> np.ndarray:
@@ -299,7 +299,7 @@ def _reached(next_state: np.ndarray) -> np.ndarray:
 
 def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Removes the states that lead to no end, or that the start does not reach; the start stays."""
-    alive = np.append(reaching(next_state, final), False)
+    alive = np.append(distances(next_state, final) >= 0, False)
     pruned = np.where(alive[next_state], next_state, -1)
     order = _reached(pruned)
     numbers = np.full(len(final) + 1, -1, np.int32)
@@ -310,16 +310,18 @@ def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.n
 def merged(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
     """Numbers the states so that those with the same future have the same number; i64[S].
 
-    Blocks of states are divided by the blocks of their next states until nothing changes. The rows are compared by a
-    random number, and exactly at the end: an accident would leave two futures in a block, and draws other numbers.
+    Blocks of states, which begin with those at the same distance from an end, are divided by the blocks of their next
+    states until nothing changes. The rows are compared by a random number, and exactly at the end: an accident would
+    leave two futures in a block, and draws other numbers.
     """
     columns = np.unique(next_state, axis=1)
+    lengths = distances(next_state, final)
     random = np.random.default_rng(0)
     while True:
         factors = random.integers(1, 2**63, columns.shape[1] + 1, np.uint64) | np.uint64(1)
-        block, num_blocks = final.astype(np.int64), 0
-        while int(block.max()) + 1 > num_blocks:
-            num_blocks = int(block.max()) + 1
+        block, num_blocks = lengths, -1
+        while (count := int(block.max())) > num_blocks:
+            num_blocks = count
             rows = np.append(block, -1)[columns].astype(np.uint64)
             mixed = rows @ factors[1:] + block.astype(np.uint64) * factors[0]
             block = np.unique(mixed, return_inverse=True)[1].reshape(-1)

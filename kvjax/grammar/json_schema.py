@@ -48,7 +48,6 @@ from kvjax.grammar.json_texts import (
     any_array,
     any_object,
     format_content,
-    json_text,
     quoted,
     text_literal,
     value_literal,
@@ -308,7 +307,7 @@ class _Reader:
             patterns = [
                 part.within(schema, f"patternProperties.{pattern}")
                 for pattern, schema in schema_map(part, "patternProperties").items()
-                if self.builder.accepts(self._names(part, pattern), json_text(name))
+                if self.builder.accepts(self._names(part, pattern), json.dumps(name, ensure_ascii=False).encode())
             ]
             found += patterns
             if name not in properties and not patterns and "additionalProperties" in part.schema:
@@ -328,7 +327,10 @@ class _Reader:
         members: list[tuple[Expression, bool]] = []
         for name in names:
             key = text_literal(name)
-            fits = all(self.builder.accepts(names_allowed, json_text(name)) for names_allowed in allowed)
+            fits = all(
+                self.builder.accepts(names_allowed, json.dumps(name, ensure_ascii=False).encode())
+                for names_allowed in allowed
+            )
             value = self.value(self._member(parts, name)) if fits else NOTHING
             members.append((seq(key, COLON, value), name not in required))
         declared = [member for member in members if member[0] is not NOTHING]

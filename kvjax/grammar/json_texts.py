@@ -104,17 +104,9 @@ def any_array(depth: int) -> Expression:
     return seq(literal("["), repeat(any_value(depth - 1), separator=COMMA), literal("]"))
 
 
-def json_text(text: str) -> bytes:
-    """A string as `json.dumps` writes it without escaping what is not ASCII."""
-    try:
-        return json.dumps(text, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise GrammarError(f"got {text!r}, which has half of a surrogate pair") from None
-
-
 def text_literal(text: str) -> Expression:
-    """Matches one string."""
-    return literal(json_text(text))
+    """Matches one string as `json.dumps` writes it without escaping what is not ASCII."""
+    return literal(json.dumps(text, ensure_ascii=False))
 
 
 def value_literal(value: Any) -> Expression:
