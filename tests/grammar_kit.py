@@ -8,14 +8,16 @@ import re
 import hypothesis.strategies as st
 
 from kvjax.grammar import TokenTable, Vocabulary
+from kvjax.grammar.automaton import distances
 
 BYTES = tuple(bytes([value]) for value in range(256))
 # Every byte, so that each text can be written, and tokens as a tokenizer has them: words, cuts through characters.
 PIECES = (
-    b'{"', b'"}', b'":', b'": ', b'", "', b'","', b"}, {", b"[[", b"]}", b" ", b"  ", b"true", b"fal", b"se", b"null", b"-1",
-    b"10", b"00", b".5", b"e+1", b"\\u", b"\\n", b"00e9", b"\\ud83d", b"\\ude00", b"name", b"nam", b"e\":", b"ab", b"ba",
-    b"aba", b"aaaa", b"20", b"24-0", b"T1", b"://", b"\xc3", b"\xa9", b"\xc3\xa9", b"\xe6\x97", b"\xa5\xe6\x9c\xac", b"\xf0\x9f",
-    b"\x98\x80", b"a\xf0\x9f\x98", b"\xed\xa0\x80", b"\xff\xfe", b"\n", b"\n\n", b"\t", b"@", b".com", b"\x00",
+    b'{"', b'"}', b'":', b'": ', b'", "', b'","', b"}, {", b"[[", b"]}", b" ", b"  ", b"true", b"fal", b"se", b"null",
+    b"-1", b"10", b"00", b".5", b"e+1", b"\\u", b"\\n", b"00e9", b"\\ud83d", b"\\ude00", b"name", b"nam", b'e":', b"ab",
+    b"ba", b"aba", b"aaaa", b"20", b"24-0", b"T1", b"://", b"\xc3", b"\xa9", b"\xc3\xa9", b"\xe6\x97", b"\xa5\xe6\x9c\xac",
+    b"\xf0\x9f", b"\x98\x80", b"a\xf0\x9f\x98", b"\xed\xa0\x80", b"\xff\xfe", b"\n", b"\n\n", b"\t", b"@", b".com",
+    b"\x00",
 )  # fmt: skip
 VOCABULARY = Vocabulary([None, *BYTES, *PIECES, b"", None])
 
@@ -35,23 +37,9 @@ def accepts(table: TokenTable, text: str | bytes, vocabulary: Vocabulary = VOCAB
     return bool(table.may_end[state])
 
 
-def ways_to_end(table: TokenTable) -> list[int]:
-    """The number of tokens from each state to the nearest end."""
-    distances = [0 if may_end else 10**9 for may_end in table.may_end.tolist()]
-    rows = [sorted({target for target in row if target >= 0}) for row in table.next_state.tolist()]
-    changed = True
-    while changed:
-        changed = False
-        for state, targets in enumerate(rows):
-            nearest = min((distances[target] + 1 for target in targets), default=10**9)
-            if nearest < distances[state]:
-                distances[state], changed = nearest, True
-    return distances
-
-
 def walk(table: TokenTable, vocabulary: Vocabulary, seed: int, max_tokens: int = 60) -> bytes:
     """The text of a random walk through a table, which goes to the nearest end after some tokens."""
-    source, distances = random.Random(seed), ways_to_end(table)
+    source, ways = random.Random(seed), distances(table.next_state, table.may_end)
     state, text = 0, b""
     stop = source.choice((0.02, 0.3))
     for step in range(100_000):
@@ -63,8 +51,8 @@ def walk(table: TokenTable, vocabulary: Vocabulary, seed: int, max_tokens: int =
             assert table.may_end[state], "a state without a way on that is no end"
             return text
         if step >= max_tokens:
-            nearest = min(distances[targets[token]] for token in tokens)
-            tokens = [token for token in tokens if distances[targets[token]] == nearest]
+            nearest = min(ways[targets[token]] for token in tokens)
+            tokens = [token for token in tokens if ways[targets[token]] == nearest]
         else:  # each next state has the same chance, so that a walk leaves its strings
             target = source.choice(sorted({targets[token] for token in tokens}))
             tokens = [token for token in tokens if targets[token] == target]
@@ -237,7 +225,7 @@ def instance(draw, schema, root, level=0):
         return instance(draw, root["$defs"][schema["$ref"].split("/")[-1]], root, level + 1)
     if "allOf" in schema:
         first, second = schema["allOf"]
-        joint = {**first["properties"], **{key: value for key, value in second["properties"].items()}}
+        joint = first["properties"] | second["properties"]
         return instance(draw, {**first, "properties": joint}, root, level)
     for keyword in ("anyOf", "oneOf", "enum"):
         if keyword in schema:

@@ -29,7 +29,7 @@ def _compiled(
     """Makes the table of what `read` returns. An error begins with the path of a part, or with `name`."""
     builder = Builder(max_states)
     try:
-        return token_table(builder.build(read(builder)), vocabulary, max_states, max_classes)
+        return token_table(builder.whole(read(builder)), vocabulary, max_states, max_classes)
     except GrammarError as error:
         message = str(error)
         raise GrammarError(message if message.startswith(name) else f"{name}: {message}") from None

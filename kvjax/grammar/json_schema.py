@@ -79,7 +79,7 @@ ROOT_DEPTH = 5
 RECURSION = 3
 _TEXT = {"type": "string"}
 _MAX_ALTERNATIVES = 256
-_MAX_EXPRESSIONS = 20_000
+_MAX_EXPRESSIONS = 5000
 _MAX_LEVELS = 32
 
 
@@ -98,10 +98,7 @@ def schema_expression(schema: Any, builder: Builder) -> Expression:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"schema: got a text that is no JSON ({error})") from None
-    expression = _Reader(schema, builder).value((Part(schema, "schema", (), 0),))
-    if expression is NOTHING or builder.matches_nothing(expression):
-        raise GrammarError("schema: no text satisfies it")
-    return expression
+    return _Reader(schema, builder).value((Part(schema, "schema", (), 0),))
 
 
 class _Reader:
@@ -431,5 +428,7 @@ def _sequence_of(items: list[Expression], more: Expression, least: int, most: in
 
 def _product(left: list[Parts], right: list[Parts], part: Part) -> list[Parts]:
     if len(left) * len(right) > _MAX_ALTERNATIVES:
-        raise GrammarError(f"{part.path}: got {len(left) * len(right):,} alternatives, wanted {_MAX_ALTERNATIVES}")
+        raise GrammarError(
+            f"{part.path}: got {len(left) * len(right):,} alternatives, wanted at most {_MAX_ALTERNATIVES}"
+        )
     return [(*one, *other) for one in left for other in right]
