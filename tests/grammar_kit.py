@@ -15,9 +15,9 @@ BYTES = tuple(bytes([value]) for value in range(256))
 PIECES = (
     b'{"', b'"}', b'":', b'": ', b'", "', b'","', b"}, {", b"[[", b"]}", b" ", b"  ", b"true", b"fal", b"se", b"null",
     b"-1", b"10", b"00", b".5", b"e+1", b"\\u", b"\\n", b"00e9", b"\\ud83d", b"\\ude00", b"name", b"nam", b'e":', b"ab",
-    b"ba", b"aba", b"aaaa", b"20", b"24-0", b"T1", b"://", b"\xc3", b"\xa9", b"\xc3\xa9", b"\xe6\x97", b"\xa5\xe6\x9c\xac",
-    b"\xf0\x9f", b"\x98\x80", b"a\xf0\x9f\x98", b"\xed\xa0\x80", b"\xff\xfe", b"\n", b"\n\n", b"\t", b"@", b".com",
-    b"\x00",
+    b"ba", b"aba", b"aaaa", b"20", b"24-0", b"T1", b"://", b"\xc3", b"\xa9", b"\xc3\xa9", b"\xe6\x97",
+    b"\xa5\xe6\x9c\xac", b"\xf0\x9f", b"\x98\x80", b"a\xf0\x9f\x98", b"\xed\xa0\x80", b"\xff\xfe", b"\n", b"\n\n", b"\t", b"@",
+    b".com", b"\x00",
 )  # fmt: skip
 VOCABULARY = Vocabulary([None, *BYTES, *PIECES, b"", None])
 

@@ -4,13 +4,7 @@
 A schema becomes alternatives first: what `anyOf`, `oneOf`, `allOf` and `$ref` say, each alternative a tuple of plain
 schemas that all hold. Each type of an alternative becomes an expression of the keywords that concern it.
 
-A text that matches is always valid. Not each valid text matches:
-- Properties come in the order of the schema, then additional ones. Without `additionalProperties`, an object that
-  names its properties has no others, and an array with `prefixItems` and without `items` no further items.
-- A schema without `type` has the types that its keywords concern.
-- `json_texts.py` says how strings are written, and `numerals.py` numbers.
-- Values without a schema have at most `ANY_DEPTH` levels of objects and arrays, and a whole text that may be any object
-  `ROOT_DEPTH`. A schema that contains itself has at most `RECURSION` copies of itself within each other.
+`kvjax.grammar.compile_schema` says which of the valid texts match.
 """
 
 from __future__ import annotations
@@ -245,7 +239,7 @@ class _Reader:
             case "string":
                 return self._string(parts)
             case "number" | "integer":
-                return _number(name, parts)
+                return self._checked(_number(name, parts), parts) if parts else NUMBER
         return SCALARS[name]
 
     def _string(self, parts: Parts) -> Expression:
@@ -259,7 +253,18 @@ class _Reader:
                     if not isinstance(part.schema[keyword], str):
                         raise part.error(keyword, "a text")
                     contents += [content for content in [read(part, keyword, reader)] if content is not None]
-        return minimal(quoted(both(*contents))) if contents else STRING
+        return self._checked(minimal(quoted(both(*contents))), parts) if contents else STRING
+
+    def _checked(self, expression: Expression, parts: Parts) -> Expression:
+        """An expression whose automaton is built at once, so that an error names its place."""
+        path = parts[0].path
+        try:
+            states = len(self.builder.build(expression).final)
+        except GrammarError as error:
+            raise GrammarError(f"{path}: {error}") from None
+        if states > self.builder.max_states:
+            raise GrammarError(f"{path}: got {states:,} states, wanted at most max_states={self.builder.max_states}")
+        return expression
 
     def _array(self, parts: Parts) -> Expression:
         for part in parts:

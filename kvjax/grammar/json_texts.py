@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Values of JSON as texts: strings, literals, and any value down to some depth.
+"""Values of JSON as texts: strings, literals, and any value down to some depth.
 
-A text is compact, with at most one space after `:` and `,`. A string is UTF-8. One without constraints may have all
-escapes, and a surrogate in a pair alone. One with a length, a pattern or a format, and the name of an additional
-property, is written in one way: a character stands for itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for those
-that JSON escapes; other control characters do not occur.
+`kvjax.grammar.compile_schema` says how a text is written.
 """
 
 from __future__ import annotations

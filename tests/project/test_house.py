@@ -109,7 +109,8 @@ def test_what_kvjax_exports_is_short_and_hides_no_module():
 
 def test_every_name_that_a_room_exports_exists():
     interop = ("interop", *(f"interop.{name}" for name in ("agent", "log", "metrics", "trtllm", "vllm")))
-    for name in ("debug", "events", "grammar", *interop, "policies", "pools", "research", "serving", "stores", "testing", "tiers"):
+    rooms = "debug", "events", "grammar", "policies", "pools", "research", "serving", "stores", "testing", "tiers"
+    for name in (*rooms, *interop):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
         constants_first = sorted(room.__all__, key=lambda exported: (not exported.isupper(), exported))
         assert room.__all__ == constants_first or name == "testing"
