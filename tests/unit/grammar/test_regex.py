@@ -97,7 +97,7 @@ def test_limits_of_the_table_are_named():
     assert compile_regex("abcd", VOCABULARY, max_states=5).may_end.tolist() == [False, False, False, False, True]
 
 
-def test_tokens_of_several_bytes_go_as_far_as_their_bytes():
+def test_a_token_of_several_bytes_goes_where_its_bytes_go():
     tokens = Vocabulary([b"a", b"b", b"ab", b"aba", b"ba", b"", None, b"c"])
     table = compile_regex("(ab)+", tokens)
     state = next_state(table, 0, 3)  # aba

@@ -237,7 +237,7 @@ def test_a_text_of_a_schema_and_any_object():
         ({"type": "array", "items": {"enum": [*range(5000)]}, "maxItems": 900}, "schema: got .* wanted at most"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_with_its_place(schema, message):
+def test_what_is_not_served_is_refused_with_its_path(schema, message):
     with pytest.raises(GrammarError, match=f"^{message}"):
         compile_schema(schema, VOCABULARY)
 
