@@ -33,6 +33,8 @@ def _compiled(
     except GrammarError as error:
         message = str(error)
         raise GrammarError(message if message.startswith(name) else f"{name}: {message}") from None
+    except RecursionError:
+        raise GrammarError(f"{name}: has too many levels within each other") from None
 
 
 def compile_regex(

@@ -103,6 +103,8 @@ def any_array(depth: int) -> Expression:
 
 def text_literal(text: str) -> Expression:
     """Matches one string as `json.dumps` writes it without escaping what is not ASCII."""
+    if not isinstance(text, str):
+        raise GrammarError(f"got {text!r:.80}, wanted a text")
     return literal(json.dumps(text, ensure_ascii=False))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random patterns and schemas: each walk through a table matches, and texts that match are accepted."""
 
+import contextlib
 import datetime
 import ipaddress
 import json
@@ -13,6 +14,7 @@ import jsonschema
 import pytest
 
 from kvjax.grammar import GrammarError, compile_regex, compile_schema
+from kvjax.grammar.keywords import SUPPORTED, TYPES
 from tests.grammar_kit import VOCABULARY, accepts, canonical, instance, patterns, schemas, vocabularies, walk
 
 CHECKER = jsonschema.FormatChecker(())
@@ -88,6 +90,25 @@ def check_instance(schema, data):
 @hypothesis.given(schemas(), st.data())
 def test_a_value_that_is_valid_is_accepted_in_its_canonical_form(schema, data):
     check_instance(schema, data)
+
+
+NAMES = st.sampled_from([*sorted(SUPPORTED), "unknown"])
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([*TYPES, "#", "date", "(", "a*", "\ud800"]),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(NAMES, children, max_size=4),
+)
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(st.dictionaries(NAMES, JUNK, max_size=5))
+def test_whatever_is_no_schema_is_refused_by_a_grammar_error(junk):
+    with contextlib.suppress(GrammarError):
+        table = compile_schema(junk, VOCABULARY)
+        json.loads(walk(table, VOCABULARY, 0))
 
 
 @pytest.mark.slow

@@ -242,10 +242,10 @@ def test_what_is_not_served_is_refused_with_its_path(schema, message):
         compile_schema(schema, VOCABULARY)
 
 
-def nested(levels):
+def nested(levels, around=lambda schema: {"type": "array", "items": schema}):
     schema = INTEGER
     for _ in range(levels):
-        schema = {"type": "array", "items": schema}
+        schema = around(schema)
     return schema
 
 
@@ -261,6 +261,8 @@ MUTUAL = {f"n{i}": obj({f"n{j}": {"$ref": f"#/$defs/n{j}"} for j in range(7)}) f
         ({"$ref": "#/$defs/n0", "$defs": MUTUAL}, "got"),
         (nested(40), "got over 32 levels of objects and arrays"),
         (nested(5000), "got"),
+        (nested(5000, lambda schema: {"anyOf": [schema]}), "too many levels"),
+        ({"const": nested(5000)}, "too many levels"),
         ({"allOf": [{"anyOf": [INTEGER] * 20}] * 20}, ": got 400 alternatives, wanted at most 256"),
         ({"anyOf": [{"anyOf": [{"const": i * 100 + j} for j in range(99)]} for i in range(99)]}, "got"),
         (obj({f"p{i}": {} for i in range(40)}), "got"),
