@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages and the tools of a chat as OpenAI's HTTP API has them, for a chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from .openai_api import ApiError, Fields, check_text, is_list, refuse
+
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+_CALL = "tool_calls of objects with id, and function with name and arguments"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The tools of a request."""
+
+    definitions: list[dict[str, Any]]  # for the template
+    choice: str  # "auto": the model decides on calls; "none": nothing is a call
+    is_parallel: bool  # whether an answer may have several calls
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """The names that calls may have; None: nothing is a call."""
+        if not self.definitions or self.choice == "none":
+            return None
+        return frozenset(tool["function"]["name"] for tool in self.definitions)
+
+
+def read_tools(fields: Fields, *, is_chat: bool) -> Tools:
+    """The tools of a request, without what says nothing to a model."""
+    tools = fields.checked("tools", [], "a list of tools", lambda value: is_list(value, dict))
+    if tools and not is_chat:
+        raise refuse("tools", tools, "none in a completion")
+    definitions = [_definition(tool) for tool in tools]
+    is_parallel = fields.checked("parallel_tool_calls", True, "true or false", lambda value: isinstance(value, bool))
+    choice = fields.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        names = [definition["function"]["name"] for definition in definitions]
+        _check_choice(choice, names)
+    _check_forced(choice, tools)
+    return Tools(definitions, choice, is_parallel)
+
+
+def _definition(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise refuse("tools", tool, 'the type "function", and a function')
+    types = {"description": str, "parameters": dict, "strict": bool}
+    wrong = [name for name, kind in types.items() if not isinstance(function.get(name), kind | None)]
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or wrong:
+        wanted = "a name of letters, digits and the signs _.:/-, a description of text, an object of parameters"
+        raise refuse("tools", function, wanted)
+    of_model = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    return {"type": "function", "function": of_model}
+
+
+def _check_choice(choice: Any, names: list[str]) -> None:
+    """Refuses a choice that is none, or of a tool that there is not."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        raise refuse("tool_choice", choice, 'none, "none", "auto", "required" or a function with its name')
+    if not names:
+        raise refuse("tool_choice", choice, "none without tools")
+    if name is not None and name not in names:
+        raise refuse("tool_choice", choice, "the name of one of the tools")
+
+
+def _check_forced(choice: Any, tools: list[dict[str, Any]]) -> None:
+    """Refuses calls that would need a schema while they are made: these are not served."""
+    if choice not in ("auto", "none"):
+        raise refuse("tool_choice", choice, 'none, "none" or "auto": nothing else is served')
+    strict = [tool["function"]["name"] for tool in tools if tool["function"].get("strict")]
+    if strict:
+        raise ApiError(400, f"tools: strict: got true for {strict[0]}, wanted none or false", "tools")
+
+
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages of a chat, with the text of their parts joined, and the arguments of calls as objects.
+
+    A message of a tool gets the name of the tool whose call it answers. Arguments that are no object stay text, so
+    that a conversation goes on after a model's mistake.
+    """
+    messages = fields.get("messages")
+    if not is_list(messages, dict) or not messages:
+        raise refuse("messages", messages, "a list of messages")
+    found: list[dict[str, Any]] = []
+    names = dict[str, str]()
+    for message in messages:
+        found.append(_message(message, names))
+        names |= {call["id"]: call["function"]["name"] for call in found[-1].get("tool_calls", ()) if "id" in call}
+    return found
+
+
+def _message(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        content = "".join(part["text"] for part in content)
+    if content is None and role == "assistant":
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise refuse("messages", message, "a role and a content of text")
+    if message.get("function_call") is not None:
+        raise refuse("messages", message, "tool_calls in place of function_call")
+    found: dict[str, Any] = {"role": check_text("messages", role), "content": check_text("messages", content)}
+    if role == "assistant":
+        reasoning = _optional_text(message, "reasoning_content") or _optional_text(message, "reasoning")
+        found |= {"reasoning_content": reasoning, "thinking": reasoning} if reasoning else {}
+        calls = message.get("tool_calls")
+        if calls is not None and not is_list(calls, dict):
+            raise refuse("messages", message, f"{_CALL}")
+        found |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
+    if role == "tool":
+        call_id = _optional_text(message, "tool_call_id")
+        name = _optional_text(message, "name") or names.get(call_id or "")
+        found |= {"tool_call_id": call_id} if call_id else {}
+        found |= {"name": name} if name else {}
+    return found
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise refuse("messages", call, _CALL)
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not name or not isinstance(arguments, str | dict | None):
+        raise refuse("messages", call, _CALL)
+    call_id = _optional_text(call, "id")
+    shown = {"name": check_text("messages", name), "arguments": _arguments(arguments)}
+    return {**({"id": call_id} if call_id else {}), "type": "function", "function": shown}
+
+
+def _arguments(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else check_text("messages", arguments)
+
+
+def _optional_text(message: dict[str, Any], name: str) -> str | None:
+    value = message.get(name)
+    if not isinstance(value, str | None):
+        raise refuse("messages", message, f"{name} of text")
+    return None if value is None else check_text("messages", value)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
