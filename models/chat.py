@@ -34,9 +34,15 @@ class Template:
     Source: transformers, `apply_chat_template`.
     """
 
-    def __init__(self, text: str, tokens: dict[str, str], fault: str | None = None):
-        """Compiles a text in Jinja, or notes why it could not be read; `tokens` are the special ones by name."""
+    def __init__(
+        self, text: str, tokens: dict[str, str], fault: str | None = None, *, for_tools: Template | None = None
+    ):
+        """Compiles a text in Jinja, or notes why it could not be read; `tokens` are the special ones by name.
+
+        A checkpoint may have another template `for_tools`.
+        """
         self._text, self._tokens, self.end, self.fault = text, tokens, tokens.get("eos_token"), fault
+        self._for_tools = for_tools
         self._lock = threading.Lock()
         if fault is None:
             try:
@@ -44,8 +50,13 @@ class Template:
             except ValueError as error:
                 self.fault = str(error)
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The text of a conversation, up to where the model is to answer.
+    @property
+    def tools_text(self) -> str:
+        """The text in Jinja of the template that renders tools."""
+        return self._text if self._for_tools is None else self._for_tools.tools_text
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        """The text of a conversation, up to where the model is to answer; perhaps with tools, as the API has them.
 
         Any thread may call it, and waits until the texts of the others are made.
 
@@ -54,7 +65,10 @@ class Template:
         """
         if self.fault is not None:
             raise ValueError(self.fault)
-        values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **self._tokens}
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(messages, tools)
+        values = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
+        values |= self._tokens
         with self._lock:
             if self._process.poll() is not None:
                 self._end()
@@ -79,7 +93,7 @@ class Template:
         """The answer of the process."""
         process: Any = self._process  # with pipes
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.write(_line(request))
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -96,6 +110,13 @@ class Template:
         if "error" in answer:
             raise ValueError(f"chat template: {answer['error']}")
         return answer["text"]
+
+
+def _line(request: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(request).encode() + b"\n"
+    except RecursionError:
+        raise ValueError("chat template: the values are nested too deeply") from None
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -117,27 +138,39 @@ def load_template(folder: str, other: pathlib.Path | None = None) -> Template | 
     """
     checkpoint, file = open_checkpoint(folder), pathlib.Path(folder, "chat_template.jinja")
     config, fields = checkpoint.file_of(TOKENIZER_CONFIG), checkpoint.fields(TOKENIZER_CONFIG)
+    of_tools = file.with_name("additional_chat_templates") / "tool_use.jinja"
     if other is not None or file.exists():
         text = read_text(other or file)
+        tools_text = read_text(of_tools) if other is None and of_tools.exists() else None
     else:
-        text = _default(config, fields.get("chat_template"))
-    return None if text is None else Template(text, _special_tokens(config, fields))
+        text, tools_text = _named(config, fields.get("chat_template"))
+    if text is None:
+        return None
+    tokens = _special_tokens(config, fields)
+    return Template(text, tokens, for_tools=None if tools_text is None else Template(tools_text, tokens))
 
 
-def stop_tokens(ends: Iterable[int], tokenizer: Any, template: Template | None) -> list[int]:
-    """The tokens that end an answer: those that end a text, and the one that ends a turn."""
-    turn_end = tokenizer.token_to_id(template.end) if tokenizer and template and template.end else None
-    return [*dict.fromkeys([*ends, *([] if turn_end is None else [turn_end])])]
+def stop_tokens(
+    ends: Iterable[int], tokenizer: Any, template: Template | None, call_end: str | None = None
+) -> list[int]:
+    """The tokens that end an answer: those that end a text, a turn, and perhaps a call of a tool."""
+    texts = [text for text in (template.end if template else None, call_end) if text]
+    found = [tokenizer.token_to_id(text) for text in texts] if tokenizer else []
+    return [*dict.fromkeys([*ends, *(token for token in found if token is not None)])]
 
 
-def _default(config: pathlib.Path, template: Any) -> str | None:
-    """The template that tokenizer_config.json has, as a text, or as the default one of several with names."""
+def _named(config: pathlib.Path, template: Any) -> tuple[str | None, str | None]:
+    """The template that tokenizer_config.json has, and the one for tools.
+
+    It is a text, or a list of several with names, one of them "default" and perhaps another one "tool_use".
+    """
     if template is None or isinstance(template, str):
-        return template
+        return template, None
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-        text = {str(entry.get("name")): entry.get("template") for entry in template}.get("default")
-        if isinstance(text, str):
-            return text
+        texts = {str(entry.get("name")): entry.get("template") for entry in template}
+        text, tools_text = texts.get("default"), texts.get("tool_use")
+        if isinstance(text, str) and isinstance(tools_text, str | None):
+            return text, tools_text
     wanted = "a text, or a list of objects with name and template, one of them with the name 'default'"
     raise ValueError(f"{config}: chat_template: got {template!r:.80}, wanted {wanted}")
 

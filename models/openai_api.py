@@ -23,14 +23,14 @@ OWN_SALTS = "kvjax-"  # the beginning of salts that no client may choose
 
 SERVED = frozenset({
     "best_of", "cache_salt", "echo", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs",
-    "max_completion_tokens", "max_tokens", "messages", "min_tokens", "model", "n", "presence_penalty", "priority",
-    "prompt", "prompt_logprobs", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k",
-    "top_logprobs", "top_p",
+    "max_completion_tokens", "max_tokens", "messages", "min_tokens", "model", "n", "parallel_tool_calls", "presence_penalty",
+    "priority", "prompt", "prompt_logprobs", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature",
+    "tool_choice", "tools", "top_k", "top_logprobs", "top_p",
 })  # fmt: skip
 # No answer depends on these, at least where all fields of `REFUSED` have no effect: the server ignores them.
 HARMLESS = frozenset({
     "guided_decoding_backend", "guided_whitespace_pattern", "media_io_kwargs", "metadata", "mm_processor_kwargs",
-    "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id",
     "safety_identifier", "service_tier", "spaces_between_special_tokens", "store", "user",
 })  # fmt: skip
 # An answer would depend on these. Each has the values that leave an answer as it is; null does so too. One more field,
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
     "structural_tag": (), "structured_outputs": (), "suffix": ("",), "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (), "use_beam_search": (False,),
+    "truncate_prompt_tokens": (), "use_beam_search": (False,),
     "verbosity": ("medium",), "vllm_xargs": ({},), "web_search_options": (),
 }  # fmt: skip
 
@@ -88,6 +88,22 @@ class Limits:
     prompts: int = 64  # the most of a request
 
 
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The tools of a request."""
+
+    definitions: list[dict[str, Any]]  # for the template
+    choice: str  # "auto": the model decides on calls; "none": nothing is a call
+    is_parallel: bool  # whether an answer may have several calls
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """The names that calls may have; None: nothing is a call."""
+        if not self.definitions or self.choice == "none":
+            return None
+        return frozenset(tool["function"]["name"] for tool in self.definitions)
+
+
 @dataclasses.dataclass
 class Wish:
     """Everything of a request but its prompt."""
@@ -107,6 +123,7 @@ class Wish:
     salt: str | None  # of the namespace; None: the namespace of all who have none
     streams: bool  # whether it is answered by events
     includes_usage: bool  # whether the last event is the usage
+    tools: Tools | None = None  # of a chat; see `openai_messages.read_tools`
 
     def prompt_logprobs_from(self, length: int) -> int | None:
         """The first token, of a prompt of this length, whose log-probability is wanted; see `kvjax.serving.Request`."""
@@ -151,9 +168,9 @@ class Fields:
         """A string or a list of them, none of them empty."""
         value = self.get(name, [])
         values = [value] if isinstance(value, str) else value
-        if not _is_list(values, str) or len(values) > most or not all(0 < len(one) <= longest for one in values):
+        if not is_list(values, str) or len(values) > most or not all(0 < len(one) <= longest for one in values):
             raise refuse(name, value, f"at most {most} strings of 1 to {longest} characters")
-        return [_text(name, one) for one in values]
+        return [check_text(name, one) for one in values]
 
 
 def read_json(body: bytes | bytearray) -> Fields:
@@ -282,7 +299,7 @@ def _is_equal(value: Any, other: Any) -> bool:
 def read_prompts(fields: Fields, encode: Callable[[str], list[int]] | None, limits: Limits) -> list[list[int]]:
     """The token ids of the prompts of a completion."""
     value = fields.get("prompt")
-    prompts = [value] if isinstance(value, str) or _is_list(value, int) else value
+    prompts = [value] if isinstance(value, str) or is_list(value, int) else value
     if not isinstance(prompts, list) or not 0 < len(prompts) <= limits.prompts:
         raise refuse("prompt", value, f"text, token ids, or a list of 1 to {limits.prompts} of them")
     found = []
@@ -290,26 +307,10 @@ def read_prompts(fields: Fields, encode: Callable[[str], list[int]] | None, limi
         if isinstance(prompt, str):
             if encode is None:
                 raise refuse("prompt", prompt, "token ids: the model has no tokenizer")
-            prompt = encode(_text("prompt", prompt))
-        if not _is_list(prompt, int):
+            prompt = encode(check_text("prompt", prompt))
+        if not is_list(prompt, int):
             raise refuse("prompt", prompt, "text or token ids")
         found.append(prompt)
-    return found
-
-
-def read_messages(fields: Fields) -> list[dict[str, str]]:
-    """The messages of a chat, with the text of their parts joined."""
-    messages = fields.get("messages")
-    if not _is_list(messages, dict) or not messages:
-        raise refuse("messages", messages, "a list of messages")
-    found = []
-    for message in messages:
-        role, content = message.get("role"), message.get("content")
-        if isinstance(content, list) and all(_is_text_part(part) for part in content):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise refuse("messages", message, "a role and a content of text")
-        found.append({"role": _text("messages", role), "content": _text("messages", content)})
     return found
 
 
@@ -331,18 +332,15 @@ def _is_number(value: Any, kind: Any = int | float) -> bool:
 
 
 def _are_tokens(value: Any) -> bool:
-    return _is_list(value, int) and all(0 <= token <= MOST_INT for token in value)
+    return is_list(value, int) and all(0 <= token <= MOST_INT for token in value)
 
 
-def _is_list(value: Any, kind: type) -> bool:
+def is_list(value: Any, kind: type) -> bool:
+    """Whether a value is a list of values of a kind, where true is not 1."""
     return isinstance(value, list) and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _text(name: str, text: str) -> str:
+def check_text(name: str, text: str) -> str:
     """Refuses lone surrogates, which JSON can have and UTF-8 cannot."""
     try:
         text.encode()

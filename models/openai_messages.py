@@ -3,31 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from typing import Any
 
-from .openai_api import ApiError, Fields, check_text, is_list, refuse
+from .openai_api import ApiError, Fields, Tools, check_text, is_list, refuse
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _CALL = "tool_calls of objects with id, and function with name and arguments"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tools:
-    """The tools of a request."""
-
-    definitions: list[dict[str, Any]]  # for the template
-    choice: str  # "auto": the model decides on calls; "none": nothing is a call
-    is_parallel: bool  # whether an answer may have several calls
-
-    @property
-    def names(self) -> frozenset[str] | None:
-        """The names that calls may have; None: nothing is a call."""
-        if not self.definitions or self.choice == "none":
-            return None
-        return frozenset(tool["function"]["name"] for tool in self.definitions)
 
 
 def read_tools(fields: Fields, *, is_chat: bool) -> Tools:

@@ -27,9 +27,10 @@ from . import chat, commands, memory, session, stores, tenants, wires
 from .commands import number
 from .openai_api import MOST_BIASES, Limits
 from .session import MOST, SIZES
+from .tool_calls import FORMATS, Parser, detect
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
-STOP_TOKENS = 8  # of a request, those of the model included; more where the model's and the end of a turn are more
+STOP_TOKENS = 8  # of a request, those of the model included; more where these and the ends of turns and calls are more
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -58,6 +59,8 @@ def make_parser() -> commands.Parser:
     parser.add_argument("--checkpoint", metavar="PATH", required=True, help="a Hugging Face folder, or a GGUF file")
     parser.add_argument("--name", metavar="NAME", help="of the model in requests (default: the folder's)")
     parser.add_argument("--chat-template", metavar="FILE", type=pathlib.Path, help="in place of the checkpoint's")
+    formats = "of calls of tools, in place of the one that the chat template shows: %(choices)s"
+    parser.add_argument("--tool-format", choices=tuple(FORMATS), help=formats)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument(
         "--port", type=wires.PORT, default=8000, help="to listen at; 0 chooses one (default: %(default)s)"
@@ -139,7 +142,9 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             feed.attach(saved.cache.state)
         engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
-        stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
+        tool_format = _tool_format(args, template)
+        call_end = tool_format.call_end if tool_format else None
+        stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template, call_end)
         limits = Limits(
             max_length=min(spec.max_length, session.most_tokens(args, model)),
             samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
@@ -150,6 +155,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             shows_cached=not args.hide_cached_tokens,
             # The engine begins to write after a turn, and tells its state between two.
             before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
+            tool_format=tool_format,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine
@@ -167,6 +173,12 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
             parser.error(f"--chat-template: {template.fault}")
         _note(f"chats are refused: {template.fault}")
     return template
+
+
+def _tool_format(args: argparse.Namespace, template: chat.Template | None) -> type[Parser] | None:
+    """The format of calls of tools that the options or the template name."""
+    name = args.tool_format or (None if template is None else detect(template.tools_text))
+    return None if name is None else FORMATS[name]
 
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
@@ -195,7 +207,7 @@ def _engine(
         )  # fmt: skip
         return Engine(
             model, cache, options, max_waiting=args.max_waiting,
-            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 1),
+            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2),
             logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
         )  # fmt: skip
     except ValueError as error:

@@ -19,13 +19,14 @@ from typing import Any
 from kvjax import serving
 from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
-from . import openai_api
+from . import openai_api, openai_messages
 from .answers import Failed
-from .openai_api import ApiError, Fields, Wish
+from .openai_api import ApiError, Fields, Tools, Wish
 from .openai_replies import Form
 from .serve_job import Events, Job, Served, events, failure, while_connected, whole
 from .serve_pages import Pages
 from .tenants import Keys
+from .tool_calls import FORMATS
 
 try:
     from starlette.applications import Starlette
@@ -66,7 +67,10 @@ class Api:
                 wish, prompts = await asyncio.get_running_loop().run_in_executor(self._readers, read, body)
         wish.salt = served.keys.salt(_key_of(request), wish.salt)
         job = self._submit(prompts, wish, "messages" if is_chat else "prompt")
-        form = Form(served.name, wish, served.decode_all, is_chat=is_chat, shows_cached=served.shows_cached)
+        form = Form(
+            served.name, wish, served.decode_all, is_chat=is_chat, shows_cached=served.shows_cached,
+            make_parser=served.parser_for(wish.tools),
+        )  # fmt: skip
 
         def close() -> None:
             job.cancel()
@@ -107,22 +111,29 @@ class Api:
         fields = openai_api.read_json(body)
         self._check_model(fields.get("model", self._served.name))
         wish = openai_api.read_wish(fields, self._served.limits, is_chat=is_chat)
-        return wish, self._prompts(fields, is_chat=is_chat)
+        tools = openai_messages.read_tools(fields, is_chat=is_chat)
+        if is_chat:
+            wish.tools = tools
+            return wish, [self._chat_prompt(fields, tools)]
+        served = self._served
+        return wish, openai_api.read_prompts(fields, served.encode if served.tokenizer else None, served.limits)
 
     def _check_model(self, name: Any) -> None:
         if name != self._served.name:
             message = f"the model {json.dumps(name)[:80]} does not exist, but {self._served.name!r} does"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def _prompts(self, fields: Fields, *, is_chat: bool) -> list[list[int]]:
+    def _chat_prompt(self, fields: Fields, tools: Tools) -> list[int]:
         served = self._served
-        if not is_chat:
-            return openai_api.read_prompts(fields, served.encode if served.tokenizer else None, served.limits)
         if served.template is None or served.tokenizer is None:
             raise ApiError(400, "the model has no chat template", "messages")
-        messages = openai_api.read_messages(fields)
+        if tools.names is not None and served.tool_format is None:
+            formats = ", ".join(FORMATS)
+            message = f"tools: the chat template has no format of calls that the server reads; --tool-format: {formats}"
+            raise ApiError(400, message, "tools")
+        messages = openai_messages.read_messages(fields)
         try:
-            return [served.encode(served.template.render(messages), is_whole=False)]
+            return served.encode(served.template.render(messages, tools.definitions), is_whole=False)
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
@@ -15,10 +16,11 @@ from kvjax.serving import EngineError, Handle
 from .answers import REFUSED, Answer, Failed, Piece, pieces
 from .chat import Template
 from .echo import after_prompt, prompt_logprobs, prompt_piece
-from .openai_api import ApiError, Limits, Wish
+from .openai_api import ApiError, Limits, Tools, Wish
 from .openai_replies import Form, Usage
 from .serve_pages import Pages
 from .tenants import Keys
+from .tool_calls import Parser
 
 try:
     from starlette.exceptions import HTTPException
@@ -45,6 +47,7 @@ class Served:
     timeout: float  # seconds in which an answer is made
     shows_cached: bool  # whether answers say how many tokens of their prompts were cached
     before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
+    tool_format: type[Parser] | None = None  # of calls of tools in answers to chats; None: tools are refused
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         """The ids of a text, which other threads do not wait for; a whole one gets the tokenizer's special tokens.
@@ -66,6 +69,24 @@ class Served:
             return " ".join(map(str, tokens))
         return self.tokenizer.decode(tokens, skip_special_tokens=skips_special)
 
+    def decode_marks(self, tokens: list[int]) -> str:
+        """The text of ids, of special ones only that of the marks of calls."""
+        return self.decode([token for token in tokens if token not in self._hidden], skips_special=False)
+
+    @functools.cached_property
+    def _hidden(self) -> frozenset[int]:
+        """The special tokens that are no marks of calls."""
+        marks = () if self.tool_format is None else self.tool_format.marks
+        added = {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special and token.content not in marks)
+
+    def parser_for(self, tools: Tools | None) -> Callable[[bool], Parser] | None:
+        """Makes a parser of an answer to a chat, early or not; None: the answer is all text."""
+        of_format = self.tool_format
+        if of_format is None or tools is None or (tools.names is None and not of_format.is_for_all):
+            return None
+        return lambda is_early: of_format(tools.names, is_early=is_early, is_parallel=tools.is_parallel)
+
     def decode_all(self, tokens: list[int]) -> str:
         """The text of ids, special ones included."""
         return self.decode(tokens, skips_special=False)
@@ -78,6 +99,7 @@ class Job:
         self, served: Served, pages: Pages, wish: Wish, prompts: list[list[int]], handles: list[list[Handle]],
         stop_tokens: list[int],
     ):  # fmt: skip
+        decode = served.decode if served.parser_for(wish.tools) is None else served.decode_marks
         self._served, self._pages, self._wish = served, pages, wish
         self._leaders = [of_prompt[0] for of_prompt in handles]
         self._handles = [handle for of_prompt in handles for handle in of_prompt]
@@ -87,7 +109,7 @@ class Job:
             "shows_stop": wish.echoes and wish.logprobs is not None,  # each token has an entry
         }  # fmt: skip
         self._streams = [
-            pieces(handle, Answer(served.decode, prompt, wish.stop, **of_answer), **of_pieces)
+            pieces(handle, Answer(decode, prompt, wish.stop, **of_answer), **of_pieces)
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
@@ -243,7 +265,8 @@ async def events(job: Job, form: Form) -> AsyncGenerator[dict[str, Any]]:
             yield event
         async with contextlib.aclosing(job.pieces()) as found:
             async for index, piece in found:
-                yield form.chunk(index, piece)
+                for event in form.chunks(index, piece):
+                    yield event
         for event in form.last(job.usage):
             yield event
     except (EngineError, Failed) as error:

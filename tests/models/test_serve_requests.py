@@ -19,7 +19,8 @@ import kvjax
 from kvjax.serving import Output
 from models import openai_api, serve, stores
 from models.answers import Answer, Detokenizer, Piece, pieces
-from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
+from models.openai_api import ApiError, Limits, read_json, read_prompts, read_wish
+from models.openai_messages import read_messages, read_tools
 from models.openai_replies import Form, Usage
 from models.recall import CHECKPOINT
 from models.tenants import Keys, keys_of, salt_of
@@ -196,7 +197,7 @@ def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, s
 
     found = asyncio.run(read())
     (choice,) = form.whole([found], Usage())["choices"]
-    chunks = [form.chunk(0, piece)["choices"][0] for piece in found]
+    chunks = [event["choices"][0] for piece in found for event in form.chunks(0, piece)]
     shown = choice["message"]["content"] if is_chat else choice["text"]
     assert found and shown == "".join(piece.text for piece in found)
     for choices in ([choice], chunks):
@@ -264,7 +265,6 @@ def test_fields_become_arguments_of_the_engine():
         ({"logit_bias": {"a": 1}}, 'logit_bias: got {"a": 1}, ' + BIASES),
         ({"logit_bias": [3]}, "logit_bias: got [3], " + BIASES),
         ({"cache_salt": "kvjax-a"}, "cache_salt: got \"kvjax-a\", wanted a salt that does not begin with 'kvjax-'"),
-        ({"tools": [{}]}, "tools: got [{}], wanted none or []: nothing else is served"),
         ({"echo": 0}, "echo: got 0, wanted true or false"),
         ({"prompt_logprobs": 6}, "prompt_logprobs: got 6, wanted an integer from 0 to 5"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs: got 0, wanted none with stream"),
@@ -301,8 +301,8 @@ CHANGES = {
     "prompt_embeds": "x", "reasoning_effort": "high", "repetition_detection": {},
     "repetition_penalty": 5.0, "response_format": {"type": "json_object"}, "return_token_ids": True,
     "return_tokens_as_token_ids": True, "skip_special_tokens": False, "structural_tag": "x",
-    "structured_outputs": {"choice": ["a"]}, "suffix": "x", "thinking_token_budget": 9, "tool_choice": "required",
-    "tools": [{}], "truncate_prompt_tokens": 3, "use_beam_search": True, "verbosity": "low", "vllm_xargs": {"a": 1},
+    "structured_outputs": {"choice": ["a"]}, "suffix": "x", "thinking_token_budget": 9,
+    "truncate_prompt_tokens": 3, "use_beam_search": True, "verbosity": "low", "vllm_xargs": {"a": 1},
     "web_search_options": {},
 }  # fmt: skip
 
@@ -341,6 +341,7 @@ def test_the_table_has_each_field_once_and_those_that_are_read():
     for is_chat in (False, True):
         read_wish(fields, LIMITS, is_chat=is_chat)
     read_messages(fields)
+    read_tools(fields, is_chat=True)
     read_prompts(fields, lambda text: [1], LIMITS)
     assert read - {"add_special_tokens"} == (openai_api.SERVED - {"model"}) | openai_api.REFUSED.keys()
     groups = (openai_api.SERVED, openai_api.HARMLESS, openai_api.REFUSED.keys())
@@ -421,12 +422,12 @@ def test_keys_are_taken_from_options_a_file_or_the_environment(tmp_path, monkeyp
 
 
 def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
-    """generation_config.json may have many; the template may add the one that ends a turn."""
+    """generation_config.json may have many; the template may add those that end a turn and a call."""
     monkeypatch.setattr(serve, "_note", lambda _: None)
     monkeypatch.setattr(serve, "Engine", lambda *_, **options: options["num_stop_tokens"])
     parser = serve.make_parser()
     args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64", "--chunk", "64"])
-    for number, wanted in ((0, 8), (7, 8), (8, 9), (20, 21)):
+    for number, wanted in ((0, 8), (6, 8), (7, 9), (20, 22)):
         model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
         assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted
 
