@@ -23,9 +23,9 @@ OWN_SALTS = "kvjax-"  # the beginning of salts that no client may choose
 
 SERVED = frozenset({
     "best_of", "cache_salt", "echo", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs",
-    "max_completion_tokens", "max_tokens", "messages", "min_tokens", "model", "n", "parallel_tool_calls", "presence_penalty",
-    "priority", "prompt", "prompt_logprobs", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature",
-    "tool_choice", "tools", "top_k", "top_logprobs", "top_p",
+    "max_completion_tokens", "max_tokens", "messages", "min_tokens", "model", "n", "parallel_tool_calls",
+    "presence_penalty", "priority", "prompt", "prompt_logprobs", "seed", "stop", "stop_token_ids", "stream",
+    "stream_options", "temperature", "tool_choice", "tools", "top_k", "top_logprobs", "top_p",
 })  # fmt: skip
 # No answer depends on these, at least where all fields of `REFUSED` have no effect: the server ignores them.
 HARMLESS = frozenset({

@@ -93,11 +93,13 @@ def _message(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {"role": check_text("messages", role), "content": check_text("messages", content)}
     if role == "assistant":
         reasoning = _optional_text(message, "reasoning_content") or _optional_text(message, "reasoning")
-        found |= {"reasoning_content": reasoning, "thinking": reasoning} if reasoning else {}
         calls = message.get("tool_calls")
         if calls is not None and not is_list(calls, dict):
-            raise refuse("messages", message, f"{_CALL}")
+            raise refuse("messages", message, _CALL)
         found |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
+        found |= {"reasoning_content": reasoning} if reasoning else {}
+        # The template of gpt-oss reads `thinking`, and refuses it with a call and content.
+        found |= {"thinking": reasoning} if reasoning and not (calls and content) else {}
     if role == "tool":
         call_id = _optional_text(message, "tool_call_id")
         name = _optional_text(message, "name") or names.get(call_id or "")

@@ -59,7 +59,9 @@ WITH_TOOLS = {
 }  # fmt: skip
 
 
-def rendered(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> dict[str, str]:
+def rendered(
+    template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> dict[str, str]:
     """The text, or the message of the template's error."""
     options = {"chat_template": template, "add_generation_prompt": True, "tools": tools}
     try:
