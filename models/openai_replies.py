@@ -41,9 +41,15 @@ class Form:
     """
 
     def __init__(
-        self, model: str, wish: Wish, decode: Decode, *, is_chat: bool, shows_cached: bool = True,
+        self,
+        model: str,
+        wish: Wish,
+        decode: Decode,
+        *,
+        is_chat: bool,
+        shows_cached: bool = True,
         make_parser: Callable[[bool], Parser] | None = None,
-    ):  # fmt: skip
+    ):
         self._make_parser = make_parser
         self._streams = dict[int, _Stream]()
         self._model, self._is_chat, self._decode, self._most = model, is_chat, decode, wish.logprobs

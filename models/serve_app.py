@@ -68,9 +68,13 @@ class Api:
         wish.salt = served.keys.salt(_key_of(request), wish.salt)
         job = self._submit(prompts, wish, "messages" if is_chat else "prompt")
         form = Form(
-            served.name, wish, served.decode_all, is_chat=is_chat, shows_cached=served.shows_cached,
+            served.name,
+            wish,
+            served.decode_all,
+            is_chat=is_chat,
+            shows_cached=served.shows_cached,
             make_parser=served.parser_for(wish.tools),
-        )  # fmt: skip
+        )
 
         def close() -> None:
             job.cancel()

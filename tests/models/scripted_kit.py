@@ -21,14 +21,28 @@ from tests.models.serve_kit import KEY, Running
 
 LENGTH = 4096  # positions of the script
 SPECIAL = (
-    "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
-    "<|python_tag|>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
-)  # fmt: skip
+    "<s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|python_tag|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
 TAGS = ("<tool_call>", "</tool_call>")  # as in Qwen's tokenizer, where they are tokens, but not special ones
 FAMILIES = {
-    "hermes": ("hermes_tools.jinja", "<|im_end|>"), "llama3": ("llama_tools.jinja", "<|eot_id|>"),
+    "hermes": ("hermes_tools.jinja", "<|im_end|>"),
+    "llama3": ("llama_tools.jinja", "<|eot_id|>"),
     "harmony": ("harmony_tools.jinja", "<|return|>"),
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of answers with calls of tools, and requests with tools as they are read."""
+"""Parsers of answers with calls of tools, and the choice of a parser by a chat template."""
 
+import itertools
 import json
 
 import pytest
@@ -8,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import chat
-from models.openai_api import ApiError, Fields
-from models.openai_messages import read_messages, read_tools
 from models.recall import CHECKPOINT
 from models.tool_calls import FORMATS, detect
 from models.tool_json import JsonScanner
@@ -22,7 +21,7 @@ def parsed(name, text, cuts=(), *, is_cut=False, names=NAMES, **options):
     """The parts of an answer that comes in pieces, those of a kind joined, and its parser."""
     parser, joined = FORMATS[name](names, **options), []
     bounds = [0, *sorted(cuts), len(text)]
-    parts = [part for start, end in zip(bounds, bounds[1:], strict=False) for part in parser.add(text[start:end])]
+    parts = [part for start, end in itertools.pairwise(bounds) for part in parser.add(text[start:end])]
     for kind, part in [*parts, *parser.end(is_cut=is_cut)]:
         assert part or kind == "name"
         if joined and joined[-1][0] == kind != "name":
@@ -56,10 +55,13 @@ VALUES = st.recursive(
 )
 ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3)
 CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3)
-STYLES = st.fixed_dictionaries({
-    "ensure_ascii": st.booleans(), "indent": st.sampled_from([None, 2]),
-    "separators": st.sampled_from([(",", ":"), (", ", ": ")]),
-})  # fmt: skip
+STYLES = st.fixed_dictionaries(
+    {
+        "ensure_ascii": st.booleans(),
+        "indent": st.sampled_from([None, 2]),
+        "separators": st.sampled_from([(",", ":"), (", ", ": ")]),
+    }
+)
 
 
 def written(name, calls, style, content):
@@ -94,13 +96,44 @@ def test_calls_are_found_with_their_arguments_however_the_text_is_cut(name, call
 
 
 FRAGMENTS = st.lists(
-    st.sampled_from([
-        "<tool_call>", "</tool_call>", "<tool", "_call>", "<|python_tag|>", "<|py", "{", "}", "[", "]", ";", ",", " ", "\n",
-        '{"name": "f", ', '"arguments": ', '"parameters": {', '"a": 1', "tru", '"x', '"', "\\", "ab", "<|channel|>", "<|end|>",
-        "final", "analysis", "commentary to=functions.f", "<|message|>", "<|start|>assistant", "<|", "to=f",
-    ]),
+    st.sampled_from(
+        [
+            "<tool_call>",
+            "</tool_call>",
+            "<tool",
+            "_call>",
+            "<|python_tag|>",
+            "<|py",
+            "{",
+            "}",
+            "[",
+            "]",
+            ";",
+            ",",
+            " ",
+            "\n",
+            '{"name": "f", ',
+            '"arguments": ',
+            '"parameters": {',
+            '"a": 1',
+            "tru",
+            '"x',
+            '"',
+            "\\",
+            "ab",
+            "<|channel|>",
+            "<|end|>",
+            "final",
+            "analysis",
+            "commentary to=functions.f",
+            "<|message|>",
+            "<|start|>assistant",
+            "<|",
+            "to=f",
+        ]
+    ),
     max_size=12,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -121,18 +154,33 @@ def test_any_text_has_the_same_parts_however_it_is_cut(name, fragments, is_cut, 
 
 MALFORMED = {
     "hermes": [
-        '<tool_call>\n{"name": "f", "arguments": {"a": True}}\n</tool_call>', '<tool_call>{"name": 3}</tool_call>',
-        '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-        "<tool_call><function=f></function></tool_call>", "<tool_call> no", "<tool_call>", '{"name": "f", "arguments": {}}',
-        '<tool_call>{"name": "f", "arguments": "a b"}</tool_call>', '<tool_call>{"name": "", "arguments": {}}',
-        '<tool_call>{"name": "f", "arguments": {"a": 1', '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {"a": True}}\n</tool_call>',
+        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        "<tool_call><function=f></function></tool_call>",
+        "<tool_call> no",
+        "<tool_call>",
+        '{"name": "f", "arguments": {}}',
+        '<tool_call>{"name": "f", "arguments": "a b"}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}',
+        '<tool_call>{"name": "f", "arguments": {"a": 1',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}</tool_call>',
     ],
     "llama3": [
-        '{"name": "other", "parameters": {}}', '{"name": "f"}', '{"name": "Bob", "age": 3}', '{"city": "Oslo"}', "[1, 2]",
-        "<|python_tag|>brave_search.call(query='a')", '{"name": "f", "parameters": {"a": nul}}', "{{}}", "[", "{",
+        '{"name": "other", "parameters": {}}',
+        '{"name": "f"}',
+        '{"name": "Bob", "age": 3}',
+        '{"city": "Oslo"}',
+        "[1, 2]",
+        "<|python_tag|>brave_search.call(query='a')",
+        '{"name": "f", "parameters": {"a": nul}}',
+        "{{}}",
+        "[",
+        "{",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in MALFORMED.items() for text in texts])
@@ -151,21 +199,33 @@ def test_a_malformed_call_is_text(name, text):
         ("hermes", '<tool_call>{"name": "unheard_of", "arguments": {}}</tool_call>', [("unheard_of", {})]),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("f", {"a": 1})]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', [("f", {"a": 1})]),  # a brace is missing
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>',
+            [("f", {"a": 1})],
+        ),  # a brace is missing
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call>', [("f", {"a": 1})]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny\t"}}</tool_call>', [("f", {"a": "x\ny\t"})]),
-        ("hermes", '<tool_call>\n{"name": "f"}\n{"name": "get_weather"}\n</tool_call>', [("f", {}), ("get_weather", {})]),
+        (
+            "hermes",
+            '<tool_call>\n{"name": "f"}\n{"name": "get_weather"}\n</tool_call>',
+            [("f", {}), ("get_weather", {})],
+        ),
         ("llama3", '<|python_tag|>{"name": "unheard_of", "parameters": {"a": 1}}', [("unheard_of", {"a": 1})]),
         ("llama3", '{"type": "function", "name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
         ("llama3", '{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}', [("f", {"a": 1})]),
-        ("llama3", '[{"name": "f", "parameters": {}},\n {"name": "f", "arguments": {"a": 1}}]', [("f", {}), ("f", {"a": 1})]),
+        (
+            "llama3",
+            '[{"name": "f", "parameters": {}},\n {"name": "f", "arguments": {"a": 1}}]',
+            [("f", {}), ("f", {"a": 1})],
+        ),
         ("llama3", '{"name": "f", "parameters": {}}\n{"name": "f", "parameters": {}}', [("f", {}), ("f", {})]),
         ("harmony", " to=functions.f<|channel|>commentary json<|message|>{}", [("f", {})]),
         ("harmony", "<|channel|>analysis to=functions.f code<|message|>\n{}\n<|call|>", [("f", {})]),
         ("harmony", "<|channel|>commentary to=f <|constrain|>json<|message|>{}<|call|>", [("f", {})]),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>", [("f", {})]),
     ],
-)  # fmt: skip
+)
 def test_forms_that_models_drift_to_are_calls_too(name, text, wanted):
     for is_early in (False, True):
         parts, parser = parsed(name, text, is_early=is_early)
@@ -177,25 +237,30 @@ def test_forms_that_models_drift_to_are_calls_too(name, text, wanted):
     [
         ("Oslo.", [("content", "Oslo.")]),
         ("<|channel|>final<|message|>Oslo.<|return|>", [("content", "Oslo.")]),
-        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Oslo.",
-         [("reasoning", "Hm."), ("content", "Oslo.")]),
-        ("<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>commentary<|message|>I look.",  # no end
-         [("reasoning", "Hm."), ("content", "I look.")]),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Oslo.",
+            [("reasoning", "Hm."), ("content", "Oslo.")],
+        ),
+        (
+            "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>commentary<|message|>I look.",  # no end
+            [("reasoning", "Hm."), ("content", "I look.")],
+        ),
         ("<|channel|>commentary to=python<|message|>1 + 1<|call|>", [("content", "1 + 1")]),
         ('<|channel|>commentary to=functions.f<|message|>{"a": tru}<|call|>', [("content", '{"a": tru}')]),
         ("<|channel|>commentary to=functions.f<|message|>none<|call|>", [("content", "none")]),
         ("<|channel|>commentary to=fun", []),
     ],
-)  # fmt: skip
+)
 def test_channels_are_reasoning_and_content(text, wanted):
     assert parsed("harmony", text)[0] == wanted
 
 
 def test_a_call_that_is_cut_is_no_call_of_a_whole_answer_and_unfinished_in_a_stream():
     beginnings = {
-        "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1', "llama3": '{"name": "f", "parameters": {"a": 1',
+        "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1',
+        "llama3": '{"name": "f", "parameters": {"a": 1',
         "harmony": '<|channel|>commentary to=functions.f<|message|>{"a": 1',
-    }  # fmt: skip
+    }
     for name, text in beginnings.items():
         whole, _ = parsed(name, text, is_cut=True)
         assert [kind for kind, _ in whole] == ["content"]
@@ -219,14 +284,44 @@ def test_nothing_is_a_call_where_no_tool_is():
 
 
 @given(
-    st.lists(st.sampled_from(['{"a": ', "{", "}", "[", "]", ",", ":", '"', "a", "\\", "u00e9", "-0", "1", ".5", "e+1", "01",
-                              "true", "null", "nul", " ", "\n", '"b"', '{"c": []}', "NaN", "é"]), max_size=10)
+    st.lists(
+        st.sampled_from(
+            [
+                '{"a": ',
+                "{",
+                "}",
+                "[",
+                "]",
+                ",",
+                ":",
+                '"',
+                "a",
+                "\\",
+                "u00e9",
+                "-0",
+                "1",
+                ".5",
+                "e+1",
+                "01",
+                "true",
+                "null",
+                "nul",
+                " ",
+                "\n",
+                '"b"',
+                '{"c": []}',
+                "NaN",
+                "é",
+            ]
+        ),
+        max_size=10,
+    )
     | VALUES.map(json.dumps).map(list)
-)  # fmt: skip
+)
 def test_the_scanner_takes_what_json_takes(pieces):
     text = '{"x": ' + "".join(pieces) + "}"
     scanner = JsonScanner()
-    is_json = all([scanner.add(character) for character in text]) and scanner.is_done
+    is_json = all(scanner.add(character) for character in text) and scanner.is_done
     try:
         json.loads(text, strict=False, parse_constant=lambda _: 1 / 0)
         wanted = True
@@ -241,8 +336,10 @@ def test_the_scanner_takes_what_json_takes(pieces):
 def test_a_template_shows_its_format():
     files = {path.stem: path.read_text("utf-8") for path in (DATA / "chat_templates").glob("*_tools.jinja")}
     assert {stem: detect(text) for stem, text in files.items()} == {
-        "hermes_tools": "hermes", "llama_tools": "llama3", "harmony_tools": "harmony",
-    }  # fmt: skip
+        "hermes_tools": "hermes",
+        "llama_tools": "llama3",
+        "harmony_tools": "harmony",
+    }
     assert detect("<tool_call>\n<function=example>") is None is detect("<tool_call>{name}\n<arg_key>")
     assert detect(chat.load_template(str(CHECKPOINT)).tools_text) is None
 
@@ -260,129 +357,3 @@ def test_a_checkpoint_may_have_another_template_for_tools(tmp_path):
         template = chat.load_template(str(folder))
         assert template.render([]) == template.render([], []) == "plain" and detect(template.tools_text) == "hermes"
         assert template.render([], [{}, {}]) == "<tool_call>2"
-
-
-# Requests.
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def tools_of(is_chat=True, **fields):
-    return read_tools(Fields(fields), is_chat=is_chat)
-
-
-def test_tools_are_read_without_what_says_nothing_to_a_model():
-    for fields in ({}, {"tools": []}, {"tools": None, "tool_choice": None}, {"tools": [], "tool_choice": "none"}):
-        found = tools_of(**fields)
-        assert (found.definitions, found.names, found.is_parallel) == ([], None, True)
-    odd = {"function": {"name": "f", "strict": False, "description": None, "returns": {"type": "string"}}, "extra": 1}
-    found = tools_of(tools=[odd, TOOL], parallel_tool_calls=False)
-    plain = {"type": "function", "function": {"name": "f", "returns": {"type": "string"}}}
-    assert found.definitions == [plain, TOOL] and found.names == {"f"} and not found.is_parallel
-    none = tools_of(tools=[TOOL], tool_choice="none")
-    assert none.definitions == [TOOL] and none.names is None
-
-
-FORCED = 'wanted none, "none" or "auto": nothing else is served'
-CHOICE = 'wanted none, "none", "auto", "required" or a function with its name'
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tools": {}}, "tools: got {}, wanted a list of tools"),
-        ({"tools": ["f"]}, 'tools: got ["f"], wanted a list of tools'),
-        ({"tools": [{}]}, 'tools: got {}, wanted the type "function", and a function'),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, 'wanted the type "function", and a function'),
-        ({"tools": [{"function": {}}]}, "tools: got {}, wanted a name of letters, digits and the signs"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "wanted a name of letters, digits and the signs"),
-        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "an object of parameters"),
-        (
-            {"tools": [{"function": {"name": "f", "strict": True}}]},
-            "tools: strict: got true for f, wanted none or false",
-        ),
-        ({"tools": [TOOL], "tool_choice": "required"}, f'tool_choice: got "required", {FORCED}'),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, FORCED),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "the name of one of the tools",
-        ),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, CHOICE),
-        ({"tools": [TOOL], "tool_choice": "any"}, f'tool_choice: got "any", {CHOICE}'),
-        ({"tool_choice": "required"}, 'tool_choice: got "required", wanted none without tools'),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls: got 1, wanted true or false"),
-    ],
-)
-def test_wrong_tools_are_named(fields, message):
-    with pytest.raises(ApiError) as caught:
-        tools_of(**fields)
-    error = caught.value.body["error"]
-    assert (
-        caught.value.status == 400 and message in error["message"] and error["param"] == error["message"].split(":")[0]
-    )
-
-
-def test_completions_have_no_tools():
-    with pytest.raises(ApiError, match=r"^tools: got .*, wanted none in a completion"):
-        tools_of(is_chat=False, tools=[TOOL])
-    assert tools_of(is_chat=False, tools=[]).names is None
-
-
-def messages_of(*messages):
-    return read_messages(Fields({"messages": list(messages)}))
-
-
-def call(arguments='{"a": 1}', **fields):
-    return {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}, **fields}
-
-
-def test_the_history_has_calls_with_their_arguments_and_the_names_of_tools():
-    dumped = {"role": "assistant", "content": None, "refusal": None, "function_call": None, "audio": None}
-    part = {"type": "text", "text": "a"}
-    found = messages_of(
-        {**dumped, "tool_calls": [call()]}, {"role": "tool", "tool_call_id": "call_1", "content": [part, part]},
-        {**dumped, "tool_calls": []}, {"role": "tool", "content": "b", "name": "g", "tool_call_id": "call_2"},
-        {**dumped, "tool_calls": None, "reasoning_content": "Hm."}, {"role": "tool", "content": "c"},
-    )  # fmt: skip
-    assert found == [
-        {"role": "assistant", "content": "", "tool_calls": [call({"a": 1})]},
-        {"role": "tool", "content": "aa", "tool_call_id": "call_1", "name": "f"},
-        {"role": "assistant", "content": ""},
-        {"role": "tool", "content": "b", "tool_call_id": "call_2", "name": "g"},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "thinking": "Hm."},
-        {"role": "tool", "content": "c"},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [("", {}), (" ", {}), (None, {}), ("{}", {}), ({"a": 1}, {"a": 1}), ('{"a": tru}', '{"a": tru}'), ("[1]", "[1]"),
-     ("[" * 100_000, "[" * 100_000), ("9" * 5000, "9" * 5000)],
-)  # fmt: skip
-def test_arguments_that_are_no_object_stay_text(arguments, wanted):
-    (found,) = messages_of({"role": "assistant", "tool_calls": [call(arguments)]})
-    assert found["tool_calls"][0]["function"]["arguments"] == wanted
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user"},
-        {"role": "tool", "tool_call_id": "call_1"},
-        {"role": "tool", "content": "a", "tool_call_id": 1},
-        {"role": "assistant", "tool_calls": {}},
-        {"role": "assistant", "tool_calls": ["f"]},
-        {"role": "assistant", "tool_calls": [{"id": "call_1"}]},
-        {"role": "assistant", "tool_calls": [call(type="custom")]},
-        {"role": "assistant", "tool_calls": [call(arguments=[1])]},
-        {"role": "assistant", "tool_calls": [call(id=1)]},
-        {"role": "assistant", "tool_calls": [call(function={"name": "", "arguments": "{}"})]},
-        {"role": "assistant", "tool_calls": [call(arguments='"\ud800"')]},
-        {"role": "assistant", "content": "a", "reasoning_content": 1},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
-    ],
-)
-def test_wrong_messages_are_refused(message):
-    with pytest.raises(ApiError, match=r"^messages: got ") as caught:
-        messages_of(message)
-    assert caught.value.body["error"]["param"] == "messages"

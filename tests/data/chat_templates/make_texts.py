@@ -41,22 +41,31 @@ WITH_TOOLS = {
     "question": [USER],
     "call": [
         USER,
-        {"role": "assistant", "content": "", "thinking": "Hm.", "reasoning_content": "Hm.",
-         "tool_calls": [{"id": "call_1", "type": "function", "function": WEATHER}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "Hm.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": WEATHER}],
+        },
         {"role": "tool", "content": "kalt & 'klar'", "tool_call_id": "call_1", "name": "wetter"},
     ],
     "calls": [
         USER,
-        {"role": "assistant", "content": "Moment.", "tool_calls": [
-            {"id": "call_1", "type": "function", "function": WEATHER},
-            {"id": "call_2", "type": "function", "function": TIME},
-        ]},
+        {
+            "role": "assistant",
+            "content": "Moment.",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": WEATHER},
+                {"id": "call_2", "type": "function", "function": TIME},
+            ],
+        },
         {"role": "tool", "content": "kalt", "tool_call_id": "call_1", "name": "wetter"},
         {"role": "tool", "content": "12:00", "tool_call_id": "call_2", "name": "zeit"},
         {"role": "assistant", "content": "Kalt, um 12."},
         {"role": "user", "content": "Danke."},
     ],
-}  # fmt: skip
+}
 
 
 def rendered(
@@ -82,9 +91,13 @@ def main() -> None:
         for path in sorted(HERE.glob("*.jinja"))
     }
     found = {
-        "tokens": TOKENS, "conversations": CONVERSATIONS, "texts": texts, "tools": TOOLS,
-        "conversations_with_tools": WITH_TOOLS, "texts_with_tools": with_tools,
-    }  # fmt: skip
+        "tokens": TOKENS,
+        "conversations": CONVERSATIONS,
+        "texts": texts,
+        "tools": TOOLS,
+        "conversations_with_tools": WITH_TOOLS,
+        "texts_with_tools": with_tools,
+    }
     (HERE / "texts.json").write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
