@@ -95,6 +95,7 @@ class ScriptedServer:
         (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": end}))
         self.tokenizer = make_tokenizer()
         self.model, self._end = Scripted(), self.tokenizer.token_to_id(end)
+        self._call_end = [self.tokenizer.token_to_id("<|call|>")]
         self.template = load_template(str(folder))
         self.prompts, self.answers, self._texts = [], [], []
         with pytest.MonkeyPatch.context() as patch:
@@ -111,10 +112,9 @@ class ScriptedServer:
 
     def _submitting(self, request, **options):
         assert self.running.engine.drain(20)  # the script is the next answer's alone
-        text = self._texts.pop(0)
-        answer = self.tokenizer.encode(text).ids
+        answer = self.tokenizer.encode(self._texts.pop(0)).ids
         self.prompts.append(request.prompt.tolist())
-        self.answers.append(answer)
+        self.answers.append(answer[:-1] if answer[-1:] == self._call_end else answer)
         self.model.play(len(request.prompt), answer, self._end)
         return self._submit(request, **options)
 
@@ -124,7 +124,7 @@ class ScriptedServer:
         return self.client.chat.completions.create(model="scripted", messages=messages, **fields)
 
     def says(self, *texts):
-        """Sets the texts of the next answers; the token that ends a turn comes after each."""
+        """Sets the texts of the next answers; the token that ends a turn comes after each, unless <|call|> ends it."""
         self._texts = list(texts)
 
     def prompt_of(self, messages, tools=None):
