@@ -131,17 +131,12 @@ class ScriptedServer:
         """The token ids of a conversation."""
         return self.tokenizer.encode(self.template.render(messages, tools), add_special_tokens=False).ids
 
-    def cached(self, index):
-        """The number of a prompt's tokens that some sequence before it has: its first ones, but never the last one."""
-        prompt = self.prompts[index]
-        before = [[*self.prompts[i], *self.answers[i]] for i in range(index)]
-        return min(max((_num_common(prompt, other) for other in before), default=0), len(prompt) - 1)
-
     def close(self):
         self.client.close()
         self.running.close()
 
 
-def _num_common(tokens, other):
+def num_common(tokens, other):
+    """The number of tokens with which both begin."""
     pairs = zip(tokens, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))

@@ -12,7 +12,7 @@ import pytest
 from models import serve
 from models.recall import CHECKPOINT
 from tests.drive import ROOT
-from tests.models.scripted_kit import FAMILIES, ScriptedServer
+from tests.models.scripted_kit import FAMILIES, ScriptedServer, num_common
 from tests.models.serve_kit import GREEDY, KEY, idle
 
 pytestmark = pytest.mark.long
@@ -145,7 +145,7 @@ def test_an_agents_loop_finds_its_history_in_the_cache(servers, family, streams)
         assert (num_prompt, num_answer) == (len(prompts[turn]), len(answers[turn]) + 1)
         before = [*prompts[turn - 1], *answers[turn - 1]] if turn else []
         if family == "harmony" and turn == 3:  # its template leaves out thoughts once there is an answer
-            assert prompts[3][: len(before)] != before and 0 < cached == server.cached(first + 3) < len(before)
+            assert num_common(prompts[3], before) == len(prompts[0]) == cached
         else:
             assert prompts[turn][: len(before)] == before and cached == len(before)
 

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools and messages of requests as they are read."""
 
+import contextlib
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models.openai_api import ApiError, Fields
 from models.openai_messages import read_messages, read_tools
@@ -140,3 +145,33 @@ def test_wrong_messages_are_refused(message):
     with pytest.raises(ApiError, match=r"^messages: got ") as caught:
         messages_of(message)
     assert caught.value.body["error"]["param"] == "messages"
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=3)
+    | st.sampled_from(["function", "f", "{}", "assistant"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "function", "name", "arguments", "parameters", "id"]), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["assistant", "tool", "user"]) | VALUES, "content": VALUES},
+    optional=dict.fromkeys(["tool_calls", "tool_call_id", "name", "reasoning_content"], VALUES | st.lists(VALUES)),
+)
+
+
+@given(tools=VALUES | st.lists(VALUES), choice=VALUES, messages=st.lists(MESSAGE, max_size=3))
+def test_any_value_is_read_or_refused(tools, choice, messages):
+    with contextlib.suppress(ApiError):
+        found = tools_of(tools=tools, tool_choice=choice)
+        assert found.choice in ("auto", "none") and all(tool["function"]["name"] for tool in found.definitions)
+    with contextlib.suppress(ApiError):
+        found = messages_of(*messages)
+        assert all(isinstance(one["content"], str) for one in found) and json.dumps(found, ensure_ascii=False).encode()
