@@ -57,6 +57,11 @@ class Form:
         self._includes_usage = wish.includes_usage
         self._id, self._created = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex, int(time.time())
 
+    @property
+    def is_parsed(self) -> bool:
+        """Whether answers are parsed, which takes time where they are long."""
+        return self._make_parser is not None
+
     def _body(self, suffix: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         return {

@@ -253,7 +253,7 @@ async def whole(job: Job, form: Form) -> dict[str, Any]:
     async with contextlib.aclosing(job.pieces()) as found:
         async for index, piece in found:
             choices[index].append(piece)
-    if not job.tells_prompts:
+    if not job.tells_prompts and not form.is_parsed:
         return form.whole(choices, job.usage)
     return await asyncio.to_thread(lambda: form.whole(choices, job.usage, job.prompt_logprobs()))
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from .tool_json import Arguments, CallReader, Part, Progress
+from .tool_json import Arguments, CallReader, Part, Progress, units
 
 _SPACE = " \t\r\n"
 _MESSAGE = "<|message|>"
@@ -136,13 +136,13 @@ class _ObjectParser(Parser):
         return None
 
     def _in_call(self) -> bool:
-        for index, character in enumerate(self._buffer):
+        for end, character in units(self._buffer, self._reader):
             progress, parts = self._reader.add(character)
             self._new += parts
             if progress is Progress.OPEN:
                 continue
-            is_part = progress in (Progress.DONE, Progress.BROKEN, Progress.NO_CALL)
-            self._buffer = self._buffer[index + is_part :]
+            is_after = progress in (Progress.AFTER, Progress.REFUSED)
+            self._buffer = self._buffer[end - is_after :]
             if progress in (Progress.REFUSED, Progress.NO_CALL):
                 self._return("content", self._before + self._reader.text)
                 self._state = self._in_text
@@ -277,32 +277,36 @@ class HarmonyParser(Parser):
         return True
 
     def _add_body(self, text: str) -> None:
-        for index, character in enumerate(text):
-            if self._name is None:
-                self._return(self._kind, text[index:])
+        if self._name is None:
+            self._return(self._kind, text)
+            return
+        if self._arguments is None:
+            text = text.lstrip(_SPACE)
+            if not text:
                 return
-            if self._arguments is not None and not self._arguments.is_whole:
-                self._add_to_call(self._arguments, character)
-            elif character not in _SPACE:
-                if self._arguments is not None or character != "{":
-                    self._become("content", character)
-                    continue
-                self._arguments = Arguments(self._name, is_early=self._is_early)
-                self._add_to_call(self._arguments, character)
+            self._arguments = Arguments(self._name, is_early=self._is_early)
+        if not self._arguments.is_whole:
+            text = self._add_to_call(self._arguments, text)
+        text = text.lstrip(_SPACE) if self._name is not None else text
+        if text:  # the rest of the body is no call
+            self._kind = "content" if self._name is not None else self._kind
+            self._name = None
+            self._return(self._kind, text)
 
-    def _add_to_call(self, arguments: Arguments, character: str) -> None:
-        progress, parts = arguments.add(character)
-        self._new += parts
-        if progress is Progress.REFUSED:
-            self._become("content", arguments.text + character)
-        elif progress is Progress.BROKEN:
-            self.is_unfinished = True
-            self._become("arguments", "")
-
-    def _become(self, kind: Literal["content", "arguments"], text: str) -> None:
-        """Makes the rest of the body something else, beginning with a text."""
-        self._name, self._kind = None, kind
-        self._return(kind, text)
+    def _add_to_call(self, arguments: Arguments, text: str) -> str:
+        """Adds text to the arguments; returns the text after them."""
+        for end, character in units(text, arguments):
+            progress, parts = arguments.add(character)
+            self._new += parts
+            if progress is Progress.OPEN:
+                continue
+            if progress is Progress.BROKEN:
+                self.is_unfinished, self._name, self._kind = True, None, "arguments"
+            elif progress is Progress.REFUSED:
+                self._name, self._kind = None, "content"
+                return arguments.text + text[end - 1 :]
+            return text[end:]
+        return ""
 
     def _end_body(self, *, is_cut: bool) -> None:
         if self._name is None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 _SPACE = " \t\r\n"
+_RUN = re.compile(r'[^"\\\x00-\x1f]+')  # of a string
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _STRING = r'"((?:[^"\\]|\\.)*)"'
 # A call up to the brace that begins its arguments: streams have its name from here on.
@@ -62,10 +63,15 @@ class JsonScanner:
         """The number of objects and lists that are open."""
         return len(self._open)
 
+    @property
+    def takes_runs(self) -> bool:
+        """Whether a run of characters of a string, without quotes, escapes and control characters, may be added."""
+        return self.in_string and not self._is_escaped and not self._hex_digits
+
     def add(self, character: str) -> bool:
-        """Whether the text is, with this character, still the beginning of an object."""
+        """Whether the text is, with this character or this run, still the beginning of an object."""
         if self.in_string:
-            return self._in_string(character)
+            return len(character) > 1 or self._in_string(character)
         if self._scalar:
             if character in "+-." or (character.isascii() and character.isalnum()):
                 self._scalar += character
@@ -128,6 +134,15 @@ class JsonScanner:
         return character in "-0123456789tfn"
 
 
+def units(text: str, reader: Arguments | CallReader) -> Iterator[tuple[int, str]]:
+    """Characters for a reader, those within a string together; each with the index after it."""
+    end = 0
+    while end < len(text):
+        run = _RUN.match(text, end) if reader.takes_runs else None
+        start, end = end, end + 1 if run is None else run.end()
+        yield end, text[start:end]
+
+
 class Arguments:
     """The arguments of a call, from their brace on.
 
@@ -151,11 +166,16 @@ class Arguments:
         """Whether nothing more has to come."""
         return self._scanner.is_done
 
+    @property
+    def takes_runs(self) -> bool:
+        """Whether a run of characters may be added; see `JsonScanner`."""
+        return self._scanner.takes_runs
+
     def add(self, character: str) -> tuple[Progress, list[Part]]:
-        """The state with another character, and the new parts."""
+        """The state with another character or run, and the new parts."""
         in_string = self._scanner.in_string
         is_json = self._scanner.add(character)
-        if not is_json and not self._is_early:
+        if not is_json and not (self._is_early and self._characters):
             return Progress.REFUSED, []
         self._characters.append(character)
         self._new.append(Part("arguments", json.dumps(character)[1:-1] if in_string and character < " " else character))
@@ -176,7 +196,7 @@ class CallReader:
         """Takes a call of any name, or, with `names`, one of these and with arguments."""
         self._names, self._is_early = names, is_early
         self._head: list[str] = []
-        self._has_first_key = False
+        self._has_first_key = self._has_inner = False
         self._scanner = JsonScanner()
         self._arguments: Arguments | None = None
         self._tail: JsonScanner | None = None
@@ -185,6 +205,11 @@ class CallReader:
     def text(self) -> str:
         """The characters so far, up to the end of the arguments."""
         return "".join(self._head) + ("" if self._arguments is None else self._arguments.text)
+
+    @property
+    def takes_runs(self) -> bool:
+        """Whether a run of characters may be added; see `JsonScanner`."""
+        return (self._tail or self._arguments or self._scanner).takes_runs
 
     @property
     def has_arguments(self) -> bool:
@@ -197,7 +222,7 @@ class CallReader:
         return self._tail is not None
 
     def add(self, character: str) -> tuple[Progress, list[Part]]:
-        """The state with another character, and the new parts."""
+        """The state with another character or run, and the new parts."""
         if self._tail is not None:
             if not self._tail.add(character):
                 return Progress.AFTER, []
@@ -222,7 +247,11 @@ class CallReader:
             first_key = _FIRST_KEY.fullmatch(self.text)
             if self._names is not None and first_key is not None and first_key[1] not in _KEYS:
                 return Progress.NO_CALL, []
-        if character == "{" and self._scanner.depth == 2 and (head := _HEAD.fullmatch(self.text)):
+        if self._scanner.depth == 2 and not self._has_inner:
+            self._has_inner = True
+            head = _HEAD.fullmatch(self.text)
+            if head is None:
+                return Progress.OPEN, []
             name = _checked_name(json.loads(head["name"], strict=False), self._names)
             if name is None:
                 return Progress.NO_CALL, []
