@@ -43,7 +43,7 @@ def _definition(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_choice(choice: Any, names: list[str]) -> None:
-    """Refuses a choice that is none, or of a tool that there is not."""
+    """Refuses a value that is not a choice, and the choice of a tool that the request does not have."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):
