@@ -36,6 +36,45 @@ def test_logits_are_those_of_plain_arithmetic():
     np.testing.assert_array_equal(found[1], logits[1])  # bit for bit
 
 
+def repeated(logits, text, factor):
+    """Transformers' repetition penalty on the logits f32[V] after a text, in numpy."""
+    found = logits.copy()
+    for token in set(text):
+        found[token] = logits[token] * factor if logits[token] < 0 else logits[token] / factor
+    return found
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    """It counts the prompt too, is after the biases, and before the penalties of what was generated alone."""
+    rng, length = np.random.default_rng(1), 3
+    wanted = [(0.0, 0.0, None, 1.3), (0.5, 0.25, {1: 3.0}, 1.8), (0.5, 0.0, {2: -1.0}, 1.0), (0.0, 0.0, {}, 0.7)]
+    prompts, chosen = rng.integers(0, VOCABULARY, (4, length)), rng.integers(0, VOCABULARY, (4, MOST))
+    state = stacked(*(
+        Penalties.of(length + MOST, *one[:3], repetition=one[3], prompt=prompt, most=2)
+        for one, prompt in zip(wanted, prompts, strict=True)
+    ))  # fmt: skip
+    for step in range(MOST):
+        logits = rng.normal(size=(4, VOCABULARY)).astype(np.float32)
+        last = prompts[:, -1] if step == 0 else chosen[:, step - 1]
+        found, state = jax.jit(penalize)(logits, last.astype(np.int32), np.zeros(4, np.int32), state)
+        for row, (frequency, presence, bias, factor) in enumerate(wanted):
+            expected = logits[row].copy()
+            for token, value in (bias or {}).items():
+                expected[token] += value
+            expected = repeated(expected, [*prompts[row], *chosen[row, :step]], factor)
+            counts = np.bincount(chosen[row, :step], minlength=VOCABULARY)
+            expected -= frequency * counts + presence * (counts > 0)
+            np.testing.assert_allclose(found[row], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_states_without_a_repetition_have_no_array_for_it():
+    plain, one = Penalties.of(MOST), Penalties.of(MOST, repetition=1)
+    assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(plain)) + 2
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, VOCABULARY)), jnp.float32)
+    found, _ = jax.jit(penalize)(logits, *[np.zeros(2, np.int32)] * 2, stacked(one, one))
+    np.testing.assert_array_equal(found, logits)
+
+
 def test_rows_without_any_make_no_array_of_the_logits_size():
     state = stacked(*(Penalties.of(MOST) for _ in range(2)))
     text = jax.jit(penalize).lower(jnp.zeros((2, VOCABULARY)), *[np.zeros(2, np.int32)] * 2, state).as_text()
@@ -49,6 +88,11 @@ def test_rows_without_any_make_no_array_of_the_logits_size():
         ({"frequency": np.nan}, "frequency: got .nan., wanted finite numbers"),
         ({"bias": {1: np.inf}}, "bias: got .*inf.*, wanted finite numbers"),
         ({"bias": {1: 0, 2: 0, 3: 0}, "most": 2}, "bias: got 3 tokens, wanted at most 2"),
+        ({"repetition": 0}, "repetition: got 0, wanted a finite number above 0"),
+        ({"repetition": -1.5}, "repetition: got -1.5, wanted a finite number above 0"),
+        ({"repetition": np.inf}, "repetition: got inf, wanted a finite number above 0"),
+        ({"repetition": np.nan}, "repetition: got nan, wanted a finite number above 0"),
+        ({"repetition": 2, "prompt": [1, 2, 3, 4]}, "prompt: got 4 tokens, wanted at most max_tokens, 3"),
     ],
 )
 def test_wrong_penalties_are_named(options, message):
