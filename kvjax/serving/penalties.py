@@ -15,6 +15,8 @@ from kvjax._arrays import Pytree, add, put
 from kvjax.checks import static_int
 from pallas_kernels.loops import varying
 
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100  # no factor makes finite logits infinite
+
 
 class Penalties(Pytree):
     """The penalties of a request, and the tokens that it has chosen; a state of `penalize`.
@@ -56,7 +58,7 @@ class Penalties(Pytree):
           frequency: the frequency penalty.
           presence: the presence penalty.
           bias: what is added to the logit of each of some tokens.
-          repetition: the repetition penalty, above 0. None disables it.
+          repetition: the repetition penalty, from 0.01 to 100. None disables it.
           prompt: token ids of the prompt, which the repetition penalty counts.
           most: B.
 
@@ -75,13 +77,13 @@ class Penalties(Pytree):
         found = cls(np.float32(frequency), np.float32(presence), tokens, values, chosen, np.int32(0))
         if repetition is None:
             return found
-        factor = np.float32(repetition)
-        if not (np.isfinite(factor) and np.isfinite(1 / factor if factor > 0 else np.inf)):
-            raise ValueError(f"repetition: got {repetition}, wanted a finite number above 0")
+        if not LEAST_REPETITION <= repetition <= MOST_REPETITION:
+            wanted = f"wanted a number from {LEAST_REPETITION} to {MOST_REPETITION}"
+            raise ValueError(f"repetition: got {repetition}, {wanted}")
         if len(prompt) > len(chosen):
             raise ValueError(f"prompt: got {len(prompt)} tokens, wanted at most max_tokens, {len(chosen)}")
         chosen[: len(prompt)] = prompt
-        return found.replace(repetition=factor, num_prompt=np.int32(len(prompt)))
+        return found.replace(repetition=np.float32(repetition), num_prompt=np.int32(len(prompt)))
 
 
 def penalize(
