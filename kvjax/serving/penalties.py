@@ -122,11 +122,11 @@ def penalize(
             rows = jnp.broadcast_to(each[:, None], tokens.shape)
             return add(to, (rows, tokens), values, where & (tokens >= 0) & (tokens < vocabulary), unique=False)
 
-        at = np.arange(most, dtype=np.int32)[None]
+        counts, at = jnp.zeros_like(logits), np.arange(most, dtype=np.int32)[None]
         is_chosen = at < end[:, None]
         if penalties.num_prompt is not None:
             is_chosen = is_chosen & (at >= penalties.num_prompt[:, None])
-        counts = added(jnp.zeros_like(logits), chosen, 1.0, is_chosen)
+        counts = added(counts, chosen, 1.0, is_chosen)
         logits = added(logits, penalties.bias_tokens, penalties.bias, jnp.ones(penalties.bias.shape, jnp.bool_))
         if penalties.repetition is not None:
             in_text = added(counts, chosen, 1.0, at < penalties.num_prompt[:, None]) > 0
