@@ -388,13 +388,18 @@ def read_rendering(fields: Fields) -> Rendering:
 
 def read_text(fields: Fields) -> str:
     """The text of a prompt to encode."""
-    return _text("prompt", fields.checked("prompt", "", "a text", lambda found: isinstance(found, str)))
+    text = fields.get("prompt")
+    if not isinstance(text, str):
+        raise refuse("prompt", text, "a text")
+    return _text("prompt", text)
 
 
 def read_tokens(fields: Fields, vocabulary: int) -> list[int]:
     """The token ids of a text to decode."""
-    wanted = f"a list of token ids from 0 to {vocabulary - 1}"
-    return fields.checked("tokens", None, wanted, lambda found: _are_tokens(found) and max(found, default=0) < vocabulary)
+    tokens = fields.get("tokens")
+    if not _are_tokens(tokens) or max(tokens, default=0) >= vocabulary:
+        raise refuse("tokens", tokens, f"a list of token ids from 0 to {vocabulary - 1}")
+    return tokens
 
 
 def check_length(prompt: Sequence[int], wish: Wish, limits: Limits, param: str) -> int:
