@@ -258,7 +258,8 @@ def _sample(
     options: dict[str, Any] = {"sampling": Sampling()}
     if not greedy:
         each = jnp.broadcast_to(temperature, prompts.shape[:1])
-        options = {"sampling": Sampling(jnp.float32(1.0), top_k, top_p, min_p=min_p), "logits_fn": _scaled, "logits_state": each}
+        sampling = Sampling(jnp.float32(1.0), top_k, top_p, min_p=min_p)
+        options = {"sampling": sampling, "logits_fn": _scaled, "logits_state": each}
     return rollout(
         model, cache, prompts, mask=mask, samples=samples, max_new_tokens=max_new_tokens, seed=seed,
         stop_tokens=stop_tokens, namespace=namespace, logprobs="raw", scheduler=scheduler, **options,

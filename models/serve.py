@@ -25,8 +25,8 @@ from kvjax.interop import together
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
 from . import chat, commands, memory, session, stores, tenants, wires
-from .commands import number
 from .checkpoint import GENERATION
+from .commands import number
 from .loading import open_checkpoint
 from .openai_api import MOST_BIASES, ApiError, Limits, read_defaults
 from .session import MOST, SIZES

@@ -51,7 +51,7 @@ class Served:
     before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
 
     def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text that a field has, with the tokenizer's special tokens or without; others do not wait for it.
+        """The ids of the text of a field, with the tokenizer's special tokens or without; no other thread waits.
 
         Raises:
           ApiError: if it has more characters than the most tokens have, with a space between each two.

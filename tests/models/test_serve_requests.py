@@ -21,9 +21,9 @@ from models import openai_api, serve, stores
 from models.answers import Answer, Detokenizer, Piece, pieces
 from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
 from models.openai_replies import Form, Usage
+from models.recall import CHECKPOINT
 from models.serve_app import Api
 from models.serve_job import Served
-from models.recall import CHECKPOINT
 from models.tenants import Keys, keys_of, salt_of
 from tests.drive import PLAIN, ROOT, Driver
 

@@ -137,7 +137,8 @@ CASES = {
         "generate rollout", 8, {"scheduler": Scheduler(chunk=8, reserve="num_tokens")},
     ),
     "samples with a min-p": Case(
-        [ask(PROMPTS[1], sampling=MIN_P[0], samples=3, seed=9), ask([7], sampling=MIN_P[0], seed=4)], but="generate rollout"
+        [ask(PROMPTS[1], sampling=MIN_P[0], samples=3, seed=9), ask([7], sampling=MIN_P[0], seed=4)],
+        but="generate rollout",
     ),
     "log-probabilities of the sampling": Case(
         changed(SAMPLED, seed=SEEDS), but="generate", options={"logprobs": "sampling"}
