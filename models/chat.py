@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .checkpoint import TOKENIZER_CONFIG
@@ -20,6 +20,7 @@ from .loading import open_checkpoint
 
 SECONDS = 2  # of CPU time for a template to compile, and for each text
 MOST_BYTES = 512 << 20  # of memory of its process
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # behind a message; transformers' tag, which some templates know
 _PROGRAM = pathlib.Path(__file__).with_name("template_process.py")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -55,25 +56,44 @@ class Template:
         """The text in Jinja of the template that renders tools."""
         return self._text if self._for_tools is None else self._for_tools.tools_text
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        """The text of a conversation, up to where the model is to answer; perhaps with tools, as the API has them.
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
+        add_generation_prompt: bool = True, continue_final_message: bool = False,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
+        """The text of a conversation, up to where the model is to answer.
 
         Any thread may call it, and waits until the texts of the others are made.
 
+        Args:
+          messages: of the conversation.
+          tools: that the model may call, as the API has them.
+          add_generation_prompt: whether the text ends with the beginning of an answer.
+          continue_final_message: whether the text ends with that of the last message, which the model goes on with.
+          values: more values for the template by their names, such as `enable_thinking`.
+
         Raises:
-          ValueError: if the template has a fault, refuses the conversation, or takes too much time or memory.
+          ValueError: if the template has a fault, refuses the conversation, drops the message that is to be continued,
+            or takes too much time or memory.
         """
         if self.fault is not None:
             raise ValueError(self.fault)
         if tools and self._for_tools is not None:
-            return self._for_tools.render(messages, tools)
-        values = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
-        values |= self._tokens
+            return self._for_tools.render(
+                messages, tools, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, values=values,
+            )  # fmt: skip
+        if continue_final_message:
+            *others, last = messages
+            messages = [*others, {**last, "content": last["content"] + _CONTINUED}]
+        own_values = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        request = {"values": {"documents": None, **self._tokens, **(values or {}), **own_values}}
         with self._lock:
             if self._process.poll() is not None:
                 self._end()
                 self._start()
-            return self._ask({"values": values})
+            text = self._ask(request)
+        return _before_end(text) if continue_final_message else text
 
     def _start(self) -> None:
         """Starts the process, which compiles the template."""
@@ -117,6 +137,14 @@ def _line(request: dict[str, Any]) -> bytes:
         return json.dumps(request).encode() + b"\n"
     except RecursionError:
         raise ValueError("chat template: the values are nested too deeply") from None
+
+
+def _before_end(text: str) -> str:
+    """The text up to the end of the message with `_CONTINUED`; a template that trims messages has trimmed its end."""
+    before, mark, after = text.rpartition(_CONTINUED.strip())
+    if not mark:
+        raise ValueError("chat template: it drops the last message, which was to be continued")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _end(process: subprocess.Popen) -> None:

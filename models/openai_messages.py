@@ -1,31 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages and the tools of a chat as OpenAI's HTTP API has them, for a chat template."""
+"""The messages and the tools of a chat as OpenAI's HTTP API has them, and their way into a chat template."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from .openai_api import ApiError, Fields, Tools, check_text, is_list, refuse
 
+# The values of a template that other fields have, or none may change.
+OWN_VALUES = ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _CALL = "tool_calls of objects with id, and function with name and arguments"
 
 
-def read_tools(fields: Fields, *, is_chat: bool) -> Tools:
-    """The tools of a request, without what says nothing to a model."""
-    tools = fields.checked("tools", [], "a list of tools", lambda value: is_list(value, dict))
-    if tools and not is_chat:
-        raise refuse("tools", tools, "none in a completion")
-    definitions = [_definition(tool) for tool in tools]
-    is_parallel = fields.checked("parallel_tool_calls", True, "true or false", lambda value: isinstance(value, bool))
+class Rendering(NamedTuple):
+    """The arguments of `chat.Template.render` but the messages and the tools."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    values: dict[str, Any]
+
+
+def read_rendering(fields: Fields) -> Rendering:
+    """The way in which the messages of a chat become a prompt."""
+    name = "continue_final_message"
+    continues = fields.flag(name)
+    adds_prompt = fields.flag("add_generation_prompt", not continues)
+    if continues and adds_prompt:
+        raise refuse(name, continues, "none or false with add_generation_prompt")
+    wanted = f"an object without {', '.join(OWN_VALUES)}"
+    values = fields.checked(
+        "chat_template_kwargs", {}, wanted, lambda found: isinstance(found, dict) and not found.keys() & {*OWN_VALUES}
+    )
+    return Rendering(adds_prompt, continues, values)
+
+
+def read_tools(fields: Fields) -> Tools:
+    """The tools of a chat, and how the model may call them."""
+    definitions = read_definitions(fields)
+    is_parallel = fields.flag("parallel_tool_calls", True)
     choice = fields.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         names = [definition["function"]["name"] for definition in definitions]
         _check_choice(choice, names)
-    _check_forced(choice, tools)
+    _check_forced(choice, fields.get("tools", []))
     return Tools(definitions, choice, is_parallel)
+
+
+def read_definitions(fields: Fields) -> list[dict[str, Any]]:
+    """The tools for a chat template, without what says nothing to a model."""
+    tools = fields.checked("tools", [], "a list of tools", lambda value: is_list(value, dict))
+    return [_definition(tool) for tool in tools]
 
 
 def _definition(tool: dict[str, Any]) -> dict[str, Any]:

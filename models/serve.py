@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import os
 import pathlib
+import re
 import signal
 import socket
 import sys
@@ -24,8 +25,10 @@ from kvjax.interop import together
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
 from . import chat, commands, memory, session, stores, tenants, wires
+from .checkpoint import GENERATION
 from .commands import number
-from .openai_api import MOST_BIASES, Limits
+from .loading import open_checkpoint
+from .openai_api import MOST_BIASES, ApiError, Limits, read_defaults
 from .session import MOST, SIZES
 from .tool_calls import FORMATS, Parser, detect
 
@@ -91,6 +94,10 @@ def make_parser() -> commands.Parser:
     parser.add_argument("--max-bodies", metavar="SIZE", type=commands.size, default=64 << 20, help=bodies)
     hosts = "names that a request's Host may have (those of a loopback address: localhost and it; else any)"
     parser.add_argument("--allowed-hosts", metavar="HOST", nargs="+", help=hosts)
+    origins = "pages of these origins may call the server, such as https://chat.example; * for all (none)"
+    parser.add_argument("--allowed-origins", metavar="ORIGIN", nargs="+", type=_origin, default=[], help=origins)
+    generation = "whether generation_config.json has the defaults of requests (default: %(default)s)"
+    parser.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=generation)
     session.add_mesh(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
@@ -105,6 +112,13 @@ def make_parser() -> commands.Parser:
         help="end when standard input does, as with a program that has started this one",
     )  # fmt: skip
     return parser
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers send it, or *."""
+    if text != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text) is None:
+        raise argparse.ArgumentTypeError(f"got {text!r:.80}, wanted * or an origin such as https://chat.example")
+    return text
 
 
 class Server(NamedTuple):
@@ -145,13 +159,14 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         tool_format = _tool_format(args, template)
         call_end = tool_format.call_end if tool_format else None
         stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template, call_end)
+        defaults = _defaults(parser, args)
         limits = Limits(
             max_length=min(spec.max_length, session.most_tokens(args, model)),
             samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
         )  # fmt: skip
         shown = Served(
             args.name or commands.model_name(args), tokenizer, max(map(len, tokenizer.get_vocab())) if tokenizer else 0,
-            template, stop_tokens, limits, keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+            template, stop_tokens, limits, defaults, keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
             shows_cached=not args.hide_cached_tokens,
             # The engine begins to write after a turn, and tells its state between two.
             before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
@@ -181,6 +196,19 @@ def _tool_format(args: argparse.Namespace, template: chat.Template | None) -> ty
     return None if name is None else FORMATS[name]
 
 
+def _defaults(parser: commands.Parser, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the checkpoint's generation_config.json that requests have by default."""
+    checkpoint, defaults = open_checkpoint(args.checkpoint), dict[str, Any]()
+    if args.generation_config == "auto":
+        try:
+            defaults = read_defaults(checkpoint.fields(GENERATION))
+        except ApiError as error:
+            parser.error(f"--generation-config: {checkpoint.file_of(GENERATION)}: {error}")
+    listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    _note(f"defaults of requests: {listed} ({GENERATION})" if listed else "defaults of requests: the API's")
+    return defaults
+
+
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
     """The spec of the cache; sets the length of a row if none was given, and the number of blocks of a budget."""
     positions, spec = session.most_positions(args, model), None
@@ -207,8 +235,8 @@ def _engine(
         )  # fmt: skip
         return Engine(
             model, cache, options, max_waiting=args.max_waiting,
-            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2),
-            logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
+            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2), min_p=True,
+            logits_state=Penalties.of(args.max_length, repetition=1.0, most=MOST_BIASES),
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
@@ -256,12 +284,13 @@ def _end_with_input() -> None:
 
 def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:
     """An `HttpServer` with the limits of the options; `opened` is called when it accepts connections."""
-    from .serve_http import HttpServer, Patience, only_hosts
+    from .serve_http import HttpServer, Patience, only_hosts, only_origins, with_request_ids
 
     hosts = args.allowed_hosts
     if hosts is None and _is_loopback(args.host):
         hosts = ["localhost", "127.0.0.1", "::1", args.host]
     app = server.app if hosts is None else only_hosts(server.app, hosts)
+    app = with_request_ids(only_origins(app, args.allowed_origins))
     patience = Patience(connections=args.max_connections, grace=args.grace)
     return HttpServer(app, patience, opened=opened, close=server.engine.close)
 

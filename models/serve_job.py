@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
 from kvjax.serving import EngineError, Handle
@@ -29,6 +30,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
+_log = logging.getLogger("kvjax.serve")
+
 
 @dataclasses.dataclass(frozen=True)
 class Served:
@@ -40,6 +43,7 @@ class Served:
     template: Template | None  # of chats; None: there are none
     stop_tokens: list[int]  # which end an answer
     limits: Limits
+    defaults: Mapping[str, Any]  # of requests, see `openai_api.read_defaults`
     keys: Keys  # which requests have to have
     max_body: int  # bytes of a request
     max_bodies: int  # bytes of all requests that are being read
@@ -49,19 +53,18 @@ class Served:
     before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
     tool_format: type[Parser] | None = None  # of calls of tools in answers to chats; None: tools are refused
 
-    def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """The ids of a text, which other threads do not wait for; a whole one gets the tokenizer's special tokens.
+    def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of the text of a field, with the tokenizer's special tokens or without; no other thread waits.
 
         Raises:
           ApiError: if it has more characters than the most tokens have, with a space between each two.
         """
         if len(text) > self.limits.max_length * (self.longest_token + 1):
             most = f"{self.limits.max_length} tokens of at most {self.longest_token} characters"
-            name = "prompt" if is_whole else "messages"
             message = f"{name}: got {len(text):,} characters, wanted at most {most}"
             raise ApiError(400, message, name, "context_length_exceeded")
         # `encode` would hold the interpreter's lock.
-        return self.tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)[0].ids
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, tokens: list[int], *, skips_special: bool = True) -> str:
         """The text of ids."""
@@ -258,8 +261,8 @@ async def whole(job: Job, form: Form) -> dict[str, Any]:
     return await asyncio.to_thread(lambda: form.whole(choices, job.usage, job.prompt_logprobs()))
 
 
-async def events(job: Job, form: Form) -> AsyncGenerator[dict[str, Any]]:
-    """The events of a stream; if the engine fails, the last one is an error."""
+async def events(job: Job, form: Form, request_id: str) -> AsyncGenerator[dict[str, Any]]:
+    """The events of a stream; if the engine fails, the last one is an error with the request's id."""
     try:
         for event in form.first(job.size):
             yield event
@@ -270,7 +273,15 @@ async def events(job: Job, form: Form) -> AsyncGenerator[dict[str, Any]]:
         for event in form.last(job.usage):
             yield event
     except (EngineError, Failed) as error:
-        yield failure(error).body
+        shown = failure(error)
+        if shown.status >= 500:
+            note_failure(request_id, error)
+        yield {**shown.body, "request_id": request_id}
+
+
+def note_failure(request_id: str, error: Exception) -> None:
+    """Logs a request that the server has failed."""
+    _log.error("request %s: %s: %s", request_id, type(error).__name__, error)
 
 
 def failure(error: Exception) -> ApiError:

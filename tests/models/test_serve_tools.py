@@ -350,7 +350,7 @@ def test_a_template_without_a_format_refuses_tools_and_names_the_formats(client)
     assert caught.value.param == "tools"
     message = {"role": "user", "content": "where is alice ?"}
     assert client.chat.completions.create(messages=[message], tools=TOOLS, tool_choice="none", max_tokens=1, **GREEDY)
-    with pytest.raises(openai.BadRequestError, match="none in a completion"):
+    with pytest.raises(openai.BadRequestError, match=r"tools: got .*, wanted none or \[\]: nothing else is served"):
         client.completions.create(prompt="alice", extra_body={"tools": TOOLS}, **GREEDY)
 
 

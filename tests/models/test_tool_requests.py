@@ -14,8 +14,8 @@ from models.openai_messages import read_messages, read_tools
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def tools_of(is_chat=True, **fields):
-    return read_tools(Fields(fields), is_chat=is_chat)
+def tools_of(**fields):
+    return read_tools(Fields(fields))
 
 
 def test_tools_are_read_without_what_says_nothing_to_a_model():
@@ -67,12 +67,6 @@ def test_wrong_tools_are_named(fields, message):
     assert (
         caught.value.status == 400 and message in error["message"] and error["param"] == error["message"].split(":")[0]
     )
-
-
-def test_completions_have_no_tools():
-    with pytest.raises(ApiError, match=r"^tools: got .*, wanted none in a completion"):
-        tools_of(is_chat=False, tools=[TOOL])
-    assert tools_of(is_chat=False, tools=[]).names is None
 
 
 def messages_of(*messages):

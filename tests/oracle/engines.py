@@ -29,10 +29,12 @@ from kvjax.serving import (
     Engine,
     EngineError,
     GenerationInterrupted,
+    Penalties,
     QueueFull,
     Replicas,
     RunOptions,
     Scheduler,
+    penalize,
     replica,
     replicas,
 )
@@ -61,6 +63,7 @@ from tests.oracle.bytes_machine import (
 from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
+MOST_BIASES = 2  # of a request
 VERBS = ("admit", "commit", "release", "pin", "unpin", "generate")
 AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
 SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
@@ -84,6 +87,7 @@ class Serves(Config):
       store: whether there is a `DiskStore`.
       limits: other arguments of an engine.
       replicas: whether it is `Replicas` that serve.
+      penalties: whether requests have penalties, biases and a min-p.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -92,6 +96,7 @@ class Serves(Config):
     store: bool = False
     limits: dict[str, Any] = dataclasses.field(default_factory=dict)
     replicas: bool = False
+    penalties: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)
@@ -176,6 +181,8 @@ class Served(Life):
 
     def run_options(self, *listeners: Any, **options: Any) -> RunOptions:
         listener = Listeners(self.follow, *listeners)
+        if self.config.penalties:
+            options["logits_fn"] = penalize
         return RunOptions(
             scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
             log_events=False, listener=listener, **options,
@@ -287,7 +294,10 @@ class Served(Life):
         fields = {name: ask[name] for name in names}
         if self.spec.retention:
             fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["stated"]]))
-        sampling = kvjax.Sampling(temperature=ask["temperature"]) if ask["temperature"] else None
+        min_p = ask["min_p"] if self.config.penalties else None
+        sampling = kvjax.Sampling(temperature=ask["temperature"], min_p=min_p) if ask["temperature"] else None
+        if self.config.penalties:
+            fields["logits_state"] = Penalties.of(2 * WIDTH, **ask["penalties"], prompt=ask["prompt"], most=MOST_BIASES)
         if not namespace and ask["prompt"]:
             namespace = {"namespace": self.space_of[ask["prompt"][0] % VOCAB]}
         return kvjax.serving.Request(sampling=sampling, **fields, **namespace)
@@ -295,14 +305,20 @@ class Served(Life):
     def check(self, request: Any, space: int, output: Any, sample: int) -> None:
         """Each token is one of the model's after the text before it, by its probability, and so is the end."""
         path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
-        wanted = self.answers.setdefault((space, path, request.sampling is None, request.seed + sample), [])
+        options = [leaf.tobytes() for leaf in jax.tree.leaves((request.sampling, request.logits_state))]
+        wanted = self.answers.setdefault((space, path, *options, request.seed + sample), [])
         same = min(len(wanted), len(new))
         assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
         wanted += new[same:]
         for token, logprob in zip(new, output.logprobs, strict=True):
-            score = score_of(path, space, token)
+            logits = penalized(request, path, name_of(space, path) % VOCAB)
+            score = logits[token] - np.log(np.sum(np.exp(logits)))
             assert abs(logprob - score) < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
-            assert request.sampling is not None or token == name_of(space, path) % VOCAB, f"{request} has {new}"
+            if request.sampling is None:
+                assert token == np.argmax(logits), f"{request} has {new}"
+            elif request.has_min_p:
+                share = np.exp(logits[token] - max(logits))
+                assert share >= request.sampling.min_p - 1e-5, f"{request} has {new}"
             path += (token,)
         self.check_scores(request, space, output)
         self.tally["generated"] += len(new)
@@ -310,6 +326,7 @@ class Served(Life):
         self.tally["generate hit"] += output.cached_tokens > 0
         self.tally["from the store"] += output.stored_tokens > 0
         self.tally[f"finish {output.finish}"] += 1
+        self.tally["penalized after a preemption"] += self.config.penalties and output.preemptions > 0
         most = len(request.prompt) - (request.samples == 1)  # samples that fork have all of it
         assert 0 <= output.cached_tokens <= max(most, 0), f"{request} has {output}"
         assert not any(token in stop for token in new[:-1])
@@ -345,6 +362,8 @@ class Served(Life):
         self.away, self.published = Away(self.mirror), self.mirror
         options = self.run_options(self.away.listen, steps=self.config.limits.get("steps"))
         limits = {name: value for name, value in self.config.limits.items() if name != "steps"}
+        if self.config.penalties:
+            limits |= {"min_p": True, "logits_state": Penalties.of(2 * WIDTH, repetition=1, most=MOST_BIASES)}
         self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
         self.standing = options.listeners._listeners[1][1]
         self.engine._thread._most_lent = 2 if self.config.salts and not self.config.store else 64
@@ -465,6 +484,23 @@ class Served(Life):
         self.requests = []
 
 
+def penalized(request: kvjax.serving.Request, path: Sequence[int], name: int) -> np.ndarray:
+    """The logits [V] of `Chain` after a path, which has this name, with the penalties of a request in plain Python."""
+    logits, state = np.zeros(VOCAB), request.logits_state
+    logits[name] = 1.0
+    if state is None:
+        return logits
+    for token, value in zip(state.bias_tokens.tolist(), state.bias.tolist(), strict=True):
+        if token >= 0:
+            logits[token] += value
+    for token in set(path):
+        logits[token] *= state.repetition if logits[token] < 0 else 1 / state.repetition
+    answer = path[len(request.prompt) :]
+    for token in set(answer):
+        logits[token] -= state.frequency * answer.count(token) + state.presence
+    return logits
+
+
 class Replicated:
     """Replicas on two devices, whose bytes are compared at each turn of theirs, each as one `Served`."""
 
@@ -555,7 +591,8 @@ class Asks(bytes_machine.Requests):
 
     def __init__(self, seed: int, config: Serves):
         super().__init__(seed, config)
-        self.of_scores = np.random.default_rng((seed, 2))  # apart, so that a seed's other requests stay as they are
+        # Apart, so that a seed's other requests stay as they are.
+        self.of_scores, self.of_penalties = (np.random.default_rng((seed, number)) for number in (2, 3))
 
     def ask(self) -> dict[str, Any]:
         prompt = self.text(self.number(1, 13))
@@ -570,8 +607,18 @@ class Asks(bytes_machine.Requests):
             "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
             "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
             "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),
-            "stated": self.rng.integers(0, 101, 3).tolist(),
+            "stated": self.rng.integers(0, 101, 3).tolist(), **self.penalties(),
         }  # fmt: skip
+
+    def penalties(self) -> dict[str, Any]:
+        """A min-p, and arguments of `Penalties.of`: multiples of 1/4, whose sums are the same in float32."""
+        random = self.of_penalties
+        frequency, presence = (random.integers(-2, 3, 2) / 4).tolist() if random.random() < 0.3 else (0.0, 0.0)
+        tokens = random.integers(0, VOCAB, int(random.integers(MOST_BIASES + 1))).tolist()
+        repetition = random.choice([0.5, 2.0, 4.0]).item() if random.random() < 0.5 else 1.0
+        bias = {token: float(random.integers(-3, 4)) / 2 for token in tokens}
+        penalties = {"frequency": frequency, "presence": presence, "bias": bias, "repetition": repetition}
+        return {"penalties": penalties, "min_p": random.choice([None, 0.125, 0.5, 1.0])}
 
     def breaks(self, chance: float) -> list[int] | None:
         """The number of a jitted call that fails, and whether before it began."""
@@ -604,7 +651,7 @@ class Asks(bytes_machine.Requests):
 
 FULL = (None, 0)
 CONFIGS = {
-    "plain": Serves(salts=True, scheduler=SHORT),
+    "plain": Serves(salts=True, scheduler=SHORT, penalties=True),
     "replicas": Serves(replicas=True),
     "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}),
     "store": Serves(salts=True, store=True, limits={"steps": 8}),

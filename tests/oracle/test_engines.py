@@ -22,7 +22,7 @@ OF_BATCHES = "turns of batches", "beside other rows", "closed stream", "broken b
 OF_MOVES = "failed in a turn", "failed in generate", "offloaded", "onboarded", "dropped by the host"
 OF_REPLICAS = "by replica 0", "by replica 1", "turns of batches", "lost replica", "failed", "generate hit", "scored"
 HAPPENS = {
-    "plain": (*OF_ENGINES, *OF_BATCHES, "lent anew"),
+    "plain": (*OF_ENGINES, *OF_BATCHES, "lent anew", "penalized after a preemption"),
     "host": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, "preempted"),
     "store": (*OF_ENGINES, "from the store"),
     "host, store": (*OF_ENGINES, *OF_MOVES, "from the store"),
