@@ -67,6 +67,8 @@ class Template:
             raise ValueError(self.fault)
         if continue_final_message:
             *others, last = messages
+            if not isinstance(last.get("content"), str):
+                raise ValueError("chat template: the last message, which was to be continued, has no text")
             messages = [*others, {**last, "content": last["content"] + _CONTINUED}]
         own_values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         request = {"values": {"tools": None, "documents": None, **self._tokens, **(values or {}), **own_values}}
