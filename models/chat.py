@@ -85,6 +85,8 @@ class Template:
             )  # fmt: skip
         if continue_final_message:
             *others, last = messages
+            if not isinstance(last.get("content"), str):
+                raise ValueError("chat template: the last message, which was to be continued, has no text")
             messages = [*others, {**last, "content": last["content"] + _CONTINUED}]
         own_values = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         request = {"values": {"documents": None, **self._tokens, **(values or {}), **own_values}}

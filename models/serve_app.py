@@ -230,7 +230,7 @@ class Api:
             raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
 
     def _penalties(self, wish: Wish, prompt: list[int]) -> Penalties | None:
-        if wish.penalties is None or len(prompt) > self._engine.spec.max_length:  # the engine refuses such a prompt
+        if wish.penalties is None:
             return None
         return Penalties.of(
             self._engine.spec.max_length, **wish.penalties, prompt=prompt, most=openai_api.MOST_BIASES

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, add, put
-from kvjax.checks import static_int
+from kvjax.checks import host_integers, static_int
 from pallas_kernels.loops import varying
 
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100  # no factor makes finite logits infinite
@@ -80,10 +80,11 @@ class Penalties(Pytree):
         if not LEAST_REPETITION <= repetition <= MOST_REPETITION:
             wanted = f"wanted a number from {LEAST_REPETITION} to {MOST_REPETITION}"
             raise ValueError(f"repetition: got {repetition}, {wanted}")
-        if len(prompt) > len(chosen):
-            raise ValueError(f"prompt: got {len(prompt)} tokens, wanted at most max_tokens, {len(chosen)}")
-        chosen[: len(prompt)] = prompt
-        return found.replace(repetition=np.float32(repetition), num_prompt=np.int32(len(prompt)))
+        tokens_before = host_integers("prompt", prompt, np.int32, "a list of token ids")
+        if len(tokens_before) > len(chosen):
+            raise ValueError(f"prompt: got {len(tokens_before)} tokens, wanted at most max_tokens, {len(chosen)}")
+        chosen[: len(tokens_before)] = tokens_before
+        return found.replace(repetition=np.float32(repetition), num_prompt=np.int32(len(tokens_before)))
 
 
 def penalize(

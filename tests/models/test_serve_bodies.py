@@ -126,6 +126,11 @@ FIELDS = {
     **{name: st.sampled_from([None, *allowed, "x", 3, {"a": 1}]) for name, allowed in openai_api.REFUSED.items()},
     **dict.fromkeys(openai_api.HARMLESS, VALUES),
     "add_special_tokens": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "tools", "role"]), VALUES, max_size=2),
+    "min_p": st.sampled_from([0, 0.1, 1, 1.5]),
+    "repetition_penalty": st.sampled_from([1, 0.01, 1.3, 0, 1e-9]),
 }
 LENGTHS = {"max_tokens", "max_completion_tokens"}  # without one of them an answer to a chat is long
 

@@ -177,6 +177,8 @@ def test_a_continued_message_ends_the_text_as_in_transformers():
     assert messages[1]["content"] == "  yes, "
     with pytest.raises(ValueError, match="drops the last message"):
         Template("{{ messages[0].content }}", {}).render(messages, continue_final_message=True)
+    with pytest.raises(ValueError, match="has no text"):
+        Template("a", {}).render([{"role": "assistant"}], continue_final_message=True)
     named = Template("{{ bos_token }} {{ enable_thinking }} {{ messages | length }}", {"bos_token": "<s>"})
     values = {"enable_thinking": False, "messages": [1]}
     assert named.render(messages, values=values) == "<s> False 2"

@@ -93,6 +93,8 @@ def test_rows_without_any_make_no_array_of_the_logits_size():
         ({"repetition": -1.5}, "repetition: got -1.5, wanted a number from 0.01 to 100"),
         ({"repetition": np.inf}, "repetition: got inf, wanted a number from 0.01 to 100"),
         ({"repetition": np.nan}, "repetition: got nan, wanted a number from 0.01 to 100"),
+        ({"repetition": 2, "prompt": "text"}, "prompt: got 'text', wanted a list of token ids"),
+        ({"repetition": 2, "prompt": [2**70]}, "prompt: got "),
         ({"repetition": 2, "prompt": [1, 2, 3, 4]}, "prompt: got 4 tokens, wanted at most max_tokens, 3"),
     ],
 )
