@@ -124,6 +124,7 @@ def _parser() -> commands.Parser:
     parser.add_argument("--temperature", type=number(float, 0.0), default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=number(int, 1, MOST), metavar="K")
     parser.add_argument("--top-p", type=number(float, 0.0, 1.0), metavar="P")
+    parser.add_argument("--min-p", type=number(float, 0.0, 1.0), metavar="P", help="of the likeliest token's")
     parser.add_argument(
         "--seed", type=number(int, 0, 2**31), default=0, help="of the first prompt; the next has the next"
     )

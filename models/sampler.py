@@ -35,6 +35,7 @@ class Options(NamedTuple):
       top_p: 1 for all tokens.
       seed: an integer or a jax key.
       stop_tokens: end a completion.
+      min_p: 0 for all tokens.
     """
 
     max_new_tokens: int
@@ -43,6 +44,7 @@ class Options(NamedTuple):
     top_p: float = 1.0
     seed: Any = 0
     stop_tokens: Sequence[int] = ()
+    min_p: float = 0.0
 
 
 class Samples(NamedTuple):
@@ -50,7 +52,7 @@ class Samples(NamedTuple):
 
     Attributes:
       tokens: of each completion, i32[n]; the stop token included.
-      logprobs: likewise f32[n]; of the whole distribution after the temperature, before top-k and top-p.
+      logprobs: likewise f32[n]; of the whole distribution after the temperature, before top-k, top-p and min-p.
       cached: i32[groups]; tokens of each group's prompt that earlier calls, or earlier groups, had computed.
     """
 
@@ -119,7 +121,8 @@ class Sampler:
         cache, samples, rows, mask = self._begin(model, prompts, width, options.max_new_tokens)
         found, self.cache, _ = self.programs.sample(
             model, cache, rows, mask, np.int32(self.namespace), options.seed, np.float32(options.temperature),
-            np.int32(options.top_k), np.float32(options.top_p), np.asarray(options.stop_tokens, np.int32),
+            np.int32(options.top_k), np.float32(options.top_p),
+            np.float32(options.min_p) if options.min_p else None, np.asarray(options.stop_tokens, np.int32),
             samples=samples, max_new_tokens=options.max_new_tokens, greedy=options.temperature == 0,
             scheduler=self.scheduler or Scheduler(chunk=min(width, _CHUNK)),
         )  # fmt: skip
@@ -248,14 +251,15 @@ def group_size(prompts: Sequence[np.ndarray], most: int, usual: int | None = Non
 
 
 def _sample(
-    model, cache, prompts, mask, namespace, seed, temperature, top_k, top_p, stop_tokens, *, samples, max_new_tokens,
-    greedy, scheduler,
+    model, cache, prompts, mask, namespace, seed, temperature, top_k, top_p, min_p, stop_tokens, *, samples,
+    max_new_tokens, greedy, scheduler,
 ):  # fmt: skip
-    """`rollout` with the log-probabilities of the whole distribution, whatever top-k and top-p leave of it."""
+    """`rollout` with the log-probabilities of the whole distribution, whatever top-k, top-p and min-p leave of it."""
     options: dict[str, Any] = {"sampling": Sampling()}
     if not greedy:
         each = jnp.broadcast_to(temperature, prompts.shape[:1])
-        options = {"sampling": Sampling(jnp.float32(1.0), top_k, top_p), "logits_fn": _scaled, "logits_state": each}
+        sampling = Sampling(jnp.float32(1.0), top_k, top_p, min_p=min_p)
+        options = {"sampling": sampling, "logits_fn": _scaled, "logits_state": each}
     return rollout(
         model, cache, prompts, mask=mask, samples=samples, max_new_tokens=max_new_tokens, seed=seed,
         stop_tokens=stop_tokens, namespace=namespace, logprobs="raw", scheduler=scheduler, **options,

@@ -16,16 +16,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import kvjax
 from kvjax import serving
 from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
-from . import openai_api
+from . import openai_api, openai_messages
 from .answers import Failed
-from .openai_api import ApiError, Fields, Wish
+from .openai_api import ApiError, Fields, Tools, Wish
 from .openai_replies import Form
-from .serve_job import Events, Job, Served, events, failure, while_connected, whole
+from .serve_job import Events, Job, Served, events, failure, note_failure, while_connected, whole
 from .serve_pages import Pages
 from .tenants import Keys
+from .tool_calls import FORMATS
 
 try:
     from starlette.applications import Starlette
@@ -60,25 +62,35 @@ class Api:
         served = self._served
         read = functools.partial(self._read, is_chat=is_chat)
         async with self._body(request) as body:
-            if len(body) < SHORT and not is_chat:
-                wish, prompts = read(body)
-            else:
-                wish, prompts = await asyncio.get_running_loop().run_in_executor(self._readers, read, body)
+            wish, prompts = await self._read_aside(read, body, is_short=not is_chat)
         wish.salt = served.keys.salt(_key_of(request), wish.salt)
         job = self._submit(prompts, wish, "messages" if is_chat else "prompt")
-        form = Form(served.name, wish, served.decode_all, is_chat=is_chat, shows_cached=served.shows_cached)
+        form = Form(
+            served.name,
+            wish,
+            served.decode_all,
+            is_chat=is_chat,
+            shows_cached=served.shows_cached,
+            make_parser=served.parser_for(wish.tools),
+        )
 
         def close() -> None:
             job.cancel()
             self._jobs.discard(job)
 
         if wish.streams:
-            return Events(events(job, form), close)
+            return Events(events(job, form, request.state.request_id), close)
         try:
             body = await while_connected(request.receive, whole(job, form))
         finally:
             close()
         return Response(status_code=GONE) if body is None else JSONResponse(body)
+
+    async def _read_aside[T](self, read: Callable[[bytearray], T], body: bytearray, *, is_short: bool) -> T:
+        """What a body says, read on another thread if it is long, or not said to be short."""
+        if len(body) < SHORT and is_short:
+            return read(body)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, read, body)
 
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
@@ -104,27 +116,75 @@ class Api:
 
     def _read(self, body: bytearray, *, is_chat: bool) -> tuple[Wish, list[list[int]]]:
         """Reads a body: the wish, and the token ids of its prompts."""
+        fields, served = self._fields(body), self._served
+        wish = openai_api.read_wish(fields, served.limits, is_chat=is_chat, defaults=served.defaults)
+        if is_chat:
+            wish.tools = openai_messages.read_tools(fields)
+            return wish, [self._chat(fields, wish.tools)]
+        encode = functools.partial(served.encode, add_special_tokens=fields.flag("add_special_tokens", True))
+        return wish, openai_api.read_prompts(fields, encode if served.tokenizer else None, served.limits)
+
+    def _fields(self, body: bytearray) -> Fields:
+        """The fields of a body for the model that is served."""
         fields = openai_api.read_json(body)
         self._check_model(fields.get("model", self._served.name))
-        wish = openai_api.read_wish(fields, self._served.limits, is_chat=is_chat)
-        return wish, self._prompts(fields, is_chat=is_chat)
+        return fields
 
     def _check_model(self, name: Any) -> None:
         if name != self._served.name:
             message = f"the model {json.dumps(name)[:80]} does not exist, but {self._served.name!r} does"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def _prompts(self, fields: Fields, *, is_chat: bool) -> list[list[int]]:
+    def _chat(self, fields: Fields, tools: Tools) -> list[int]:
+        """The token ids of a chat's messages, with its tools."""
         served = self._served
-        if not is_chat:
-            return openai_api.read_prompts(fields, served.encode if served.tokenizer else None, served.limits)
         if served.template is None or served.tokenizer is None:
             raise ApiError(400, "the model has no chat template", "messages")
-        messages = openai_api.read_messages(fields)
+        if tools.names is not None and served.tool_format is None:
+            formats = ", ".join(FORMATS)
+            message = f"tools: the chat template has no format of calls that the server reads; --tool-format: {formats}"
+            raise ApiError(400, message, "tools")
+        messages, rendering = openai_messages.read_messages(fields), openai_messages.read_rendering(fields)
         try:
-            return [served.encode(served.template.render(messages), is_whole=False)]
+            text = served.template.render(messages, tools.definitions, **rendering._asdict())
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
+        return served.encode(text, "messages", add_special_tokens=fields.flag("add_special_tokens"))
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: the token ids of a text, or of a chat."""
+        async with self._body(request) as body:
+            found = await self._read_aside(self._tokenized, body, is_short=False)
+        return JSONResponse(found)
+
+    def _tokenized(self, body: bytearray) -> dict[str, Any]:
+        fields, served = self._fields(body), self._served
+        openai_api.check_refused(fields, openai_api.TOKENIZE)
+        if served.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer", "prompt")
+        if fields.get("messages") is None:
+            text, adds_special = openai_api.read_text(fields), fields.flag("add_special_tokens", True)
+            tokens = served.encode(text, add_special_tokens=adds_special)
+        elif fields.get("prompt") is None:
+            tokens = self._chat(fields, Tools(openai_messages.read_definitions(fields), "none", is_parallel=True))
+        else:
+            raise openai_api.refuse("prompt", fields.get("prompt"), "none with messages")
+        pieces = [served.tokenizer.id_to_token(token) for token in tokens] if fields.flag("return_token_strs") else None
+        most = served.limits.max_length
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": pieces}
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize: the text of token ids, special ones included."""
+        async with self._body(request) as body:
+            return JSONResponse(await self._read_aside(self._detokenized, body, is_short=True))
+
+    def _detokenized(self, body: bytearray) -> dict[str, Any]:
+        tokens = openai_api.read_tokens(self._fields(body), self._engine.vocabulary)
+        return {"prompt": self._served.decode_all(tokens)}
+
+    async def version(self, _: Request) -> Response:
+        """GET /version."""
+        return JSONResponse({"version": kvjax.__version__})
 
     def _submit(self, prompts: list[list[int]], wish: Wish, param: str) -> Job:
         """Submits all of a request, or nothing."""
@@ -137,12 +197,14 @@ class Api:
             raise ApiError(400, f"{name}: got {size:,} answers, wanted at most {served.max_open:,} of a request", name)
         if num_open + size > served.max_open:
             raise _busy(f"{num_open:,} answers are open, of at most {served.max_open:,}")
-        handles, state = list[list[Handle]](), self._penalties(wish)
+        handles = list[list[Handle]]()
+        self._check_biases(wish)
         try:
             for prompt, max_new_tokens in zip(prompts, lengths, strict=True):
                 request = serving.Request(
                     prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
-                    stop_tokens=stop_tokens, priority=wish.priority, samples=wish.n, logits_state=state,
+                    stop_tokens=stop_tokens, priority=wish.priority, samples=wish.n,
+                    logits_state=self._penalties(wish, prompt),
                     prompt_logprobs_from=wish.prompt_logprobs_from(len(prompt)),
                 )  # fmt: skip
                 handle = self._engine.submit(request, salt=wish.salt, timeout=served.timeout)
@@ -161,13 +223,18 @@ class Api:
         self._jobs.add(job)
         return job
 
-    def _penalties(self, wish: Wish) -> Penalties | None:
+    def _check_biases(self, wish: Wish) -> None:
+        """Refuses biases of tokens that the model does not have."""
+        most, bias = self._engine.vocabulary - 1, (wish.penalties or {}).get("bias", {})
+        if (largest := max(bias, default=0)) > most:
+            raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
+
+    def _penalties(self, wish: Wish, prompt: list[int]) -> Penalties | None:
         if wish.penalties is None:
             return None
-        most = self._engine.vocabulary - 1
-        if (largest := max(wish.penalties["bias"], default=0)) > most:
-            raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
-        return Penalties.of(self._engine.spec.max_length, **wish.penalties, most=openai_api.MOST_BIASES)
+        return Penalties.of(
+            self._engine.spec.max_length, **wish.penalties, prompt=prompt, most=openai_api.MOST_BIASES
+        )  # fmt: skip
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""
@@ -239,12 +306,14 @@ def _guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
     return call
 
 
-async def _respond(_: Request, error: Exception) -> Response:
-    """The response to a request that has failed."""
+async def _respond(request: Request, error: Exception) -> Response:
+    """The response to a request that has failed; its id is in the body, and in the log if the server is to blame."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=GONE)
-    shown = failure(error)
-    return JSONResponse(shown.body, shown.status, shown.headers)
+    shown, request_id = failure(error), request.state.request_id
+    if shown.status >= 500:
+        note_failure(request_id, error)
+    return JSONResponse({**shown.body, "request_id": request_id}, shown.status, shown.headers)
 
 
 def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: bool = False) -> Starlette:
@@ -254,13 +323,16 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
     """
     api, keys, no_keys = Api(engine, served, pages), served.keys, Keys()
     endpoints: list[tuple[str, str, Endpoint, Keys]] = [
-        ("POST", "/v1/completions", functools.partial(api.answer, is_chat=False), keys),
-        ("POST", "/v1/chat/completions", functools.partial(api.answer, is_chat=True), keys),
+        ("POST", openai_api.COMPLETIONS, functools.partial(api.answer, is_chat=False), keys),
+        ("POST", openai_api.CHATS, functools.partial(api.answer, is_chat=True), keys),
+        ("POST", openai_api.TOKENIZE, api.tokenize, keys),
+        ("POST", openai_api.DETOKENIZE, api.detokenize, keys),
         ("GET", "/v1/models", api.models, keys),
         ("GET", "/v1/models/{name:path}", api.model, keys),
         ("GET", "/cache", api.cache, keys),
         ("GET", "/metrics", api.metrics, no_keys),
         ("GET", "/health", api.health, no_keys),
+        ("GET", "/version", api.version, no_keys),
     ]
     routes = [Route(path, _guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
 

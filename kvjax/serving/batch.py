@@ -97,6 +97,7 @@ class Batch[C: AnyCache]:
             logits_state=jax.tree.map(np.asarray, logits_state),
             # On a CPU the program that samples is as fast for greedy rows, and no other one is compiled.
             greedy=not samples and jax.default_backend() != "cpu",
+            min_p=any(request.has_min_p for request in requests),
             capacity=bucket(
                 max(sum(max_tokens) + size * len(jobs), min(spec.max_seqs * (spec.max_length + size), MOST_SPARE)), size
             ),

@@ -151,7 +151,7 @@ class Driver[C: AnyCache]:
         serving: Serving = init_serving(
             cache.cache, slots.max_tokens, capacity=slots.capacity, width=slots.width, logits_state=logits_state,
             num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
-            top_logprobs=options.top_logprobs, logprobs=options.logprobs,
+            min_p=slots.min_p, top_logprobs=options.top_logprobs, logprobs=options.logprobs,
         )  # fmt: skip
         self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
         self.host_tier = HostTier(self.state, scheduler, slots.steps)

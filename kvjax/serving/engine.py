@@ -26,7 +26,7 @@ from kvjax._arrays import described
 from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import AnyCache
-from kvjax.checks import static_int
+from kvjax.checks import check_bool, static_int
 from kvjax.model import Model, check_placement
 from kvjax.serving.constraints import as_tree, check_request, initial_state
 from kvjax.serving.driver import Limits, check_run
@@ -74,6 +74,7 @@ class Engine[C: AnyCache]:
         max_waiting: int = 1024,
         num_stop_tokens: int = 4,
         num_ranges: int | None = None,
+        min_p: bool = False,
         logits_state: Any = None,
     ):
         """Starts an engine.
@@ -87,6 +88,7 @@ class Engine[C: AnyCache]:
           max_waiting: requests that wait for one of these; more are refused by `QueueFull`.
           num_stop_tokens: K, the most stop tokens of a request.
           num_ranges: the most ranges of a request's retention; None: no request has one.
+          min_p: whether a request may have a `Sampling.min_p`; else programs have nothing for it.
           logits_state: a tree of numpy arrays; what `logits_fn` keeps of a request that is submitted without one. None:
             its `initial_state`, if it has one.
 
@@ -103,6 +105,7 @@ class Engine[C: AnyCache]:
             raise ValueError("cache: got one with rows in use, wanted one without")
         if logits_state is not None and options.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
+        check_bool("min_p", min_p)
         check_retention(spec, num_ranges=num_ranges)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
@@ -115,6 +118,7 @@ class Engine[C: AnyCache]:
             entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
             num_stop_tokens=static_int("num_stop_tokens", num_stop_tokens, 1),
             num_ranges=None if num_ranges is None else static_int("num_ranges", num_ranges, 0),
+            min_p=min_p,
             logits_state=jax.tree.map(np.asarray, logits_state),
             has_log=options.listener is not None or options.store is not None,
         )  # fmt: skip
@@ -190,6 +194,8 @@ class Engine[C: AnyCache]:
         if request.num_ranges is not None and request.num_ranges > most_ranges:
             got = request.num_ranges
             raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
+        if request.has_min_p and not slots.min_p:
+            raise ValueError("sampling.min_p: got one, wanted None (the engine was made without min_p=True)")
         if request.logits_state is not None:
             check_state(request.logits_state, slots.logits_state, "arrays like those of the engine")
         state = slots.logits_state if request.logits_state is None else request.logits_state

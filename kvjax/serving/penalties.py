@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, add, put
-from kvjax.checks import static_int
+from kvjax.checks import host_integers, static_int
 from pallas_kernels.loops import varying
+
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100  # no factor makes finite logits infinite
 
 
 class Penalties(Pytree):
@@ -24,8 +26,12 @@ class Penalties(Pytree):
       presence: f32[]; is subtracted once if it was.
       bias_tokens: i32[B]; -1: none.
       bias: f32[B]; is added to their logits.
-      chosen: i32[N]; the first `steps - 1` of them.
+      chosen: i32[N]; the tokens of the prompt, if there is a repetition penalty, and then the first `steps - 1` that
+        were chosen.
       steps: i32[]; how often `penalize` has seen the request.
+      repetition: f32[]; divides the positive logits of tokens that the prompt or the answer has, and multiplies the
+        negative ones. None: no request has one, and programs have nothing for it.
+      num_prompt: i32[]; tokens of the prompt in `chosen`. None: `repetition` is None.
     """
 
     frequency: Any
@@ -34,13 +40,27 @@ class Penalties(Pytree):
     bias: Any
     chosen: Any
     steps: Any
+    repetition: Any = None
+    num_prompt: Any = None
 
     @classmethod
     def of(
         cls, max_tokens: int, frequency: float = 0.0, presence: float = 0.0, bias: Mapping[int, float] | None = None,
-        *, most: int = 300,
+        *, repetition: float | None = None, prompt: Sequence[int] = (), most: int = 300,
     ) -> Penalties:  # fmt: skip
-        """Those of a request that chooses at most `max_tokens` N tokens, with at most `most` B biases.
+        """The penalties of a request, with at most `most` B biases.
+
+        The requests of a batch, and those of an engine, need states of the same shapes: give all of them the same
+        `max_tokens` and `most`, and all of them a `repetition` if one has it; 1 changes nothing.
+
+        Args:
+          max_tokens: N; the most tokens that the request chooses, with a `repetition` those of its prompt included.
+          frequency: the frequency penalty.
+          presence: the presence penalty.
+          bias: what is added to the logit of each of some tokens.
+          repetition: the repetition penalty, from 0.01 to 100. None disables it.
+          prompt: token ids of the prompt, which the repetition penalty counts.
+          most: B.
 
         Raises:
           ValueError: naming the argument.
@@ -54,7 +74,17 @@ class Penalties(Pytree):
         tokens, values = np.full((most,), -1, np.int32), np.zeros((most,), np.float32)
         tokens[: len(bias)], values[: len(bias)] = [*bias], [*bias.values()]
         chosen = np.zeros((static_int("max_tokens", max_tokens, 1),), np.int32)
-        return cls(np.float32(frequency), np.float32(presence), tokens, values, chosen, np.int32(0))
+        found = cls(np.float32(frequency), np.float32(presence), tokens, values, chosen, np.int32(0))
+        if repetition is None:
+            return found
+        if not LEAST_REPETITION <= repetition <= MOST_REPETITION:
+            wanted = f"wanted a number from {LEAST_REPETITION} to {MOST_REPETITION}"
+            raise ValueError(f"repetition: got {repetition}, {wanted}")
+        tokens_before = host_integers("prompt", prompt, np.int32, "a list of token ids")
+        if len(tokens_before) > len(chosen):
+            raise ValueError(f"prompt: got {len(tokens_before)} tokens, wanted at most max_tokens, {len(chosen)}")
+        chosen[: len(tokens_before)] = tokens_before
+        return found.replace(repetition=np.float32(repetition), num_prompt=np.int32(len(tokens_before)))
 
 
 def penalize(
@@ -79,24 +109,36 @@ def penalize(
       >>> first[0].tolist(), second[0].tolist()
       ([0.0, 0.0, 3.0, 0.0], [0.0, -0.5, 3.0, 0.0])
 
-    Source: OpenAI's API; vLLM counts the same tokens: those that were generated, without the prompt's.
+    Source: OpenAI's API; vLLM counts the same tokens: those that were generated, without the prompt's. The repetition
+    penalty is that of transformers and vLLM, in their order: after the biases, before the other penalties.
     """
     del positions
     (rows, vocabulary), most = logits.shape, penalties.chosen.shape[1]
     each, steps = np.arange(rows, dtype=np.int32), penalties.steps
-    chosen = put(penalties.chosen, (each, jnp.maximum(steps - 1, 0)), last, (steps > 0) & (steps <= most))
+    end = steps if penalties.num_prompt is None else penalties.num_prompt + steps
+    chosen = put(penalties.chosen, (each, jnp.maximum(end - 1, 0)), last, (steps > 0) & (end <= most))
 
     def penalized(logits: jax.Array) -> jax.Array:
         def added(to: jax.Array, tokens: jax.Array, values: Any, where: jax.Array) -> jax.Array:
             rows = jnp.broadcast_to(each[:, None], tokens.shape)
             return add(to, (rows, tokens), values, where & (tokens >= 0) & (tokens < vocabulary), unique=False)
 
-        counts = added(jnp.zeros_like(logits), chosen, 1.0, np.arange(most, dtype=np.int32)[None] < steps[:, None])
+        counts, at = jnp.zeros_like(logits), np.arange(most, dtype=np.int32)[None]
+        is_chosen = at < end[:, None]
+        if penalties.num_prompt is not None:
+            is_chosen = is_chosen & (at >= penalties.num_prompt[:, None])
+        counts = added(counts, chosen, 1.0, is_chosen)
         logits = added(logits, penalties.bias_tokens, penalties.bias, jnp.ones(penalties.bias.shape, jnp.bool_))
+        if penalties.repetition is not None:
+            in_text = added(counts, chosen, 1.0, at < penalties.num_prompt[:, None]) > 0
+            factor = penalties.repetition[:, None]
+            logits = jnp.where(in_text, jnp.where(logits < 0, logits * factor, logits / factor), logits)
         presence = jnp.where(counts > 0, penalties.presence[:, None], 0)
         return logits - penalties.frequency[:, None] * counts - presence
 
     has_any = (penalties.frequency != 0) | (penalties.presence != 0) | jnp.any(penalties.bias_tokens >= 0, axis=1)
+    if penalties.repetition is not None:
+        has_any = has_any | (penalties.repetition != 1)
     vary = varying((logits, last))
     logits = lax.cond(jnp.any(has_any), lambda: vary(penalized(logits)), lambda: vary(logits))
     return logits, penalties.replace(chosen=chosen, steps=steps + 1)

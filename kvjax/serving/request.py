@@ -117,6 +117,11 @@ class Request:
         sampling = self.sampling
         return sampling is None or not (sampling.temperature > 0 or sampling.min_tokens > 0)
 
+    @property
+    def has_min_p(self) -> bool:
+        """Whether its sampling has a `min_p`."""
+        return self.sampling is not None and self.sampling.min_p is not None
+
     def streams(self, default: int = 0) -> list[int]:
         """The random stream of each sample; `default` is the first one's where no seed was given."""
         seed = default if self.seed is None else self.seed

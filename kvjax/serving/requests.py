@@ -269,6 +269,7 @@ def init_serving(
     num_stop_tokens: int = 1,
     num_ranges: int | None = None,
     greedy: bool = False,
+    min_p: bool = False,
     top_logprobs: int = 0,
     logprobs: str = "raw",
     logits_state: Any = None,
@@ -284,6 +285,7 @@ def init_serving(
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
+      min_p: whether a request may have a `Sampling.min_p`; else programs have nothing for it.
       top_logprobs: T; see `RunOptions`.
       logprobs: static; see `RunOptions`.
       logits_state: a tree of arrays [W, ...]; what a `logits_fn` keeps of each request, in any empty slot at first.
@@ -305,7 +307,8 @@ def init_serving(
         top = full((total, top_logprobs)), full((total, top_logprobs), dtype=np.float32)
     if num_ranges is not None:
         retention = Retention(full((num, num_ranges, 4)), full((num, 2)))
-    sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), Sampling())
+    default = Sampling(min_p=0.0 if min_p else None)
+    sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), default)
     requests = Requests(
         text=full((total,)), logprobs=full((total,), dtype=np.float32), top=top,
         keys=full((total // size, 2), dtype=np.uint32), start=starts, capacity=capacities, generation=full(),

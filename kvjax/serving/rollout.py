@@ -148,7 +148,7 @@ def rollout(
     stop = integers("stop_tokens", stop_tokens if np.size(stop_tokens) else np.zeros(0, np.int32), ("K",))
     sampling = (Sampling(temperature=1.0) if sampling is None else sampling).each_row(number)
     slots = {"num_stop_tokens": max(stop.shape[0], 1), "logprobs": logprobs, "logits_state": each(logits_state)}
-    serving = init_serving(cache, [width + most] * outputs, **slots)
+    serving = init_serving(cache, [width + most] * outputs, min_p=sampling.min_p is not None, **slots)
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
     serving = serving.replace(requests=requests, held=jnp.full((outputs,), -1, jnp.int32) if hold else None)
     serving, status, _, generations = submit(

@@ -17,7 +17,9 @@ from kvjax._arrays import count, in_any, put
 from kvjax.checks import integers, is_integer, static_int
 from pallas_kernels.loops import varying
 
-_DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32}
+_DTYPES = {
+    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32, "min_p": np.float32,
+}  # fmt: skip
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -33,6 +35,8 @@ class Sampling:
       top_k: i32; sample among this many of the likeliest tokens only; None or 0: among all.
       top_p: f32; sample among the fewest likeliest tokens that have this probability together; None or 1: among all.
       min_tokens: i32; no stop token is chosen before so many tokens were generated.
+      min_p: f32; sample among the tokens that have at least this share of the likeliest token's probability; 0: among
+        all. None: no row has one, there is no leaf, and programs have nothing for it.
 
     Raises:
       ValueError: naming the field, if something is no number or out of range.
@@ -52,6 +56,7 @@ class Sampling:
     top_k: Any = None
     top_p: Any = None
     min_tokens: Any = 0
+    min_p: Any = None
 
     def __post_init__(self):
         for name, off, holds, valid in (
@@ -59,9 +64,10 @@ class Sampling:
             ("top_k", 0, lambda x: x >= 0, "None or an integer of at least 0"),
             ("top_p", 1.0, lambda x: (x > 0) & (x <= 1), "None or a number in (0, 1]"),
             ("min_tokens", None, lambda x: x >= 0, "an integer of at least 0"),
+            ("min_p", None, lambda x: (x >= 0) & (x <= 1), "None or a number in [0, 1]"),
         ):
             value = getattr(self, name)
-            if isinstance(value, jax.Array):
+            if isinstance(value, jax.Array) or (name == "min_p" and value is None):
                 continue
             numbers = _host_numbers(off if value is None else value, _DTYPES[name])
             if numbers is None or not np.all(holds(numbers)):
@@ -81,7 +87,12 @@ class Sampling:
                 raise ValueError(f"sampling.{name}: got shape {list(leaf.shape)}, wanted [] or [{rows}]")
             return jnp.broadcast_to(leaf.astype(dtype), (rows,))
 
-        return Sampling(**{name: each(name, dtype) for name, dtype in _DTYPES.items()})
+        leaves = {name: dtype for name, dtype in _DTYPES.items() if getattr(self, name) is not None}
+        return Sampling(**{name: each(name, dtype) for name, dtype in leaves.items()})
+
+    def with_min_p(self) -> Self:
+        """The same with a leaf `min_p`, of 0 where there was none."""
+        return self.replace(min_p=0.0) if self.min_p is None else self
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """The leaves, with their names."""
@@ -201,7 +212,7 @@ def _programs(
     programs = (
         lambda: (_likeliest(logits),),
         lambda: (_likeliest(_without(logits, stop, early)),),
-        lambda: draw(lambda scores, _: scores),
+        lambda: draw(_above_min_p),
         lambda: draw(restrict),
     )
     least = jnp.where(draws, jnp.where(restricts, np.int32(3), np.int32(2)), early.astype(jnp.int32))
@@ -256,7 +267,12 @@ def _without(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """f32[R, V]; logits, -inf for tokens that each row's top-k and then top-p leave out; equally likely ones stay."""
+    """f32[R, V]; logits, -inf for tokens that each row's top-k, top-p and min-p leave out; equally likely ones stay.
+
+    The top-p is of the tokens that the top-k leaves. The min-p is of the likeliest token, which always stays.
+
+    Source: transformers' warpers, in their order.
+    """
     rows, size = logits.shape
     sampling = sampling.each_row(rows)
     order = _descending(logits)
@@ -268,7 +284,15 @@ def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
     top_p = sampling.top_p[:, None]
     of_p = jnp.min(jnp.where(before < top_p, order, jnp.inf), axis=-1, keepdims=True)
     of_p = jnp.where(top_p < 1, jnp.minimum(of_p, order[:, :1]), -jnp.inf)
-    return jnp.where(logits < jnp.maximum(of_k, of_p), -jnp.inf, logits)
+    return _above_min_p(jnp.where(logits < jnp.maximum(of_k, of_p), -jnp.inf, logits), sampling)
+
+
+def _above_min_p(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """f32[R, V]; logits, -inf for tokens that each row's min-p leaves out; without a sort."""
+    if sampling.min_p is None:
+        return logits
+    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)[:, None]
+    return jnp.where(logits < least, -jnp.inf, logits)
 
 
 def _descending(x: jax.Array) -> jax.Array:

@@ -101,7 +101,12 @@ def submit(
         first_token=zero - 1, ended=zero - 1,
     )  # fmt: skip
     if requests.sampling is not None:
-        requests = requests.at(slots, good, sampling=(sampling or Sampling()).each_row(number))
+        sampling = Sampling() if sampling is None else sampling
+        if requests.sampling.min_p is not None:
+            sampling = sampling.with_min_p()
+        elif sampling.min_p is not None:
+            raise ValueError("sampling.min_p: got one, wanted None (init_serving was not asked for min_p=True)")
+        requests = requests.at(slots, good, sampling=sampling.each_row(number))
     elif sampling is not None:
         raise ValueError("sampling: got one, wanted None (init_serving was asked for greedy=True)")
     if requests.logits_state is not None:

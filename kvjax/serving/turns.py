@@ -96,6 +96,7 @@ class Slots:
     width: int
     num_ranges: int | None = None
     greedy: bool = False
+    min_p: bool = False
     capacity: int | None = None
     logits_state: Any = None  # of a request that brings none, without the axis W
     has_log: bool = True  # whether loops note their events
@@ -124,12 +125,20 @@ class Slots:
             "priority": column([request.priority for request in requests]),
             "namespace": column([job.namespace for job in jobs]),
             "seed": column([job.seed for job in jobs], dtype=np.uint32),
-            "sampling": None if self.greedy else stacked([one.sampling for one in requests], Sampling(), number),
+            "sampling": None if self.greedy else self._samplings(requests),
             "stop_tokens": stacked([request.stop_tokens for request in requests], no_stop_token, number),
             "retention": stacked([request.retention for request in requests], no_retention, number),
             "sample_of": column(_first_samples(jobs, rows), -1),
             "logits_state": stacked([request.logits_state for request in requests], self.logits_state, number),
         }
+
+    def _samplings(self, requests: Sequence[Request]) -> Sampling:
+        """The samplings of requests, with leaves [R]."""
+        if not self.min_p:
+            return stacked([request.sampling for request in requests], Sampling(), self.entries)
+        default = Sampling(min_p=0.0)
+        samplings = [default if request.sampling is None else request.sampling.with_min_p() for request in requests]
+        return stacked(samplings, default, self.entries)
 
     def ends(self, cancelled: Sequence[Job]) -> np.ndarray:
         """i32[R, 2]; slots and generations of requests to cancel, -1 after the last one."""

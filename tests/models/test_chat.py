@@ -85,6 +85,13 @@ def test_texts_are_those_of_transformers(name):
         except ValueError as error:
             found = {"error": str(error).removeprefix("chat template: ")}
         assert found == wanted, conversation
+    for conversation, wanted in RENDERED["texts_with_tools"][name].items():
+        messages = RENDERED["conversations_with_tools"][conversation]
+        try:
+            found = {"text": template.render(messages, RENDERED["tools"])}
+        except ValueError as error:
+            found = {"error": str(error).removeprefix("chat template: ")}
+        assert found == wanted, conversation
 
 
 # Templates that would stop whoever renders them: each of them is an error, after which the next text is made.

@@ -41,8 +41,11 @@ def client_of(server):
 
 
 def codes():
-    """The Python of the page that its build does not run, since it needs servers: a client, and a router."""
-    client, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    """The Python of the page that its build does not run, since it needs servers: a client, and a router.
+
+    `test_serve_tools.py` runs the agent between them.
+    """
+    client, _, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     return client.replace('"none"', f'"{KEY}"'), router.replace('"none"', f'"{KEY}"')
 
 

@@ -31,14 +31,18 @@ from kvjax.serving import (
     Engine,
     EngineError,
     GenerationInterrupted,
+    Penalties,
     QueueFull,
     Replicas,
     RunOptions,
     Scheduler,
+    chain,
+    penalize,
     replica,
     replicas,
 )
 from kvjax.serving.batch import Batch
+from kvjax.serving.constraints import NONE
 from kvjax.serving.driver import Driver
 from kvjax.serving.engine_thread import EngineThread
 from kvjax.stores import DiskStore
@@ -65,6 +69,7 @@ from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
 GRAMMARS, STOP = 3, 1  # grammars that requests may have, and the token that ends an answer
+MOST_BIASES = 2  # of a request
 VERBS = ("admit", "commit", "release", "pin", "unpin", "generate")
 AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
 SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
@@ -89,6 +94,7 @@ class Serves(Config):
       limits: other arguments of an engine.
       replicas: whether it is `Replicas` that serve.
       grammars: whether requests may have a grammar.
+      penalties: whether requests have penalties, biases and a min-p.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -98,6 +104,7 @@ class Serves(Config):
     limits: dict[str, Any] = dataclasses.field(default_factory=dict)
     replicas: bool = False
     grammars: bool = False
+    penalties: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)
@@ -127,13 +134,6 @@ class Sent:
     sample: int
     turns: int = 0
     is_cancelled: bool = False
-
-
-def under(grammar: Grammar, answer: Sequence[int], likeliest: int, token: int) -> tuple[float, int]:
-    """The log-probability of a token after an answer under a grammar, and the greedy one, by `Chain`."""
-    allowed = grammar.allowed(answer, VOCAB)
-    logits = np.where(allowed, (np.arange(VOCAB) == likeliest).astype(np.float64), -np.inf)
-    return float(logits[token] - np.log(np.sum(np.exp(logits)))), int(np.argmax(logits))
 
 
 class Served(Life):
@@ -196,11 +196,17 @@ class Served(Life):
         roots = np.array([name_of(space, ()) for space in self.space_of], np.int32)
         return Chain(roots, self.config.layers)
 
+    @property
+    def logits_fn(self) -> Any:
+        functions = [penalize] if self.config.penalties else []
+        functions += [] if self.constraints is None else [self.constraints]
+        return chain(*functions) if len(functions) > 1 else next(iter(functions), None)
+
     def run_options(self, *listeners: Any, **options: Any) -> RunOptions:
         listener = Listeners(self.follow, *listeners)
         return RunOptions(
             scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
-            log_events=False, listener=listener, logits_fn=self.constraints, **options,
+            log_events=False, listener=listener, logits_fn=self.logits_fn, **options,
         )  # fmt: skip
 
     # The cache goes to a driver and comes back.
@@ -309,32 +315,45 @@ class Served(Life):
         fields = {name: ask[name] for name in names}
         if self.spec.retention:
             fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["stated"]]))
-        sampling = kvjax.Sampling(temperature=ask["temperature"]) if ask["temperature"] else None
+        min_p = ask["min_p"] if self.config.penalties else None
+        sampling = kvjax.Sampling(temperature=ask["temperature"], min_p=min_p) if ask["temperature"] else None
+        number = None if self.constraints is None else ask.get("grammar")
+        states = list[Any]()
+        if self.config.penalties:
+            states += [Penalties.of(2 * WIDTH, **ask["penalties"], prompt=ask["prompt"], most=MOST_BIASES)]
+        if self.constraints is not None and (states or number is not None):
+            states += [NONE if number is None else self.constraints.state(number)]
+        if states:
+            fields["logits_state"] = tuple(states) if len(states) > 1 else states[0]
+        if number is not None:
+            fields["stop_tokens"] = [STOP]
         if not namespace and ask["prompt"]:
             namespace = {"namespace": self.space_of[ask["prompt"][0] % VOCAB]}
-        number = ask.get("grammar")
-        if self.constraints is None or number is None:
-            return kvjax.serving.Request(sampling=sampling, **fields, **namespace)
-        fields |= {"stop_tokens": [STOP], "logits_state": self.constraints.state(number)}
         request = kvjax.serving.Request(sampling=sampling, **fields, **namespace)
-        self.bound[request] = self.grammars[number]
+        if number is not None:
+            self.bound[request] = self.grammars[number]
         return request
 
     def check(self, request: Any, space: int, output: Any, sample: int) -> None:
         """Each token is one of the model's after the text before it, by its probability, and so is the end."""
         path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
         grammar, prompt = self.bound.get(request), path
-        key = space, path, request.sampling is None, request.seed + sample, grammar
-        wanted = self.answers.setdefault(key, [])
+        options = [leaf.tobytes() for leaf in jax.tree.leaves((request.sampling, request.logits_state))]
+        wanted = self.answers.setdefault((space, path, *options, request.seed + sample, grammar), [])
         same = min(len(wanted), len(new))
         assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
         wanted += new[same:]
         for token, logprob in zip(new, output.logprobs, strict=True):
-            score, greedy = score_of(path, space, token), name_of(space, path) % VOCAB
+            logits = penalized(request, path, name_of(space, path) % VOCAB)
             if grammar is not None:
-                score, greedy = under(grammar, path[len(prompt) :], greedy, token)
+                logits = np.where(grammar.allowed(path[len(prompt) :], VOCAB), logits, -np.inf)
+            score = logits[token] - np.log(np.sum(np.exp(logits)))
             assert abs(logprob - score) < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
-            assert request.sampling is not None or token == greedy, f"{request} has {new}"
+            if request.sampling is None:
+                assert token == np.argmax(logits), f"{request} has {new}"
+            elif request.has_min_p:
+                share = np.exp(logits[token] - max(logits))
+                assert share >= request.sampling.min_p - 1e-5, f"{request} has {new}"
             path += (token,)
         if grammar is not None and new:
             assert grammar.accepts(output), f"{request} has {output}"
@@ -346,6 +365,7 @@ class Served(Life):
         self.tally["generate hit"] += output.cached_tokens > 0
         self.tally["from the store"] += output.stored_tokens > 0
         self.tally[f"finish {output.finish}"] += 1
+        self.tally["penalized after a preemption"] += self.config.penalties and output.preemptions > 0
         most = len(request.prompt) - (request.samples == 1)  # samples that fork have all of it
         assert 0 <= output.cached_tokens <= max(most, 0), f"{request} has {output}"
         assert not any(token in stop for token in new[:-1])
@@ -381,6 +401,10 @@ class Served(Life):
         self.away, self.published = Away(self.mirror), self.mirror
         options = self.run_options(self.away.listen, steps=self.config.limits.get("steps"))
         limits = {name: value for name, value in self.config.limits.items() if name != "steps"}
+        if self.config.penalties:
+            penalties = Penalties.of(2 * WIDTH, repetition=1, most=MOST_BIASES)
+            state = penalties if self.constraints is None else (penalties, NONE)
+            limits |= {"min_p": True, "logits_state": state}
         self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
         self.standing = options.listeners._listeners[1][1]
         self.engine._thread._most_lent = 2 if self.config.salts and not self.config.store else 64
@@ -434,7 +458,7 @@ class Served(Life):
             return
         self.grammars[number] = Grammar.drawn(seed, VOCAB, (STOP,))
         self.constraints = self.constraints.put(number, self.grammars[number].constraint)
-        self.engine.replace_logits_fn(self.constraints)
+        self.engine.replace_logits_fn(self.logits_fn)
         self.tally["new grammar"] += 1
 
     def _await_reads(self, thread: EngineThread) -> None:
@@ -512,6 +536,24 @@ class Served(Life):
         assert all(one.handle.done for one in self.requests)
         self.tally["closed in the middle"] += bool(self.requests)
         self.requests = []
+
+
+def penalized(request: kvjax.serving.Request, path: Sequence[int], name: int) -> np.ndarray:
+    """The logits [V] of `Chain` after a path, which has this name, with the penalties of a request in plain Python."""
+    logits, state = np.zeros(VOCAB), request.logits_state
+    logits[name] = 1.0
+    state = state[0] if isinstance(state, tuple) else state
+    if not isinstance(state, Penalties):
+        return logits
+    for token, value in zip(state.bias_tokens.tolist(), state.bias.tolist(), strict=True):
+        if token >= 0:
+            logits[token] += value
+    for token in set(path):
+        logits[token] *= state.repetition if logits[token] < 0 else 1 / state.repetition
+    answer = path[len(request.prompt) :]
+    for token in set(answer):
+        logits[token] -= state.frequency * answer.count(token) + state.presence
+    return logits
 
 
 class Replicated:
@@ -604,8 +646,8 @@ class Asks(bytes_machine.Requests):
 
     def __init__(self, seed: int, config: Serves):
         super().__init__(seed, config)
-        self.of_scores = np.random.default_rng((seed, 2))  # apart, so that a seed's other requests stay as they are
-        self.of_grammars = np.random.default_rng((seed, 3))
+        # Apart, so that a seed's other requests stay as they are.
+        self.of_scores, self.of_penalties, self.of_grammars = (np.random.default_rng((seed, n)) for n in (2, 3, 4))
 
     def ask(self) -> dict[str, Any]:
         prompt = self.text(self.number(1, 13))
@@ -621,8 +663,18 @@ class Asks(bytes_machine.Requests):
             "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
             "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
             "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),
-            "stated": self.rng.integers(0, 101, 3).tolist(),
+            "stated": self.rng.integers(0, 101, 3).tolist(), **self.penalties(),
         }  # fmt: skip
+
+    def penalties(self) -> dict[str, Any]:
+        """A min-p, and arguments of `Penalties.of`: multiples of 1/4, whose sums are the same in float32."""
+        random = self.of_penalties
+        frequency, presence = (random.integers(-2, 3, 2) / 4).tolist() if random.random() < 0.3 else (0.0, 0.0)
+        tokens = random.integers(0, VOCAB, int(random.integers(MOST_BIASES + 1))).tolist()
+        repetition = random.choice([0.5, 2.0, 4.0]).item() if random.random() < 0.5 else 1.0
+        bias = {token: float(random.integers(-3, 4)) / 2 for token in tokens}
+        penalties = {"frequency": frequency, "presence": presence, "bias": bias, "repetition": repetition}
+        return {"penalties": penalties, "min_p": random.choice([None, 0.125, 0.5, 1.0])}
 
     def breaks(self, chance: float) -> list[int] | None:
         """The number of a jitted call that fails, and whether before it began."""
@@ -656,7 +708,7 @@ class Asks(bytes_machine.Requests):
 
 FULL = (None, 0)
 CONFIGS = {
-    "plain": Serves(salts=True, scheduler=SHORT, grammars=True),
+    "plain": Serves(salts=True, scheduler=SHORT, penalties=True, grammars=True),
     "replicas": Serves(replicas=True),
     "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, grammars=True),
     "store": Serves(salts=True, store=True, limits={"steps": 8}),
