@@ -29,14 +29,16 @@ def _compiled(
     """Makes the table of what `read` returns. An error begins with the path of a part, or with `name`."""
     builder = Builder(max_states)
     try:
-        return token_table(builder.build(read(builder)), vocabulary, max_states, max_classes)
+        return token_table(builder.whole(read(builder)), vocabulary, max_states, max_classes)
     except GrammarError as error:
         message = str(error)
         raise GrammarError(message if message.startswith(name) else f"{name}: {message}") from None
+    except RecursionError:
+        raise GrammarError(f"{name}: has too many levels within each other") from None
 
 
 def compile_regex(
-    pattern: str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 512
+    pattern: str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
     r"""Makes the table of the texts that a regular expression matches as a whole, as by Python's `re.fullmatch`.
 
@@ -56,7 +58,7 @@ def compile_regex(
 
 
 def compile_choices(
-    choices: Sequence[str], vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 512
+    choices: Sequence[str], vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
     """Makes the table of some texts.
 
@@ -75,11 +77,27 @@ def compile_choices(
 
 
 def compile_schema(
-    schema: dict[str, Any] | bool | str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 512
+    schema: dict[str, Any] | bool | str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
-    """Makes the table of the JSON texts that satisfy a schema; `{"type": "object"}` is any object.
+    r"""Makes the table of the JSON texts that satisfy a schema; `{"type": "object"}` is any object.
 
-    Each text is valid, and the table has the valid texts of one form: `kvjax.grammar.json_schema` describes it.
+    Each text is valid. Not each valid text is in the table:
+
+    - Properties come in the order of the schema, then additional ones. Without `additionalProperties`, an object that
+      names its properties has no others, and an array with `prefixItems` and without `items` no further items.
+    - A text is compact, with at most one space after `:` and `,`.
+    - A string is UTF-8. Without constraints it may have all escapes, and a surrogate in a pair alone. With a length, a
+      pattern or a format, and as the name of an additional property, it is written in one way: a character stands for
+      itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for those that JSON escapes; other control characters do not
+      occur. A `pattern` is searched for, as in ECMAScript, with the classes of ASCII.
+    - A number may have an exponent of two digits; with bounds or `multipleOf` it is a plain decimal.
+    - A schema without `type` has the types that its keywords concern.
+    - A value without a schema has at most 3 levels of objects and arrays, and `{"type": "object"}` as the whole schema
+      5. A schema that contains itself has at most 3 copies of itself within each other.
+
+    Annotations are ignored. Other keywords that are not served are refused: `not`, `if`, `contains`,
+    `dependentRequired`, `unevaluatedProperties`, `uniqueItems: true`, and `oneOf` unless its branches visibly differ. A
+    `maxLength` of N takes 8 N states.
 
     Args:
       schema: a JSON schema, or its text.
@@ -88,6 +106,6 @@ def compile_schema(
       max_classes: limit on its classes of tokens.
 
     Raises:
-      GrammarError: naming the keyword that is not supported, or the limit.
+      GrammarError: naming the keyword that is not served, or the limit.
     """
     return _compiled("schema", lambda builder: schema_expression(schema, builder), vocabulary, max_states, max_classes)

@@ -8,6 +8,7 @@ All that a hostile expression could make large is counted while it grows, so tha
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -169,8 +170,12 @@ class Builder:
         if self._work > _MAX_WORK:
             raise GrammarError(f"got over {_MAX_WORK:,} moves while the automaton was built, wanted fewer")
 
+    def whole(self, expression: Expression) -> Automaton:
+        """Builds the minimal automaton of a whole grammar, of at most `max_states` states."""
+        return minimise(self._determinised(expression), self.max_states)
+
     def build(self, expression: Expression) -> Automaton:
-        """Builds the minimal automaton of an expression; raises a GrammarError beyond a limit."""
+        """Builds the minimal automaton of a part; raises a GrammarError beyond a limit."""
         if expression not in self._built:
             match expression:
                 case Both(left=left, right=right):
@@ -269,21 +274,42 @@ class Builder:
         return minimise(Automaton(np.array(rows, np.int32).reshape(len(states), -1), joint, np.array(final)))
 
 
-def reaching(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
-    """Marks the states from which a final one can be reached; bool[S]."""
+def distances(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
+    """The number of steps from each state to the nearest final one; i64[S]; -1: none is reached."""
+    before = _states_before(next_state)
+    found = np.where(final, 0, -1).tolist()
+    queue = np.flatnonzero(final).tolist()
+    for state in queue:
+        for source in before[state]:
+            if found[source] < 0:
+                found[source] = found[state] + 1
+                queue.append(source)
+    return np.array(found)
+
+
+def _longest(next_state: np.ndarray) -> np.ndarray:
+    """The number of steps of the longest way from each state; i64[S]; -1: there is no longest one."""
+    before = _states_before(next_state)
+    waiting = np.bincount([source for sources in before for source in sources], minlength=len(before)).tolist()
+    found = [-1 if count else 0 for count in waiting]
+    queue = [state for state, count in enumerate(waiting) if not count]
+    for state in queue:  # all states after it are known, so that the last one known has the longest way
+        for source in before[state]:
+            waiting[source] -= 1
+            if not waiting[source]:
+                found[source] = found[state] + 1
+                queue.append(source)
+    return np.array(found)
+
+
+def _states_before(next_state: np.ndarray) -> list[list[int]]:
+    """The states from which each state is reached in one step."""
+    states = len(next_state)
     sources, columns = np.nonzero(next_state >= 0)
-    pairs = np.unique(np.stack([next_state[sources, columns], sources]), axis=1)
-    bounds = np.searchsorted(pairs[0], np.arange(len(final) + 1)).tolist()
-    before = pairs[1].tolist()
-    marked = final.copy()
-    stack = np.flatnonzero(final).tolist()
-    while stack:
-        state = stack.pop()
-        for source in before[bounds[state] : bounds[state + 1]]:
-            if not marked[source]:
-                marked[source] = True
-                stack.append(source)
-    return marked
+    pairs = np.unique(next_state[sources, columns].astype(np.int64) * states + sources)
+    bounds = np.searchsorted(pairs, np.arange(states + 1) * states).tolist()
+    before = (pairs % states).tolist()
+    return [before[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _reached(next_state: np.ndarray) -> np.ndarray:
@@ -299,7 +325,7 @@ def _reached(next_state: np.ndarray) -> np.ndarray:
 
 def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Removes the states that lead to no end, or that the start does not reach; the start stays."""
-    alive = np.append(reaching(next_state, final), False)
+    alive = np.append(distances(next_state, final) >= 0, False)
     pruned = np.where(alive[next_state], next_state, -1)
     order = _reached(pruned)
     numbers = np.full(len(final) + 1, -1, np.int32)
@@ -307,19 +333,27 @@ def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.n
     return numbers[pruned[order]], final[order]
 
 
-def merged(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
+def merged(next_state: np.ndarray, final: np.ndarray, max_states: int | None = None) -> np.ndarray:
     """Numbers the states so that those with the same future have the same number; i64[S].
 
-    Blocks of states are divided by the blocks of their next states until nothing changes. The rows are compared by a
+    Blocks of states are divided by the blocks of their next states until nothing changes. At first they are those with
+    equal shortest and longest ways to an end, which tells most states of a long chain. The rows are compared by a
     random number, and exactly at the end: an accident would leave two futures in a block, and draws other numbers.
+
+    Raises:
+      GrammarError: if more than `max_states` remain.
     """
     columns = np.unique(next_state, axis=1)
+    ways = np.stack([distances(next_state, final), _longest(next_state)])
+    first_block = np.unique(ways, axis=1, return_inverse=True)[1].reshape(-1)
     random = np.random.default_rng(0)
     while True:
         factors = random.integers(1, 2**63, columns.shape[1] + 1, np.uint64) | np.uint64(1)
-        block, num_blocks = final.astype(np.int64), 0
-        while int(block.max()) + 1 > num_blocks:
-            num_blocks = int(block.max()) + 1
+        block, num_blocks = first_block, -1
+        while (count := int(block.max()) + 1) > num_blocks:
+            num_blocks = count
+            if max_states is not None and num_blocks > max_states:
+                raise GrammarError(f"got over {max_states:,} states, wanted at most max_states={max_states}")
             rows = np.append(block, -1)[columns].astype(np.uint64)
             mixed = rows @ factors[1:] + block.astype(np.uint64) * factors[0]
             block = np.unique(mixed, return_inverse=True)[1].reshape(-1)
@@ -329,10 +363,10 @@ def merged(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
             return block
 
 
-def minimise(automaton: Automaton) -> Automaton:
-    """Returns the smallest automaton that accepts the same texts."""
+def minimise(automaton: Automaton, max_states: int | None = None) -> Automaton:
+    """Returns the smallest automaton that accepts the same texts; a GrammarError if it has over `max_states`."""
     next_state, final = trimmed(automaton.next_state, automaton.final)
-    block = merged(next_state, final)
+    block = merged(next_state, final, max_states)
     first = np.unique(block, return_index=True)[1]
     rank = np.empty(len(first), np.int32)  # the start's block comes first
     rank[np.argsort(first)] = np.arange(len(first))

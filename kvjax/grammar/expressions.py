@@ -134,7 +134,10 @@ def _byte_range(first: int, last: int) -> Expression:
 
 def literal(text: str | bytes) -> Expression:
     """Matches a text, in UTF-8, or bytes."""
-    data = text.encode() if isinstance(text, str) else text
+    try:
+        data = text.encode() if isinstance(text, str) else text
+    except UnicodeEncodeError:
+        raise GrammarError(f"got {text!r}, which has half of a surrogate pair") from None
     return seq(*(_byte_range(value, value) for value in data))
 
 

@@ -4,13 +4,7 @@
 A schema becomes alternatives first: what `anyOf`, `oneOf`, `allOf` and `$ref` say, each alternative a tuple of plain
 schemas that all hold. Each type of an alternative becomes an expression of the keywords that concern it.
 
-A text that matches is always valid. Not each valid text matches:
-- Properties come in the order of the schema, then additional ones. Without `additionalProperties`, an object that
-  names its properties has no others, and an array with `prefixItems` and without `items` no further items.
-- A schema without `type` has the types that its keywords concern.
-- `json_texts.py` says how strings are written, and `numerals.py` numbers.
-- Values without a schema have at most `ANY_DEPTH` levels of objects and arrays, and a whole text that may be any object
-  `ROOT_DEPTH`. A schema that contains itself has at most `RECURSION` copies of itself within each other.
+`kvjax.grammar.compile_schema` says which of the valid texts match.
 """
 
 from __future__ import annotations
@@ -48,7 +42,6 @@ from kvjax.grammar.json_texts import (
     any_array,
     any_object,
     format_content,
-    json_text,
     quoted,
     text_literal,
     value_literal,
@@ -80,7 +73,7 @@ ROOT_DEPTH = 5
 RECURSION = 3
 _TEXT = {"type": "string"}
 _MAX_ALTERNATIVES = 256
-_MAX_EXPRESSIONS = 20_000
+_MAX_EXPRESSIONS = 5000
 _MAX_LEVELS = 32
 
 
@@ -99,10 +92,7 @@ def schema_expression(schema: Any, builder: Builder) -> Expression:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"schema: got a text that is no JSON ({error})") from None
-    expression = _Reader(schema, builder).value((Part(schema, "schema", (), 0),))
-    if expression is NOTHING or builder.matches_nothing(expression):
-        raise GrammarError("schema: no text satisfies it")
-    return expression
+    return _Reader(schema, builder).value((Part(schema, "schema", (), 0),))
 
 
 class _Reader:
@@ -249,7 +239,7 @@ class _Reader:
             case "string":
                 return self._string(parts)
             case "number" | "integer":
-                return _number(name, parts)
+                return self._checked(_number(name, parts), parts) if parts else NUMBER
         return SCALARS[name]
 
     def _string(self, parts: Parts) -> Expression:
@@ -263,7 +253,18 @@ class _Reader:
                     if not isinstance(part.schema[keyword], str):
                         raise part.error(keyword, "a text")
                     contents += [content for content in [read(part, keyword, reader)] if content is not None]
-        return minimal(quoted(both(*contents))) if contents else STRING
+        return self._checked(minimal(quoted(both(*contents))), parts) if contents else STRING
+
+    def _checked(self, expression: Expression, parts: Parts) -> Expression:
+        """An expression whose automaton is built at once, so that an error names its place."""
+        path = parts[0].path
+        try:
+            states = len(self.builder.build(expression).final)
+        except GrammarError as error:
+            raise GrammarError(f"{path}: {error}") from None
+        if states > self.builder.max_states:
+            raise GrammarError(f"{path}: got {states:,} states, wanted at most max_states={self.builder.max_states}")
+        return expression
 
     def _array(self, parts: Parts) -> Expression:
         for part in parts:
@@ -308,7 +309,7 @@ class _Reader:
             patterns = [
                 part.within(schema, f"patternProperties.{pattern}")
                 for pattern, schema in schema_map(part, "patternProperties").items()
-                if self.builder.accepts(self._names(part, pattern), json_text(name))
+                if self.builder.accepts(self._names(part, pattern), json.dumps(name, ensure_ascii=False).encode())
             ]
             found += patterns
             if name not in properties and not patterns and "additionalProperties" in part.schema:
@@ -328,7 +329,10 @@ class _Reader:
         members: list[tuple[Expression, bool]] = []
         for name in names:
             key = text_literal(name)
-            fits = all(self.builder.accepts(names_allowed, json_text(name)) for names_allowed in allowed)
+            fits = all(
+                self.builder.accepts(names_allowed, json.dumps(name, ensure_ascii=False).encode())
+                for names_allowed in allowed
+            )
             value = self.value(self._member(parts, name)) if fits else NOTHING
             members.append((seq(key, COLON, value), name not in required))
         declared = [member for member in members if member[0] is not NOTHING]
@@ -429,5 +433,7 @@ def _sequence_of(items: list[Expression], more: Expression, least: int, most: in
 
 def _product(left: list[Parts], right: list[Parts], part: Part) -> list[Parts]:
     if len(left) * len(right) > _MAX_ALTERNATIVES:
-        raise GrammarError(f"{part.path}: got {len(left) * len(right):,} alternatives, wanted {_MAX_ALTERNATIVES}")
+        raise GrammarError(
+            f"{part.path}: got {len(left) * len(right):,} alternatives, wanted at most {_MAX_ALTERNATIVES}"
+        )
     return [(*one, *other) for one in left for other in right]

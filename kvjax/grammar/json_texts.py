@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Values of JSON as texts: strings, literals, and any value down to some depth.
+"""Values of JSON as texts: strings, literals, and any value down to some depth.
 
-A text is compact, with at most one space after `:` and `,`. A string is UTF-8. One without constraints may have all
-escapes, and a surrogate in a pair alone. One with a length, a pattern or a format, and the name of an additional
-property, is written in one way: a character stands for itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for those
-that JSON escapes; other control characters do not occur.
+`kvjax.grammar.compile_schema` says how a text is written.
 """
 
 from __future__ import annotations
@@ -104,17 +101,11 @@ def any_array(depth: int) -> Expression:
     return seq(literal("["), repeat(any_value(depth - 1), separator=COMMA), literal("]"))
 
 
-def json_text(text: str) -> bytes:
-    """A string as `json.dumps` writes it without escaping what is not ASCII."""
-    try:
-        return json.dumps(text, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise GrammarError(f"got {text!r}, which has half of a surrogate pair") from None
-
-
 def text_literal(text: str) -> Expression:
-    """Matches one string."""
-    return literal(json_text(text))
+    """Matches one string as `json.dumps` writes it without escaping what is not ASCII."""
+    if not isinstance(text, str):
+        raise GrammarError(f"got {text!r:.80}, wanted a text")
+    return literal(json.dumps(text, ensure_ascii=False))
 
 
 def value_literal(value: Any) -> Expression:

@@ -120,7 +120,7 @@ def limits(parts: Parts, low: str, high: str) -> tuple[int, int | None]:
     for part in parts:
         for keyword in (low, high):
             value = part.schema.get(keyword, 0)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            if isinstance(value, bool) or type_of(value) != "integer" or value < 0:
                 raise part.error(keyword, "an integer of at least 0")
             if keyword in part.schema:
                 counts[keyword].append(int(value))

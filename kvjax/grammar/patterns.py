@@ -166,16 +166,16 @@ class _Reader:
         if match is None or not (match[1] or match[3]):
             return None  # `{` means itself
         if not match[1] and self.flavor.searches:
-            raise self.error(f"got {match[0]}, which Python and ECMAScript read differently,")
+            raise self.error(f"got {match[0]}, which Python and ECMAScript read differently")
         self.position = match.end()
         if max(len(match[1]), len(match[3])) > 7:
-            raise self.error(f"got a count of {match[0]}, wanted at most {_MAX_COUNT:,},")
+            raise self.error(f"got a count of {match[0]}, wanted at most {_MAX_COUNT:,}")
         least = int(match[1] or 0)
         most = int(match[3]) if match[3] else None if match[2] else least
         if max(least, most or 0) > _MAX_COUNT:
-            raise self.error(f"got a count of {match[0]}, wanted at most {_MAX_COUNT:,},")
+            raise self.error(f"got a count of {match[0]}, wanted at most {_MAX_COUNT:,}")
         if most is not None and most < least:
-            raise self.error(f"got {match[0]}, whose counts are in the wrong order,")
+            raise self.error(f"got {match[0]}, whose counts are in the wrong order")
         return least, most
 
     def _atom(self, depth: int) -> list[_Branch]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.grammar.automaton import merged, reaching, trimmed
+from kvjax.grammar.automaton import distances, merged, trimmed
 from kvjax.grammar.expressions import Automaton, GrammarError
 from kvjax.grammar.vocabulary import Vocabulary
 
@@ -86,23 +86,39 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary, max_states: int, m
     Raises:
       GrammarError: if the vocabulary spells no text of the automaton, or the table is larger than the limits.
     """
+    if not automaton.final.any():
+        raise GrammarError("no text matches")
     functions = _Functions(automaton)
-    numbers = _token_functions(functions, automaton, vocabulary.tokens)
-    used, token_class = np.unique(numbers, return_inverse=True)
+    used, token_class = np.unique(_token_functions(functions, automaton, vocabulary.tokens), return_inverse=True)
     next_state = np.stack([functions.rows[number] for number in used.tolist()], axis=1)
-    if not reaching(next_state, automaton.final)[0]:
+    final = automaton.final
+    single_bytes = {functions.then(1, byte_class) for byte_class in range(automaton.next_state.shape[1])}
+    if not single_bytes <= {0, *used.tolist()}:  # otherwise each way goes on, and no states are equal
+        next_state, final, column = _pruned(next_state, final)
+        token_class = column[token_class]
+    states, classes = next_state.shape
+    if states > max_states:
+        raise GrammarError(f"got {states:,} states, wanted at most max_states={max_states}")
+    if classes > max_classes:
+        raise GrammarError(f"got {classes:,} classes of tokens, wanted at most max_classes={max_classes}")
+    return TokenTable(np.ascontiguousarray(next_state), token_class.astype(np.int32), final)
+
+
+def _pruned(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Removes ways from which the tokens reach no end, then merges equal states and equal classes of tokens.
+
+    Returns:
+      next_state: i32[states, classes]
+      final: bool[states]
+      column: i64[K]; the class of each column before.
+    """
+    if distances(next_state, final)[0] < 0:
         raise GrammarError("no sequence of the vocabulary's tokens spells a text that matches")
-    next_state, final = trimmed(next_state, automaton.final)
+    next_state, final = trimmed(next_state, final)
     block = merged(next_state, final)
     first = np.sort(np.unique(block, return_index=True)[1])  # the start is the first state of its block
     rank = np.empty(len(first), np.int32)
     rank[block[first]] = np.arange(len(first))
     next_state = np.append(rank[block], np.int32(-1))[next_state[first]]
     next_state, column = np.unique(next_state, axis=1, return_inverse=True)
-    states, classes = next_state.shape
-    if states > max_states:
-        raise GrammarError(f"got {states:,} states, wanted at most max_states={max_states}")
-    if classes > max_classes:
-        raise GrammarError(f"got {classes:,} classes of tokens, wanted at most max_classes={max_classes}")
-    classes_of_tokens = column.reshape(-1)[token_class.reshape(-1)]
-    return TokenTable(np.ascontiguousarray(next_state), classes_of_tokens.astype(np.int32), final[first])
+    return next_state, final[first], column.reshape(-1)

@@ -48,17 +48,14 @@ class Vocabulary:
         fields = json.loads(backend.to_str())
         texts = {number: text for text, number in backend.get_vocab(with_added_tokens=True).items()}
         to_bytes = _reader(fields)
-        added = {entry["id"]: entry for entry in fields["added_tokens"]}
+        special = {entry["id"] for entry in fields["added_tokens"] if entry["special"]}
         count = max(texts, default=-1) + 1
         if size is not None and size < count:
             raise ValueError(f"size: got {size}, wanted at least {count}, the tokenizer's")
         tokens: list[bytes | None] = [None] * (count if size is None else size)
         for number, text in texts.items():
-            entry = added.get(number)
-            if entry is None:
+            if number not in special:
                 tokens[number] = to_bytes(text)
-            elif not entry["special"]:
-                tokens[number] = text.encode()
         return cls(tokens)
 
 
