@@ -186,7 +186,7 @@ def drawn_requests(rng, grammars, function, number, longest=13, least=1):
         sampling = Sampling(float(rng.choice([0.5, 1.0, 3.0]))) if rng.random() < 0.5 else None
         requests.append(
             ask(
-                prompt, logits_state=np.int32(-1) if at < 0 else function.state(at), stop_tokens=STOP,
+                prompt, logits_state=None if at < 0 else function.state(at), stop_tokens=STOP,
                 sampling=sampling, seed=int(rng.integers(9)), samples=int(rng.integers(1, 3)),
                 max_new_tokens=int(rng.integers(least, LONG + 1)),
                 prompt_logprobs_from=int(rng.integers(len(prompt) + 1)) if rng.random() < 0.2 else None,
