@@ -62,8 +62,9 @@ class Batch[C: AnyCache]:
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
         state = initial_state(options.logits_fn)  # of requests without one
-        if state is None and requests:
-            state = requests[0].logits_state
+        first = options.state_of(requests[0]) if requests else state
+        if jax.tree.structure(state) != jax.tree.structure(first):
+            state = first  # then each request has one
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(state), own_rows)
         self.state, self._is_submitted = self.driver.state, False
 
