@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

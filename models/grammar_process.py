@@ -25,8 +25,8 @@ def answers(grammar: Any, seconds: float) -> None:
     """Answers the lines of standard input.
 
     First comes {"tokens": latin-1 of each token's bytes, or null; "limits": arguments of the compilers}, then
-    {"kind": name, "value": what `compile_NAME` takes} each. An answer has an error, or the arrays of a table, i16 but
-    for `may_end`. A line that takes more CPU time than `seconds` ends the process.
+    {"kind": name, "text": JSON of what `compile_NAME` takes} each. An answer has an error, or the arrays of a table,
+    i16 but for `may_end`. A line that takes more CPU time than `seconds` ends the process.
     """
     vocabulary, limits = None, {}
     for line in sys.stdin:
@@ -37,7 +37,8 @@ def answers(grammar: Any, seconds: float) -> None:
                 tokens = [None if token is None else token.encode("latin-1") for token in request["tokens"]]
                 vocabulary, limits, answer = grammar.Vocabulary(tokens), request["limits"], {}
             else:
-                table = getattr(grammar, f"compile_{request['kind']}")(request["value"], vocabulary, **limits)
+                compiler = getattr(grammar, f"compile_{request['kind']}")
+                table = compiler(json.loads(request["text"]), vocabulary, **limits)
                 arrays = table._replace(
                     next_state=table.next_state.astype("<i2"), token_class=table.token_class.astype("<i2")
                 )
@@ -45,7 +46,7 @@ def answers(grammar: Any, seconds: float) -> None:
         except grammar.GrammarError as error:
             answer = {"error": str(error)[:MOST_REASON]}
         except MemoryError:
-            answer = {"error": "it needs more memory than it may have"}
+            answer = {"error": f"{request['kind']}: it needs more memory than it may have"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 

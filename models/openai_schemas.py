@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms that requests of OpenAI's HTTP API, and of vLLM's, want for their answers: schemas, patterns and choices."""
+"""The forms that requests of OpenAI's HTTP API, and of vLLM's, want for answers: schemas, patterns and choices."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from .openai_api import ApiError, Fields, check_text, is_list, refuse
+from .openai_api import ApiError, Fields, Grammar, Wish, check_text, is_list, refuse
 
 MOST_CHARACTERS = 1 << 17  # of a form, as JSON
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice")
@@ -20,20 +20,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _ANY_OBJECT = {"type": "object"}
 
 
-class Grammar(NamedTuple):
-    """The form of answers, as data.
-
-    Attributes:
-      kind: names the function `compile_KIND` of `kvjax.grammar`.
-      text: its argument, as JSON.
-      param: the field of the request that has it.
-    """
-
-    kind: Literal["schema", "regex", "choices"]
-    text: str
-    param: str
-
-
 def read_grammar(fields: Fields) -> Grammar | None:
     """The form that a request wants for its answers; None: any text."""
     given = {name: fields.get(name) for name in FIELDS}
@@ -42,6 +28,17 @@ def read_grammar(fields: Fields) -> Grammar | None:
         name, *others = found
         raise refuse(name, given[name], f"none with {' and '.join(others)}: an answer has one form")
     return next(iter(found.values()), None)
+
+
+def check_wish(wish: Wish) -> None:
+    """Refuses a form for an answer that would not end where the form does."""
+    if wish.grammar is not None:
+        for name, value, wanted in (
+            ("ignore_eos", wish.ignores_eos, "false"),
+            ("min_tokens", wish.sampling.min_tokens, "0"),
+        ):
+            if value:
+                raise refuse(name, value, f"{wanted} with {wish.grammar.field}")
 
 
 def _read(name: str, value: Any) -> Grammar | None:

@@ -22,7 +22,7 @@ from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
 from . import openai_api, openai_messages
 from .answers import Failed
-from .openai_api import ApiError, Fields, Tools, Wish
+from .openai_api import ApiError, Fields, Tools, Wish, busy
 from .openai_replies import Form
 from .serve_job import Events, Job, Served, events, failure, note_failure, while_connected, whole
 from .serve_pages import Pages
@@ -40,7 +40,6 @@ except ModuleNotFoundError as error:
 
 SHORT = 10_000  # bytes of a request whose text takes less time to encode than another thread to begin
 READERS = 2  # threads that read bodies: a long one takes some 100 MB while it is encoded
-RETRY_SECONDS = 1  # that a client is to wait before it tries again
 GONE = 499  # the status of a request whose client has gone away; nobody gets it
 # The arguments of `Engine.submit` by the names that requests have for them.
 _PARAMS = {
@@ -107,9 +106,7 @@ class Api:
                 if len(body) > served.max_body:
                     raise too_long
                 if len(body) > SHORT and self._body_bytes > served.max_bodies:
-                    raise _busy(
-                        f"bodies of {self._body_bytes:,} bytes are being read, of at most {served.max_bodies:,}"
-                    )
+                    raise busy(f"bodies of {self._body_bytes:,} bytes are being read, of at most {served.max_bodies:,}")
             yield body
         finally:
             self._body_bytes -= len(body)
@@ -196,7 +193,7 @@ class Api:
             name = param if wish.n == 1 else "n"
             raise ApiError(400, f"{name}: got {size:,} answers, wanted at most {served.max_open:,} of a request", name)
         if num_open + size > served.max_open:
-            raise _busy(f"{num_open:,} answers are open, of at most {served.max_open:,}")
+            raise busy(f"{num_open:,} answers are open, of at most {served.max_open:,}")
         handles = list[list[Handle]]()
         self._check_biases(wish)
         try:
@@ -213,7 +210,7 @@ class Api:
             for handle in (one for of_prompt in handles for one in of_prompt):
                 handle.cancel()
             if isinstance(error, QueueFull):
-                raise _busy(str(error)) from None
+                raise busy(str(error)) from None
             if not isinstance(error, ValueError):
                 raise
             name, _, rest = str(error).partition(": ")
@@ -266,11 +263,6 @@ class Api:
         policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
         own_salt = self._served.keys.salt(_key_of(request), None)
         return HTMLResponse(await self._pages.cache(own_salt), headers={"content-security-policy": policy})
-
-
-def _busy(message: str) -> ApiError:
-    headers = {"retry-after": str(RETRY_SECONDS)}
-    return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
 
 def _key_of(request: Request) -> str | None:

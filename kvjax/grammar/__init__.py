@@ -123,12 +123,15 @@ def compile_structure(
     An object has one of these types:
 
     - `const_string`: the text `value`.
-    - `json_schema`: a JSON text that satisfies `json_schema`; errors have `name` for the schema, if it is there.
+    - `json_schema`: a JSON text that satisfies `json_schema`.
     - `regex`: a text that `pattern` matches as a whole.
-    - `any_text`: a text without any of the texts `excludes`.
+    - `any_text`: a text.
     - `sequence`: the `elements`, one after the other.
     - `or`: one of the `elements`.
     - `plus`: one or more times `content`, with the text `separator` between two.
+
+    `json_schema`, `regex` and `any_text` may have a `name`, which errors have for the place, and `excludes`: the text
+    has none of these texts, and of these objects' texts, within it.
 
     Args:
       structure: an object of one of these types.
@@ -144,7 +147,7 @@ def compile_structure(
       >>> value = {"type": "json_schema", "json_schema": {"type": "boolean"}}
       >>> begin, end = ({"type": "const_string", "value": text} for text in ("<answer>", "</answer>"))
       >>> structure = {"type": "sequence", "elements": [begin, value, end]}
-      >>> kvjax.grammar.compile_structure(structure, vocabulary).next_state.shape[0]  # "true" and "false" share a letter
+      >>> kvjax.grammar.compile_structure(structure, vocabulary).next_state.shape[0]  # an e ends "true" and "false"
       25
 
     Source: XGrammar's structural tags.

@@ -12,6 +12,7 @@ from kvjax.grammar.json_schema import schema_expression
 from kvjax.grammar.patterns import EVERYTHING, pattern_expression
 
 _MAX_LEVELS = 16
+_TEXT = repeat(utf8(EVERYTHING))
 _TYPES = ("const_string", "json_schema", "regex", "any_text", "sequence", "or", "plus")
 
 
@@ -35,21 +36,31 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
     def inner(name: str, child: Any) -> Expression:
         return structure_expression(child, builder, f"{place}.{name}", level + 1)
 
+    def without(read: Callable[[], Expression], name: str = "") -> Expression:
+        """What is read, without texts that have an excluded part."""
+        found = _named(structure.get("name", place), name, read)
+        excluded = structure.get("excludes", [])
+        if not isinstance(excluded, list):
+            raise GrammarError(f"{place}.excludes: got {excluded!r:.80}, wanted a list")
+        parts = [
+            literal(part) if isinstance(part, str) and part else inner(f"excludes[{number}]", part)
+            for number, part in enumerate(excluded)
+        ]
+        return minus(found, seq(_TEXT, alt(*parts), _TEXT)) if parts else found
+
     match structure:
         case {"type": "const_string", "value": str(text)}:
             return _named(place, "", lambda: literal(text))
         case {"type": "json_schema", "json_schema": schema}:
-            name = structure.get("name", f"{place}.json_schema")
-            return _named(name, "schema", lambda: minimal(schema_expression(schema, builder)))
+            return without(lambda: minimal(schema_expression(schema, builder)), "schema")
         case {"type": "regex", "pattern": str(pattern)}:
-            return _named(place, "", lambda: pattern_expression(pattern))
+            return without(lambda: pattern_expression(pattern))
         case {"type": "any_text"}:
-            return _named(place, "", lambda: _text_without(structure.get("excludes", [])))
+            return without(lambda: _TEXT)
         case {"type": "sequence" | "or" as kind, "elements": [*elements]} if elements:
             join = seq if kind == "sequence" else alt
             return join(*(inner(f"elements[{number}]", child) for number, child in enumerate(elements)))
-        case {"type": "plus", "content": content}:
-            separator = structure.get("separator", "")
+        case {"type": "plus", "content": content} if isinstance(separator := structure.get("separator", ""), str):
             return repeat(inner("content", content), 1, separator=_named(place, "", lambda: literal(separator)))
     raise GrammarError(f"{place}: got {structure!r:.80}, wanted the fields of a {structure['type']}")
 
@@ -62,11 +73,3 @@ def _named(place: str, name: str, read: Callable[[], Expression]) -> Expression:
         message = str(error)
         is_path = name != "" and message.startswith((f"{name}.", f"{name}:", f"{name}["))
         raise GrammarError(f"{place}{message.removeprefix(name)}" if is_path else f"{place}: {message}") from None
-
-
-def _text_without(excluded: Any) -> Expression:
-    """Matches any text without some parts."""
-    if not isinstance(excluded, list) or not all(isinstance(part, str) and part for part in excluded):
-        raise GrammarError(f"excludes: got {excluded!r:.80}, wanted a list of texts")
-    text = repeat(utf8(EVERYTHING))
-    return minus(text, seq(text, alt(*map(literal, excluded)), text)) if excluded else text
