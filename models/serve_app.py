@@ -20,14 +20,16 @@ import kvjax
 from kvjax import serving
 from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
-from . import openai_api, openai_messages
+from . import openai_api, openai_messages, openai_schemas
 from .answers import Failed
-from .openai_api import ApiError, Fields, Tools, Wish, busy
+from .openai_api import ApiError, Fields, Grammar, Tools, Wish, busy
 from .openai_replies import Form
 from .serve_job import Events, Job, Served, events, failure, note_failure, while_connected, whole
 from .serve_pages import Pages
+from .serve_schemas import Slot
 from .tenants import Keys
 from .tool_calls import FORMATS
+from .tool_grammars import answer_grammar
 
 try:
     from starlette.applications import Starlette
@@ -63,7 +65,16 @@ class Api:
         async with self._body(request) as body:
             wish, prompts = await self._read_aside(read, body, is_short=not is_chat)
         wish.salt = served.keys.salt(_key_of(request), wish.salt)
-        job = self._submit(prompts, wish, "messages" if is_chat else "prompt")
+        slot = None
+        if wish.grammar is not None:
+            slot = await while_connected(request.receive, self._take(wish.grammar))
+            if slot is None:
+                return Response(status_code=GONE)
+        try:
+            job = self._submit(prompts, wish, slot, "messages" if is_chat else "prompt")
+        except BaseException:
+            self._release(slot)
+            raise
         form = Form(
             served.name,
             wish,
@@ -76,6 +87,7 @@ class Api:
         def close() -> None:
             job.cancel()
             self._jobs.discard(job)
+            self._release(slot)
 
         if wish.streams:
             return Events(events(job, form, request.state.request_id), close)
@@ -84,6 +96,17 @@ class Api:
         finally:
             close()
         return Response(status_code=GONE) if body is None else JSONResponse(body)
+
+    async def _take(self, wanted: Grammar) -> Slot:
+        """The slot of a grammar."""
+        schemas = self._served.schemas
+        if isinstance(schemas, str):
+            raise ApiError(400, f"{wanted.param}: no schemas are served: {schemas}", wanted.field)
+        return await schemas.take(wanted, self._served.max_open)
+
+    def _release(self, slot: Slot | None) -> None:
+        if slot is not None and not isinstance(self._served.schemas, str):
+            self._served.schemas.release(slot)
 
     async def _read_aside[T](self, read: Callable[[bytearray], T], body: bytearray, *, is_short: bool) -> T:
         """What a body says, read on another thread if it is long, or not said to be short."""
@@ -115,9 +138,14 @@ class Api:
         """Reads a body: the wish, and the token ids of its prompts."""
         fields, served = self._fields(body), self._served
         wish = openai_api.read_wish(fields, served.limits, is_chat=is_chat, defaults=served.defaults)
+        wish.grammar = openai_schemas.read_grammar(fields)
         if is_chat:
             wish.tools = openai_messages.read_tools(fields)
-            return wish, [self._chat(fields, wish.tools)]
+            prompt = self._chat(fields, wish.tools)
+            wish.grammar = answer_grammar(wish.grammar, wish.tools, served.tool_format)
+            openai_schemas.check_wish(wish)
+            return wish, [prompt]
+        openai_schemas.check_wish(wish)
         encode = functools.partial(served.encode, add_special_tokens=fields.flag("add_special_tokens", True))
         return wish, openai_api.read_prompts(fields, encode if served.tokenizer else None, served.limits)
 
@@ -183,7 +211,7 @@ class Api:
         """GET /version."""
         return JSONResponse({"version": kvjax.__version__})
 
-    def _submit(self, prompts: list[list[int]], wish: Wish, param: str) -> Job:
+    def _submit(self, prompts: list[list[int]], wish: Wish, slot: Slot | None, param: str) -> Job:
         """Submits all of a request, or nothing."""
         served, stop_tokens = self._served, list(wish.stop_tokens)
         stop_tokens += [] if wish.ignores_eos else served.stop_tokens
@@ -201,7 +229,7 @@ class Api:
                 request = serving.Request(
                     prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
                     stop_tokens=stop_tokens, priority=wish.priority, samples=wish.n,
-                    logits_state=self._penalties(wish, prompt),
+                    logits_state=self._logits_state(wish, prompt, slot),
                     prompt_logprobs_from=wish.prompt_logprobs_from(len(prompt)),
                 )  # fmt: skip
                 handle = self._engine.submit(request, salt=wish.salt, timeout=served.timeout)
@@ -226,12 +254,14 @@ class Api:
         if (largest := max(bias, default=0)) > most:
             raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
 
-    def _penalties(self, wish: Wish, prompt: list[int]) -> Penalties | None:
-        if wish.penalties is None:
+    def _logits_state(self, wish: Wish, prompt: list[int], slot: Slot | None) -> Any:
+        """The state of the engine's `logits_fn`; None: that of a request without penalties and without a grammar."""
+        if wish.penalties is None and slot is None:
             return None
-        return Penalties.of(
-            self._engine.spec.max_length, **wish.penalties, prompt=prompt, most=openai_api.MOST_BIASES
-        )  # fmt: skip
+        of_prompt = {"repetition": 1.0} if wish.penalties is None else {**wish.penalties, "prompt": prompt}
+        penalties = Penalties.of(self._engine.spec.max_length, **of_prompt, most=openai_api.MOST_BIASES)
+        schemas = self._served.schemas
+        return penalties if isinstance(schemas, str) else (penalties, schemas.state(slot))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models."""

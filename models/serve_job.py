@@ -20,6 +20,7 @@ from .echo import after_prompt, prompt_logprobs, prompt_piece
 from .openai_api import ApiError, Limits, Tools, Wish
 from .openai_replies import Form, Usage
 from .serve_pages import Pages
+from .serve_schemas import Schemas
 from .tenants import Keys
 from .tool_calls import Parser
 
@@ -51,6 +52,7 @@ class Served:
     timeout: float  # seconds in which an answer is made
     shows_cached: bool  # whether answers say how many tokens of their prompts were cached
     before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
+    schemas: Schemas | str  # of answers; a text: why there are none
     tool_format: type[Parser] | None = None  # of calls of tools in answers to chats; None: tools are refused
 
     def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:

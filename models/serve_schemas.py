@@ -9,7 +9,7 @@ import concurrent.futures
 import dataclasses
 import pathlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from kvjax import grammar
 from kvjax.grammar import TokenTable, Vocabulary
 from kvjax.serving import Constraints, Engine, chain, penalize
-from kvjax.serving.constraints import NONE
+from kvjax.serving.constraints import MOST_STOP_TOKENS, NONE
 
 from .limited_process import LimitedProcess, Stopped
 from .openai_api import ApiError, Grammar, busy
@@ -137,7 +137,7 @@ class Schemas:
     def __init__(self, compiler: Compiler, constraints: Constraints, stop_tokens: Sequence[int], timeout: float):
         """Has a slot for each grammar of `constraints`; requests wait at most `timeout` seconds for one."""
         self._compiler, self._timeout = compiler, timeout
-        self._stop_tokens = list(stop_tokens)
+        self._stop_tokens, self._on_device = list(stop_tokens), constraints
         # On the host: the engine reads them when a request comes, which must not wait for a step of the device.
         self._of_slots = np.full((constraints.grammars, constraints.stop_tokens.shape[1]), -1, np.int32)
         self._of_slots[:, : len(stop_tokens)] = stop_tokens
@@ -178,7 +178,7 @@ class Schemas:
             found = next((slot for slot in self._slots if not slot.users), None)
             if found is not None:
                 found.key = None  # if the next line is cancelled, another grammar is put there after it
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._put, found.number, table)
+                await asyncio.get_running_loop().run_in_executor(self._thread, self.put, found.number, table)
                 found.key = key
                 break
             self._freed.clear()
@@ -198,10 +198,11 @@ class Schemas:
         """The constraints' part of a request's `logits_state`."""
         return np.int32(NONE) if slot is None else self.constraints.state(slot.number)
 
-    def _put(self, number: int, table: TokenTable) -> None:
-        """Puts a table into a slot; on a thread, since it takes time."""
-        new = self.constraints.put(number, Constraints.of(table, self._stop_tokens, **_LIMITS))
-        self.constraints = jax.block_until_ready(new.replace(stop_tokens=self._of_slots))
+    def put(self, number: int, table: TokenTable) -> None:
+        """Puts a table into a slot, which takes time."""
+        new = self._on_device.put(number, Constraints.of(table, self._stop_tokens, **_LIMITS))
+        self._on_device = jax.block_until_ready(new)
+        self.constraints = new.replace(stop_tokens=self._of_slots)
         if self.engine is not None:
             self.engine.replace_logits_fn(self.logits_fn)
 
@@ -209,3 +210,36 @@ class Schemas:
         """Ends the threads and the process."""
         self._thread.shutdown(cancel_futures=True)
         self._compiler.close()
+
+
+def open_schemas(
+    number: int, tokenizer: Any, size: int, marks: Iterable[str], stop_tokens: Sequence[int], timeout: float
+) -> Schemas | str:
+    """Slots for grammars over the tokens of a model; the reason, if there are none.
+
+    Args:
+      number: of slots.
+      tokenizer: of the model, or None.
+      size: V, the tokens of its logits.
+      marks: special tokens that have a text nevertheless, those of calls of tools.
+      stop_tokens: end an answer.
+      timeout: seconds that a request waits for a slot.
+    """
+    if not number:
+        return "--schemas is 0"
+    if tokenizer is None:
+        return "the model has no tokenizer"
+    if not 0 < len(stop_tokens) <= MOST_STOP_TOKENS:
+        return f"the model has {len(stop_tokens)} tokens that end an answer, and grammars need 1 to {MOST_STOP_TOKENS}"
+    try:
+        tokens = [*Vocabulary.of(tokenizer, size).tokens]
+    except ValueError as error:
+        return str(error)
+    for mark in marks:
+        token = tokenizer.token_to_id(mark)
+        if token is not None:
+            tokens[token] = mark.encode()
+    schemas = Schemas(Compiler(Vocabulary(tokens)), Constraints.create(number, size, **_LIMITS), stop_tokens, timeout)
+    # Compiles the programs that put a grammar into a slot.
+    schemas.put(0, TokenTable(np.full((1, 1), -1, np.int32), np.zeros((size,), np.int32), np.ones((1,), np.bool_)))
+    return schemas

@@ -26,7 +26,7 @@ NONE = -1  # the state of a row without a constraint
 _FIRST = -2  # the state of a row before its first choice in automaton state x is `_FIRST - x`
 _END, _FORBIDDEN = 0, -1  # the state after a stop token, in which it may only be chosen again; no state
 _STOP_CLASS = 0
-_MOST_STOP_TOKENS = 16
+MOST_STOP_TOKENS = 16
 
 
 class Constraints(Pytree):
@@ -85,8 +85,8 @@ class Constraints(Pytree):
                 "stop_tokens: got none, wanted the tokens that end an answer, such as the tokenizer's eos_token_id: "
                 "without one a row would go on after its text is complete"
             )
-        if stop.size > _MOST_STOP_TOKENS or stop.min() < 0:
-            raise ValueError(f"stop_tokens: got {reprlib.repr(stop.tolist())}, wanted at most {_MOST_STOP_TOKENS} ids")
+        if stop.size > MOST_STOP_TOKENS or stop.min() < 0:
+            raise ValueError(f"stop_tokens: got {reprlib.repr(stop.tolist())}, wanted at most {MOST_STOP_TOKENS} ids")
         for name, got, limit in (
             ("max_states", len(table.next_state), max_states),
             ("max_classes", table.next_state.shape[1], max_classes),
@@ -218,7 +218,7 @@ def _placed(
     token_class = np.full((size,), max_classes + 1, np.int16)
     token_class[: len(table.token_class)] = table.token_class + 1
     token_class[stop] = _STOP_CLASS
-    return next_state, token_class, np.concatenate([stop, np.full((_MOST_STOP_TOKENS - len(stop),), -1, np.int32)])
+    return next_state, token_class, np.concatenate([stop, np.full((MOST_STOP_TOKENS - len(stop),), -1, np.int32)])
 
 
 def constrain(

@@ -322,7 +322,7 @@ class Served(Life):
         if self.config.penalties:
             states += [Penalties.of(2 * WIDTH, **ask["penalties"], prompt=ask["prompt"], most=MOST_BIASES)]
         if self.constraints is not None and (states or number is not None):
-            states += [NONE if number is None else self.constraints.state(number)]
+            states += [np.int32(NONE) if number is None else self.constraints.state(number)]
         if states:
             fields["logits_state"] = tuple(states) if len(states) > 1 else states[0]
         if number is not None:
@@ -403,7 +403,7 @@ class Served(Life):
         limits = {name: value for name, value in self.config.limits.items() if name != "steps"}
         if self.config.penalties:
             penalties = Penalties.of(2 * WIDTH, repetition=1, most=MOST_BIASES)
-            state = penalties if self.constraints is None else (penalties, NONE)
+            state = penalties if self.constraints is None else (penalties, np.int32(NONE))
             limits |= {"min_p": True, "logits_state": state}
         self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
         self.standing = options.listeners._listeners[1][1]
