@@ -349,8 +349,8 @@ MISTAKES = [
     Mistake(
         "a penalty comes a token late",
         "kvjax/serving/penalties.py",
-        "jnp.maximum(steps - 1, 0)",
-        "steps",
+        "jnp.maximum(end - 1, 0)",
+        "end",
         "tests/unit/serving/test_penalties.py",
     ),
     # Wires and models.
