@@ -18,6 +18,7 @@ from tests.drive import ROOT
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 TUNIX, SERVING = ROOT / "docs/howto/tunix.md", ROOT / "docs/howto/serving.md"
+CODE_COLUMNS = 92
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -50,6 +51,13 @@ def test_a_pages_python_is_in_cells(page):
     assert page == TUNIX or "```python\n" not in text
     assert page == SERVING or "```python3\n" not in text
     assert ("```{code-cell}" in text) == text.startswith("---\nfile_format: mystnb\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_a_pages_code_fits_its_column(page):
+    """At a width of 1,280 pixels a cell shows 92 columns."""
+    blocks = re.findall(r"^```(?:\{code-cell\}|sh|python3?|text|)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > CODE_COLUMNS]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
