@@ -58,7 +58,7 @@ WORD = re.compile(r"[A-Za-z']+")
 ARGUMENT = re.compile(r"^\s*\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*(?: \([^)]*\))?: (?:[a-z]\w*\[[^\]]*\]; )?(?=\S)")
 SHAPE_END = re.compile(r"(?<=\]);")  # after a dtype and shape, where a description follows
 SECTION = re.compile(r"^\s*(Args|Arguments|Attributes|Columns|Yields|Raises):$")
-GENERATED = {ROOT / "docs/performance/all.md", ROOT / "docs/performance/index.md"}  # benchmarks/pages.py writes them
+GENERATED = {ROOT / "docs/performance/all.md"}  # benchmarks/pages.py writes it from docstrings
 
 
 class Place(NamedTuple):
