@@ -114,7 +114,8 @@ def _serve(name: str, implementation: str | None, *args, **options) -> Any:
                 )
             return lax.platform_dependent(*args, **{PLATFORMS[implementation]: function})
         return function(*args)
-    refusals, usable = [], [key for key in IMPLEMENTATIONS if key not in PLATFORMS or lowers_for(PLATFORMS[key])]
+    refusals = []
+    usable = [key for key in IMPLEMENTATIONS if key not in PLATFORMS or lowers_for(PLATFORMS[key])]
     for key in sorted(usable, key=lambda key: key != tuning.FIRST.get(name)):
         try:
             function = _function(key, name, options)

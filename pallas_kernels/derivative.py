@@ -19,9 +19,14 @@ from pallas_kernels.xla import gather_blocks
 from pallas_kernels.xla_attention import seen_slots
 
 __all__ = [
-    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "append_kv",
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "prefill_attention",
+    "rope_append",
     "scatter_blocks",
-]  # fmt: skip
+]
 
 
 def append_kv(pool, layer, k, v, slots, scales=None):

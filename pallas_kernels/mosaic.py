@@ -22,9 +22,22 @@ _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - in
 
 
 def decode_attention(
-    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, values=None,
-    return_lse=False, fixed_split=False, interpret=False,
-):  # fmt: skip
+    q,
+    pool,
+    layer,
+    tables,
+    lengths,
+    *,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    scales=None,
+    values=None,
+    return_lse=False,
+    fixed_split=False,
+    interpret=False,
+):
     """As `xla.decode_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
     rows, heads, width = q.shape
     kv_heads = pool.shape[3]
@@ -36,10 +49,20 @@ def decode_attention(
     work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
     parts = work.row.shape[0]
     out, lse = attend(
-        _packed(q.reshape(rows, kv_heads, group, width)[work.row], 8), pool, layer, tables, work, tiles, group,
+        _packed(q.reshape(rows, kv_heads, group, width)[work.row], 8),
+        pool,
+        layer,
+        tables,
+        work,
+        tiles,
+        group,
         q.dtype if parts == rows else jnp.float32,
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
-    )  # fmt: skip
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        interpret=interpret,
+    )
     out, lse = (x[:, :, :group].reshape(parts, heads, *x.shape[3:]) for x in (out, lse))
     if parts > rows:
         out, lse = _merge(out, lse, starts, q.dtype)
@@ -47,9 +70,26 @@ def decode_attention(
 
 
 def prefill_attention(
-    q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    scales=None, values=None, return_lse=False, stride=1, offset=0, interpret=False,
-):  # fmt: skip
+    q,
+    pool,
+    layer,
+    tables,
+    lengths,
+    starts,
+    counts,
+    *,
+    max_count,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    scales=None,
+    values=None,
+    return_lse=False,
+    stride=1,
+    offset=0,
+    interpret=False,
+):
     """As `xla.prefill_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
     if stride > 1:
         raise NotImplementedError(f"mosaic: got a stride of {stride}, wanted 1; xla has others")
@@ -70,9 +110,20 @@ def prefill_attention(
         .reshape(-1, kv_heads, queries * group, width)
     )
     results = attend(
-        _packed(pieces, rows), pool, layer, tables, work, tiles, group, q.dtype,
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
-    )  # fmt: skip
+        _packed(pieces, rows),
+        pool,
+        layer,
+        tables,
+        work,
+        tiles,
+        group,
+        q.dtype,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        interpret=interpret,
+    )
     # The inverse gather: every token is a query of one piece at most.
     real = jnp.arange(queries, dtype=jnp.int32)[None] < work.count[:, None]
     index = jnp.arange(token.size, dtype=jnp.int32)

@@ -31,9 +31,21 @@ from pallas_kernels.tuning import Tiles
 
 
 def attend(
-    q: jax.Array, pool: jax.Array, layer: jax.Array | int, tables: jax.Array, work: Work, tiles: Tiles, group: int,
-    dtype, *, scale, window, soft_cap, sinks, interpret,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    tables: jax.Array,
+    work: Work,
+    tiles: Tiles,
+    group: int,
+    dtype,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    interpret,
+) -> tuple[jax.Array, jax.Array]:
     """Attention of every piece of work; the results of pieces that only fill the list are never written.
 
     Args:
@@ -55,7 +67,8 @@ def attend(
       [W, K, X, D] and its log-sum-exp f32[W, K, X].
     """
     pieces, kv_heads, rows, width = q.shape
-    size, packed = pool.shape[4], tiles.workers * ROWS
+    size = pool.shape[4]
+    packed = tiles.workers * ROWS
     static = Static(pool.shape, tiles, group, scale, window, soft_cap, sinks is not None)
     if sinks is None:
         sinks = jnp.zeros((kv_heads, packed), jnp.float32)
@@ -83,9 +96,17 @@ def attend(
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         kernel_name="mosaic_prefill_attention" if tiles.workers > 1 else "mosaic_decode_attention",
     )(
-        work.row, work.count, work.position, work.begin, work.end, jnp.full((1,), layer, jnp.int32),
-        q, pool.reshape(-1, run, width), tables, sinks,
-    )  # fmt: skip
+        work.row,
+        work.count,
+        work.position,
+        work.begin,
+        work.end,
+        jnp.full((1,), layer, jnp.int32),
+        q,
+        pool.reshape(-1, run, width),
+        tables,
+        sinks,
+    )
 
 
 def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool) -> dict[str, Any]:
@@ -122,7 +143,11 @@ def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool)
 
 
 def _kernel(
-    row_ref, count_ref, position_ref, begin_ref, end_ref,  # i32[W]
+    row_ref,
+    count_ref,
+    position_ref,
+    begin_ref,
+    end_ref,  # i32[W]
     layer_ref,  # i32[1]
     q_ref,  # [W, K, X, D]
     kv_ref,  # [.., run, D]; slots that lie together: all of a block, or as many as a tile has
@@ -130,16 +155,25 @@ def _kernel(
     sinks_ref,  # f32[K, workers * 64]
     out_ref,  # [W, K, X, D]
     lse_ref,  # f32[W, K, X]
-    *, static: Static, **scratch,
-):  # fmt: skip
-    head, number, warpgroup = lax.axis_index("head"), lax.axis_index("piece"), lax.axis_index("warpgroup")
-    slots, workers, window = static.tiles.slots, static.tiles.workers, static.window
+    *,
+    static: Static,
+    **scratch,
+):
+    head = lax.axis_index("head")
+    number = lax.axis_index("piece")
+    warpgroup = lax.axis_index("warpgroup")
+    slots = static.tiles.slots
+    workers = static.tiles.workers
+    window = static.window
 
     def piece() -> Piece:
         """The piece; each role computes it anew, so that no register is held for both."""
-        first, begin, end = position_ref[number], begin_ref[number], end_ref[number]
+        first = position_ref[number]
+        begin = begin_ref[number]
+        end = end_ref[number]
         start = 0 if window is None else jnp.maximum(first - (window - 1), 0) // slots * slots
-        is_first, begin = begin <= start, jnp.maximum(begin, start)
+        is_first = begin <= start
+        begin = jnp.maximum(begin, start)
         return Piece(first, begin, end, lax.div(jnp.maximum(end - begin, 0) + (slots - 1), np.int32(slots)), is_first)
 
     @pl.when((count_ref[number] > 0) & (warpgroup == workers))
@@ -159,17 +193,29 @@ def _kernel(
 def _load(
     kv_ref,  # [.., run, D]
     table_ref,  # i32[M]
-    head, layer, piece: Piece, static: Static,
-    *, k_smem, v_smem, k_full, v_full, k_free, v_free, **_,
-):  # fmt: skip
+    head,
+    layer,
+    piece: Piece,
+    static: Static,
+    *,
+    k_smem,
+    v_smem,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    **_,
+):
     """The loader: copies the piece's tiles of K and V into stages as they become free."""
     _, layers, _, kv_heads, size, _ = static.pool
     slots, stages, _ = static.tiles
-    run, last = kv_ref.shape[1], table_ref.shape[0] - 1
+    run = kv_ref.shape[1]
+    last = table_ref.shape[0] - 1
     runs = size // run  # in a block
 
     def load_tile(number, _):
-        stage, slot = lax.rem(number, np.int32(stages)), piece.begin + number * slots
+        stage = lax.rem(number, np.int32(stages))
+        slot = piece.begin + number * slots
         # All ids are read before the first wait.
         blocks = [table_ref[jnp.minimum((slot + i) // size, last)] for i in range(0, slots, run)]
         indices = [(((block * layers + layer) * 2) * kv_heads + head) * runs + slot % size // run for block in blocks]

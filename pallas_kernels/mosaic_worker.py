@@ -55,12 +55,27 @@ def attend_tiles(
     sinks_ref,  # f32[workers * 64]
     out_ref,  # [X, D]
     lse_ref,  # f32[X]
-    worker, piece: Piece, static: Static,
-    *, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn, out_smem=None, p_smem=None,
-):  # fmt: skip
+    worker,
+    piece: Piece,
+    static: Static,
+    *,
+    q_smem,
+    k_smem,
+    v_smem,
+    lse_smem,
+    q_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn,
+    out_smem=None,
+    p_smem=None,
+):
     """A worker: attention of its rows of Q over the tiles that the loader copies."""
     slots, stages, workers = static.tiles
-    q, rows = q_smem.at[worker], pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))
+    q = q_smem.at[worker]
+    rows = pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))
     _load_queries(q_ref.at[rows], q.at[pl.ds(0, rows.size)], q_full.at[worker])
     row = worker * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_BY_ROW)
     position = piece.first + row // static.group
@@ -72,7 +87,8 @@ def attend_tiles(
 
     def step(number, carry, masked):
         mixed, highest, total = carry
-        stage, slot = lax.rem(number, np.int32(stages)), piece.begin + number * slots
+        stage = lax.rem(number, np.int32(stages))
+        slot = piece.begin + number * slots
         plgpu.barrier_wait(k_full.at[stage])
         score = _products(q, k_smem.at[stage], take_turns)
         plgpu.barrier_arrive(k_free.at[stage])
@@ -114,13 +130,15 @@ def _begin(sinks_ref, worker, shape: tuple[int, int], piece: Piece, static: Stat
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _BY_ROW)
     if static.has_sinks:  # one more score, whose value is zero; in the part that begins the row's K/V
         sink = plgpu.load(sinks_ref.at[pl.ds(worker * ROWS, ROWS)], layout=_BY_ROW) * _LOG2E
-        highest, total = jnp.where(piece.is_first, sink, highest), jnp.where(piece.is_first, 1.0, total)
+        highest = jnp.where(piece.is_first, sink, highest)
+        total = jnp.where(piece.is_first, 1.0, total)
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA), highest, total
 
 
 def _over_tiles(step, carry, piece: Piece, static: Static):
     """Calls step(number, carry, masked) for all tiles of the piece; masks are for tiles at an edge."""
-    whole, slots = 0, static.tiles.slots
+    whole = 0
+    slots = static.tiles.slots
     if static.window is None:  # tiles that every query sees whole
         whole = jnp.clip((jnp.minimum(piece.first + 1, piece.end) - piece.begin) // slots, 0, piece.tiles)
         carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)

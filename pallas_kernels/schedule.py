@@ -44,7 +44,8 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
     Returns:
       The work, and i32[R + 1], where each row's parts begin. A row of length 0 has one empty part.
     """
-    rows, first = lengths.shape[0], _first(lengths, tile, window)
+    rows = lengths.shape[0]
+    first = _first(lengths, tile, window)
     if target <= rows:
         return _parts(lengths, first, jnp.full((), 2**30, jnp.int32), rows)
     mean = -(-jnp.sum(lengths - first, dtype=jnp.int32) // target)
@@ -128,7 +129,8 @@ def block_tiles(
     Returns:
       The work; and i32[], the number of tiles.
     """
-    per_block, within = -(-size // width), (lengths - counts) % size
+    per_block = -(-size // width)
+    within = (lengths - counts) % size
 
     def tile_of(offset: jax.Array) -> jax.Array:  # counted from the row's first block on
         return offset // size * per_block + offset % size // width

@@ -24,26 +24,36 @@ from pallas_kernels.triton_decode import decode_attention
 from pallas_kernels.triton_rope import check_append, rope_append, slot_row
 
 __all__ = [
-    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "append_kv",
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "prefill_attention",
+    "rope_append",
     "scatter_blocks",
-]  # fmt: skip
+]
 
 
 def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
     """As `xla.append_kv`: a program writes K and V of one token, all heads, or its latent."""
     tokens, kv_heads, width = k.shape
-    scratch_slot, parts = (pool.shape[0] - 1) * pool.shape[4], pool.shape[2]
+    scratch_slot = (pool.shape[0] - 1) * pool.shape[4]
+    parts = pool.shape[2]
     check_append(pool)
-    heads, columns = pl.next_power_of_2(kv_heads), pl.next_power_of_2(width)
+    heads = pl.next_power_of_2(kv_heads)
+    columns = pl.next_power_of_2(width)
 
     def kernel(
         layer_ref,  # i32[1]
         *refs,  # K and V [T, K, D]; slots i32[T]; twice [(N + 1) L 2 K P, D], and scales f32[(N + 1) L 2 K P] if any
     ):
-        new_refs, slots_ref, (pool_ref, *scales_refs) = refs[:parts], refs[parts], refs[parts + 1 + len(arrays) :]
+        new_refs = refs[:parts]
+        slots_ref = refs[parts]
+        (pool_ref, *scales_refs) = refs[parts + 1 + len(arrays) :]
         token = pl.program_id(0)
         slot = slots_ref[token]
-        head, column = jnp.arange(heads, dtype=jnp.int32)[:, None], jnp.arange(columns, dtype=jnp.int32)[None, :]
+        head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+        column = jnp.arange(columns, dtype=jnp.int32)[None, :]
         inside = jnp.logical_and(
             jnp.broadcast_to(head < kv_heads, (heads, columns)), jnp.broadcast_to(column < width, (heads, columns))
         )
@@ -81,7 +91,8 @@ def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
 
 def gather_blocks(pool, blocks, *, interpret=False):
     """As `xla.gather_blocks`."""
-    count, flat = blocks.shape[0], pool.reshape(pool.shape[0], -1)
+    count = blocks.shape[0]
+    flat = pool.reshape(pool.shape[0], -1)
     blank = jax.ShapeDtypeStruct((count, flat.shape[1]), flat.dtype)
     index = jnp.arange(count, dtype=jnp.int32)
     out = _move(flat, blank, blocks, index, jnp.int32(count), interpret, "gather_blocks")
@@ -90,7 +101,8 @@ def gather_blocks(pool, blocks, *, interpret=False):
 
 def scatter_blocks(pool, staged, blocks, count, *, interpret=False):
     """As `xla.scatter_blocks`."""
-    flat, index = pool.reshape(pool.shape[0], -1), jnp.arange(staged.shape[0], dtype=jnp.int32)
+    flat = pool.reshape(pool.shape[0], -1)
+    index = jnp.arange(staged.shape[0], dtype=jnp.int32)
     out = _move(staged.reshape(staged.shape[0], -1), flat, index, blocks, count, interpret, "scatter_blocks")
     return out.reshape(pool.shape)
 
@@ -119,14 +131,18 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
 
     def kernel(
         count_ref,  # i32[1]
-        from_ref, to_ref,  # i32[E]
+        from_ref,
+        to_ref,  # i32[E]
         *refs,  # tokens i32[E] of a part; source [X, B], unless None; target [Y, B], twice if in place
-    ):  # fmt: skip
-        source_ref, target_ref, first = refs[-1] if source is None else refs[0], refs[-1], pl.program_id(0)
+    ):
+        source_ref = refs[-1] if source is None else refs[0]
+        target_ref = refs[-1]
+        first = pl.program_id(0)
 
         def step(i, _):
             item = first + i * programs
-            row, column = item // chunks, item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            row = item // chunks
+            column = item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
             mask = None if width % chunk == 0 else column < width
             if part:
                 # Not // and %: behind their handling of signs Triton would not see that 16 bytes share one mask.

@@ -60,7 +60,8 @@ def _cut(width: int, values: int | None) -> tuple[Columns, ...]:
     """The columns of K together, those of a latent in parts: V's first, of at least the 16 that a product takes."""
     if values is None:
         return (Columns(0, width, pl.next_power_of_2(width)),)
-    parts, begin = [], 0
+    parts = []
+    begin = 0
     for end in (values, width):
         while begin < end:
             size = max(1 << ((end - begin).bit_length() - 1), 16)
@@ -117,9 +118,26 @@ class Rows(NamedTuple):
 
 
 def prefill_attention(
-    q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    scales=None, values=None, return_lse=False, stride=1, offset=0, interpret=False,
-):  # fmt: skip
+    q,
+    pool,
+    layer,
+    tables,
+    lengths,
+    starts,
+    counts,
+    *,
+    max_count,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    scales=None,
+    values=None,
+    return_lse=False,
+    stride=1,
+    offset=0,
+    interpret=False,
+):
     """As `xla.prefill_attention`; `interpret` runs the kernel's Python on any platform."""
     if stride > 1:
         raise NotImplementedError(f"triton: got a stride of {stride}, wanted 1; xla has others")
@@ -129,15 +147,29 @@ def prefill_attention(
     queries = min(max(tiles.rows * pool.shape[3] // heads, 1), max_count)
     work = query_tiles(tokens, lengths, starts, counts, max_count, queries)
     static, operands = prepare(
-        q, pool, layer, tables, tiles, queries, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
-        scales=scales, values=values, interpret=interpret,
-    )  # fmt: skip
+        q,
+        pool,
+        layer,
+        tables,
+        tiles,
+        queries,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        scales=scales,
+        values=values,
+        interpret=interpret,
+    )
     # The results of padding, which no program writes.
     blank = jnp.zeros((tokens, heads, values or width), q.dtype), jnp.zeros((tokens, heads), jnp.float32)
 
     def kernel(*refs):
-        work_refs, operand_refs, (out_ref, lse_ref) = refs[:6], refs[6:-4], refs[-2:]
-        item, head = pl.program_id(0), pl.program_id(1)
+        work_refs = refs[:6]
+        operand_refs = refs[6:-4]
+        (out_ref, lse_ref) = refs[-2:]
+        item = pl.program_id(0)
+        head = pl.program_id(1)
         piece = Work(*(ref[item] for ref in work_refs))
         rows, out, lse = attend(Operands(*operand_refs), piece, head, static)
         store(out_ref, lse_ref, piece.token + rows.query, rows, out, lse)
@@ -156,9 +188,22 @@ def prefill_attention(
 
 
 def prepare(
-    q, pool, layer, tables, tiles: Programs, queries: int, *, scale, window, soft_cap, sinks, scales, values, interpret,
+    q,
+    pool,
+    layer,
+    tables,
+    tiles: Programs,
+    queries: int,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    scales,
+    values,
+    interpret,
     in_words=False,
-) -> tuple[Static, Operands]:  # fmt: skip
+) -> tuple[Static, Operands]:
     """The parameters and the operands of a kernel; NotImplementedError for what none can serve."""
     _, heads, width = q.shape
     kv = as_words(pool) if in_words else pool.reshape(-1, width)
@@ -175,11 +220,23 @@ def prepare(
     if values is not None:  # of the heads that share a latent equal parts
         group = max(size for size in range(1, tiles.rows + 1) if heads % size == 0)
     static = Static(
-        shape=pool.shape, kv_dtype=pool.dtype, loads=loads, columns=columns, values=values, group=group,
-        dtype=jnp.float16 if in_words else q.dtype, queries=queries, tile=tiles.slots, scale=scale, window=window,
-        soft_cap=soft_cap, has_sinks=sinks is not None, has_scales=scales is not None, in_words=in_words,
+        shape=pool.shape,
+        kv_dtype=pool.dtype,
+        loads=loads,
+        columns=columns,
+        values=values,
+        group=group,
+        dtype=jnp.float16 if in_words else q.dtype,
+        queries=queries,
+        tile=tiles.slots,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        has_scales=scales is not None,
+        in_words=in_words,
         interpret=interpret,
-    )  # fmt: skip
+    )
     sinks = jnp.zeros((heads,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     scales = None if scales is None else scales.reshape(-1)
     return static, Operands(jnp.full((1,), layer, jnp.int32), q, kv, tables, sinks, scales)
@@ -201,7 +258,8 @@ def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, lis
     rows = _pack(head, piece.count, static)
     q, factor = _queries(refs.q, piece.token, rows, static)
     position = piece.position + rows.query
-    begin, end = piece.begin, piece.end
+    begin = piece.begin
+    end = piece.end
     if static.window is not None:
         begin = jnp.maximum(begin, first_slot(piece.position, static.window, static.tile))
     product = functools.partial(plt.dot, precision=_precision(static.dtype, static.interpret))
@@ -217,13 +275,15 @@ def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, lis
         if masked:
             score = _mask(score, slot, inside, position, static.window)
         new = jnp.maximum(highest, jnp.max(score, axis=1))
-        shrink, weight = jnp.exp2(highest - new), jnp.exp2(score - new[:, None])
+        shrink = jnp.exp2(highest - new)
+        weight = jnp.exp2(score - new[:, None])
         total = total * shrink + jnp.sum(weight, axis=1)
         v, v_scale = (k, k_scale) if static.values is not None else _fetch(refs, at + kv_heads * size, inside, static)
         if v_scale is not None:  # over the largest so far, so that float16 holds the products of scales and weights
             (before,) = largest
             largest = [jnp.maximum(before, jnp.max(v_scale))]
-            shrink, weight = shrink * (before / largest[0]), weight * (v_scale * (1 / largest[0]))[None, :]
+            shrink = shrink * (before / largest[0])
+            weight = weight * (v_scale * (1 / largest[0]))[None, :]
         updates = [product(weight.astype(static.dtype), part) for part in v[: len(mixed)]]
         mixed = [old * shrink[:, None] + update for old, update in zip(mixed, updates, strict=True)]
         return new, total, mixed, *largest
@@ -246,13 +306,16 @@ def store(out_ref, lse_ref, index, rows: Rows, out, lse, where=True) -> None:
 def _pack(head, count, static: Static) -> Rows:
     """The rows of the products of a kv head and `count` queries."""
     packed = jnp.arange(max(pl.next_power_of_2(static.queries * static.group), 16), dtype=jnp.int32)
-    query, heads = packed // static.group, head * static.group + packed % static.group
-    live, columns = query < count, [part.numbers for part in static.columns]
+    query = packed // static.group
+    heads = head * static.group + packed % static.group
+    live = query < count
+    columns = [part.numbers for part in static.columns]
     inside = [
-        live[:, None] & (column < part.end)[None, :] if part.is_padded
+        live[:, None] & (column < part.end)[None, :]
+        if part.is_padded
         else jnp.broadcast_to(live[:, None], (packed.size, part.padded))
         for column, part in zip(columns, static.columns, strict=True)
-    ]  # fmt: skip
+    ]
     return Rows(query, heads, live, columns, inside)
 
 
@@ -261,7 +324,8 @@ def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array],
 
     In float16, which bfloat16 may exceed, a row is q over the power of two below its largest element.
     """
-    query, heads = (token + rows.query)[:, None], rows.head[:, None]
+    query = (token + rows.query)[:, None]
+    heads = rows.head[:, None]
     q = [
         plt.load(q_ref.at[query, heads, column[None, :]], mask=inside, other=0.0)
         for column, inside in zip(rows.columns, rows.inside, strict=True)
@@ -285,11 +349,13 @@ def _begin(sinks_ref, piece: Work, rows: Rows, static: Static):
     With scales also the largest one of V, f32[].
     """
     shape = rows.query.shape
-    highest, total = jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.float32)
+    highest = jnp.full(shape, LOWEST)
+    total = jnp.zeros(shape, jnp.float32)
     if static.has_sinks:  # one more score, whose value is zero; in the part that begins the row's K/V
         sink = plt.load(sinks_ref.at[rows.head], mask=rows.live, other=0.0) * _LOG2E
         is_first = piece.begin <= first_slot(piece.position, static.window, static.tile)
-        highest, total = jnp.where(is_first, sink, highest), jnp.where(is_first, 1.0, total)
+        highest = jnp.where(is_first, sink, highest)
+        total = jnp.where(is_first, 1.0, total)
     mixed = [jnp.zeros((*shape, part.padded), jnp.float32) for part in static.of_values]
     return highest, total, mixed, *([np.finfo(np.float32).tiny] if static.has_scales else [])
 
@@ -337,7 +403,8 @@ def _fetch(refs: Operands, at, inside, static: Static):
     zero = 0 if jnp.issubdtype(refs.kv.dtype, jnp.integer) else 0.0
     kv = []
     for part in static.loads:
-        column, mask = part.numbers, None
+        column = part.numbers
+        mask = None
         if part.is_padded or inside is not None:
             live = jnp.ones(at.shape, jnp.bool_) if inside is None else inside
             mask = live[:, None] & (column < part.end)[None, :]

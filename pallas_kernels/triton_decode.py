@@ -27,9 +27,22 @@ _COMPARED = 8192  # rows times programs that a program of `share_tiles` compares
 
 
 def decode_attention(
-    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, values=None,
-    return_lse=False, fixed_split=False, interpret=False,
-):  # fmt: skip
+    q,
+    pool,
+    layer,
+    tables,
+    lengths,
+    *,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    scales=None,
+    values=None,
+    return_lse=False,
+    fixed_split=False,
+    interpret=False,
+):
     """As `xla.decode_attention`; `interpret` runs the kernels' Python on any platform."""
     rows, heads, width = q.shape
     in_words = scales is not None and values is None and width % 64 == 0 and q.dtype.itemsize == 2
@@ -37,10 +50,23 @@ def decode_attention(
     tiles = tuning.triton_decode(width, q.dtype.itemsize, pool.dtype.itemsize, in_words)
     tiles = tiles if values is None else tuning.TRITON_LATENTS
     static, operands = prepare(
-        q, pool, layer, tables, tiles, 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
-        values=values, interpret=interpret, in_words=in_words,
-    )  # fmt: skip
-    groups, part = heads // static.group, None
+        q,
+        pool,
+        layer,
+        tables,
+        tiles,
+        1,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        scales=scales,
+        values=values,
+        interpret=interpret,
+        in_words=in_words,
+    )
+    groups = heads // static.group
+    part = None
     programs = max(tuning.resident_programs(tiles) // groups, 1)
     if fixed_split:
         part = -(-tuning.FIXED_SPLIT // tiles.slots)
@@ -66,15 +92,21 @@ def decode_attention(
 
 def _kernel(order_ref, ends_ref, first_ref, each_ref, lengths_ref, *refs, static: Static):
     """Attention of a program's share of all tiles, over one row after the other."""
-    operands, (out_ref, lse_ref, parts_ref, parts_lse_ref) = Operands(*refs[:-4]), refs[-4:]
-    program, head, each = pl.program_id(0), pl.program_id(1), each_ref[0]
+    operands = Operands(*refs[:-4])
+    (out_ref, lse_ref, parts_ref, parts_lse_ref) = refs[-4:]
+    program = pl.program_id(0)
+    head = pl.program_id(1)
+    each = each_ref[0]
     begin = program * each
     limit = jnp.minimum(begin + each, ends_ref[lengths_ref.shape[0]])
 
     def one_row(state):
         entry, tile = state
-        row, start, end = order_ref[entry], ends_ref[entry], ends_ref[entry + 1]
-        length, stop = lengths_ref[row], jnp.minimum(end, limit)
+        row = order_ref[entry]
+        start = ends_ref[entry]
+        end = ends_ref[entry + 1]
+        length = lengths_ref[row]
+        stop = jnp.minimum(end, limit)
         slot = first_slot(length - 1, static.window, static.tile) + (tile - start) * static.tile
         last = jnp.minimum(slot + (stop - tile) * static.tile, length)
         piece = Work(row, row, jnp.ones((), jnp.int32), length - 1, slot, last)
@@ -128,7 +160,8 @@ def share_tiles(
         tiles = lax.div(jnp.maximum(slots, 0) + (tile - 1), np.int32(tile))
         each = lax.div(jnp.sum(tiles, dtype=jnp.int32) + (programs - 1), np.int32(programs))
         if part is not None:
-            each, tiles = np.int32(part), lax.div(tiles + (part - 1), np.int32(part)) * part
+            each = np.int32(part)
+            tiles = lax.div(tiles + (part - 1), np.int32(part)) * part
         some = tiles > 0
         one = some.astype(jnp.int32)
         before = lax.cumsum(one) - one
@@ -139,7 +172,8 @@ def share_tiles(
         def _():
             plt.store(order_ref.at[entry], lane)
             plt.store(ends_ref.at[entry + 1], ends)
-            ends_ref[0], each_ref[0] = np.int32(0), each
+            ends_ref[0] = np.int32(0)
+            each_ref[0] = each
 
         program = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         passed = (ends[None, :] <= (program * each)[:, None]) & some[None, :]
@@ -147,14 +181,16 @@ def share_tiles(
 
     blocks = -(-programs // block)
     sizes = lanes, lanes + 1, blocks * block, 1
-    return Shares(*pl.pallas_call(
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes],
-        grid=(blocks,),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="share_tiles",
-    )(lengths))  # fmt: skip
+    return Shares(
+        *pl.pallas_call(
+            kernel,
+            out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes],
+            grid=(blocks,),
+            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+            interpret=interpret,
+            name="share_tiles",
+        )(lengths)
+    )
 
 
 def _merge(shares: Shares, sinks, parts, out, lse, interpret: bool):
@@ -172,11 +208,18 @@ def _merge(shares: Shares, sinks, parts, out, lse, interpret: bool):
     padded = pl.next_power_of_2(width)
 
     def kernel(order_ref, ends_ref, each_ref, *refs):
-        sinks_ref, (parts_ref, parts_lse_ref, _, _, out_ref, lse_ref) = refs[0], refs[-6:]
-        entry, head, each = pl.program_id(0), pl.program_id(1), jnp.maximum(each_ref[0], 1)
-        row, start, end = order_ref[entry], ends_ref[entry], ends_ref[entry + 1]
-        first, last = lax.div(start, each), lax.div(jnp.maximum(end - 1, start), each)
-        is_empty, is_cut = end == start, last > first
+        sinks_ref = refs[0]
+        (parts_ref, parts_lse_ref, _, _, out_ref, lse_ref) = refs[-6:]
+        entry = pl.program_id(0)
+        head = pl.program_id(1)
+        each = jnp.maximum(each_ref[0], 1)
+        row = order_ref[entry]
+        start = ends_ref[entry]
+        end = ends_ref[entry + 1]
+        first = lax.div(start, each)
+        last = lax.div(jnp.maximum(end - 1, start), each)
+        is_empty = end == start
+        is_cut = last > first
         column = jnp.arange(padded, dtype=jnp.int32)
         inside = column < width
 
@@ -184,17 +227,21 @@ def _merge(shares: Shares, sinks, parts, out, lse, interpret: bool):
             highest, total, mixed = carry
             score = parts_lse_ref[part, head]
             new = jnp.maximum(highest, score)
-            shrink, weight = jnp.exp(highest - new), jnp.exp(score - new)
+            shrink = jnp.exp(highest - new)
+            weight = jnp.exp(score - new)
             more = plt.load(parts_ref.at[part, head, column], mask=inside, other=0.0)
             return new, total * shrink + weight, mixed * shrink + weight * more
 
-        highest, total = LOWEST, np.float32(0)
+        highest = LOWEST
+        total = np.float32(0)
         if sinks is not None:
-            highest, total = jnp.where(is_empty, sinks_ref[head], highest), jnp.where(is_empty, 1.0, total)
+            highest = jnp.where(is_empty, sinks_ref[head], highest)
+            total = jnp.where(is_empty, 1.0, total)
         carry = highest, total, jnp.zeros((padded,), jnp.float32)
         highest, total, mixed = lax.fori_loop(first + entry, jnp.where(is_cut, last + 1, first) + entry, step, carry)
         divisor = jnp.where(total > 0, total, 1.0)
-        mixed, lse = mixed / divisor, jnp.where(total > 0, highest + jnp.log(divisor), -jnp.inf)
+        mixed = mixed / divisor
+        lse = jnp.where(total > 0, highest + jnp.log(divisor), -jnp.inf)
         plt.store(out_ref.at[row, head, column], mixed.astype(out_ref.dtype), mask=inside & (is_cut | is_empty))
         plt.store(lse_ref.at[row, head], lse, mask=is_cut | is_empty)
 

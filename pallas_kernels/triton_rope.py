@@ -47,7 +47,8 @@ def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret
         got = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise NotImplementedError(f"triton: got q, k and v of {got}, wanted one dtype of at most 32 bits")
     check_append(pool)
-    tokens, (heads, width) = slots.size, q.shape[-2:]
+    tokens = slots.size
+    (heads, width) = q.shape[-2:]
     columns = pl.next_power_of_2(width // 2)
     rows = min(pl.next_power_of_2(k.shape[-2]), max(_PAIRS // columns, 1))
     static = _Static(pool.shape, heads, rows, columns)
@@ -74,16 +75,22 @@ def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret
 def _kernel(
     layer_ref,  # i32[1]
     x_ref,  # [T, Q + K + K, D]
-    cos_ref, sin_ref,  # f32[T, D / 2]
+    cos_ref,
+    sin_ref,  # f32[T, D / 2]
     slots_ref,  # i32[T]
     *refs,  # what the results are aliased with; q [T, Q, D]; [(N + 1) L 2 K P, D]; scales f32[(N + 1) L 2 K P] if any
     static: _Static,
-):  # fmt: skip
+):
     q_ref, pool_ref, *scales_refs = refs[len(refs) // 2 :]
     shape, heads, rows, columns = static
-    kv_heads, half, scratch_slot = shape[3], shape[5] // 2, (shape[0] - 1) * shape[4]
-    token, tile = pl.program_id(0), pl.program_id(1)
-    slot, is_q, kv_tile = slots_ref[token], tile < static.q_tiles, jnp.maximum(tile - static.q_tiles, 0)
+    kv_heads = shape[3]
+    half = shape[5] // 2
+    scratch_slot = (shape[0] - 1) * shape[4]
+    token = pl.program_id(0)
+    tile = pl.program_id(1)
+    slot = slots_ref[token]
+    is_q = tile < static.q_tiles
+    kv_tile = jnp.maximum(tile - static.q_tiles, 0)
     which = kv_tile // static.kv_tiles  # K or V; 0 for Q
     head = jnp.where(is_q, tile, kv_tile % static.kv_tiles) * rows + jnp.arange(rows, dtype=jnp.int32)[:, None]
     column = jnp.arange(columns, dtype=jnp.int32)

@@ -140,7 +140,8 @@ def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
 
 # Of latents, decode and prefill alike: with 64 rows or 64 slots 512 + 64 columns spill. The rows are the query heads
 # that share a read of a latent. And the most columns, padded, that do not spill, by bytes of an element of q.
-TRITON_LATENTS, WIDEST_LATENT = Programs(32, 32, 8), {2: 704, 4: 160}
+TRITON_LATENTS = Programs(32, 32, 8)
+WIDEST_LATENT = {2: 704, 4: 160}
 
 
 class Tiles(NamedTuple):

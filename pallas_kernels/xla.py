@@ -29,9 +29,14 @@ from pallas_kernels.rotary import rotate
 from pallas_kernels.xla_attention import decode_attention, prefill_attention
 
 __all__ = [
-    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "append_kv",
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "prefill_attention",
+    "rope_append",
     "scatter_blocks",
-]  # fmt: skip
+]
 
 
 def append_kv(
@@ -55,7 +60,8 @@ def append_kv(
     Returns:
       The pool with the tokens' K/V in the pool's dtype; with `scales` quantised, and the scales with theirs.
     """
-    scratch, size = pool.shape[0] - 1, pool.shape[4]
+    scratch = pool.shape[0] - 1
+    size = pool.shape[4]
     block = slots // size
     # Every dropped token gets an index of its own beyond the pool, so that XLA may take all indices as distinct.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))

@@ -25,7 +25,8 @@ from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
 _LOWEST = np.float32(-1e30)
 # Decode cuts rows into parts only where a row can have this many tiles, and where there are so many rows: of fewer the
 # longest is hardly above the mean, and of more the merge, which is quadratic in them, would cost too much.
-_TILES_IN_PARTS, _ROWS_IN_PARTS = 16, range(8, 257)
+_TILES_IN_PARTS = 16
+_ROWS_IN_PARTS = range(8, 257)
 # Queries of one row that are worked on together, at least and at most. Each such tile reads the row's K/V once.
 _QUERY_TILES = 16, 64
 
@@ -143,10 +144,21 @@ def prefill_attention(
     work = query_tiles(tokens, lengths, starts, counts, max_count, width)
     token = work.token[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     out, lse = (attend or _attend)(
-        q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
-        work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, values=values,
-        stride=stride, offset=offset,
-    )  # fmt: skip
+        q.at[token].get(mode="clip", wrap_negative_indices=False),
+        pool,
+        layer,
+        tables[work.row],
+        work.position,
+        work.count,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        scales=scales,
+        values=values,
+        stride=stride,
+        offset=offset,
+    )
     # Back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
     offset = jnp.arange(tokens, dtype=jnp.int32) - starts[row]
@@ -170,20 +182,36 @@ def _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options):
 
     # As many parts at a time as there are rows. Where the list has no more parts, the loops end at once.
     out, lse = lax.map(attend, jax.tree.map(lambda x: x.reshape(-1, num), work))
-    out, lse = out.reshape(-1, *out.shape[-2:]).swapaxes(0, 1), lse.reshape(-1, heads).T
+    out = out.reshape(-1, *out.shape[-2:]).swapaxes(0, 1)
+    lse = lse.reshape(-1, heads).T
     # The merge is one more tile: the parts are its slots, with their lse as scores, and the rows are its queries.
     own = work.row[None] == jnp.arange(num, dtype=jnp.int32)[:, None]
     score = jnp.where(own[None], lse[:, None], -jnp.inf)
     start = _start(sinks, (1, heads, num, 1), out.shape[-1])
     highest, denominator, mixed = _fold(start, score[None], out[None], jnp.ones((1,), bool))
-    out, lse = _mean(mixed, denominator), highest + jnp.log(denominator)
+    out = _mean(mixed, denominator)
+    lse = highest + jnp.log(denominator)
     return out.transpose(2, 0, 1, 3).astype(q.dtype), lse.transpose(2, 0, 1)
 
 
 def _attend(
-    q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset: Any = 0,
+    q,
+    pool,
+    layer,
+    tables,
+    first,
+    count,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    scales,
+    values,
+    stride=1,
+    offset: Any = 0,
     part=None,
-):  # fmt: skip
+):
     """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
 
     q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
@@ -252,7 +280,9 @@ def _extent(first, length, count, window, part, size, tile_slots):
     base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
     if part is not None:
         begin, end = part
-        base, first, length = jnp.maximum(base, begin // size), jnp.minimum(first, end - 1), jnp.minimum(length, end)
+        base = jnp.maximum(base, begin // size)
+        first = jnp.minimum(first, end - 1)
+        length = jnp.minimum(length, end)
     whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
     return base, length, whole, -((base * size - length) // tile_slots)
 
@@ -316,7 +346,8 @@ def _fold(carry, score, values, live):
     """Folds scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the tiles that are live bool[W]."""
     highest, denominator, mixed = carry
     new = jnp.maximum(highest, jnp.max(score, axis=-1))
-    weight, shrink = jnp.exp(score - new[..., None]), jnp.exp(highest - new)
+    weight = jnp.exp(score - new[..., None])
+    shrink = jnp.exp(highest - new)
     update = jnp.einsum("wkqt,wktd->wkqd", weight, values, preferred_element_type=jnp.float32)
     live = live[:, None, None]
     return (
@@ -336,16 +367,19 @@ def _start(sinks, split, width):
     num, kv_heads, chunk, group = split
     shape = (num, kv_heads, chunk * group)
     if sinks is None:
-        highest, denominator = jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.float32)
+        highest = jnp.full(shape, _LOWEST)
+        denominator = jnp.zeros(shape, jnp.float32)
     else:
         sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, group)
-        highest, denominator = jnp.broadcast_to(sinks, split).reshape(shape), jnp.ones(shape, jnp.float32)
+        highest = jnp.broadcast_to(sinks, split).reshape(shape)
+        denominator = jnp.ones(shape, jnp.float32)
     return highest, denominator, jnp.zeros((*shape, width), jnp.float32)
 
 
 def _seen(slot, position, length, window):
     """bool[W, C, T]; which slots i32[W, T] the queries at positions i32[W, C] see; None: all."""
-    slot, position = slot[:, None], position[:, :, None]
+    slot = slot[:, None]
+    position = position[:, :, None]
     in_window = None if window is None else slot > position - window
     if length is None:
         return in_window

@@ -19,9 +19,25 @@ from kvjax.gpu.publish import merge, publish
 from kvjax.state import DEFAULT_PRIORITY, CacheState
 
 CHANGED = (
-    *TEXT, "committed", "refcount", "fill", "key", "generation", "parent", "children", "depth", "hits", "stored",
-    "clock", "next", "prev", "empty", "num_empty", "num_cached", "table",
-)  # fmt: skip
+    *TEXT,
+    "committed",
+    "refcount",
+    "fill",
+    "key",
+    "generation",
+    "parent",
+    "children",
+    "depth",
+    "hits",
+    "stored",
+    "clock",
+    "next",
+    "prev",
+    "empty",
+    "num_empty",
+    "num_cached",
+    "table",
+)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "spare", "interpret"))
@@ -34,8 +50,10 @@ def fill_rows(
     does, and returns `spare` records more, of kind NONE.
     """
     rows, start, end, done, text = chunk
-    total, size = rows.shape[0], np.int32(state.spec.block_size)
-    lanes, per_block = lanes_of(total), (lanes_of(batch),)
+    total = rows.shape[0]
+    size = np.int32(state.spec.block_size)
+    lanes = lanes_of(total)
+    per_block = (lanes_of(batch),)
     exchanged = {f"lane{number}": per_block for number in range(5)}  # `lanes.exchange` has five values at once
     reads = {"rows": rows, "start": start, "end": end, "done": done.astype(jnp.int32)}
     result = run(
@@ -67,9 +85,11 @@ def _fill(memory: Memory, *, lanes: int, batch: int, size: np.int32) -> None:
 
 def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
     """Writes the rows' tokens, and the queue of those that filled a block; returns how many these are."""
-    lane, (rows, columns) = numbered(lanes), memory.shape("table")
+    lane = numbered(lanes)
+    (rows, columns) = memory.shape("table")
     real = lane < memory.shape("rows")[0]
-    start, end = memory.pick("start", lane, real), memory.pick("end", lane, real)
+    start = memory.pick("start", lane, real)
+    end = memory.pick("end", lane, real)
     row = jnp.clip(memory.pick("rows", lane, real), 0, rows - 1)
     memory.put("committed", row, end, real & (memory.pick("done", lane, real) > 0))
 
@@ -85,7 +105,8 @@ def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
     def write(done: jax.Array) -> jax.Array:
         step = (done + numbered(width))[None]
         position = start[:, None] + step
-        where, second = position < end[:, None], position >= turn[:, None]
+        where = position < end[:, None]
+        second = position >= turn[:, None]
         block = jnp.where(second, blocks[1][:, None], blocks[0][:, None])
         slot = position - turn[:, None] + jnp.where(second, 0, size)
         for name in TEXT:
@@ -96,7 +117,8 @@ def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
     memory.loop(lambda done: done < steps, write, jnp.int32(0))
     fills = real & (end >= turn)
     memory.put("queue", rank(fills), lane, fills)
-    column, records = numbered(16)[None], memory.shape("records")[0]
+    column = numbered(16)[None]
+    records = memory.shape("records")[0]
 
     def clear(done: jax.Array) -> jax.Array:
         index = (done + lane)[:, None]
@@ -109,13 +131,17 @@ def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
 
 def _record(memory: Memory, done: jax.Array, filled: Filled, dedup: Dedup, size: np.int32) -> None:
     """The records of a pass, stored; those of kind NONE say what plain jax says there."""
-    lane, column = numbered(filled.own.shape[0]), numbered(16)[None]
+    lane = numbered(filled.own.shape[0])
+    column = numbered(16)[None]
     values = {
-        "kind": jnp.where(dedup.publish, int(EventKind.STORED), 0), "block": filled.own,
-        "generation": memory.pick("generation", jnp.maximum(filled.own, 0)), "source": filled.before,
-        "source_generation": filled.link(memory), "num_tokens": jnp.full_like(lane, size),
+        "kind": jnp.where(dedup.publish, int(EventKind.STORED), 0),
+        "block": filled.own,
+        "generation": memory.pick("generation", jnp.maximum(filled.own, 0)),
+        "source": filled.before,
+        "source_generation": filled.link(memory),
+        "num_tokens": jnp.full_like(lane, size),
         "priority": jnp.full_like(lane, DEFAULT_PRIORITY),
-    }  # fmt: skip
+    }
     records = jnp.zeros((lane.shape[0], column.shape[1]), jnp.int32)
     for name, value in values.items():
         records = jnp.where(column == COLUMNS.index(name), value[:, None], records)

@@ -34,7 +34,8 @@ class Filled(NamedTuple):
     @classmethod
     def of(cls, memory: Memory, done: jax.Array, number: jax.Array, batch: int, size: np.int32) -> Filled:
         """The next `batch` of the `number` i32[] blocks in the queue, of which so many are done."""
-        lane, (rows, columns) = numbered(lanes_of(batch)), memory.shape("table")
+        lane = numbered(lanes_of(batch))
+        (rows, columns) = memory.shape("table")
         inside = lane < batch
         queued = inside & (done + lane < number)
         entry = memory.pick("queue", done + lane, queued)
@@ -63,13 +64,17 @@ class Dedup(NamedTuple):
 
 def resolve(memory: Memory, filled: Filled, size: np.int32) -> Dedup:
     """`dedup.resolve`: to publish each block, or to merge it with an equal one, cached or filled just now."""
-    own, before, namespace, where = filled.own, filled.before, filled.namespace, filled.where
+    own = filled.own
+    before = filled.before
+    namespace = filled.namespace
+    where = filled.where
     key = key_of(memory, filled, size)
     found = _find(memory, key, where)
     digest = (mix(key[0] ^ mix(key[1])) >> np.uint32(1)).astype(jnp.int32)
     lane = numbered(own.shape[0])
     earliest = jnp.where(where, peers(memory, digest, where, "first").first, lane)
-    equal, link = [_signed(part) for part in key], filled.link(memory)
+    equal = [_signed(part) for part in key]
+    link = filled.link(memory)
     duplicate, *others = exchange(memory, earliest, own, *equal, before, namespace)
 
     # So far equal keys counted as equal contents; now compare.
@@ -90,7 +95,8 @@ def resolve(memory: Memory, filled: Filled, size: np.int32) -> Dedup:
 
 def key_of(memory: Memory, filled: Filled, size: np.int32) -> Key:
     """The key of each block, where it was filled (`keys.prefix_keys`)."""
-    own, where = filled.own[:, None], filled.where[:, None]
+    own = filled.own[:, None]
+    where = filled.where[:, None]
     width = min(memory.tile(own.shape[0]), lanes_of(int(size)))
     memory.settle(*TEXT)
 
@@ -146,7 +152,9 @@ def table_sizes(memory: Memory) -> tuple[int, int]:
 
 def _same_text(memory: Memory, one: jax.Array, other: jax.Array, where: jax.Array, size: np.int32) -> jax.Array:
     """bool[lanes]; whether two blocks have equal text, where bool[lanes]."""
-    one, other, where = one[:, None], other[:, None], where[:, None]
+    one = one[:, None]
+    other = other[:, None]
+    where = where[:, None]
     width = min(memory.tile(one.shape[0]), lanes_of(int(size)))
 
     def step(i: jax.Array, different: jax.Array) -> jax.Array:

@@ -20,9 +20,22 @@ from kvjax.gpu.take import take
 from kvjax.state import CacheState
 
 CHANGED = (
-    "refcount", "fill", "children", "released", "clock", *TEXT, "next", "prev", "num_empty",
-    "num_cached", "table", "order", "stamp", "head", "tail",
-)  # fmt: skip
+    "refcount",
+    "fill",
+    "children",
+    "released",
+    "clock",
+    *TEXT,
+    "next",
+    "prev",
+    "num_empty",
+    "num_cached",
+    "table",
+    "order",
+    "stamp",
+    "head",
+    "tail",
+)
 READ = ("parent", "generation", "empty", "length", "committed")
 
 
@@ -36,7 +49,8 @@ def grow_rows(
     """
     spec = state.spec
     width = most_columns(max_tokens, spec.block_size)
-    rows, most = spec.max_seqs, min(spec.max_seqs * width, spec.groups[0].num_blocks)
+    rows = spec.max_seqs
+    most = min(spec.max_seqs * width, spec.groups[0].num_blocks)
     lanes = lanes_of(rows * width)
     done = run(
         functools.partial(_grow, size=np.int32(spec.block_size), width=np.int32(width), lanes=lanes),
@@ -45,12 +59,22 @@ def grow_rows(
         reads=arrays_of(state, READ) | {"grown": grown},
         changes=arrays_of(state, CHANGED),
         makes={
-            "ok": (1,), "shortfall": (1,), "victims": (most,), "removed": (most,), "generations": (most,),
-            "copies": (rows,), "ids": (rows,), "source": (rows,), "written": (rows,), "holders": (rows,),
-            "remaining": (rows,), "taken": (most,), "peers": (lanes,),
+            "ok": (1,),
+            "shortfall": (1,),
+            "victims": (most,),
+            "removed": (most,),
+            "generations": (most,),
+            "copies": (rows,),
+            "ids": (rows,),
+            "source": (rows,),
+            "written": (rows,),
+            "holders": (rows,),
+            "remaining": (rows,),
+            "taken": (most,),
+            "peers": (lanes,),
         },
         interpret=interpret,
-    )  # fmt: skip
+    )
     removed = record(EventKind.REMOVED, done["removed"] > 0, block=done["victims"], generation=done["generations"])
     copied = record(
         EventKind.COPIED, done["copies"] > 0, block=done["ids"], source=done["source"], num_tokens=done["written"]
@@ -88,7 +112,8 @@ class _Span(NamedTuple):
         lane = numbered(lanes)
         row = lax.div(lane, width)
         real = row < memory.shape("table")[0]
-        length, grown = memory.pick("length", row, real), memory.pick("grown", row, real)
+        length = memory.pick("length", row, real)
+        grown = memory.pick("grown", row, real)
         first = lax.div(length, size)
         column = first + lane - row * width
         beyond = real & (column * size < grown) & (column * size >= length)
@@ -113,7 +138,8 @@ def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
 
     def mark() -> tuple[jax.Array, jax.Array]:
         sharers = peers(memory, block, shared, "after", "number")
-        remaining, final = holders - sharers.number, shared & sharers.last
+        remaining = holders - sharers.number
+        final = shared & sharers.last
         mark = -1 - memory.shape("refcount")[0] - span.row
         memory.put("refcount", block, jnp.where(remaining == 0, mark, remaining), final)
         return remaining, final
@@ -132,9 +158,11 @@ def _settle(memory: Memory, span: _Span, ok: jax.Array) -> None:
     holders = memory.pick("holders", span.row, span.begins)
 
     def release() -> None:
-        block, remaining = span.block(memory), memory.pick("remaining", span.row, span.begins)
+        block = span.block(memory)
+        remaining = memory.pick("remaining", span.row, span.begins)
         memory.put("refcount", block, jnp.where(ok, remaining, holders), holders > 0)
-        cached, clock = ok & (holders > 0) & (remaining == 0), memory.number("clock")
+        cached = ok & (holders > 0) & (remaining == 0)
+        clock = memory.number("clock")
         memory.put("released", block, clock + rank(cached), cached)
         memory.set_number("clock", clock + count(cached))
         memory.set_number("num_cached", memory.number("num_cached") + count(cached))
@@ -145,7 +173,8 @@ def _settle(memory: Memory, span: _Span, ok: jax.Array) -> None:
 
 def _hand_out(memory: Memory, span: _Span, ok: jax.Array, size: np.int32) -> None:
     """Gives the rows the blocks `taken` if ok bool[], with the text of those that they copy; makes the records."""
-    block, copies = span.block(memory), memory.pick("copies", span.row, span.begins) > 0
+    block = span.block(memory)
+    copies = memory.pick("copies", span.row, span.begins) > 0
     wanted = span.beyond | copies
     ids = memory.pick("taken", jnp.minimum(rank(wanted), memory.shape("taken")[0] - 1))
     memory.put("table", (span.row, span.column), ids, wanted & ok)

@@ -57,13 +57,15 @@ def peers(memory: Memory, value: jax.Array, where: jax.Array, *fields: str) -> P
     lanes' size.
     """
     lanes = value.shape[0]
-    lane, width = numbered(lanes), min(memory.tile(lanes), lanes)
+    lane = numbered(lanes)
+    width = min(memory.tile(lanes), lanes)
     memory.put("peers", lane, jnp.where(where, value, -1))
     memory.settle("peers")
     end = jnp.max(jnp.where(where, lane + 1, 0))
 
     def compare(i: jax.Array, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        other, this = (i * width + numbered(width))[None], lane[:, None]
+        other = (i * width + numbered(width))[None]
+        this = lane[:, None]
         equal = value[:, None] == memory.pick("peers", other)
 
         def least(where: jax.Array, name: str) -> jax.Array:
@@ -105,7 +107,9 @@ def copy_rows(
     """
     columns = memory.shape(names[0][0])[1]
     width = min(memory.tile(source.shape[0]), lanes_of(columns))
-    source, target, where = source[:, None], target[:, None], where[:, None]
+    source = source[:, None]
+    target = target[:, None]
+    where = where[:, None]
 
     def copy(start: jax.Array) -> jax.Array:
         column = start + numbered(width)[None]

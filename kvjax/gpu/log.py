@@ -38,7 +38,8 @@ def append_events(log: EventLog, events: Sequence[Events], interpret: bool = Fal
 
 def _append(memory: Memory, *, lanes: Sequence[int]) -> None:
     """The kernel: a lane for each record of a transition, one transition after the other."""
-    capacity, appended = memory.shape("records")[0], memory.number("appended")
+    capacity = memory.shape("records")[0]
+    appended = memory.number("appended")
     for number, width in enumerate(lanes):
         lane = numbered(width)
         inside = lane < memory.shape(f"records{number}")[0]

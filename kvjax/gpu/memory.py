@@ -22,7 +22,9 @@ from jax.experimental.pallas import triton as plt
 from kvjax.state import CacheState, Text
 
 TEXT = ("tokens", "extra_ids")
-_LINKS, _RING, _SEQS = ("next", "prev"), ("order", "stamp", "head", "tail"), ("length", "committed", "namespace")
+_LINKS = ("next", "prev")
+_RING = ("order", "stamp", "head", "tail")
+_SEQS = ("length", "committed", "namespace")
 _GROUP = ("empty", "num_empty", "num_cached", "table")
 WARP = 32  # threads
 LANES_PER_THREAD = 16  # of a tile: what a thread can hold in its registers beside everything else
@@ -33,8 +35,10 @@ class Memory:
 
     def __init__(self, refs: Mapping[str, Any], warps: int, interpret: bool):
         self.warps = warps
-        self._refs, self._interpret = refs, interpret
-        self._loaded, self._stored = set[str](), set[str]()  # since the last barrier
+        self._refs = refs
+        self._interpret = interpret
+        self._loaded = set[str]()
+        self._stored = set[str]()  # since the last barrier
 
     def __contains__(self, name: str) -> bool:
         return name in self._refs
@@ -65,13 +69,15 @@ class Memory:
         if name in self._loaded | self._stored:
             self._barrier()
         self._stored.add(name)
-        ref, (first, *others) = self._refs[name], _each_axis(index)
+        ref = self._refs[name]
+        (first, *others) = _each_axis(index)
         shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in (first, *others)))
         values = jnp.broadcast_to(jnp.asarray(values, ref.dtype), shape)
         if where is None:
             plt.store(ref.at[(first, *others)], values)
         else:  # the interpreter stores an old value where a mask does not hold: beyond the end it is dropped
-            first, where = jnp.broadcast_to(first, shape), jnp.broadcast_to(where, shape)
+            first = jnp.broadcast_to(first, shape)
+            where = jnp.broadcast_to(where, shape)
             plt.store(ref.at[(jnp.where(where, first, ref.shape[0]), *others)], values, mask=where)
 
     def number(self, name: str) -> jax.Array:
@@ -116,7 +122,8 @@ class Memory:
         self._stored |= before[1]
 
     def _barrier(self) -> None:
-        self._loaded, self._stored = set(), set()
+        self._loaded = set()
+        self._stored = set()
         if not self._interpret:  # there lanes do run in step
             plt.debug_barrier()
 
@@ -147,7 +154,8 @@ def run(
     out_shape += [jax.ShapeDtypeStruct(tuple(shape), jnp.int32) for shape in makes.values()]
 
     def body(*refs: Any) -> None:
-        inputs, outputs = refs[: len(reads)], refs[len(reads) + len(whole) :]  # a changed array is an output alone
+        inputs = refs[: len(reads)]
+        outputs = refs[len(reads) + len(whole) :]  # a changed array is an output alone
         kernel(Memory(dict(zip([*reads, *whole, *makes], [*inputs, *outputs], strict=True)), warps, interpret))
 
     outputs = pl.pallas_call(
@@ -173,7 +181,8 @@ def arrays_of(state: CacheState, names: Sequence[str]) -> dict[str, jax.Array]:
 
 def with_arrays(state: CacheState, arrays: Mapping[str, jax.Array]) -> CacheState:
     """The state with those of its arrays replaced that are among these; the inverse of `arrays_of`."""
-    (group,), blocks = state.groups, state.groups[0].blocks
+    (group,) = state.groups
+    blocks = state.groups[0].blocks
 
     def changed(home: Mapping[str, object] | Sequence[str]) -> dict[str, jax.Array]:
         return {name: arrays[name] for name in home if name in arrays}

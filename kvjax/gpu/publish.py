@@ -16,7 +16,9 @@ from kvjax.gpu.memory import Memory
 
 def publish(memory: Memory, filled: Filled, dedup: Dedup, size: np.int32) -> None:
     """Makes the blocks findable that are to be published."""
-    own, before, where = filled.own, filled.before, dedup.publish
+    own = filled.own
+    before = filled.before
+    where = dedup.publish
     memory.put("generation", own, memory.pick("generation", own, where) + 1, where)
     values = {"fill": size, "depth": filled.column, "hits": 0}
     for name, value in values.items():
@@ -39,10 +41,12 @@ def _insert(memory: Memory, ids: jax.Array, bucket: jax.Array, offset: int, wher
     The blocks of a bucket become a run in front of its old chain, the last one first.
     """
     found = peers(memory, bucket, where, "before", "after")
-    lanes, node = ids.shape[0], ids + offset
+    lanes = ids.shape[0]
+    node = ids + offset
     (following,) = exchange(memory, jnp.maximum(found.before, 0), node)
     (preceding,) = exchange(memory, jnp.minimum(found.after, lanes - 1), node)
-    ends, begins = where & (found.before < 0), where & found.last
+    ends = where & (found.before < 0)
+    begins = where & found.last
     old = memory.pick("next", bucket, ends)
     memory.put("next", node, jnp.where(ends, old, following), where)
     memory.put("next", bucket, node, begins)
@@ -61,7 +65,9 @@ def _child_bucket(memory: Memory, filled: Filled, where: jax.Array) -> jax.Array
 
 def merge(memory: Memory, filled: Filled, dedup: Dedup) -> None:
     """Moves rows from their own blocks to equal ones; their own, which nobody else holds, become empty."""
-    own, target, where = filled.own, dedup.target, dedup.merge
+    own = filled.own
+    target = dedup.target
+    where = dedup.merge
     unheld = count(where & dedup.first & (memory.pick("refcount", target, where) == 0))
     memory.set_number("num_cached", memory.number("num_cached") - unheld)
     add(memory, ("refcount", "hits"), target, 1, where)

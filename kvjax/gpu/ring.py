@@ -22,7 +22,9 @@ def pop(memory: Memory, wanted: jax.Array, lanes: int) -> jax.Array:
 
     Reads `lanes` entries at a time. Every live one may leave, so that the head passes all that it reads.
     """
-    head, tail, lane = memory.number("head"), memory.number("tail"), numbered(lanes)
+    head = memory.number("head")
+    tail = memory.number("tail")
+    lane = numbered(lanes)
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         read, found = carry
@@ -30,7 +32,8 @@ def pop(memory: Memory, wanted: jax.Array, lanes: int) -> jax.Array:
         index = found + rank(live)
         taken = live & (index < wanted)
         memory.put("victims", index, ids, taken)
-        found, end = found + count(taken), jnp.max(jnp.where(taken, lane, -1)) + 1
+        found = found + count(taken)
+        end = jnp.max(jnp.where(taken, lane, -1)) + 1
         return read + jnp.where(found < wanted, lanes, end), found
 
     read, _ = memory.loop(lambda carry: (carry[1] < wanted) & (carry[0] - tail < 0), step, (head, jnp.int32(0)))
@@ -39,8 +42,10 @@ def pop(memory: Memory, wanted: jax.Array, lanes: int) -> jax.Array:
 
 def push(memory: Memory, ids: jax.Array, new: jax.Array) -> None:
     """Adds blocks ids i32[lanes], where bool[lanes], which have just lost their last holder."""
-    capacity, number = memory.shape("order")[0], count(new)
-    head, tail = memory.number("head"), memory.number("tail")
+    capacity = memory.shape("order")[0]
+    number = count(new)
+    head = memory.number("head")
+    tail = memory.number("tail")
     full = tail - head + number > capacity
     tail = memory.when(full, lambda: _squeeze(memory, head, tail), tail)
     position = tail + rank(new)

@@ -19,7 +19,8 @@ def take(memory: Memory, need: jax.Array, lanes: int) -> jax.Array:
     Writes the blocks to `taken`, NO_BLOCK after them or if not all could be taken; to `victims` and `generations` those
     that were chosen to leave, and to `removed` which of them have left the index.
     """
-    lane, (most,) = numbered(lanes), memory.shape("taken")
+    lane = numbered(lanes)
+    (most,) = memory.shape("taken")
     inside = lane < most
     num_empty = memory.number("num_empty")
     from_stack = jnp.minimum(need, num_empty)
@@ -65,7 +66,8 @@ def _claim(memory: Memory, victim: jax.Array, parent: jax.Array, named: jax.Arra
 
     Subtracts those from the `children` of parent i32[lanes]. Leaves a mark in the refcount of each that is named.
     """
-    mark, has_parent = -1 - numbered(victim.shape[0]), parent >= 0
+    mark = -1 - numbered(victim.shape[0])
+    has_parent = parent >= 0
     memory.put("refcount", victim, mark, named)
     above = memory.pick("refcount", parent, named & has_parent)  # a parent among the victims has a mark of its own
     claimed = named & ((above >= 0) | (above < mark))
@@ -112,7 +114,8 @@ def _unlink(memory: Memory, ids: jax.Array, where: jax.Array) -> None:
 
         return lax.while_loop(going, skip, (neighbour, leaves(neighbour, where)))[0]
 
-    after, before = beyond("next"), beyond("prev")
+    after = beyond("next")
+    before = beyond("prev")
     # A block that has left keeps the neighbours that it would have. A run of such blocks writes the same values.
     memory.put("next", node, after, where)
     memory.put("prev", node, before, where)

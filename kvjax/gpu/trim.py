@@ -34,10 +34,12 @@ def _trim(memory: Memory, *, lanes: int, rows: int, size: np.int32) -> None:
     """The kernel: a lane for each row."""
     row = numbered(lanes)
     real = row < rows
-    wanted, length = memory.pick("wanted", row, real), memory.pick("length", row, real)
+    wanted = memory.pick("wanted", row, real)
+    length = memory.pick("length", row, real)
     column = lax.div(wanted + (size - 1), size)  # of the first block that is not wanted
     beyond = column * size < length
-    block, height = memory.pick("table", (row, column), beyond), memory.number("num_empty")
+    block = memory.pick("table", (row, column), beyond)
+    height = memory.number("num_empty")
     memory.put("length", row, wanted, real)
     memory.put("table", (row, column), NO_BLOCK, beyond)
     memory.put("refcount", block, 0, beyond)

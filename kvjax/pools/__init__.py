@@ -9,6 +9,19 @@ from kvjax.pools.rotary import rope_write
 from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
-    "HostPools", "Pools", "TransferError", "View", "apply", "attend", "init_host_pools", "init_pools", "mixed", "move",
-    "ragged", "recur", "rope_write", "view", "write",
-]  # fmt: skip
+    "HostPools",
+    "Pools",
+    "TransferError",
+    "View",
+    "apply",
+    "attend",
+    "init_host_pools",
+    "init_pools",
+    "mixed",
+    "move",
+    "ragged",
+    "recur",
+    "rope_write",
+    "view",
+    "write",
+]

@@ -78,19 +78,27 @@ def attend(
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)
-    context, q = pools.context(group), floats("q", q)
+    context = pools.context(group)
+    q = floats("q", q)
     window = None if window is None else static_int("window", window, 1)
     sinks = None if sinks is None else floats("sinks", sinks)
     _check(q, array, view, window, soft_cap, sinks, layer, context)
-    shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1
+    shape = q.shape
+    is_decode = view.starts is None and q.shape[1] == 1
     decodes = q.shape[0] if is_decode else view.decodes
     call = functools.partial(
-        pallas_kernels.call, scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window, soft_cap=soft_cap,
-        values=spec.values, return_lse=return_lse or context is not None, implementation=implementation,
-    )  # fmt: skip
+        pallas_kernels.call,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        soft_cap=soft_cap,
+        values=spec.values,
+        return_lse=return_lse or context is not None,
+        implementation=implementation,
+    )
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
-        q, parts = q.reshape(-1, *q.shape[2:]), []
+        q = q.reshape(-1, *q.shape[2:])
+        parts = []
         options = {"scales": scales, "sinks": sinks if context is None else None}  # the merge has them once
         if decodes:
             first = slice(0, decodes)
@@ -113,19 +121,26 @@ def attend(
         return (out, lse) if return_lse else out
 
     operands = {
-        "q": q, "pool": array, "index": index, "table": view.tables[group], "scales": pools.scales_of(group, pool),
-        "sinks": sinks, "lengths": view.lengths,
+        "q": q,
+        "pool": array,
+        "index": index,
+        "table": view.tables[group],
+        "scales": pools.scales_of(group, pool),
+        "sinks": sinks,
+        "lengths": view.lengths,
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
-    }  # fmt: skip
+    }
     with jax.named_scope("attend"):
-        own, of_results = spec.mesh_axes, MeshAxes(1)
+        own = spec.mesh_axes
+        of_results = MeshAxes(1)
         axes = {"q": MeshAxes(2), "pool": own, "scales": own, "sinks": MeshAxes(0)}
         result = pools.over_devices(group, compute, operands, axes, (of_results,) * 2 if return_lse else of_results)
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 
 
 def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
-    kv_heads, width = array.shape[3], array.shape[5]
+    kv_heads = array.shape[3]
+    width = array.shape[5]
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")

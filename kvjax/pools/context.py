@@ -44,7 +44,8 @@ class Context:
     def own_slots(self, slots: jax.Array, pool: jax.Array) -> jax.Array:
         """The slots i32[T] in this device's part of a pool; in its scratch row for tokens of other shards."""
         own = pool.shape[_SLOTS]
-        row, token = slots // (own * self.size), slots % (own * self.size)
+        row = slots // (own * self.size)
+        token = slots % (own * self.size)
         row = jnp.where(token % self.size == self.shard(), row, pool.shape[0] - 1)
         return row * own + token // self.size
 
@@ -67,7 +68,8 @@ class Context:
             highest = jnp.maximum(highest, lax.stop_gradient(sinks))
         weight = jnp.where(lse > -jnp.inf, jnp.exp(lse - highest), 0.0)[..., None]
         total = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], axis=-1), self.axis)
-        mixed, denominator = total[..., :-1], total[..., -1]
+        mixed = total[..., :-1]
+        denominator = total[..., -1]
         if sinks is not None:
             denominator += jnp.exp(sinks - highest)
         divisor = jnp.where(denominator > 0, denominator, 1.0)

@@ -64,7 +64,8 @@ class Pools(Pytree, static=("spec", "placement")):
         group, pool, own = self.spec.locate(layer)
         array = self.arrays[group][pool]
         if index is not None:
-            index, num_layers = _scalar("index", index), len(self.spec.groups[group].pools[pool].layers)
+            index = _scalar("index", index)
+            num_layers = len(self.spec.groups[group].pools[pool].layers)
             own = jnp.clip(index, 0, min(num_layers - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
         return group, pool, own, array
 
@@ -77,7 +78,8 @@ class Pools(Pytree, static=("spec", "placement")):
                 "for the position in it"
             )
         layers = pools[0].layers
-        index_of, last = {number: i for i, number in enumerate(layers)}, len(layers) - 1
+        index_of = {number: i for i, number in enumerate(layers)}
+        last = len(layers) - 1
         table = np.array([index_of.get(number, last) for number in range(max(layers) + 2)], np.int32)
         return layers[0], pick(jnp.asarray(table), _scalar("layer", layer))
 
@@ -218,8 +220,9 @@ def init_pools(
         rows = group.num_blocks + 1, len(pool.layers)
         return jax.tree.map(
             lambda block, axes: zeros(group, (*rows, *block.shape), block.dtype, axes),
-            pool.block_shape(spec.block_size), pool.mesh_axes,
-        )  # fmt: skip
+            pool.block_shape(spec.block_size),
+            pool.mesh_axes,
+        )
 
     def scales(group: GroupSpec, pool: PoolSpec) -> jax.Array | None:
         if not pool.quantised:  # the states of recurrent layers never are
@@ -286,7 +289,9 @@ def write(
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
     new = {"k": k, "v": v} if spec.values is None else {"k": k}
     k, v, *_ = *checked_kv(view, array, layer, **new), None
-    scales, slots, context = pools.scales_of(group, pool), view.slots[group], pools.context(group)
+    scales = pools.scales_of(group, pool)
+    slots = view.slots[group]
+    context = pools.context(group)
     operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 
     def append(pool, scales, index, k, v, slots):
@@ -296,7 +301,8 @@ def write(
 
     quantised = operands["scales"] is not None
     with jax.named_scope("write"):
-        own, of_tokens = spec.mesh_axes, MeshAxes(2 if spec.values is None else None)
+        own = spec.mesh_axes
+        of_tokens = MeshAxes(2 if spec.values is None else None)
         axes = {"pool": own, "scales": own, "k": of_tokens, "v": of_tokens}
         written = pools.over_devices(group, append, operands, axes, (own, own) if quantised else own)
     return pools.with_pool(group, pool, *(written if quantised else (written,)))
@@ -325,12 +331,14 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
     def copied(array: jax.Array, axes: MeshAxes, number: int, copies: dict[str, jax.Array]) -> jax.Array:
         return given.over_devices(number, copy, {"pool": array, **copies}, {"pool": axes}, axes)
 
-    given, records = pools, Records(padded(events.records))
+    given = pools
+    records = Records(padded(events.records))
     for number, group in enumerate(pools.spec.groups):
         wanted = (records.kind == EventKind.COPIED) & (records.group == number)
         # Indices of the wanted records, packed to the front.
         order = put(jnp.zeros(wanted.size, jnp.int32), rank(wanted), np.arange(wanted.size, dtype=np.int32), wanted)
-        sources, targets = pick(records.source, order), pick(records.block, order)
+        sources = pick(records.source, order)
+        targets = pick(records.block, order)
         copies = {"sources": sources, "targets": targets, "num_copies": count(wanted)}
         each = functools.partial(copied, number=number, copies=copies)
         for pool, spec in enumerate(group.pools):

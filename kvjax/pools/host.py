@@ -61,7 +61,9 @@ class TransferError(RuntimeError):
 
     def __init__(self, message: str, pools: Pools, host: HostPools, overwritten: np.ndarray):
         super().__init__(message)
-        self.pools, self.host, self.overwritten = pools, host, overwritten
+        self.pools = pools
+        self.host = host
+        self.overwritten = overwritten
 
 
 @own_transfers()
@@ -118,7 +120,8 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
             failed = f"group {number}: {len(moves[0])} blocks to the host and {len(moves[1])} to the device: {error}"
             left = _with(pools, number, tiers[0]), _with(host, number, tiers[1])
             raise TransferError(failed, *left, _overwritten(records)) from error
-        pools, host = _with(pools, number, tiers[0]), _with(host, number, tiers[1])
+        pools = _with(pools, number, tiers[0])
+        host = _with(host, number, tiers[1])
     return pools, host
 
 
@@ -134,7 +137,8 @@ def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray,
         pool_rows = records[records[:, 0] == number, 3:]
         if not 0 <= number < len(spec.groups):
             raise ValueError(f"transfer: got a move in group {number}, wanted one of {len(spec.groups)}")
-        n, ids = spec.groups[number].num_blocks, spec.groups[number].num_ids
+        n = spec.groups[number].num_blocks
+        ids = spec.groups[number].num_ids
         on_host = pool_rows >= n
         wrong = (on_host[:, 0] == on_host[:, 1]) | np.any((pool_rows < 0) | (pool_rows >= ids), axis=1)
         if wrong.any():
@@ -212,7 +216,8 @@ _read = jax.jit(_read_blocks)
 
 def compile_moves(pools: Pools, host: HostPools, number: int) -> None:
     """Compiles the programs of one group's moves, for whoever must not wait for them later; copies nothing."""
-    on_device, on_host = arrays_of(pools, number), arrays_of(host, number)
+    on_device = arrays_of(pools, number)
+    on_host = arrays_of(host, number)
     for size in BATCHES:
         index = np.zeros((2, size), np.int32)
         for target, source in (on_host, on_device), (on_device, on_host), (on_device, _read(on_host, index[0])):

@@ -114,7 +114,8 @@ def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
     """An operand of Explicit axes as the map wants it. A pool that lies otherwise is refused: it would be gathered."""
     if x is None or isinstance(x, int):
         return x
-    have, spec = jax.typeof(x).sharding.spec, P(*wanted.spec, *[None] * (x.ndim - len(wanted.spec)))
+    have = jax.typeof(x).sharding.spec
+    spec = P(*wanted.spec, *[None] * (x.ndim - len(wanted.spec)))
     if name in ("pool", "scales") and have != spec:
         raise ValueError(f"pools: got arrays divided as {have}, wanted {spec}, as kvjax.init_pools(mesh=) makes them")
     return jax.sharding.reshard(x, wanted.update(spec=spec))
@@ -150,7 +151,8 @@ def num_shards(
     if context is not None and (context not in mesh.axis_names or context == heads):
         others = tuple(name for name in mesh.axis_names if name != heads)
         raise ValueError(f"context: got {context!r}, wanted one of the mesh's axes {others}, or None")
-    shards, parts = mesh.shape[heads], 1 if context is None else mesh.shape[context]
+    shards = mesh.shape[heads]
+    parts = 1 if context is None else mesh.shape[context]
     for pool in (pool for group in spec.groups for pool in group.pools):
         for size, what in _divided(pool):
             if size % shards:

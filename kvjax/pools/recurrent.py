@@ -73,18 +73,22 @@ def recur(
         raise ValueError(f"layer: got {layer}, which has K/V, wanted a recurrent layer; `attend` serves this one")
     width = static_int("width", width, 1)
     _check_inputs(inputs, view)
-    shape, size = view.positions.shape, pools.spec.block_size
+    shape = view.positions.shape
+    size = pools.spec.block_size
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
     slots = view.slots[group].reshape(-1) // size
-    snapshots, rows = _Snapshots(arrays, index), _Rows.of(view, view.tables[group], size)
-    outputs, decodes = [], shape[0] if view.starts is None and shape[1] == 1 else view.decodes
+    snapshots = _Snapshots(arrays, index)
+    rows = _Rows.of(view, view.tables[group], size)
+    outputs = []
+    decodes = shape[0] if view.starts is None and shape[1] == 1 else view.decodes
     with jax.named_scope("recur"):
         if decodes:
             done, snapshots = _decode(cell, snapshots, rows.part(slice(0, decodes)), flat, slots, keep)
             outputs.append(done)
         if decodes < view.num_tokens.shape[0]:
             rest = rows.part(slice(decodes, None))
-            rest, flat = rest._replace(token=rest.token - decodes), jax.tree.map(lambda x: x[decodes:], flat)
+            rest = rest._replace(token=rest.token - decodes)
+            flat = jax.tree.map(lambda x: x[decodes:], flat)
             most = int(np.prod(shape)) - decodes if view.starts is not None else shape[1]
             done, snapshots = _chunks(cell, snapshots, rest, flat, slots[decodes:], keep, most, size, width)
             outputs.append(done)
@@ -183,7 +187,8 @@ def _chunks(
     width: int,
 ) -> tuple[Any, _Snapshots]:
     """Rows of several tokens, as tiles one after the other; outputs [T, ...]."""
-    total, width = slots.size, tile_width(width, size)
+    total = slots.size
+    width = tile_width(width, size)
     work, num_tiles = block_tiles(total, rows.start + rows.count, rows.token, rows.count, max_count, width, size)
     # All rows' snapshots before the loop: read inside, XLA would copy the pool that is written there.
     begin = snapshots.read(rows)
@@ -234,7 +239,8 @@ def _masked(x: jax.Array, real: jax.Array) -> jax.Array:
 
 
 def _check_inputs(inputs: Any, view: View) -> None:
-    leaves, batch = jax.tree.leaves(inputs), view.positions.shape
+    leaves = jax.tree.leaves(inputs)
+    batch = view.positions.shape
     wrong = next((x.shape for x in leaves if x.shape[:2] != batch), None)
     if wrong is not None or not leaves:
         raise ValueError(f"inputs: got shape {wrong}, wanted [{batch[0]}, {batch[1]}, ...] as the view's tokens")

@@ -57,23 +57,33 @@ def rope_write(
     if spec.values is not None:
         raise ValueError(f"layer: got {layer}, which has latents, wanted one with K/V")
     k, v = checked_kv(view, array, layer, k=k, v=v)
-    q, angles = floats("q", q), (floats("angles", angles[0]), floats("angles", angles[1]))
+    q = floats("q", q)
+    angles = (floats("angles", angles[0]), floats("angles", angles[1]))
     _check(q, angles, view, array)
     if 2 * angles[0].shape[-1] < q.shape[-1]:
         pools = write(pools, layer, rotate(k, angles), v, view, index=index, implementation=implementation)
         return rotate(q, angles), pools
-    scales, context = pools.scales_of(group, pool), pools.context(group)
+    scales = pools.scales_of(group, pool)
+    context = pools.context(group)
 
     def append(pool, scales, index, q, k, v, cos, sin, slots):
         args = q, k, v, cos, sin, pool, index, own_slots(slots, pool, context), scales
         return pallas_kernels.call("rope_append", *args, implementation=implementation)
 
     operands = {
-        "pool": array, "scales": scales, "index": pool_index, "q": q, "k": k, "v": v, "cos": angles[0],
-        "sin": angles[1], "slots": view.slots[group],
-    }  # fmt: skip
+        "pool": array,
+        "scales": scales,
+        "index": pool_index,
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos": angles[0],
+        "sin": angles[1],
+        "slots": view.slots[group],
+    }
     with jax.named_scope("rope_write"):
-        own, of_tokens = spec.mesh_axes, MeshAxes(2)
+        own = spec.mesh_axes
+        of_tokens = MeshAxes(2)
         axes = {"pool": own, "scales": own, "q": of_tokens, "k": of_tokens, "v": of_tokens}
         out_axes = of_tokens, *(own for _ in jax.tree.leaves((array, scales)))
         q, *written = pools.over_devices(group, append, operands, axes, out_axes)
@@ -81,7 +91,9 @@ def rope_write(
 
 
 def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, array: jax.Array) -> None:
-    batch, kv_heads, width = view.positions.shape, array.shape[3], array.shape[5]
+    batch = view.positions.shape
+    kv_heads = array.shape[3]
+    width = array.shape[5]
     if q.ndim != 4 or q.shape != (*batch, q.shape[2], width) or q.shape[2] % kv_heads:
         raise ValueError(
             f"q: got shape {q.shape}, wanted [{', '.join(map(str, batch))}, a multiple of {kv_heads}, {width}]"

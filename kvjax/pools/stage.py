@@ -68,7 +68,8 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
     """
 
     def write(number: int, pool: jax.Array, axes: MeshAxes, blocks: jax.Array) -> jax.Array:
-        target, most = integers(f"rows[{number}]", rows[number], ("K",)), jnp.asarray(counts[number], jnp.int32)
+        target = integers(f"rows[{number}]", rows[number], ("K",))
+        most = jnp.asarray(counts[number], jnp.int32)
         if pool.ndim == 2:
             return put(pool, target, blocks, jnp.arange(target.shape[0], dtype=jnp.int32) < most)
         context = pools.context(number)

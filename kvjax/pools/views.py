@@ -151,21 +151,25 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
     """
-    size, most = static_int32("size", size, 1), state.spec.max_seqs
-    decode, seqs = row_mask("decode", decode, most), integers("seqs", seqs, ("R",))
+    size = static_int32("size", size, 1)
+    most = state.spec.max_seqs
+    decode = row_mask("decode", decode, most)
+    seqs = integers("seqs", seqs, ("R",))
     chunks = jnp.where(pick(decode, seqs), 0, each_row("num_tokens", num_tokens, seqs.shape))
     row = np.arange(most, dtype=np.int32)
     counts = jnp.concatenate([decode.astype(jnp.int32), chunks])
     tables, start, count = _rows(state, counts, jnp.concatenate([row, seqs]), 0)
     starts, chunks, owner, offset = _packed(count[most:], size)
     return _view(
-        state, tables, start,
+        state,
+        tables,
+        start,
         count=jnp.concatenate([count[:most], chunks]),
         owner=jnp.concatenate([row[None], owner + most], axis=1),
         offset=jnp.concatenate([np.zeros_like(row)[None], offset], axis=1),
         starts=jnp.concatenate([row, starts + most]),
         decodes=most,
-    )  # fmt: skip
+    )
 
 
 def _rows(state: CacheState, num_tokens, seqs, written):

@@ -14,6 +14,16 @@ from kvjax.stores.restore import Loaded
 from kvjax.verbs.adopt import adopt, land
 
 __all__ = [
-    "Adopted", "DiskStore", "Loaded", "SaveFolder", "Staged", "adopt", "check_folder", "gather", "land", "load", "save",
+    "Adopted",
+    "DiskStore",
+    "Loaded",
+    "SaveFolder",
+    "Staged",
+    "adopt",
+    "check_folder",
+    "gather",
+    "land",
+    "load",
+    "save",
     "scatter",
-]  # fmt: skip
+]

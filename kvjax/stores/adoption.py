@@ -18,7 +18,8 @@ from kvjax.stores.transport import compile_pieces, write
 from kvjax.tiered import FailedTransfer, TieredCache, joined
 from kvjax.verbs.adopt import adopt, land
 
-COLUMNS, GROWTH = 8, 4  # of the smallest program, and from one program to the next larger one
+COLUMNS = 8
+GROWTH = 4  # of the smallest program, and from one program to the next larger one
 
 _adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
 _land = OutermostJit(land, donate_argnums=0)
@@ -67,14 +68,22 @@ def adopt_prefix(
 
     text = jax.tree.map(lambda part: padded(part).reshape(-1), text)
     cache, events = _reserve(
-        cache, text.tokens, np.int32(length), padded(have.T).T, namespace=np.int32(namespace),
-        extra_ids=text.extra_ids, now=now, **jax.tree.map(padded, options),
-    )  # fmt: skip
+        cache,
+        text.tokens,
+        np.int32(length),
+        padded(have.T).T,
+        namespace=np.int32(namespace),
+        extra_ids=text.extra_ids,
+        now=now,
+        **jax.tree.map(padded, options),
+    )
     adopted: Any = events.adopted
     if not bool(events.ok):
         return cache, events.replace(adopted=None)
     own = np.asarray(adopted.blocks) >= 0
-    arrived, pools, pool_rows = np.zeros_like(own), cache.pools, np.asarray(adopted.pool_rows)
+    arrived = np.zeros_like(own)
+    pools = cache.pools
+    pool_rows = np.asarray(adopted.pool_rows)
     for number, of_group in enumerate(own):
         found = read(number, np.flatnonzero(of_group).tolist())
         arrived[number, list(found)] = True
@@ -89,10 +98,9 @@ def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCac
     It is refused: the cache that is returned is as it was.
     """
     spec = cache.state.spec
-    tokens, have = np.zeros((columns * spec.block_size,), np.int32), np.zeros((len(spec.groups), columns), np.bool_)
-    cache, events = _reserve(
-        cache, tokens, np.int32(0), have, namespace=np.int32(0), extra_ids=None, now=now
-    )  # fmt: skip
+    tokens = np.zeros((columns * spec.block_size,), np.int32)
+    have = np.zeros((len(spec.groups), columns), np.bool_)
+    cache, events = _reserve(cache, tokens, np.int32(0), have, namespace=np.int32(0), extra_ids=None, now=now)
     assert not events.ok
     adopted: Any = events.adopted
     for number, pool_rows in enumerate(np.asarray(adopted.pool_rows)):

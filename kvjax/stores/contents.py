@@ -64,7 +64,9 @@ class Contents(NamedTuple):
         Raises:
           ValueError: naming the array that no cache can have.
         """
-        limits, words, start = _limits(spec, count), np.frombuffer(data, "<i4").astype(np.int32, copy=False), 0
+        limits = _limits(spec, count)
+        words = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+        start = 0
         arrays = {}
         for name, (shape, least, largest) in limits.items():
             array = arrays[name] = words[start : start + math.prod(shape)].reshape(shape)
@@ -86,8 +88,10 @@ class Contents(NamedTuple):
 
     def broken_rule(self) -> str:
         """The first rule of a cache's contents that arrays of the right shapes and ranges break, or ""."""
-        (child,), is_token = np.nonzero(self.parent >= 0), np.arange(self.tokens.shape[1]) < self.fill[:, None]
-        above, ranks = self.parent[child], [row[row >= 0] for row in self.order]
+        (child,) = np.nonzero(self.parent >= 0)
+        is_token = np.arange(self.tokens.shape[1]) < self.fill[:, None]
+        above = self.parent[child]
+        ranks = [row[row >= 0] for row in self.order]
         columns = self.parent[:, None], self.namespace[:, None], self.fill[:, None], self.tokens, self.extra_ids
         prefixes = {row.tobytes() for row in np.concatenate(columns, axis=1)}
         rules = {
@@ -111,7 +115,8 @@ def num_bytes(spec: CacheSpec, count: int) -> int:
 
 def _limits(spec: CacheSpec, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
     """The shape, the least and the largest number of each array of the contents of so many blocks."""
-    size, largest = spec.block_size, np.iinfo(np.int32).max
+    size = spec.block_size
+    largest = np.iinfo(np.int32).max
     any_number = np.iinfo(np.int32).min, largest
     return {
         "parent": ((count,), -1, count - 1),
@@ -130,11 +135,13 @@ def contents_of(state: Any) -> tuple[Contents, np.ndarray]:
 
     Blocks on the move are left out, with what follows them.
     """
-    group, blocks = state.groups[0], state.groups[0].blocks
+    group = state.groups[0]
+    blocks = state.groups[0].blocks
     listed = _depth_first(blocks.parent[:, 0], (blocks.fill > 0) & np.asarray(group.arrived(group.ids)))
     index = np.full(blocks.fill.shape[0] + 1, -1, np.int32)  # the last one for NO_BLOCK
     index[listed] = np.arange(len(listed))
-    parent, fill = index[blocks.parent[listed, 0]], blocks.fill[listed]
+    parent = index[blocks.parent[listed, 0]]
+    fill = blocks.fill[listed]
     namespace = blocks.parent[listed, 1].copy()
     for at in np.flatnonzero(parent >= 0).tolist():
         namespace[at] = namespace[parent[at]]
@@ -159,7 +166,8 @@ def _depth_first(parent: np.ndarray, is_wanted: np.ndarray) -> np.ndarray:
     children: dict[int, list[int]] = {}
     for block in np.flatnonzero(is_wanted).tolist():
         children.setdefault(int(parent[block]), []).append(block)
-    found, waiting = [], children.get(NO_BLOCK, [])[::-1]
+    found = []
+    waiting = children.get(NO_BLOCK, [])[::-1]
     while waiting:
         found.append(block := waiting.pop())
         waiting.extend(children.get(block, ()))
@@ -198,7 +206,8 @@ def blocks_with(contents: Contents, namespaces: Mapping[int, int], state: CacheS
     cached = {(int(own.parent[at]), int(own.namespace[at]), own.text(at)): at for at in range(len(own.parent))}
     found = np.full(len(contents.parent) + 1, -1, np.int32)  # the last one for a root
     for at in range(len(contents.parent)):
-        above, namespace = int(contents.parent[at]), namespaces.get(int(contents.namespace[at]), -1)
+        above = int(contents.parent[at])
+        namespace = namespaces.get(int(contents.namespace[at]), -1)
         if above < 0 or found[above] >= 0:
             found[at] = cached.get((int(found[above]), namespace, contents.text(at)), -1)
     found = found[:-1]

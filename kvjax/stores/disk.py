@@ -37,7 +37,8 @@ from kvjax.stores.transport import gather_blocks
 from kvjax.stores.values import Block, Values, size_of
 
 READERS = 8  # threads
-_RECENCY, _RECENCY_BYTES = "recency", 1 << 30  # its name, and the most that is read of it
+_RECENCY = "recency"
+_RECENCY_BYTES = 1 << 30  # its name, and the most that is read of it
 _MOST_ROOTS = 4096  # that need not be hashed anew
 
 
@@ -92,19 +93,26 @@ class DiskStore:
             raise ImportError('kvjax.stores.DiskStore: needs tensorstore (pip install "kvjax[stores]")')
         if not isinstance(spec, CacheSpec):
             raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
-        self.spec, self.names, self.readonly = spec, names, bool(readonly)
+        self.spec = spec
+        self.names = names
+        self.readonly = bool(readonly)
         self.values = Values(spec, key)
         of_names = names, checked_names(names, model, loras), model, key
         self._root_of = functools.lru_cache(_MOST_ROOTS)(lambda namespace: namespace_root(namespace, *of_names))
         if max_bytes is not None or not readonly:
             max_bytes = static_int("max_bytes", max_bytes, max(self.values.sizes))
-        self.max_bytes, self.patience_ms = max_bytes, static_int("patience_ms", patience_ms, 0)
+        self.max_bytes = max_bytes
+        self.patience_ms = static_int("patience_ms", patience_ms, 0)
         self.max_in_flight = static_int("max_in_flight", max_in_flight, max(self.values.sizes))
         self._location = Location(location, self.readonly)
         self._lock = threading.Lock()
-        self._names, self._used = OrderedDict[str, int](), 0  # name: bytes; the least recently used one first
-        self._writing, self._in_flight = set[str](), 0
-        self._counters, self._failure, self._has_warned = Counter[str](), "", False
+        self._names = OrderedDict[str, int]()
+        self._used = 0  # name: bytes; the least recently used one first
+        self._writing = set[str]()
+        self._in_flight = 0
+        self._counters = Counter[str]()
+        self._failure = ""
+        self._has_warned = False
         self._writer = ThreadPoolExecutor(1, "kvjax-store-writer")
         self._readers = ThreadPoolExecutor(READERS, "kvjax-store-reader")
         self._closed = False
@@ -178,7 +186,9 @@ class DiskStore:
         return self._readers.submit(self._read, block, number)
 
     def _read(self, block: Block, number: int) -> list[np.ndarray] | None:
-        name, found, outcome = self.values.name(block, number), None, "missed"
+        name = self.values.name(block, number)
+        found = None
+        outcome = "missed"
         with self._failures_noted():
             value = self._location.read(name, self.values.sizes[number])
             if value is not None:
@@ -210,7 +220,8 @@ class DiskStore:
         self._warn()
         if self.readonly or not self.values.has_bytes(number):
             return
-        size, wanted = self.values.sizes[number], dict[str, tuple[Block, int]]()
+        size = self.values.sizes[number]
+        wanted = dict[str, tuple[Block, int]]()
         with self._lock:
             for block, row in zip(blocks, pool_rows, strict=True):
                 name = self.values.name(block, number)
@@ -228,7 +239,9 @@ class DiskStore:
 
     def _write(self, number: int, blocks: list[Block], leaves: list[Any]) -> None:
         """Writes blocks, whose bytes are the leaves' rows. Runs on the store's thread."""
-        size, futures, arrays = self.values.sizes[number], dict[str, Any](), None
+        size = self.values.sizes[number]
+        futures = dict[str, Any]()
+        arrays = None
         with self._failures_noted():  # of the computation that makes them, too
             arrays = jax.device_get(leaves)
         for at, block in enumerate(blocks):

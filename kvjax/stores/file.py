@@ -52,9 +52,13 @@ from kvjax.tiered import TieredCache
 
 @own_transfers()
 def save(
-    cache: Cache | TieredCache, folder: Any, *, names: Namespaces | None = None, model: str,
+    cache: Cache | TieredCache,
+    folder: Any,
+    *,
+    names: Namespaces | None = None,
+    model: str,
     loras: Mapping[int, str] | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Saves all findable blocks of a cache, on both tiers, in place of the folder's older save.
 
     Until the end the older save is the folder's, and after it the new one, whatever ends the process. Reads a few
@@ -75,22 +79,32 @@ def save(
     """
     pools_of(cache)
     names = Namespaces() if names is None else names
-    path, loras = checked_folder(folder), checked_names(names, model, loras)
+    path = checked_folder(folder)
+    loras = checked_names(names, model, loras)
     state = jax.device_get(cache.state)
     contents, ids = contents_of(state)
-    namespaces, values = np.unique(contents.namespace).tolist(), Values(state.spec)
+    namespaces = np.unique(contents.namespace).tolist()
+    values = Values(state.spec)
     roots = {number: namespace_root(number, names, loras, model, b"") for number in namespaces}
     blocks = contents.blocks(values, roots)
     with written_by_one(path):
-        name, index = secrets.token_hex(8), contents.to_bytes()
+        name = secrets.token_hex(8)
+        index = contents.to_bytes()
         _write_values(path / (name + VALUES), cache, state, values, blocks, ids)
         with new_file(path / (name + INDEX)) as file:
             file.write(index)
-        commit_manifest(path, {
-            "model": model, "layout": layout_of(state.spec), "namespaces": names.to_dict(),
-            "loras": {str(number): lora for number, lora in loras.items()}, "num_blocks": len(blocks), "name": name,
-            "crc32": zlib.crc32(index),
-        })  # fmt: skip
+        commit_manifest(
+            path,
+            {
+                "model": model,
+                "layout": layout_of(state.spec),
+                "namespaces": names.to_dict(),
+                "loras": {str(number): lora for number, lora in loras.items()},
+                "num_blocks": len(blocks),
+                "name": name,
+                "crc32": zlib.crc32(index),
+            },
+        )
     return len(blocks)
 
 
@@ -125,11 +139,16 @@ def checked_names(names: Any, model: Any, loras: Any) -> dict[int, str]:
 
 
 def _write_values(
-    path: pathlib.Path, cache: Cache | TieredCache, state: CacheState, values: Values, blocks: Sequence[Block],
+    path: pathlib.Path,
+    cache: Cache | TieredCache,
+    state: CacheState,
+    values: Values,
+    blocks: Sequence[Block],
     ids: np.ndarray,
-) -> None:  # fmt: skip
+) -> None:
     """Writes the values of blocks, of which the groups have ids i32[G, n], to a file: group by group."""
-    host, starts = pools_of(cache), values.starts(ids >= 0)
+    host = pools_of(cache)
+    starts = values.starts(ids >= 0)
     with new_file(path) as file:
         for number, group in enumerate(state.groups):
             if not values.has_bytes(number):
@@ -144,9 +163,14 @@ def _write_values(
 
 @own_transfers()
 def load[C: (Cache, TieredCache)](
-    cache: C, folder: Any, *, names: Namespaces | None = None, model: str, loras: Mapping[int, str] | None = None,
+    cache: C,
+    folder: Any,
+    *,
+    names: Namespaces | None = None,
+    model: str,
+    loras: Mapping[int, str] | None = None,
     now: int = 0,
-) -> tuple[C, Loaded]:  # fmt: skip
+) -> tuple[C, Loaded]:
     """Adopts the blocks of a saved cache: whole prefixes, the least recently released first.
 
     Sizes, tiers, policy, devices and the numbers of `names` may differ from those of the saved cache; its layout and
@@ -171,7 +195,8 @@ def load[C: (Cache, TieredCache)](
     """
     pools_of(cache)
     own_names = Namespaces() if names is None else names
-    path, loras = checked_folder(folder), checked_names(own_names, model, loras)
+    path = checked_folder(folder)
+    loras = checked_names(own_names, model, loras)
     time = np.asarray(integers("now", now, ()))
     spec = cache.state.spec
     with contextlib.ExitStack() as stack:
@@ -219,14 +244,16 @@ def _translated(
     folder: pathlib.Path, save: Mapping[str, Any], contents: Contents, names: Namespaces, loras: Mapping[int, str]
 ) -> tuple[dict[int, bytes], dict[int, int]]:
     """Of each saved namespace the hash of its empty prefix, and its number in `names` if this process has its LoRA."""
-    model, numbers = save["model"], np.unique(contents.namespace).tolist()
+    model = save["model"]
+    numbers = np.unique(contents.namespace).tolist()
     try:
         saved = Namespaces.from_dict(save["namespaces"])
         saved_loras = checked_names(saved, model, {int(number): name for number, name in save["loras"].items()})
         roots = {number: namespace_root(number, saved, saved_loras, model, b"") for number in numbers}
     except ValueError as error:
         raise broken(folder / MANIFEST, f"namespaces that do not fit its blocks ({error})") from error
-    number_of, namespaces = {name: number for number, name in loras.items()}, {}
+    number_of = {name: number for number, name in loras.items()}
+    namespaces = {}
     for number in numbers:
         salt, lora = saved.describe(number)
         if lora is None:

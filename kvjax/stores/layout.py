@@ -81,7 +81,8 @@ class Leaf(NamedTuple):
 @functools.cache
 def leaves_of(spec: CacheSpec, number: int) -> tuple[Leaf, ...]:
     """The arrays of a group's blocks, in the order of a tree of (arrays, scales)."""
-    arrays, scales = [], []
+    arrays = []
+    scales = []
     for pool in spec.groups[number].pools:
         rows = (len(pool.layers),)
         for block in jax.tree.leaves(pool.block_shape(spec.block_size)):

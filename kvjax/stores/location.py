@@ -28,7 +28,8 @@ class Location:
         self._lock: Any = None
         self._folder: pathlib.Path | None = None
         if isinstance(location, tensorstore.KvStore):
-            self.kv, self._text = location, "a KvStore"
+            self.kv = location
+            self._text = "a KvStore"
             return
         if not isinstance(location, str | os.PathLike) or not os.fspath(location):
             raise ValueError(f"location: got {location!r:.80}, wanted a folder, a URL or an open tensorstore.KvStore")

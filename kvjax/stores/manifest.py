@@ -29,14 +29,22 @@ from kvjax._files import create, make_folder, open_regular
 from kvjax.stores.folders import locked, sync
 
 VERSION = 2  # version 1 had safetensors files
-MANIFEST, LOCK = "manifest.json", "save.lock"
-INDEX, VALUES = ".index", ".values"  # what follows the name of a save
+MANIFEST = "manifest.json"
+LOCK = "save.lock"
+INDEX = ".index"
+VALUES = ".values"  # what follows the name of a save
 _TEMPORARY = f"{MANIFEST}.tmp"
 _FORMAT = "kvjax cache"
 _FILE = re.compile(r"[0-9a-f]{16}\.(index|values)")
 _FIELDS = {
-    "model": str, "layout": dict, "namespaces": dict, "loras": dict, "num_blocks": int, "name": str, "crc32": int,
-}  # fmt: skip
+    "model": str,
+    "layout": dict,
+    "namespaces": dict,
+    "loras": dict,
+    "num_blocks": int,
+    "name": str,
+    "crc32": int,
+}
 
 
 def checked_folder(folder: Any) -> pathlib.Path:

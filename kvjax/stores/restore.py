@@ -46,10 +46,13 @@ class Saved:
 
     def __init__(self, values: Values, contents: Contents, roots: Mapping[int, bytes], file: IO[bytes]):
         """`roots` has the hash of each namespace's empty prefix; `file` has the values, as `save` writes them."""
-        self.contents, self._values, self._file = contents, values, file
+        self.contents = contents
+        self._values = values
+        self._file = file
         self._blocks = contents.blocks(values, roots)
         exists = contents.order >= 0
-        self.broken, self._starts = np.zeros_like(exists), values.starts(exists)
+        self.broken = np.zeros_like(exists)
+        self._starts = values.starts(exists)
 
     def read(self, number: int, at: int) -> list[np.ndarray] | None:
         """The words of a block's arrays, or None if they are not those that were saved."""
@@ -70,8 +73,10 @@ class Saved:
 
 def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: np.ndarray) -> tuple[AnyCache, Loaded]:
     """Adopts the blocks of a save, of the namespaces with a number, chain by chain; donates the cache."""
-    contents, state = saved.contents, jax.device_get(cache.state)
-    wanted, available = _chosen(contents, namespaces, state), [int(group.available) for group in state.groups]
+    contents = saved.contents
+    state = jax.device_get(cache.state)
+    wanted = _chosen(contents, namespaces, state)
+    available = [int(group.available) for group in state.groups]
     is_leaf = wanted[0].copy()
     above = contents.parent[wanted[0]]
     is_leaf[above[above >= 0]] = False
@@ -91,7 +96,8 @@ def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: n
 
 def _chosen(contents: Contents, namespaces: Mapping[int, int], state: CacheState) -> np.ndarray:
     """bool[G, n]; the saved blocks that a cache has blocks for, those first that were released last."""
-    order, ids = contents.order, blocks_with(contents, namespaces, state)
+    order = contents.order
+    ids = blocks_with(contents, namespaces, state)
     chosen = np.isin(contents.namespace, np.array(list(namespaces), np.int32))
     found = []
     for group, own, rank in zip(state.groups, ids, order, strict=True):
@@ -121,7 +127,8 @@ def _adopt_chain(
     cache: AnyCache, saved: Saved, path: list[int], have: np.ndarray, namespaces: Mapping[int, int], now: np.ndarray
 ) -> tuple[AnyCache, int]:
     """Adopts the blocks of a chain that the cache lacks; also returns how many blocks were too many: none was taken."""
-    spec, contents = cache.state.spec, saved.contents
+    spec = cache.state.spec
+    contents = saved.contents
     ends: list[int] = []
 
     def read(number: int, columns: list[int]) -> dict[int, list[np.ndarray]]:
@@ -130,15 +137,21 @@ def _adopt_chain(
         ends.append(min(set(columns) - found.keys(), default=len(path)))  # behind the first group's nothing is read
         return found
 
-    options, stated = {"hits": contents.hits[path]}, contents.retention[path, : 2 * spec.retention]
+    options = {"hits": contents.hits[path]}
+    stated = contents.retention[path, : 2 * spec.retention]
     if stated.size:
         options["stated"] = stated
     parts: list[Any] = [part[path] if part.size else None for part in (contents.tokens, contents.extra_ids)]
     cache, events = adopt_prefix(
-        cache, Text(*parts), have, read,
+        cache,
+        Text(*parts),
+        have,
+        read,
         length=(len(path) - 1) * spec.block_size + int(contents.fill[path[-1]]),
-        namespace=namespaces[int(contents.namespace[path[0]])], now=now, **options,
-    )  # fmt: skip
+        namespace=namespaces[int(contents.namespace[path[0]])],
+        now=now,
+        **options,
+    )
     return cache, 0 if bool(events.ok) else max(1, int(np.sum(np.asarray(events.shortfall))))
 
 
@@ -163,10 +176,13 @@ _release_again = OutermostJit(_release_again, donate_argnums=0)
 
 
 def _counted(saved: Saved, ids: np.ndarray) -> Loaded:
-    contents, broken = saved.contents, saved.broken
-    exists, is_broken = contents.order >= 0, broken[0].copy()
+    contents = saved.contents
+    broken = saved.broken
+    exists = contents.order >= 0
+    is_broken = broken[0].copy()
     for at, above in enumerate(contents.parent.tolist()):
         is_broken[at] |= above >= 0 and is_broken[above]
     lost = exists & (ids < 0) & (is_broken | broken)
-    taken, num_broken = int(np.sum(ids >= 0)), int(np.sum(lost))
+    taken = int(np.sum(ids >= 0))
+    num_broken = int(np.sum(lost))
     return Loaded(taken, int(np.sum(exists)) - taken - num_broken, num_broken)

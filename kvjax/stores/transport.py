@@ -19,7 +19,8 @@ from kvjax.pools.stage import Staged, gather, scatter
 from kvjax.spec import CacheSpec
 from kvjax.stores.layout import leaves_of
 
-MOST, FEW = 64, 8  # blocks of one program
+MOST = 64
+FEW = 8  # blocks of one program
 _PIECE_BYTES = 16 << 20  # larger pieces leave the processor's caches, and need new memory each
 
 
@@ -42,8 +43,10 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
       number: of the group.
       pool_rows: i32[n].
     """
-    num_on_device, most = pools.spec.groups[number].num_blocks, most_blocks(pools.spec, number)
-    (on_device,), (on_host,) = np.nonzero(pool_rows < num_on_device), np.nonzero(pool_rows >= num_on_device)
+    num_on_device = pools.spec.groups[number].num_blocks
+    most = most_blocks(pools.spec, number)
+    (on_device,) = np.nonzero(pool_rows < num_on_device)
+    (on_host,) = np.nonzero(pool_rows >= num_on_device)
     for piece, leaves in gather_blocks(pools, pool_rows[on_device], number):
         yield on_device[piece], [np.asarray(leaf) for leaf in leaves]
     context = pools.context(number)
@@ -59,7 +62,8 @@ def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterato
 
 def gather_blocks(pools: Pools, pool_rows: Any, number: int) -> Iterator[tuple[slice, list[jax.Array]]]:
     """The blocks i32[n] of one group on the device, in pieces without padding: a slice, and each array [n, *shape]."""
-    first, most = 0, most_blocks(pools.spec, number)
+    first = 0
+    most = most_blocks(pools.spec, number)
     while left := len(pool_rows) - first:
         count = next(size for size in (most, FEW, 1) if size <= left)
         piece = slice(first, first + count)
@@ -79,7 +83,8 @@ def write(
     pools: Pools, number: int, pool_rows: np.ndarray, columns: Sequence[int], blocks: Sequence[list[np.ndarray]]
 ) -> Pools:
     """Writes blocks, each a list of words, into pool_rows i32[F] at these columns, of one group; donates the pools."""
-    leaves, most = leaves_of(pools.spec, number), most_blocks(pools.spec, number)
+    leaves = leaves_of(pools.spec, number)
+    most = most_blocks(pools.spec, number)
     for first in range(0, len(columns) if leaves else 0, most):
         some = columns[first : first + most]
         index = np.full(batch_size(len(some)), -1, np.int32)
@@ -106,13 +111,15 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="number")
 def _scatter(pools: Pools, leaves: list[jax.Array], pool_rows: jax.Array, index: jax.Array, number: int) -> Pools:
     """Writes the leading blocks with an index of at least 0."""
-    spec, groups = pools.spec, range(len(pools.arrays))
+    spec = pools.spec
+    groups = range(len(pools.arrays))
     arrays, scales = jax.tree.unflatten(jax.tree.structure(arrays_of(pools, number)), leaves)
     nothing = [(None,) * len(group.pools) for group in spec.groups]
     staged = Staged(
-        tuple(arrays if other == number else nothing[other] for other in groups), spec,
+        tuple(arrays if other == number else nothing[other] for other in groups),
+        spec,
         tuple((scales or nothing[other]) if other == number else nothing[other] for other in groups),
-    )  # fmt: skip
+    )
     rows = jnp.where(index >= 0, pick(pool_rows, index), spec.groups[number].num_blocks)
     return scatter(pools, staged, [rows] * len(groups), [jnp.sum(index >= 0, dtype=jnp.int32)] * len(groups))
 

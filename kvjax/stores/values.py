@@ -32,7 +32,9 @@ from kvjax.state import Text
 from kvjax.stores.layout import layout_of, leaves_of
 
 VERSION = 2
-_MAGIC, _CRC, _WORD = b"kvjaxblk", 4, 4
+_MAGIC = b"kvjaxblk"
+_CRC = 4
+_WORD = 4
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-([0-9]{1,18})/[0-9a-f]{32}")
 
 
@@ -60,7 +62,8 @@ class Values:
     def __init__(self, spec: CacheSpec, key: bytes = b""):
         """`key` is a secret, without which the names cannot be computed."""
         layout = json.dumps([VERSION, layout_of(spec)], sort_keys=True).encode()
-        self.spec, self.layout = spec, hashlib.blake2b(layout, digest_size=8, person=b"kvjax-layout").digest()
+        self.spec = spec
+        self.layout = hashlib.blake2b(layout, digest_size=8, person=b"kvjax-layout").digest()
         self._hasher = hasher(b"kvjax-block", key)
         self._words_per_token = 1 + spec.extra_ids
         self._leaves = [leaves_of(spec, number) for number in range(len(spec.groups))]
@@ -82,7 +85,8 @@ class Values:
 
     def blocks(self, root: bytes, prompt: Text) -> list[Block]:
         """The whole blocks of a prompt i32[n] whose empty prefix has the hash `root`."""
-        size, parts = self.spec.block_size, prompt.parts().values()
+        size = self.spec.block_size
+        parts = prompt.parts().values()
         whole = len(prompt.tokens) // size
         words = np.stack([np.asarray(part[: whole * size], "<i4").reshape(whole, size) for part in parts], axis=1)
         found: list[Block] = []
