@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation of Q and K by their tokens' positions together with the write of K and V: one kernel on a GPU."""
+"""Rotation of Q and K by their tokens' positions, together with the write of K and V: a single kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def rope_write(
     index: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Rotates one layer's Q and K (RoPE), and writes K/V of a view's tokens into their slots as `write` does.
+    """Rotates a layer's Q and K (RoPE), and writes K/V of a view's tokens into their slots as `write` does.
 
     The pairs of dimensions are (i, i + W / 2) for the first W dimensions, all D or a part of them. Q and K are rotated
-    in float32 and rounded to their dtype. On a GPU this is one kernel where W is D, and XLA computes q, k and v in one
-    product where they are products with the same x. Norms of q and k come before it.
+    in float32 and rounded to their dtype. On a GPU this is a single kernel if W is D. If q, k and v are products with
+    the same x, XLA computes them together. Apply norms of q and k before.
 
     Args:
       pools: the K/V so far.
       layer: the model's layer number; traced as in `write`.
       q: [R, C, Q, D], not rotated; [1, T, Q, D] for a flat view, ragged or mixed.
-      k: [R, C, K, D], not rotated; likewise.
-      v: [R, C, K, D]; likewise.
+      k: [R, C, K, D], not rotated; [1, T, K, D] for a flat view.
+      v: shaped like k.
       angles: cosine and sine of each token's and pair's angle, f32[R, C, 1, W / 2] each.
-      view: where the tokens are.
-      index: i32[]; the layer's index in its pool, as in `write`. None: the layer's own.
-      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+      view: the slots of the tokens.
+      index: i32[]; the layer's index in its pool, as in `write`. None uses the layer's index.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
 
     Returns:
-      q rotated, for `attend`; and the pools with the tokens' K/V.
+      The rotated q, for `attend`; and the pools with the tokens' K/V.
 
     Raises:
-      ValueError: as `write`; on a layer of latents; on q or angles that do not fit.
-      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of rounding;
-        `jax.lax.stop_gradient` of q, k and v does without it.
+      ValueError: as `write`; also if the layer has latents, or q or angles do not fit.
+      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of rounding.
+        `jax.lax.stop_gradient` of q, k and v avoids the derivative.
     """
     check_fit(pools, view)
     group, pool, pool_index, array, spec = attention_pool(pools, layer, index)
@@ -82,10 +82,10 @@ def rope_write(
         "slots": view.slots[group],
     }
     with jax.named_scope("rope_write"):
-        own = spec.mesh_axes
-        of_tokens = MeshAxes(2)
-        axes = {"pool": own, "scales": own, "q": of_tokens, "k": of_tokens, "v": of_tokens}
-        out_axes = of_tokens, *(own for _ in jax.tree.leaves((array, scales)))
+        pool_axes = spec.mesh_axes
+        token_axes = MeshAxes(2)
+        axes = {"pool": pool_axes, "scales": pool_axes, "q": token_axes, "k": token_axes, "v": token_axes}
+        out_axes = token_axes, *(pool_axes for _ in jax.tree.leaves((array, scales)))
         q, *written = pools.over_devices(group, append, operands, axes, out_axes)
     return q, pools.with_pool(group, pool, *written)
 
