@@ -204,7 +204,7 @@ def test_bad_input_is_refused_and_nothing_is_made(tmp_path):
         ({"max_bytes": None}, "max_bytes: got None, wanted an int of at least"),
         ({"max_bytes": FOUR // 4 - 1}, "max_bytes: got .*, wanted an int of at least"),
         ({"max_in_flight": 10}, "max_in_flight: got 10, wanted an int of at least"),
-        ({"patience_ms": -1}, "patience_ms: got -1, wanted an int of at least 0"),
+        ({"read_timeout_ms": -1}, "read_timeout_ms: got -1, wanted an int of at least 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             opened(**{"location": tmp_path / "store", **change})
