@@ -198,7 +198,7 @@ def test_bad_input_is_refused_and_nothing_is_made(tmp_path):
         ({"spec": None}, "spec: got a NoneType, wanted a CacheSpec"),
         ({"names": None}, "names: got None, wanted the kvjax.Namespaces"),
         ({"model": ""}, "model: got '', wanted the name"),
-        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a name of its own"),
+        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a different name"),
         ({"key": "text"}, "key: got a str, wanted at most 64 bytes"),
         ({"key": b"x" * 65}, "key: got 65 bytes, wanted at most 64 bytes"),
         ({"max_bytes": None}, "max_bytes: got None, wanted an int of at least"),
