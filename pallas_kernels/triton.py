@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention and block movement as Triton kernels, for NVIDIA GPUs from sm_80 on.
 
-The functions and shapes are those of `pallas_kernels.xla`. With `interpret=True` a function runs as plain JAX on any
-platform; the tests compare it so. Triton in Pallas is deprecated; everything that depends on it is in this file and in
-others whose names begin with `triton_`.
+The functions and shapes are the same as in `pallas_kernels.xla`. With `interpret=True` a function runs as plain jax on
+any platform, which the tests use to compare it. Triton in Pallas is deprecated. Only this file and the files whose
+names begin with `triton_` depend on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
-    """As `xla.append_kv`: a program writes K and V of one token, all heads, or its latent."""
+    """Writes as `xla.append_kv`: a program writes K and V of a token, all heads, or its latent."""
     tokens, kv_heads, width = k.shape
     scratch_slot = (pool.shape[0] - 1) * pool.shape[4]
     parts = pool.shape[2]
@@ -57,17 +57,17 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
         inside = jnp.logical_and(
             jnp.broadcast_to(head < kv_heads, (heads, columns)), jnp.broadcast_to(column < width, (heads, columns))
         )
-        real = inside & (slot < scratch_slot)
-        for which, ref in enumerate(new_refs):
+        is_written = inside & (slot < scratch_slot)
+        for part_index, ref in enumerate(new_refs):
             new = plt.load(ref.at[token, head, column], mask=inside, other=0.0)
-            row = slot_row(pool.shape, slot, layer_ref[0], which, head)
+            row = slot_row(pool.shape, slot, layer_ref[0], part_index, head)
             if scales_refs:
                 new, scale = quantise(new, pool.dtype)
                 plt.store(scales_refs[0].at[row], scale, mask=(head < kv_heads) & (slot < scratch_slot))
-            plt.store(pool_ref.at[row, column], new.astype(pool.dtype), mask=real)
+            plt.store(pool_ref.at[row, column], new.astype(pool.dtype), mask=is_written)
 
     arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]
-    num_warps = min(max(heads * columns * pool.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes to a thread
+    num_warps = min(max(heads * columns * pool.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes per thread
     pool_out, *scales_out = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
@@ -82,7 +82,7 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
 
 
 def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
-    """As `xla.copy_blocks`, but in any order: no target is a source, and no two targets are the same."""
+    """Copies as `xla.copy_blocks`, but in any order: no target is a source, and no two targets are equal."""
     flat = pool.reshape(pool.shape[0], -1)
     part = () if tokens is None else (tokens, math.prod(pool.shape[5:]), pool.shape[4])
     out = _move(None, flat, sources, targets, count, interpret, "copy_blocks", part)
@@ -90,7 +90,7 @@ def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
 
 
 def gather_blocks(pool, blocks, *, interpret=False):
-    """As `xla.gather_blocks`."""
+    """Equals `xla.gather_blocks`."""
     count = blocks.shape[0]
     flat = pool.reshape(pool.shape[0], -1)
     blank = jax.ShapeDtypeStruct((count, flat.shape[1]), flat.dtype)
@@ -100,7 +100,7 @@ def gather_blocks(pool, blocks, *, interpret=False):
 
 
 def scatter_blocks(pool, staged, blocks, count, *, interpret=False):
-    """As `xla.scatter_blocks`."""
+    """Equals `xla.scatter_blocks`."""
     flat = pool.reshape(pool.shape[0], -1)
     index = jnp.arange(staged.shape[0], dtype=jnp.int32)
     out = _move(staged.reshape(staged.shape[0], -1), flat, index, blocks, count, interpret, "scatter_blocks")
@@ -111,14 +111,15 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
     """Copies the first `count` rows from source [X, B] to target [Y, B].
 
     Args:
-      source: None: the target itself.
+      source: the source, or None to copy within the target.
       target: written in place; a ShapeDtypeStruct makes a new array.
       rows_from: i32[E].
       rows_to: i32[E].
-      count: i32[]; programs loop over the chunks of that many rows, so the cost follows it.
+      count: i32[]; programs loop over the chunks of this number of rows, so the cost follows it.
       interpret: see the top of this file.
-      name: of the kernel.
-      part: (tokens i32[E], D, P) copies only the first tokens of each row's tiles [P, D], with source None; (): all.
+      name: the kernel's name.
+      part: (tokens i32[E], D, P) copies only the first tokens of each row's tiles [P, D], with source None. () copies
+        whole rows.
     """
     for array in (source, target):
         if array is not None:
@@ -145,7 +146,7 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
             column = item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
             mask = None if width % chunk == 0 else column < width
             if part:
-                # Not // and %: behind their handling of signs Triton would not see that 16 bytes share one mask.
+                # Not // and %: their handling of signs would hide from Triton that 16 bytes share a mask.
                 copied = lax.rem(lax.div(column, np.int32(part[1])), np.int32(part[2])) < refs[0][row]
                 mask = copied if mask is None else mask & copied
             data = plt.load(source_ref.at[from_ref[row], column], mask=mask)
