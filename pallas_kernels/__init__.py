@@ -96,7 +96,7 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
             return _function("derivative", name, options)(*args)
 
         out, tangent = jax.jvp(lambda *arrays: called(plain, arrays), arrays, tangents)
-        # Only a named kernel computes the result too: the pool would be copied for both to read it.
+        # An unnamed kernel does not compute the result too: XLA would copy the pool, for both to read it.
         return (serve(*arrays) if implementation in PLATFORMS else out), tangent
 
     return serve(*arrays)

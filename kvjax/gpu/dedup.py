@@ -86,8 +86,10 @@ def resolve(memory: Memory, filled: Filled, size: np.int32) -> Dedup:
     for value, duplicate_value in zip((*key_parts, before, namespace), duplicate_values, strict=True):
         matches_duplicate &= value == duplicate_value
     target = jnp.where(is_cached, cached_block, duplicate)
-    same_text = _same_text(memory, block, target, matches_cached | matches_duplicate, size)
-    broken = where & ~((matches_cached | matches_duplicate) & same_text)
+    broken = where & ~(
+        (matches_cached | matches_duplicate)
+        & _same_text(memory, block, target, matches_cached | matches_duplicate, size)
+    )
     (duplicate_broken,) = exchange(memory, earliest, broken.astype(jnp.int32))
     is_valid = where & ~broken & (duplicate_broken == 0)  # a block that depends on a broken block is broken
     first = earliest == lane
