@@ -63,22 +63,22 @@ def peers(memory: Memory, value: jax.Array, where: jax.Array, *fields: str) -> P
     memory.settle("peers")
     end = jnp.max(jnp.where(where, lane + 1, 0))
 
-    def compare(i: jax.Array, found_so_far: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def compare(i: jax.Array, partial: dict[str, jax.Array]) -> dict[str, jax.Array]:
         peer_lane = (i * width + numbered(width))[None]
         this_lane = lane[:, None]
         equal = value[:, None] == memory.pick("peers", peer_lane)
 
         def smallest(where: jax.Array, name: str) -> jax.Array:
-            return jnp.minimum(found_so_far[name], jnp.min(jnp.where(where, peer_lane, lanes), axis=1))
+            return jnp.minimum(partial[name], jnp.min(jnp.where(where, peer_lane, lanes), axis=1))
 
         def largest(where: jax.Array, name: str) -> jax.Array:
-            return jnp.maximum(found_so_far[name], jnp.max(jnp.where(where, peer_lane, -1), axis=1))
+            return jnp.maximum(partial[name], jnp.max(jnp.where(where, peer_lane, -1), axis=1))
 
         updates = {
             "first": lambda: smallest(equal, "first"),
             "before": lambda: largest(equal & (peer_lane < this_lane), "before"),
             "after": lambda: smallest(equal & (peer_lane > this_lane), "after"),
-            "size": lambda: found_so_far["size"] + jnp.sum(equal.astype(jnp.int32), axis=1, dtype=jnp.int32),
+            "size": lambda: partial["size"] + jnp.sum(equal.astype(jnp.int32), axis=1, dtype=jnp.int32),
         }
         return {name: updates[name]() for name in fields}
 
