@@ -292,7 +292,7 @@ class Job:
         return kvjax.Cache.create(self.spec)
 
     def open(self, folder: pathlib.Path) -> DiskStore:
-        return DiskStore(folder, self.spec, model=MODEL, names=self.names, max_bytes=1 << 30, patience_ms=60_000)
+        return DiskStore(folder, self.spec, model=MODEL, names=self.names, max_bytes=1 << 30, read_timeout_ms=60_000)
 
     def answer(self, cache: kvjax.Cache, store: DiskStore | None = None) -> tuple[list[Any], list[int], kvjax.Cache]:
         """The tokens of each answer, how many of each prompt were stored, and the cache."""

@@ -234,7 +234,7 @@ MISTAKES = [
     Mistake(
         "padding is written into a block",
         "kvjax/pools/views.py",
-        "slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)",
+        "slots.append(jnp.where(is_token, pool_row, group.num_blocks) * size + positions % size)",
         "slots.append(pool_row * size + positions % size)",
         "tests/unit/pools " + BYTES,
     ),
@@ -271,15 +271,15 @@ MISTAKES = [
     Mistake(
         "a value with a flipped bit is read",
         "kvjax/stores/values.py",
-        'if zlib.crc32(whole[:-_CRC]) != struct.unpack("<I", whole[-_CRC:])[0]:',
+        'if zlib.crc32(view[:-_CRC]) != struct.unpack("<I", view[-_CRC:])[0]:',
         "if False:",
         "tests/unit/stores/test_values.py tests/unit/stores/test_disk.py",
     ),
     Mistake(
         "the name of a value has no layout",
         "kvjax/stores/values.py",
-        'self._folders = [f"{self.layout.hex()}-{number}-{size}"',
-        "self._folders = [f\"{'0' * 16}-{number}-{size}\"",
+        'self._folders = [f"{self.layout.hex()}-{group_index}-{size}"',
+        "self._folders = [f\"{'0' * 16}-{group_index}-{size}\"",
         "tests/unit/stores",
     ),
     Mistake(

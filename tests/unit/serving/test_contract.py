@@ -392,7 +392,7 @@ def test_events_come_once_and_in_order(way, kind, host):
 @ways(but="rollout")
 def test_a_new_cache_finds_what_an_earlier_one_has_stored(way, tmp_path):
     """Of a prompt of whole blocks all but the last token, and of each block one is read for all."""
-    options = {"model": "m", "names": Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000}
+    options = {"model": "m", "names": Namespaces(), "max_bytes": 1 << 30, "read_timeout_ms": 60_000}
     requests = [ask(DOCUMENT[:16]), ask([*DOCUMENT[:16], 1]), ask(DOCUMENT[20:30])]
     for turn in range(2):
         session = WAYS[way]()

@@ -198,13 +198,13 @@ def test_bad_input_is_refused_and_nothing_is_made(tmp_path):
         ({"spec": None}, "spec: got a NoneType, wanted a CacheSpec"),
         ({"names": None}, "names: got None, wanted the kvjax.Namespaces"),
         ({"model": ""}, "model: got '', wanted the name"),
-        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a name of its own"),
+        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a different name"),
         ({"key": "text"}, "key: got a str, wanted at most 64 bytes"),
         ({"key": b"x" * 65}, "key: got 65 bytes, wanted at most 64 bytes"),
         ({"max_bytes": None}, "max_bytes: got None, wanted an int of at least"),
         ({"max_bytes": FOUR // 4 - 1}, "max_bytes: got .*, wanted an int of at least"),
         ({"max_in_flight": 10}, "max_in_flight: got 10, wanted an int of at least"),
-        ({"patience_ms": -1}, "patience_ms: got -1, wanted an int of at least 0"),
+        ({"read_timeout_ms": -1}, "read_timeout_ms: got -1, wanted an int of at least 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             opened(**{"location": tmp_path / "store", **change})

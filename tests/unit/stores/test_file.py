@@ -250,7 +250,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
         ({"model": ""}, "model: got '', wanted the name"),
         ({"model": 3}, "model: got 3, wanted the name"),
         ({"loras": {"a": 1}}, "loras: got 'a': 1, wanted numbers with names"),
-        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a name of its own"),
+        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a different name"),
         ({"loras": 3}, "loras: got 3, wanted"),
         ({"folder": None}, "folder: got None, wanted the path"),
         ({"folder": tmp_path / "file"}, "folder: got .* which is a file"),
