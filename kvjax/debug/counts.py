@@ -126,14 +126,23 @@ def tally(state: CacheState, seen: Inspection) -> Stats:
     active, cached = (seen.condition == kind for kind in (Condition.ACTIVE, Condition.CACHED))
     _, *device, host_empty, host_cached, host_active = np.bincount(seen.condition, minlength=len(Condition)).tolist()
     return Stats(
-        block_size=state.spec.block_size, num_rows=state.spec.max_seqs, active_rows=int(np.sum(seen.length > 0)),
-        num_blocks=sum(device), empty_blocks=device[0], cached_blocks=device[1], active_blocks=device[2],
-        row_tokens=int(np.sum(seen.held)), written_slots=int(np.sum(seen.written[active])),
+        block_size=state.spec.block_size,
+        num_rows=state.spec.max_seqs,
+        active_rows=int(np.sum(seen.length > 0)),
+        num_blocks=sum(device),
+        empty_blocks=device[0],
+        cached_blocks=device[1],
+        active_blocks=device[2],
+        row_tokens=int(np.sum(seen.held)),
+        written_slots=int(np.sum(seen.written[active])),
         reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
-        cached_slots=int(np.sum(seen.fill[cached])), host_blocks=host_empty + host_cached + host_active,
-        host_empty_blocks=host_empty, host_cached_blocks=host_cached, host_active_blocks=host_active,
+        cached_slots=int(np.sum(seen.fill[cached])),
+        host_blocks=host_empty + host_cached + host_active,
+        host_empty_blocks=host_empty,
+        host_cached_blocks=host_cached,
+        host_active_blocks=host_active,
         in_transit_blocks=int(np.sum(seen.moving)),
-    )  # fmt: skip
+    )
 
 
 def count_lines(stats: Stats, since: Stats | None = None) -> list[str]:

@@ -86,12 +86,21 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     written = np.maximum(reach(seqs.committed), blocks.fill)
     counted = is_block & on_device[np.where(is_block, table, 0)]
     return Inspection(
-        condition=np.where(unused, Condition.UNUSED, condition), moving=np.asarray(own.moving(ids)), fill=blocks.fill,
-        refcount=blocks.refcount, written=written, reserved=np.maximum(reach(seqs.length), written),
-        tokens=tree.blocks.tokens[_group0_blocks(own, tree, is_block)], parent=blocks.parent,
-        generation=blocks.generation, table=table, length=seqs.length, committed=seqs.committed,
-        held=np.sum(np.where(counted, inside(seqs.committed), 0), axis=1), swapped=np.asarray(seqs.swapped_out),
-    )  # fmt: skip
+        condition=np.where(unused, Condition.UNUSED, condition),
+        moving=np.asarray(own.moving(ids)),
+        fill=blocks.fill,
+        refcount=blocks.refcount,
+        written=written,
+        reserved=np.maximum(reach(seqs.length), written),
+        tokens=tree.blocks.tokens[_group0_blocks(own, tree, is_block)],
+        parent=blocks.parent,
+        generation=blocks.generation,
+        table=table,
+        length=seqs.length,
+        committed=seqs.committed,
+        held=np.sum(np.where(counted, inside(seqs.committed), 0), axis=1),
+        swapped=np.asarray(seqs.swapped_out),
+    )
 
 
 def _group0_blocks(group: Any, tree: Any, is_block: np.ndarray) -> np.ndarray:

@@ -21,19 +21,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = {
-    "active": BLUE, "shared": VIOLET, "cached": AMBER, "empty": "#e9ecef", "unknown": RED, "host active": TEAL,
-    "host cached": GREEN, "host empty": "#dcebe4", "moving": PINK, "gap": "#ffffff",
-}  # fmt: skip
+    "active": BLUE,
+    "shared": VIOLET,
+    "cached": AMBER,
+    "empty": "#e9ecef",
+    "unknown": RED,
+    "host active": TEAL,
+    "host cached": GREEN,
+    "host empty": "#dcebe4",
+    "moving": PINK,
+    "gap": "#ffffff",
+}
 _KINDS = {
-    Condition.ACTIVE: "active", Condition.CACHED: "cached", Condition.EMPTY: "empty",
-    Condition.ON_HOST_ACTIVE: "host active", Condition.ON_HOST_CACHED: "host cached",
+    Condition.ACTIVE: "active",
+    Condition.CACHED: "cached",
+    Condition.EMPTY: "empty",
+    Condition.ON_HOST_ACTIVE: "host active",
+    Condition.ON_HOST_CACHED: "host cached",
     Condition.ON_HOST_EMPTY: "host empty",
-}  # fmt: skip
+}
 _NAMES = {
-    "active": "active, one holder", "shared": "active, shared", "cached": "cached", "empty": "empty",
-    "host active": "on the host, swapped out", "host cached": "on the host, cached", "host empty": "on the host, empty",
+    "active": "active, one holder",
+    "shared": "active, shared",
+    "cached": "cached",
+    "empty": "empty",
+    "host active": "on the host, swapped out",
+    "host cached": "on the host, cached",
+    "host empty": "on the host, empty",
     "moving": "on the move",
-}  # fmt: skip
+}
 _PARTIAL = ("active", "shared", "cached", "host active", "host cached")
 _UNWRITTEN = 0.3  # strength of the colour where no tokens are
 _MOST_CELLS, _MOST_LANES, _MOST_NUMBERED = 2048, 24, 32
@@ -136,9 +152,13 @@ class _Drawing:
         partial = tuple(swatch(kind, _UNWRITTEN) for kind in self.kinds if kind in _PARTIAL)
         keys = dict([*[*keys.items()][:4], ("not written", partial), *[*keys.items()][4:]])
         ax.legend(
-            [*keys.values()], [*keys], loc="upper left", bbox_to_anchor=(0, 0), ncols=5,
+            [*keys.values()],
+            [*keys],
+            loc="upper left",
+            bbox_to_anchor=(0, 0),
+            ncols=5,
             handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        )  # fmt: skip
+        )
 
 
 def _draw_map(drawing: _Drawing, seen: Inspection, per_cell: int) -> None:

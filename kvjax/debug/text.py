@@ -22,17 +22,27 @@ _ALONE = 4  # rows without company that each get a line, at one branching
 _Branch = tuple[int, list[int], list[int]]  # depth, blocks, rows; without blocks these go on alone
 _MANY = 9  # the most holders that one digit shows
 _SIGNS = {
-    Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a",
-    Condition.ON_HOST_EMPTY: "-", Condition.ON_HOST_CACHED: "h", Condition.ON_HOST_ACTIVE: "s",
-}  # fmt: skip
+    Condition.UNUSED: " ",
+    Condition.EMPTY: ".",
+    Condition.CACHED: "c",
+    Condition.ACTIVE: "a",
+    Condition.ON_HOST_EMPTY: "-",
+    Condition.ON_HOST_CACHED: "h",
+    Condition.ON_HOST_ACTIVE: "s",
+}
 _TO_DEVICE, _TO_HOST = "<", ">"
 _ALIKE = {
-    Condition.EMPTY: "empty", Condition.ON_HOST_EMPTY: "empty, on the host", Condition.UNUSED: "not in use",
-}  # fmt: skip
+    Condition.EMPTY: "empty",
+    Condition.ON_HOST_EMPTY: "empty, on the host",
+    Condition.UNUSED: "not in use",
+}
 _WORDS = {
-    Condition.UNUSED: "not in use", Condition.EMPTY: "empty", Condition.CACHED: "cached",
-    Condition.ON_HOST_EMPTY: "empty", Condition.ON_HOST_CACHED: "cached",
-}  # fmt: skip
+    Condition.UNUSED: "not in use",
+    Condition.EMPTY: "empty",
+    Condition.CACHED: "cached",
+    Condition.ON_HOST_EMPTY: "empty",
+    Condition.ON_HOST_CACHED: "cached",
+}
 
 
 @on_state

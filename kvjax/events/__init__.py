@@ -15,6 +15,23 @@ from kvjax.events.totals import Totals, counts
 from kvjax.events.transfer import Transfer
 
 __all__ = [
-    "EventKind", "EventLog", "Events", "HostEvents", "Listeners", "Mirror", "NodeMap", "Status", "Totals", "Transfer",
-    "append", "counts", "fold", "index_of", "init_log", "listened", "snapshot", "snapshot_log", "to_list",
-]  # fmt: skip
+    "EventKind",
+    "EventLog",
+    "Events",
+    "HostEvents",
+    "Listeners",
+    "Mirror",
+    "NodeMap",
+    "Status",
+    "Totals",
+    "Transfer",
+    "append",
+    "counts",
+    "fold",
+    "index_of",
+    "init_log",
+    "listened",
+    "snapshot",
+    "snapshot_log",
+    "to_list",
+]

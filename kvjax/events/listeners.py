@@ -173,8 +173,11 @@ class Listeners:
             standing.fail()
             log.error(
                 "listener %r failed, and gets a snapshot of the cache when it works again: %s: %s",
-                listener, type(error).__name__, error, exc_info=not was_behind,
-            )  # fmt: skip
+                listener,
+                type(error).__name__,
+                error,
+                exc_info=not was_behind,
+            )
             interrupts += [] if isinstance(error, Exception) else [error]
         else:
             if getattr(owner, "is_behind", False):

@@ -58,8 +58,16 @@ class Status(Named):
 
 
 COLUMNS = (
-    "kind", "group", "block", "generation", "source", "source_generation", "num_tokens", "level", "priority",
-)  # fmt: skip
+    "kind",
+    "group",
+    "block",
+    "generation",
+    "source",
+    "source_generation",
+    "num_tokens",
+    "level",
+    "priority",
+)
 
 
 class Records(Pytree):

@@ -36,8 +36,17 @@ from kvjax.state import CacheState
 
 if TYPE_CHECKING:
     from kvjax.interop.readers.trtllm import (  # noqa: I001
-        Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, parse,
-    )  # fmt: skip
+        Block,
+        Created,
+        Diff,
+        Event,
+        Mirror,
+        Prefix,
+        Removed,
+        Stored,
+        Updated,
+        parse,
+    )
 
 __all__ = ["Block", "Created", "Diff", "Event", "Mirror", "Prefix", "Removed", "Stored", "Updated", "Writer", "parse"]
 

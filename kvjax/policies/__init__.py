@@ -12,6 +12,17 @@ from kvjax.policies.ring import lru, vllm_v1
 from kvjax.policies.scores import by_score, cost_aware, fifo, lfu_da, priority, random, trt_leaf
 
 __all__ = [
-    "Retention", "TokenRange", "by_class", "by_score", "cost_aware", "fifo", "lfu", "lfu_da", "lru", "priority",
-    "random", "trt_leaf", "vllm_v1",
-]  # fmt: skip
+    "Retention",
+    "TokenRange",
+    "by_class",
+    "by_score",
+    "cost_aware",
+    "fifo",
+    "lfu",
+    "lfu_da",
+    "lru",
+    "priority",
+    "random",
+    "trt_leaf",
+    "vllm_v1",
+]

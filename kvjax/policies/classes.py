@@ -74,9 +74,14 @@ def by_class(
     check_hash("init", init)
     options = label, priced, classes, timed, init
     return EvictionPolicy(
-        _Init(*options), _Push(*options), _Pop(*options), _drop, idle=True,
-        name=name or label.name, parameters=(*label.parameters, *(priced.parameters if priced else ())),
-    )  # fmt: skip
+        _Init(*options),
+        _Push(*options),
+        _Pop(*options),
+        _drop,
+        idle=True,
+        name=name or label.name,
+        parameters=(*label.parameters, *(priced.parameters if priced else ())),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +104,18 @@ class _Init(_Options):
         """See `EvictionPolicy.init`."""
         none = lambda size: jnp.full((size,), _NONE, jnp.int32)  # noqa: E731
         return Chains(
-            order=jnp.zeros((2 * num_ids,), jnp.int32), follows=none(2 * num_ids),
-            stamp=none(num_ids), label=jnp.zeros((num_ids,), jnp.int32),
-            begin=none(self.classes), first=none(self.classes), last=none(self.classes), end=jnp.int32(0),
-            exposed=jnp.int32(NO_BLOCK), parked=jnp.bool_(False), own=() if self.init is None else self.init(num_ids),
-        )  # fmt: skip
+            order=jnp.zeros((2 * num_ids,), jnp.int32),
+            follows=none(2 * num_ids),
+            stamp=none(num_ids),
+            label=jnp.zeros((num_ids,), jnp.int32),
+            begin=none(self.classes),
+            first=none(self.classes),
+            last=none(self.classes),
+            end=jnp.int32(0),
+            exposed=jnp.int32(NO_BLOCK),
+            parked=jnp.bool_(False),
+            own=() if self.init is None else self.init(num_ids),
+        )
 
 
 class _Push(_Options):
@@ -141,9 +153,16 @@ class _Pop(_Options):
         step = functools.partial(self.step, chains, blocks, eligible, wanted, now)
         none = jnp.full((size,), NO_BLOCK, jnp.int32)
         start = _Turn(
-            chains.first, chains.first, chains.first, none, none, jnp.int32(0), jnp.int32(0),
-            due(chains.first, none, chains.exposed), chains.parked,
-        )  # fmt: skip
+            chains.first,
+            chains.first,
+            chains.first,
+            none,
+            none,
+            jnp.int32(0),
+            jnp.int32(0),
+            due(chains.first, none, chains.exposed),
+            chains.parked,
+        )
 
         def pass_through(carry):
             # If too few are found, parked ones have lost their children otherwise: then all are looked at again.
@@ -312,9 +331,15 @@ def _append(
     start = (follows, chains.begin, chains.first, chains.last, jnp.int32(0))
     follows, begin, first, last, _ = loop(lambda carry: carry[-1] < total, link, start)
     return chains._replace(
-        order=order, follows=follows, stamp=stamp, label=labels, begin=begin, first=first, last=last,
+        order=order,
+        follows=follows,
+        stamp=stamp,
+        label=labels,
+        begin=begin,
+        first=first,
+        last=last,
         end=chains.end + total,
-    )  # fmt: skip
+    )
 
 
 def _is_parked(first: jax.Array, position: jax.Array, label: jax.Array) -> jax.Array:

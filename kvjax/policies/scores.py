@@ -82,9 +82,13 @@ def by_score(
     check_hash("touch", touch)
     lowest = _Lowest(score, timed, init is not None)
     return EvictionPolicy(
-        init or _no_state, touch or _untouched, lowest,
-        idle=touch is None, name=name or score.name, parameters=score.parameters,
-    )  # fmt: skip
+        init or _no_state,
+        touch or _untouched,
+        lowest,
+        idle=touch is None,
+        name=name or score.name,
+        parameters=score.parameters,
+    )
 
 
 def _no_state(num_ids: int) -> tuple[()]:

@@ -36,9 +36,13 @@ from kvjax.research.traces.trace import Trace
 from kvjax.state import EvictionPolicy
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lfu_da": policies.lfu_da,
-    "lru": policies.lru, "random": policies.random,
-}  # fmt: skip
+    "cost_aware": policies.cost_aware,
+    "fifo": policies.fifo,
+    "lfu": policies.lfu,
+    "lfu_da": policies.lfu_da,
+    "lru": policies.lru,
+    "random": policies.random,
+}
 _PLOTTED = 500  # sizes of a curve in a picture: more than the eye can separate
 
 
@@ -211,12 +215,17 @@ def _report(args: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | N
         print("Requests follow one another, and answers are not stored: `summary` says what that hides.")
     else:
         print("Requests run at the same time and hold blocks for their answers, which are not cached afterwards.")
-    _save(args.json, {
-        "rule": args.rule, "sizes": some.sizes.tolist(), "refused": some.refused.tolist(),
-        "rates": {name: hits.rate.tolist() for name, hits in columns.items()},
-        "token_rates": {name: hits.token_rate.tolist() for name, hits in columns.items()},
-        "mean_rates": {name: hits.mean_rate.tolist() for name, hits in columns.items()},
-    })  # fmt: skip
+    _save(
+        args.json,
+        {
+            "rule": args.rule,
+            "sizes": some.sizes.tolist(),
+            "refused": some.refused.tolist(),
+            "rates": {name: hits.rate.tolist() for name, hits in columns.items()},
+            "token_rates": {name: hits.token_rate.tolist() for name, hits in columns.items()},
+            "mean_rates": {name: hits.mean_rate.tolist() for name, hits in columns.items()},
+        },
+    )
 
 
 def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:

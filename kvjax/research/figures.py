@@ -127,18 +127,32 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
     if trace.kind is not None:
         kinds = dict(zip(trace.kinds, np.bincount(trace.kind, minlength=len(trace.kinds)).tolist(), strict=True))
     return Summary(
-        rule=rule, requests=len(trace), references=len(trace.ids), ids=trace.num_ids, block_size=trace.block_size,
-        span_ms=float(trace.time[-1] - trace.time[0]), step_ms=float(np.median(steps)) if len(steps) else 0.0,
-        blocks_median=float(np.median(trace.lengths)), blocks_most=int(trace.lengths.max()),
+        rule=rule,
+        requests=len(trace),
+        references=len(trace.ids),
+        ids=trace.num_ids,
+        block_size=trace.block_size,
+        span_ms=float(trace.time[-1] - trace.time[0]),
+        step_ms=float(np.median(steps)) if len(steps) else 0.0,
+        blocks_median=float(np.median(trace.lengths)),
+        blocks_most=int(trace.lengths.max()),
         input_tokens=int(trace.input_length.sum(dtype=np.int64)),
         output_tokens=int(trace.output_length.sum(dtype=np.int64)),
         partial=int(np.sum(trace.full < trace.lengths)),
-        sessions=None if trace.session is None else len(np.unique(trace.session)), kinds=kinds,
-        rate=float(hits.rate[0]), token_rate=float(hits.token_rate[0]), mean_rate=float(hits.mean_rate[0]),
+        sessions=None if trace.session is None else len(np.unique(trace.session)),
+        kinds=kinds,
+        rate=float(hits.rate[0]),
+        token_rate=float(hits.token_rate[0]),
+        mean_rate=float(hits.mean_rate[0]),
         used_once=int(np.sum(np.bincount(trace.ids, minlength=trace.num_ids) == 1)),
-        reuse_ms=(low, middle, high) if len(gaps) else None, answers_rate=answers / len(trace.ids), next_turns=turns,
-        overlap=overlap, held=together.most, running=int(together.running.max()), notes=trace.notes,
-    )  # fmt: skip
+        reuse_ms=(low, middle, high) if len(gaps) else None,
+        answers_rate=answers / len(trace.ids),
+        next_turns=turns,
+        overlap=overlap,
+        held=together.most,
+        running=int(together.running.max()),
+        notes=trace.notes,
+    )
 
 
 def unbounded(trace: Trace, rule: Rule) -> Hits:

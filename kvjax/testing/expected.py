@@ -154,9 +154,13 @@ class Expected:
 
 
 def adopt(
-    expected: Expected, before: CacheState, after: CacheState, new: Mapping[Node, tuple], events: Sequence[Events],
+    expected: Expected,
+    before: CacheState,
+    after: CacheState,
+    new: Mapping[Node, tuple],
+    events: Sequence[Events],
     cut: Mapping[int, int],
-) -> None:  # fmt: skip
+) -> None:
     """Updates the expected cache by a composite: the bytes moved and copied, then the tokens written.
 
     The state after is sound. `new` are nodes of the mirror that the composite has stored, `events` those of its

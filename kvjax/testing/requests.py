@@ -15,8 +15,19 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
-_WEIGHTS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
-          "evict": 2, "forget_namespaces": 1, "reset": 1}  # fmt: skip
+_WEIGHTS = {
+    "admit": 30,
+    "commit": 32,
+    "extend": 26,
+    "release": 14,
+    "fork": 6,
+    "truncate": 4,
+    "pin": 2,
+    "unpin": 3,
+    "evict": 2,
+    "forget_namespaces": 1,
+    "reset": 1,
+}
 _VERBS = list(_WEIGHTS)
 _SHARES = np.array(list(_WEIGHTS.values())) / sum(_WEIGHTS.values())
 

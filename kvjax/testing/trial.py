@@ -32,10 +32,25 @@ from kvjax.verbs.swap import swap_in, swap_out
 from kvjax.verbs.truncate import truncate
 
 VERBS = (
-    admit, lookup, extend, commit, fork, truncate, release, pin,
-    unpin, evict, forget_namespaces, reset, offload, onboard, watermark,
-    swap_out, swap_in, complete,
-)  # fmt: skip
+    admit,
+    lookup,
+    extend,
+    commit,
+    fork,
+    truncate,
+    release,
+    pin,
+    unpin,
+    evict,
+    forget_namespaces,
+    reset,
+    offload,
+    onboard,
+    watermark,
+    swap_out,
+    swap_in,
+    complete,
+)
 # Of these verbs, several rows are as many transitions, one after the other.
 ROW_BY_ROW = ("admit", "fork", "truncate", "release", "swap_out", "swap_in")
 

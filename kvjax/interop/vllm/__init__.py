@@ -11,6 +11,17 @@ from kvjax.interop.vllm.encode import Encoder
 from kvjax.interop.vllm.publisher import Publisher
 
 __all__ = [
-    "Batch", "Cleared", "Curve", "Encoder", "Found", "Mirror", "Prefix", "Publisher", "Removed", "Skipped", "Stored",
-    "Subscriber", "decode",
-]  # fmt: skip
+    "Batch",
+    "Cleared",
+    "Curve",
+    "Encoder",
+    "Found",
+    "Mirror",
+    "Prefix",
+    "Publisher",
+    "Removed",
+    "Skipped",
+    "Stored",
+    "Subscriber",
+    "decode",
+]

@@ -176,10 +176,18 @@ class Encoder(EventEncoder[bytes]):
                 head, tail = self._ends(number, level, space, roots)
             first, last = start * _HASH, stop * _HASH
             parent = parents[first : first + _HASH] if depth else _NIL
-            return b"".join((
-                head, _array_header(stop - start), hashes[first:last], self._parent, parent,
-                self._tokens, _pack(tokens[start * size : stop * size]), tail,
-            ))  # fmt: skip
+            return b"".join(
+                (
+                    head,
+                    _array_header(stop - start),
+                    hashes[first:last],
+                    self._parent,
+                    parent,
+                    self._tokens,
+                    _pack(tokens[start * size : stop * size]),
+                    tail,
+                )
+            )
 
         found = []
         for start, stop in pieces(col.chains_of(rows, col.LEVEL, col.NAMESPACE), self._most_blocks):

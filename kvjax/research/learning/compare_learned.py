@@ -72,24 +72,29 @@ class Comparison:
         if len(self.parts) > 1:
             means = zip(self.gain.mean(axis=0), self.sizes, strict=True)
             lines.append("mean gain    " + ", ".join(f"{gain:+.1%} at {size:,}" for gain, size in means))
-        return "\n".join([
-            *lines,
-            f'Blocks found of blocks requested. Rule "{self.rule}": {RULES[self.rule]}.',
-            f"gain: of the mean of {self.gains.shape[1]} seeds over LRU, with its 95 % interval (windows of {_WINDOW} "
-            "requests drawn 2,000 times).",
-            'closed: the share of the distance from LRU to the bound, which is Belady\'s under the rule "papers".',
-            "Later requests of the same trace are no clean test of what was chosen while looking at them; a second "
-            "trace is.",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                *lines,
+                f'Blocks found of blocks requested. Rule "{self.rule}": {RULES[self.rule]}.',
+                f"gain: of the mean of {self.gains.shape[1]} seeds over LRU, with its 95 % interval (windows of {_WINDOW} "
+                "requests drawn 2,000 times).",
+                'closed: the share of the distance from LRU to the bound, which is Belady\'s under the rule "papers".',
+                "Later requests of the same trace are no clean test of what was chosen while looking at them; a second "
+                "trace is.",
+            ]
+        )
 
     def as_json(self) -> dict[str, Any]:
         """All figures, in values of JSON."""
         arrays = {"gain": self.gain, "low": self.low, "high": self.high, "closed": self.closed, "gains": self.gains}
         return {
-            "rule": self.rule, "sizes": self.sizes.tolist(), "parts": [list(part) for part in self.parts],
-            "learned_from": list(self.learned_from), "rates": {name: x.tolist() for name, x in self.rates.items()},
+            "rule": self.rule,
+            "sizes": self.sizes.tolist(),
+            "parts": [list(part) for part in self.parts],
+            "learned_from": list(self.learned_from),
+            "rates": {name: x.tolist() for name, x in self.rates.items()},
             **{name: x.tolist() for name, x in arrays.items()},
-        }  # fmt: skip
+        }
 
 
 def compare_learned(
@@ -137,9 +142,15 @@ def compare_learned(
         intervals.append(_interval(own.mean(axis=0), others["lru"]))
     low, high = np.stack(intervals, axis=1)
     return Comparison(
-        rule, lru.sizes, tuple((part.first, part.last) for part in parts), tuple(part.end for part in parts),
-        {name: np.stack([each[name] for each in rates]) for name in rates[0]}, np.stack(gains), low, high,
-    )  # fmt: skip
+        rule,
+        lru.sizes,
+        tuple((part.first, part.last) for part in parts),
+        tuple(part.end for part in parts),
+        {name: np.stack([each[name] for each in rates]) for name in rates[0]},
+        np.stack(gains),
+        low,
+        high,
+    )
 
 
 class _Part(NamedTuple):

@@ -235,8 +235,12 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     if not whole.used.any():
         raise ValueError(f"trace: got {number} requests that use no block again, wanted some that do")
     notes: dict[str, Any] = {
-        "block_size": trace.block_size, "hazard": hazard, "requests": number, "rule": rule, "seed": seed,
-    }  # fmt: skip
+        "block_size": trace.block_size,
+        "hazard": hazard,
+        "requests": number,
+        "rule": rule,
+        "seed": seed,
+    }
     if hazard == "counted":
         share = counted(whole)
     else:

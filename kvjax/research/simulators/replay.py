@@ -94,9 +94,13 @@ def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 
     change = np.where(admit, 1, -1)
     answers = np.cumsum(change * (blocks - trace.lengths)[request])
     return Overlap(
-        time[order], request, admit, blocks.astype(np.int32),
-        (answers + _prompts_held(trace, order)).astype(np.int32), np.cumsum(change).astype(np.int32),
-    )  # fmt: skip
+        time[order],
+        request,
+        admit,
+        blocks.astype(np.int32),
+        (answers + _prompts_held(trace, order)).astype(np.int32),
+        np.cumsum(change).astype(np.int32),
+    )
 
 
 def _prompts_held(trace: Trace, order: np.ndarray) -> np.ndarray:
@@ -240,9 +244,12 @@ def _serve(
 
 
 def _serve_one(
-    ids: jax.Array, ends: dict[str, jax.Array] | None, longest_answer: int, cache: CacheState,
+    ids: jax.Array,
+    ends: dict[str, jax.Array] | None,
+    longest_answer: int,
+    cache: CacheState,
     request: dict[str, jax.Array],
-) -> tuple[CacheState, jax.Array]:  # fmt: skip
+) -> tuple[CacheState, jax.Array]:
     """Releases the requests that end before this one begins, admits it, and reserves blocks for its answer.
 
     Without `ends` no requests overlap: it releases this one.

@@ -115,10 +115,14 @@ class _Follower:
         lengths = [sum(self.sizes[block] for block in prompt) for prompt in prompts]
         first = self.requests[0].begun
         return make_trace(
-            [request.begun - first for request in self.requests], lengths, [0] * len(prompts), prompts,
-            self.block_size or block_size or max(self.sizes), notes=self._notes(sum(lengths)),
+            [request.begun - first for request in self.requests],
+            lengths,
+            [0] * len(prompts),
+            prompts,
+            self.block_size or block_size or max(self.sizes),
+            notes=self._notes(sum(lengths)),
             where=[request.where for request in self.requests],
-        )  # fmt: skip
+        )
 
     def _notes(self, tokens: int) -> list[str]:
         notes = [

@@ -110,9 +110,15 @@ def draw_trace(seed: int, requests: int = 1000, workload: Workload | None = None
     time, lengths, answers, kinds, sessions = zip(*records, strict=True)
     prompts = blocks_of(sessions, lengths, workload.block_size, first_blocks)
     return make_trace(
-        time, lengths, answers, prompts, workload.block_size, kind=kinds, session=sessions,
+        time,
+        lengths,
+        answers,
+        prompts,
+        workload.block_size,
+        kind=kinds,
+        session=sessions,
         notes=[f"Drawn at random with seed {seed}: {workload}."],
-    )  # fmt: skip
+    )
 
 
 def _begin(

@@ -150,15 +150,25 @@ class _Columns:
         if not self.where:
             raise ValueError(f"{path}: got no requests, wanted at least one")
         return make_trace(
-            self.time, self.input_length, self.output_length, self.hash_ids, block_size,
-            kind=self.kinds or None, where=self.where, **options,
-        )  # fmt: skip
+            self.time,
+            self.input_length,
+            self.output_length,
+            self.hash_ids,
+            block_size,
+            kind=self.kinds or None,
+            where=self.where,
+            **options,
+        )
 
 
 def _without_contents(
-    columns: _Columns, path: str | pathlib.Path, block_size: int, max_blocks: int, model: Sessions | None,
+    columns: _Columns,
+    path: str | pathlib.Path,
+    block_size: int,
+    max_blocks: int,
+    model: Sessions | None,
     own_sessions: list[str] | None,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """A trace whose ids are made here, by the sessions of a model or those that the source has."""
     for where, tokens in zip(columns.where, columns.input_length, strict=True):
         if tokens < 1:
@@ -180,9 +190,12 @@ def _without_contents(
 
 
 FORMATS: dict[str, Callable[..., Trace]] = {
-    "mooncake": read_mooncake, "bailian": read_bailian, "azure": read_azure, "burst": read_burst,
+    "mooncake": read_mooncake,
+    "bailian": read_bailian,
+    "azure": read_azure,
+    "burst": read_burst,
     "events": read_events,
-}  # fmt: skip
+}
 
 
 def read_trace(path: str | pathlib.Path, format: str | None = None, **options: Any) -> Trace:

@@ -67,10 +67,16 @@ class Trace:
         ids, parent = _forest([self.blocks(request).tolist() for request in range(first, last)])
         some = lambda values: None if values is None else values[first:last]  # noqa: E731
         return dataclasses.replace(
-            self, time=self.time[first:last], input_length=self.input_length[first:last],
-            output_length=self.output_length[first:last], ids=ids, parent=parent,
-            starts=self.starts[first : last + 1] - self.starts[first], kind=some(self.kind), session=some(self.session),
-        )  # fmt: skip
+            self,
+            time=self.time[first:last],
+            input_length=self.input_length[first:last],
+            output_length=self.output_length[first:last],
+            ids=ids,
+            parent=parent,
+            starts=self.starts[first : last + 1] - self.starts[first],
+            kind=some(self.kind),
+            session=some(self.session),
+        )
 
     @property
     def num_ids(self) -> int:
@@ -206,9 +212,18 @@ def make_trace(
     starts = np.cumsum([0, *map(len, hash_ids)], dtype=np.int32)
     kinds = () if kind is None else tuple(dict.fromkeys(kind))
     return Trace(
-        times, prompts, answers, ids, starts, parent, block_size, _numbered(kind), kinds, _numbered(session),
+        times,
+        prompts,
+        answers,
+        ids,
+        starts,
+        parent,
+        block_size,
+        _numbered(kind),
+        kinds,
+        _numbered(session),
         tuple(notes),
-    )  # fmt: skip
+    )
 
 
 def _tokens(name: str, values: Sequence[int], where: Sequence[str], minimum: int) -> np.ndarray:
