@@ -6,6 +6,6 @@ Nothing else in kvjax imports this room. `vllm`, and what reads `trtllm`'s lines
 `log` need nothing more than kvjax does.
 """
 
-from kvjax.interop.hub import together
+from kvjax.interop.hub import combine_listeners
 
-__all__ = ["together"]
+__all__ = ["combine_listeners"]

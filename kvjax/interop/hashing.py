@@ -26,7 +26,7 @@ from kvjax.events.mirror import Node, decoded, node_of, parent_of
 
 __all__ = ["Hashing", "block_hash", "block_hashes", "root_hash", "salt_hash", "with_hashes"]
 
-_LACKS = "wanted one that `hashes` has: the hashes after all events before these"
+_LACKS = "wanted a node of `hashes`: the hashes after all events before these"
 
 
 def salt_hash(salt: str, *, key: bytes = b"") -> str:

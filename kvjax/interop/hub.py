@@ -30,7 +30,7 @@ from kvjax.state import CacheState
 log = logging.getLogger("kvjax.interop")
 
 
-def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
+def combine_listeners(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
     """One listener for several: events are copied to the host, read, and folded into an index once for all of them.
 
     One that raises costs the others nothing, see `kvjax.events.Listeners`.
@@ -59,7 +59,7 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
 
 
 class _Together(Listeners):
-    """The listener of `together`."""
+    """The listener of `combine_listeners`."""
 
     def __init__(self, spec: CacheSpec, listeners: Sequence[Callable[[Any], object]]):
         super().__init__(*listeners)

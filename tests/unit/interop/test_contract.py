@@ -26,7 +26,7 @@ each_with_a_thread = pytest.mark.parametrize("wire", [Zmq, Grpc])
 each_story = pytest.mark.parametrize(
     "story", [stories.plain, pytest.param(stories.tiers, marks=pytest.mark.slow)], ids=["plain", "tiers"]
 )
-NO_NODE = r"^events: got removed of node \(0, 7, 7\), wanted one that the map has"
+NO_NODE = r"^events: got removed of node \(0, 7, 7\), wanted a node of the map"
 
 
 # The law: readers have what is cached.

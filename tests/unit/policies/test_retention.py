@@ -15,7 +15,7 @@ from tests.drive import RETENTION, Driver
     ("ranges", "options", "message"),
     [
         ([(0, 4, 50), (3, 8, 50)], {}, r"ranges\[1\].start: got 3, wanted at least 4"),
-        ([(4, 4, 50)], {}, r"ranges\[0\].end: got 4, wanted more than its start 4"),
+        ([(4, 4, 50)], {}, r"ranges\[0\].end: got 4, wanted more than the start 4"),
         ([(-1, 4, 50)], {}, r"ranges\[0\].start: got -1, wanted at least 0"),
         ([(0, None, 50), (8, 9, 50)], {}, r"ranges\[0\]: got an open range"),
         ([(0, 4, 101)], {}, r"ranges\[0\].priority: got 101, wanted 0..100"),
