@@ -224,7 +224,7 @@ class Grpc:
 
     @staticmethod
     def taken(source):
-        return {"port": source.port}, f"port: got {source.address}, wanted a free port and an address of this machine"
+        return {"port": source.port}, f"port: got {source.address}, wanted a free port of this machine"
 
 
 class File:

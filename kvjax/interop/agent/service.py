@@ -211,7 +211,7 @@ class Agent(PublisherThread[UpdateEncoder]):
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             self._threads.shutdown()
-            raise OSError(f"port: got {address}, wanted a free port and an address of this machine") from error
+            raise OSError(f"port: got {address}, wanted a free port of this machine") from error
         self.address = f"{host}:{self.port}"
         self._server.start()
         self._thread.start()
