@@ -168,9 +168,9 @@ def test_the_blocks_in_use_are_the_states():
 def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2]), removed(3, 1)]
     writer = Writer(SPEC, names=kvjax.Namespaces())
-    assert len(writer.lines(store)) == 1 and writer.left_out == {"unknown_namespace": 3}
+    assert len(writer.lines(store)) == 1 and writer.unpublished_counts == {"unknown_namespace": 3}
     writer = Writer(SPEC, names=namespaces(), salts="omit")
-    assert len(writer.lines(store)) == 1 and writer.left_out == {"salt_omitted": 3}
+    assert len(writer.lines(store)) == 1 and writer.unpublished_counts == {"salt_omitted": 3}
 
 
 # Reading.
