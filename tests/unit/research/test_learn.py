@@ -243,7 +243,7 @@ def test_what_cannot_be_learned_is_refused():
         learn_policy(trace, hazard="tree")
     with pytest.raises(ValueError, match="rule: got"):
         learn_policy(trace, rule="vllm")
-    with pytest.raises(ValueError, match="got 1 requests that use no block again"):
+    with pytest.raises(ValueError, match="got 1 requests without a reused block"):
         learn_policy(trace[:1])
     with pytest.raises(ValueError, match=r"table: got float32\[2\], wanted finite"):
         Learned(np.zeros(7, np.int32), np.zeros(2, np.float32), {})
