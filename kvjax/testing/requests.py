@@ -42,26 +42,26 @@ class Request(TypedDict, total=False):
     The fields of each verb:
 
         verb                fields
-        admit               seq, tokens, namespace, and with extra ids also extra_ids, an id for each token
-        extend              num_tokens for each row, 0 for a row that does not grow and for free rows
-        commit              num_tokens for each row, at most the reserved tokens,
-                            and lists tokens and extra_ids, used after the prompt
+        admit               seq, tokens, namespace, extra_ids (an id for each token, if the spec has them)
+        extend              num_tokens (for each row, 0 for a row that does not grow and for free rows)
+        commit              num_tokens (for each row, at most the reserved tokens),
+                            tokens, extra_ids (lists for each row, used after the prompt)
         fork                src, dst
-        truncate            seq, drop: number of tokens to cut off
+        truncate            seq, drop (number of tokens to cut off)
         release             seq
         evict               block
         forget_namespaces   keep
-        pin                 seq, num_blocks: number of the row's first blocks; only findable blocks are pinned
-        unpin               which: index of the pin, modulo the number of pins
+        pin                 seq, num_blocks (number of the row's first blocks, of which findable blocks are pinned)
+        unpin               which (index of the pin, modulo the number of pins)
         reset
 
     Caches with a host tier have more verbs, and "admit" and "extend" also have host: whether to use both tiers.
 
         verb                fields
-        offload, onboard    which: a bit for each of the first movable blocks, in order, and group
+        offload, onboard    which (a bit for each of the first movable blocks, in order), group
         watermark           empty, group
         swap_out, swap_in   seq
-        complete            ok: whether the oldest moves succeeded; True if other requests came after their order
+        complete            ok (whether the oldest moves succeeded, True if other requests came after their order)
     """
 
     verb: Required[str]

@@ -240,7 +240,7 @@ def test_a_request_says_its_form():
     # A line of a table: verbs, two spaces or more, fields; further lines of the fields are indented as far as these.
     lines = re.findall(r"^ {8}(\w[\w, ]*?)(?: {2,}(\S.*(?:\n {12,}\S.*)*))?$", Request.__doc__, re.MULTILINE)
     fields = {
-        verb: {re.split(r"[,:(]", part)[0].strip() for part in text.split(";") if part.strip()}
+        verb: {part.split("(")[0].strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()}
         for verbs, text in lines
         for verb in verbs.split(", ")
     }
