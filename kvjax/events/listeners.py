@@ -2,7 +2,7 @@
 """Listeners get a cache's events, and cannot harm the cache, its requests or each other.
 
 events    go to each listener. A listener falls behind when it raises, and gets no more events
-snapshot  of the cache's state goes to a listener behind the others. It replaces all missed events
+snapshot  of the cache's state goes to a listener that is behind. It replaces all missed events
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Listeners:
             standing.retry_at = 0.0
 
     def catch_up(self, state: CacheState, *, due_only: bool = False) -> None:
-        """Gives a snapshot to listeners behind the others.
+        """Gives a snapshot to listeners that are behind.
 
         Args:
           state: the state after all events so far.

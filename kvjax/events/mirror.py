@@ -97,7 +97,7 @@ _LACKS = "wanted a node of the mirror: fold(events, mirror), with the mirror of 
 
 
 def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirror:
-    """Replays decoded events on a mirror and returns the new mirror. Without a mirror, the cache begins empty.
+    """Replays decoded events on a mirror and returns the new mirror. The default mirror is empty.
 
     Raises:
       ValueError: if a cache in the mirror's state cannot have made these events.

@@ -71,7 +71,7 @@ COLUMNS = (
 
 
 class Records(Pytree):
-    """Changes of blocks.
+    """Changes of blocks, each as a record.
 
     Attributes:
       records: i32[E, 9]; one record for each change, with the columns below, each also a property. Records of kind
@@ -135,10 +135,10 @@ class Events(Records):
     Attributes:
       text: i32[E, P]; the contents of stored blocks.
       status: i32[R]; a `Status` for each row of the request.
-      queried: i32[R]; looked-up prompt tokens.
+      queried: i32[R]; prompt tokens looked up in the cache.
       cached: i32[R]; queried tokens found in the cache.
-      unusable: i32[R]; further tokens cached in the first group, not usable because the recurrent layers have no
-        snapshot there. None without recurrent layers.
+      unusable: i32[R]; further tokens that the first group has cached, but the recurrent layers have no snapshot for.
+        None without recurrent layers.
       shortfall: i32[]; the number of missing blocks.
       transfer: moves between tiers, to be executed before all else; None without a host tier.
       adopted: the reserved blocks after `adopt`; None after all other verbs.

@@ -33,9 +33,9 @@ class Totals:
     """Totals of the events so far, added up on the host, transition by transition.
 
     Attributes:
-      queried_tokens: looked-up prompt tokens.
+      queried_tokens: prompt tokens looked up in the cache.
       reused_tokens: queried tokens found in the cache, which need no computation.
-      unusable_tokens: further cached tokens, not usable because the recurrent layers have no snapshot there.
+      unusable_tokens: further cached tokens for which the recurrent layers have no snapshot.
       stored_blocks: blocks made findable.
       removed_blocks: blocks no longer findable, after an eviction or because a row was cut inside them.
       copied_blocks: blocks copied on the device, for partial reuse or before a write into a shared block.

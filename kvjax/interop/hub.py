@@ -78,7 +78,7 @@ class _CombinedListeners(Listeners):
 
 
 class PublisherThread[E: EventEncoder](abc.ABC):
-    """The sending part of a wire. A subclass prepares its sockets, then starts `_thread`."""
+    """The sending part of a wire. A subclass opens its sockets, then starts `_thread`."""
 
     _name = "publisher"  # in errors, and of the thread
 

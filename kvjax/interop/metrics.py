@@ -97,7 +97,7 @@ class Observed:
         self.levels = np.zeros(spec.groups[self._first].num_ids, np.int64)
 
     def add(self, events: Events | EventLog, now: float) -> None:
-        """Adds events at a time in seconds."""
+        """Adds events observed at a time in seconds."""
         read = listened(events, self.spec)
         events = arrays(read)
         if isinstance(events, Events):  # keeps the moves off the device

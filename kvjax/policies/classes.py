@@ -255,7 +255,7 @@ def _due(
 ) -> jax.Array:
     """i32[]; the block i32[] if it stands before its class's position in cursors i32[C] and is a leaf, else NO_BLOCK.
 
-    The parents i32[size] of the victims so far tell the number of named children.
+    The parents i32[size] of the victims so far count the children that are gone.
     """
     position = pick(chains.stamp, block)
     _, live = _read(chains, blocks, position)

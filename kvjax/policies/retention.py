@@ -22,7 +22,7 @@ import numpy as np
 from kvjax._arrays import Pytree, fence, pick, put
 from kvjax.state import DEFAULT_PRIORITY, Blocks
 
-UNSTATED = -1  # as a priority: leave the block's; as a time to live: no limit
+UNSTATED = -1  # as a priority: keep the block's own; as a time to live: no limit
 HIGHEST_PRIORITY = 100
 
 
@@ -51,7 +51,7 @@ class Retention(Pytree):
 
     Attributes:
       ranges: i32[K, 4]; start, end, priority, ttl of token ranges, padded with empty ranges.
-      decode: i32[2]; priority and ttl of blocks with a generated token at their beginning.
+      decode: i32[2]; priority and ttl of blocks whose first token is generated.
     """
 
     ranges: jax.Array | np.ndarray
@@ -71,7 +71,7 @@ class Retention(Pytree):
 
         Args:
           ranges: token ranges, in ascending order.
-          decode_priority: 0 to 100, for blocks with a generated token at their beginning.
+          decode_priority: 0 to 100, for blocks whose first token is generated.
           decode_ttl: time to live of these blocks in ms; None means no limit.
           max_ranges: pads to this many ranges, so a single compiled program serves any number; None disables padding.
 
@@ -106,7 +106,7 @@ class Retention(Pytree):
 
 
 def is_retention(tree: Any) -> bool:
-    """Whether a tree is a `Retention`, which `jax.tree.map` shall not divide. The tree may be None."""
+    """Whether a tree is a `Retention`, for `jax.tree.map` over retentions or None."""
     return isinstance(tree, Retention)
 
 

@@ -155,7 +155,7 @@ class Agent(PublisherThread[UpdateEncoder]):
       max_behind: the maximum number of updates queued for a subscriber. A later subscriber ends with
         RESOURCE_EXHAUSTED, and may subscribe again.
       queue_bytes: the maximum bytes of events queued for the agent's thread.
-      heartbeat: seconds between updates with fill levels of the tiers; None disables them.
+      heartbeat: seconds between updates with fill levels of the tiers; None sends them only with the present state.
 
     Attributes:
       address, port: the address to connect to, with the chosen port.
@@ -261,7 +261,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         return None if self._heartbeat is None else max(0.0, self._due - time.monotonic())
 
     def _idle(self) -> None:
-        """Sends fill levels to each stream, and gives up late subscribers that do not read the end of theirs."""
+        """Sends fill levels to each stream, and gives up late subscribers that do not read why their stream has ended."""
         with self._lock:
             self._due = time.monotonic() + (self._heartbeat or 0)
             messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}

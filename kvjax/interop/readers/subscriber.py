@@ -47,7 +47,7 @@ class Subscriber:
         requests it again after the same time.
       max_message: the maximum bytes of a frame.
       max_blocks: the maximum number of mirrored blocks.
-      max_bytes: the maximum memory of the mirrored blocks, about.
+      max_bytes: the approximate maximum memory of the mirrored blocks.
       curve: keys, with the server's public key.
       heartbeat: seconds between the publisher's heartbeats, which are empty batches while nothing happens. None
         measures it; then a publisher without heartbeats, such as an engine of vLLM, never counts as silent.
@@ -133,7 +133,7 @@ class Subscriber:
 
     @property
     def last(self) -> int | None:
-        """The last followed message's number."""
+        """The number of the last message followed."""
         with self._changed:
             return self._follower.last
 

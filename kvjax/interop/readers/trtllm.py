@@ -203,14 +203,14 @@ class Mirror:
     Args:
       max_blocks: the maximum number of blocks.
       rank: the rank to follow in a stream with several ranks; None means all.
-      max_bytes: the maximum memory of the blocks, about.
+      max_bytes: the approximate maximum memory of the blocks.
 
     Attributes:
-      last: the event_id of the last followed event.
+      last: the event_id of the last event followed.
       counts: `events` (followed), `refused` (lines without an event), `skipped` (unreadable events, and events beyond a
         limit), `unknown` (blocks without tokens or with a new level, but never stored), `gaps`, `duplicates`, and
         `others` (events of other ranks).
-      num_bytes: the memory of the blocks, about.
+      num_bytes: the approximate memory of the blocks.
 
     Example:
       >>> from kvjax.interop.trtllm import Mirror, Writer

@@ -281,14 +281,14 @@ class Mirror:
 
     Args:
       max_blocks: the maximum number of blocks.
-      max_bytes: the maximum memory of the blocks, about.
+      max_bytes: the approximate maximum memory of the blocks.
 
     Attributes:
       counts: `skipped`, the number of skipped events, and `unknown`, the number of blocks known only from events
         without tokens.
       complete: whether no event was skipped since the beginning, or since the last clear. Unknown blocks do not count,
         because no message tells their content.
-      num_bytes: the memory of the blocks, about.
+      num_bytes: the approximate memory of the blocks.
 
     Example:
       >>> from kvjax.interop.vllm import Encoder, Mirror, decode

@@ -69,7 +69,7 @@ class Publisher(PublisherThread[Encoder]):
         microseconds, so a process that replaces another begins with a higher number.
       queue_bytes: the maximum bytes of events queued for the publisher's thread.
       buffer_batches, buffer_bytes: the maximum number of batches, and of their bytes, buffered for replays.
-      heartbeat: sends an empty batch after this many idle seconds, since the loss of the last message shows no gap;
+      heartbeat: sends an empty batch after this many idle seconds, since the loss of a last message leaves no gap;
         None disables it.
       replay_timeout: seconds until a peer that does not read its replay is given up.
       curve: keys; None disables encryption.
@@ -138,7 +138,7 @@ class Publisher(PublisherThread[Encoder]):
 
     @property
     def last(self) -> int | None:
-        """The last message's number. A `Subscriber` has caught up when its `last` is as high."""
+        """The number of the last message. A `Subscriber` has caught up when its `last` is as high."""
         return self._next - 1 if self._counts["messages"] else None
 
     @property
