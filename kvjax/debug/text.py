@@ -441,7 +441,7 @@ def holders(count: str) -> str:
 
 
 def tier_of(seen: Inspection, block: int) -> str:
-    """The tier of a block in words, or "" if it rests on the device."""
+    """The tier of a block in words, or "" if it is on the device and not moving."""
     on_host = seen.condition[block] >= Condition.ON_HOST_EMPTY
     if seen.moving[block]:
         return ", on its way to the host" if on_host else ", on its way to the device"

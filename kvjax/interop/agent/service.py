@@ -261,7 +261,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         return None if self._heartbeat is None else max(0.0, self._due - time.monotonic())
 
     def _idle(self) -> None:
-        """Sends fill levels to each stream, and gives up late subscribers that do not read why their stream has ended."""
+        """Sends fill levels to each stream. Gives up late subscribers that do not read why their stream ended."""
         with self._lock:
             self._due = time.monotonic() + (self._heartbeat or 0)
             messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}

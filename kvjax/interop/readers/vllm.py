@@ -377,11 +377,11 @@ class Mirror:
     def _add_medium(self, event: Stored) -> bool:
         """Adds the medium of an event without tokens to known blocks. Returns False if there are too many media."""
         nodes = self._groups[event.group].nodes if event.group in self._groups else {}
-        known = [nodes[block_hash] for block_hash in event.hashes if block_hash in nodes]
-        if known and event.medium not in self._media and len(self._media) == _MAX_MEDIA:
+        mirrored = [nodes[block_hash] for block_hash in event.hashes if block_hash in nodes]
+        if mirrored and event.medium not in self._media and len(self._media) == _MAX_MEDIA:
             return False
-        self.counts["unknown"] += len(event.hashes) - len(known)
-        for node in known:
+        self.counts["unknown"] += len(event.hashes) - len(mirrored)
+        for node in mirrored:
             node.where |= self._media.setdefault(event.medium, 1 << len(self._media))
         return True
 

@@ -86,7 +86,7 @@ def test_random_sessions_are_seeded_and_say_so(tmp_path):
     model = Sessions(seed=3, share=0.6, turns=3, open=5)
     trace, again, other = (read_azure(path, sessions=Sessions(seed, 0.6, 3, 5)) for seed in (3, 3, 4))
     assert trace.ids.tolist() == again.ids.tolist() != other.ids.tolist()
-    assert str(model) in trace.notes[0] and "drawn at random" in trace.notes[0]
+    assert str(model) in trace.notes[0] and "not measured but random" in trace.notes[0]
     turns = np.bincount(trace.session)
     assert turns.max() == 3 and 0.4 < 1 - len(turns) / 300 < 0.65
     last = {}
