@@ -164,7 +164,7 @@ def order_copy(
     host = host_of(group)
     move = next_move(host)
     ordered = orders(
-        where[None], group=number, block=block, number=move, source=group.pool_row(source),
+        where[None], group=number, block=block, move_id=move, source=group.pool_row(source),
         target=group.pool_row(block),
     )  # fmt: skip
     host = host.replace(

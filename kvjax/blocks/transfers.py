@@ -241,7 +241,7 @@ def apply_transfers(
     level = (jnp.arange(moved.shape[0], dtype=jnp.int32) < offloaded.shape[0]).astype(jnp.int32)
     updated = updates(blocks, number, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
     ordered = orders(
-        moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.pool_row, moved),
+        moved >= 0, group=number, block=moved, move_id=next_move(host), source=pick(host.pool_row, moved),
         target=pick(rows.pool_row, moved),
     )  # fmt: skip
 

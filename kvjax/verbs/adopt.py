@@ -136,7 +136,7 @@ def adopt(
     shortfall = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(missing, 1), 0)
     events = assemble(after, status, removed=removed, updated=updated, moves=moves, shortfall=shortfall)
     adopted = Adopted(
-        text=prompt.text, fill=plan.fill, namespace=prompt.namespace, held=jnp.where(ok, held, NO_BLOCK),
+        text=prompt.text, fill=plan.fill, namespace=prompt.namespace, pinned=jnp.where(ok, held, NO_BLOCK),
         blocks=jnp.stack(ids), pool_rows=jnp.stack(pool_rows), hits=hits, stamps=jnp.stack(stamps),
     )  # fmt: skip
     return after, events.replace(adopted=adopted)
@@ -250,7 +250,7 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
     ok = functools.reduce(
         jnp.logical_and,
         [_are_reserved(*each) for each in zip(state.groups, adopted.blocks, adopted.stamps, strict=True)],
-        jnp.all((adopted.held < 0) | (pick(state.groups[0].blocks.refcount, adopted.held) > 0)),
+        jnp.all((adopted.pinned < 0) | (pick(state.groups[0].blocks.refcount, adopted.pinned) > 0)),
     )
     groups, ok = fence(state.groups, ok)
     state, status = state.replace(groups=groups), first_failure((~ok, Status.BAD_REQUEST))
@@ -264,7 +264,7 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
     end = leading((column < num_cached) | (is_new & (earliest_with_key(keys, is_new) == column)))
     published, joins = ok & (column >= num_cached) & (column < end), ok & (column < num_cached)
     node = jnp.where(column < end, jnp.where(column < num_cached, cached, own), NO_BLOCK)
-    refcount, node, published, joins = fence(group.blocks.refcount, node, published, joins & (node != adopted.held))
+    refcount, node, published, joins = fence(group.blocks.refcount, node, published, joins & (node != adopted.pinned))
     group = group.replace(blocks=group.blocks.replace(refcount=refcount))
     before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
     parent = jnp.stack([before, jnp.broadcast_to(adopted.namespace, before.shape)], axis=-1)
@@ -281,7 +281,7 @@ def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayL
         (other,) = fence(other)  # the policy has read the refcounts that are written below
         groups, records = [*groups, _release(state, other, number, of_group[::-1], ok, now)], [*records, stored]
     # Children before their parents; then what was reserved in vain, and what was lost meanwhile.
-    rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (own, adopted.held)]
+    rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (own, adopted.pinned)]
     groups[0] = _release(state, group, 0, jnp.concatenate([part[::-1] for part in (node, *rest)]), ok, now)
     state = state.replace(groups=tuple(groups))
     return state, assemble(state, status, stored=records)

@@ -193,8 +193,8 @@ def complete(
     for number in state.spec.host_groups:
         group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
-        current = (ids >= 0) & (transfer.number == pick(host.pending_transfer, ids))
-        later = jnp.where(ids >= 0, transfer.number - host.num_moves, 0)  # above 0: the state is from before the moves
+        current = (ids >= 0) & (transfer.move_id == pick(host.pending_transfer, ids))
+        later = jnp.where(ids >= 0, transfer.move_id - host.num_moves, 0)  # above 0: the state is from before the moves
         undone = (later > 0) & ~ok
         overwritten = pick(is_among(group.ids.size, transfer.target, undone), host.pool_row)
         overwritten = overwritten & ((group.blocks.refcount > 0) | (group.blocks.fill > 0))

@@ -249,8 +249,8 @@ MISTAKES = [
     Mistake(
         "a log that is full overwrites what it has",
         "kvjax/events/log.py",
-        "where = real & (index < log.records.shape[0])",
-        "index, where = index % log.records.shape[0], real",
+        "where = is_event & (index < log.records.shape[0])",
+        "index, where = index % log.records.shape[0], is_event",
         "tests/unit/events",
     ),
     Mistake(

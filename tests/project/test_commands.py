@@ -195,7 +195,7 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             f"{ONE} --publish tcp://127.0.0.1:* --replay ipc://{{home}}/none/x",
             f"--replay: ipc://{{home}}/none/x: {NO_FILE}...",
         ),
-        (f"{ONE} --agent {{taken}}", "--agent: got 127.0.0.1:{taken}, wanted one of this machine that is not in use"),
+        (f"{ONE} --agent {{taken}}", "--agent: got 127.0.0.1:{taken}, wanted a free port of this machine"),
         (f"{ONE} --metrics {{taken}}", "--metrics: 127.0.0.1:{taken}: Address already in use"),
         ("fleet --replicas 1", "--replicas: got '1', wanted an int of at least 2"),
         ("fleet --replicas two", "--replicas: got 'two', wanted an int of at least 2"),

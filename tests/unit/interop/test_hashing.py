@@ -146,9 +146,9 @@ def test_salts_and_adapters_are_hashed_by_their_names():
 @pytest.mark.parametrize(
     ("events", "options", "complaint"),
     [
-        ([removed(*A)], {}, r"events: got removed of node \(0, 2, 5\), wanted one that `hashes` has"),
-        ([stored(*B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted one that `hashes` has"),
-        ([stored(*A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted one that is new"),
+        ([removed(*A)], {}, r"events: got removed of node \(0, 2, 5\), wanted a node of `hashes`"),
+        ([stored(*B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted a node of `hashes`"),
+        ([stored(*A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted a new node"),
         ([stored(*A, 2, [1])], {}, "names: got none of namespace 2, wanted the Namespaces that gave it out"),
         ([stored(*A, 1, [1])], {"lora": 3}, "loras: got no name of adapter 3, wanted one for each adapter in use"),
         ([stored(*A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name of adapter 3"),
@@ -165,7 +165,7 @@ def test_events_without_a_name_are_refused(events, options, complaint):
 
 
 def test_digests_want_decoded_events():
-    with pytest.raises(ValueError, match=r"^events: got EventLog, wanted the list that to_list makes of it"):
+    with pytest.raises(ValueError, match=r"^events: got EventLog, wanted a list from to_list"):
         block_hashes(kvjax.events.init_log(3, 4))
 
 
