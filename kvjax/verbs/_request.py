@@ -77,10 +77,12 @@ def checked_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
 
 def checked_prompt(text: Text, length: Any, namespace: Any, block_size: int) -> Prompt:
     """Checks one prompt i32[T] and cuts it into blocks of `block_size` tokens."""
-    tokens, width = text.tokens, text.tokens.shape[0]
+    tokens = text.tokens
+    width = text.tokens.shape[0]
     if width == 0:
         raise ValueError("tokens: got shape [0], wanted room for at least one token")
-    length, namespace = integers("length", length, ()), integers("namespace", namespace, ())
+    length = integers("length", length, ())
+    namespace = integers("namespace", namespace, ())
     in_prompt = jnp.arange(width, dtype=jnp.int32) < length
     valid = (length >= 1) & (length <= width) & (namespace >= 0) & ~jnp.any(in_prompt & (tokens < 0))
     tail = (0, -width % block_size)
@@ -102,8 +104,8 @@ def assemble(
     removed: Sequence[Records] = (),
     updated: Sequence[Records] = (),
     stored: Sequence[Records] = (),
+    copied: Sequence[Records] = (),
     cleared: Sequence[Records] = (),
-    other: Sequence[Records] = (),
     queried: jax.Array | int = 0,
     cached: jax.Array | int = 0,
     unusable: jax.Array | int = 0,
@@ -115,7 +117,8 @@ def assemble(
     `stored` has one list a group. The events have the contents of these blocks.
     """
     status = jnp.atleast_1d(status)
-    before, after = [*removed, *updated], [*copied, *cleared]
+    before = [*removed, *updated]
+    after = [*copied, *cleared]
     ids = [group.group0_blocks(records.block) for records, group in zip(stored, state.groups, strict=False)]
 
     def contents(array: jax.Array) -> jax.Array:

@@ -100,8 +100,10 @@ def admit(
 
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
     """
-    seq, tokens = integers("seq", seq), integers("tokens", tokens)
-    text, now = checked_text(state.spec, tokens, extra_ids), integers("now", now, ())
+    seq = integers("seq", seq)
+    tokens = integers("tokens", tokens)
+    text = checked_text(state.spec, tokens, extra_ids)
+    now = integers("now", now, ())
     tiers = checked_tiers(tiers)
     if reserve_tokens is not None:
         reserve_tokens = static_int32("reserve_tokens", reserve_tokens, 1)
@@ -115,7 +117,8 @@ def admit(
         return state, (events, sources)
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
-    length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
+    length = each_row("length", length, rows)
+    namespace = each_row("namespace", namespace, rows)
     check_retention(state.spec, retention=retention)
     retention = jax.tree.map(functools.partial(integers, "retention"), retention)
     integers("tokens", tokens, (*rows, "T"))
@@ -213,7 +216,8 @@ def admit_row(
     (`hold_source`) until the caller releases them (`release_sources`) after the last row of the call: no later row
     evicts, moves, empties or overwrites them before the copies are made.
     """
-    spec, block_size = state.spec, state.spec.block_size
+    spec = state.spec
+    block_size = state.spec.block_size
     state, plan = _decide(state, seq, prompt, match, reserve_tokens)
     block_priorities = priorities(state, now, tiers)
     groups, taken, sources, status, need = _take(state, plan, block_priorities, now, width)
@@ -284,7 +288,8 @@ def _decide(
     state: CacheState, seq: jax.Array, prompt: Prompt, match: Match, reserve_tokens: int | None
 ) -> tuple[CacheState, Decision]:
     """Decides by reading alone; a `fence` around the returned state keeps later writes after these reads."""
-    spec, block_size = state.spec, state.spec.block_size
+    spec = state.spec
+    block_size = state.spec.block_size
     column = np.arange(match.blocks.shape[0], dtype=np.int32)
 
     def plan(num_whole: jax.Array, num_copied: jax.Array) -> tuple[jax.Array, jax.Array, list[GroupHits]]:
@@ -313,9 +318,7 @@ def _decide(
         ((need > min_free) | fixed, Status.NO_BLOCKS),
     )
     refcounts = [group.blocks.refcount for group in state.groups]
-    decision = Decision(
-        status, num_whole, num_copied, target, need, need - min_free, group_hits, match.unusable_tokens
-    )
+    decision = Decision(status, num_whole, num_copied, target, need, need - min_free, group_hits, match.unusable_tokens)
     refcounts, decision = fence(refcounts, decision)
     groups = [
         group.replace(blocks=group.blocks.replace(refcount=refcount))
@@ -335,7 +338,9 @@ def _take(
     """
     status = plan.status
     need = plan.need
-    groups, taken, sources = [], [], []
+    groups = []
+    taken = []
+    sources = []
     for group_index, (group, hits) in enumerate(zip(state.groups, plan.group_hits, strict=True)):
         forgotten = []
         if group_index > 0:  # blocks that left the first group's index leave the index of the other groups too
@@ -417,8 +422,10 @@ def _retain(
 
     Also returns F records, updated, and the records `moved` with the priorities that are stated now.
     """
-    blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
-    restated, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
+    blocks = group.blocks
+    stated = fit(stated, table.shape[0], UNSTATED)
+    restated = hit & (stated[:, 0] >= 0)
+    before = blocks.stated_priority(table)
     retention, before = fence(blocks.retention, before)
     blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | is_new)
     changed = restated & (before != stated[:, 0])

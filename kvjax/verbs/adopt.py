@@ -43,7 +43,6 @@ from kvjax.verbs._request import (
     first_failure,
     replace_group,
 )
-)
 
 
 class _Decision(Pytree):
@@ -193,7 +192,7 @@ def _cached(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> t
 
 
 def keys_of(text: Any, fill: jax.Array, namespace: jax.Array) -> jax.Array:
-    """u32[F, 2]; the key of the prefix that ends in each block of a text i32[F, P], of which the first fill i32[F] count."""
+    """u32[F, 2]; the key of the prefix that ends in each block of a text i32[F, P] with fill i32[F] tokens."""
     column = jnp.arange(fill.shape[0], dtype=jnp.int32)
     return prefix_keys(root_key(namespace)[None], text, fill, column, chain)
 
@@ -239,7 +238,7 @@ def _take(
 def _place(
     groups: list[Group], plan: _Decision, taken: list[Taken], ok: jax.Array, prompt: Prompt, stated: jax.Array
 ) -> tuple[list[Group], list[jax.Array]]:
-    """Assigns the taken blocks to columns and marks them as reserved; returns the groups and the blocks i32[F] of each."""
+    """Assigns the taken blocks to columns and marks them as reserved; also returns the blocks i32[F] of each group."""
     new_rank = jnp.cumsum(plan.is_new, axis=1, dtype=jnp.int32) - plan.is_new.astype(jnp.int32)
     new_blocks = [
         jnp.where(is_new & ok, pick(new.ids, rank), NO_BLOCK)
@@ -255,7 +254,7 @@ def _place(
 
 
 def _reserve(group: Group, ids: jax.Array) -> Group:
-    """Marks blocks ids i32[F], NO_BLOCK for none, as reserved; `finish_adoption` knows them by the stamp of the clock."""
+    """Marks blocks ids i32[F], NO_BLOCK for none, as reserved; `finish_adoption` knows them by the clock's stamp."""
     blocks = group.blocks
     where = ids >= 0
     released = put(blocks.released, ids, blocks.clock, where)
@@ -323,13 +322,15 @@ def finish_adoption(
     records = [stored]
     for group_index, window_group in enumerate(state.window_groups, 1):
         reserved = jnp.where(ok, adopted.blocks[group_index], NO_BLOCK)
-        window_group, stored = _link(window_group, group_index, group, reserved, node, arrived[group_index], adopted.fill)
+        window_group, stored = _link(
+            window_group, group_index, group, reserved, node, arrived[group_index], adopted.fill
+        )
         changed = jnp.concatenate([published, published])
         window_group = windows.mark(window_group, group, jnp.concatenate([node, before]), changed, now)
         (window_group,) = fence(window_group)  # the policy has read the refcounts that are written below
         groups.append(_release(state, window_group, group_index, reserved[::-1], ok, now))
         records.append(stored)
-    # Releases children before their parents, then the reserved blocks without data and the pinned blocks that were lost.
+    # Children before their parents, then reserved blocks without data and pinned blocks that were lost.
     rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (adopted.blocks[0], adopted.pinned)]
     groups[0] = _release(state, group, 0, jnp.concatenate([part[::-1] for part in (node, *rest)]), ok, now)
     state = state.replace(groups=tuple(groups))
@@ -375,7 +376,13 @@ def _are_reserved(group: Group, ids: jax.Array, stamp: jax.Array) -> jax.Array:
 
 
 def _link(
-    group: Group, group_index: int, tree: Group, reserved: jax.Array, node: jax.Array, arrived: jax.Array, fill: jax.Array
+    group: Group,
+    group_index: int,
+    tree: Group,
+    reserved: jax.Array,
+    node: jax.Array,
+    arrived: jax.Array,
+    fill: jax.Array,
 ) -> tuple[Group, Records]:
     """Makes a window group's reserved blocks i32[F] findable, where arrived bool[F] and its prefix has no block yet.
 
@@ -388,8 +395,6 @@ def _link(
     return windows.link_blocks(group, group_index, tree.blocks, reserved, node, where, fill)
 
 
-def _release(
-    state: CacheState, group: Group, group_index: int, ids: jax.Array, ok: jax.Array, now: jax.Array
-) -> Group:
+def _release(state: CacheState, group: Group, group_index: int, ids: jax.Array, ok: jax.Array, now: jax.Array) -> Group:
     """Takes a holder from each of blocks ids i32[.] of a group, NO_BLOCK for none, where ok bool[]."""
     return give_back(group, windows.policy_of(state, group_index), ids, ok & (ids >= 0), now)

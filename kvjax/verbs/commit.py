@@ -37,9 +37,9 @@ def commit(
 ) -> tuple[CacheState, Events]:
     """Records that the K/V of these tokens are now written, and publishes the blocks that they fill.
 
-    If a filled block's contents are cached already, the row takes the cached block and its own becomes empty. If several
-    rows fill equal blocks in one call, the first row's block stays. A row releases blocks that its next token cannot
-    see through a window.
+    If a filled block's contents are cached already, the row takes the cached block and its own becomes empty. If
+    several rows fill equal blocks in one call, the first row's block stays. A row releases blocks that its next token
+    cannot see through a window.
 
     Args:
       state: the cache.
@@ -113,9 +113,7 @@ def write_fused(
 
     del now  # only retention needs the time
     num_rows, max_tokens = chunk.text.tokens.shape
-    state, stored = fill_rows(
-        state, chunk, pass_width(num_rows, max_tokens, state.spec.block_size), spare, interpret
-    )
+    state, stored = fill_rows(state, chunk, pass_width(num_rows, max_tokens, state.spec.block_size), spare, interpret)
     return state, [stored], []
 
 

@@ -27,8 +27,8 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
       state: the cache.
       blocks: i32[K]; different findable blocks, such as the filled blocks of a row. NO_BLOCK is padding. The prefix of
         each block must be pinned already, or be in the list. Costs a pass over all blocks.
-      group: static; the index of their group. In a window group, only the blocks of the same prefixes in the first group
-        must be pinned.
+      group: static; the index of their group. In a window group, only the blocks of the same prefixes in the first
+        group must be pinned.
 
     Returns:
       The cache, and no events. Status BAD_REQUEST if a block is unknown, named twice or not findable (a row is still
@@ -228,7 +228,8 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
     """Empties the whole cache. It is refused while a row or a pin holds a block.
 
     Reset the cache when a model gets new weights, or its old K/V would be reused. Alternatively give each version of
-    the weights its own namespace. The policy forgets all blocks and keeps the rest of its state, such as learned weights.
+    the weights its own namespace. The policy forgets all blocks and keeps the rest of its state, such as learned
+    weights.
 
     Args:
       state: the cache.

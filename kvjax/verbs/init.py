@@ -36,9 +36,10 @@ def init(
       spec: the shapes of the cache.
       policy: static; the eviction policy. None is `lru()`. An equal policy reuses compiled programs.
       num_blocks: i32[]; device blocks in use in every group except a bare first group, at most the spec's N. Pass
-        {window: number} for a number for each window, as in `make_spec`. None uses all blocks. The number may be traced,
-        so that a single `vmap` covers caches of many sizes. A traced number above N or below the minimum of `make_spec`
-        counts as 0 blocks: every `admit` is NO_BLOCKS, and `check` and `stats` say "num_blocks out of range".
+        {window: number} for a number for each window, as in `make_spec`. None uses all blocks. The number may be
+        traced, so that a single `vmap` covers caches of many sizes. A traced number above N or below the minimum of
+        `make_spec` counts as 0 blocks: every `admit` is NO_BLOCKS, and `check` and `stats` say "num_blocks out of
+        range".
       policy_state: the initial state of the policy on both tiers, such as a learned score's weights, which is copied.
         None calls the policy's `init`.
 
@@ -97,7 +98,9 @@ def init_group(
         blocks = _init_blocks(num_ids, dataclasses.replace(spec, retention=False))
         blocks = blocks.replace(text=None, key=None, passed=passed)
         policy, policy_state = windows.own_policy(blocks), None
-        group_arrays = dict[str, Any](links=None, group0_block=_none(num_ids), window_block=_none(spec.groups[0].num_ids))
+        group_arrays = dict[str, Any](
+            links=None, group0_block=_none(num_ids), window_block=_none(spec.groups[0].num_ids)
+        )
     return Group(
         blocks=blocks,
         empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),

@@ -121,7 +121,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     bad = jnp.any(named & (~on_host | repeated(ids) | ~has_parent))
     held = jnp.any(named & on_host & ((pick(before.refcount, ids) > 0) | chosen_group.moving(ids)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
-    # Ancestors on the device must not leave it to make room. They are released after the blocks, the nearest first, since
+    # Ancestors on the device must not leave it to make room. They are released after the blocks, the nearest first:
     # no block may have waited longer for its eviction than its children: see `control._prefixes_are_pinned`.
     ready = named & on_host & (status == Status.OK)
     parents = put(jnp.zeros_like(coming), parent, True, ready & (parent >= 0) & ~pick(coming, parent), unique=False)
@@ -184,9 +184,9 @@ def complete(
     If moves failed, their blocks are removed with all descendants, on both tiers. Rows that hold a removed block have
     lost K/V and must be released; the lost contents are never stored.
 
-    To undo the transition instead, pass the state from before it with `ok` False, and go on with the returned state: all
-    blocks and rows are where they were. Only blocks in pool rows that a failed move may have overwritten are lost. Undo
-    a transition only before its copies are made and before anything else is written.
+    To undo the transition instead, pass the state from before it with `ok` False, and go on with the returned state:
+    all blocks and rows are where they were. Only blocks in pool rows that a failed move may have overwritten are lost.
+    Undo a transition only before its copies are made and before anything else is written.
 
     Args:
       state: the cache.

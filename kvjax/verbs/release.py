@@ -26,8 +26,8 @@ from kvjax.verbs._request import assemble, first_failure, scan_rows
 def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Frees a row: its findable blocks stay cached, with tails to be evicted before heads; the others become empty.
 
-    If a block is partly filled when its last holder releases it, it becomes findable with all its written tokens, unless
-    a cached block covers them. Several rows at once are released in order.
+    If a block is partly filled when its last holder releases it, it becomes findable with all its written tokens,
+    unless a cached block covers them. Several rows at once are released in order.
 
     Args:
       state: the cache.
@@ -92,7 +92,9 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     window_groups = state.window_groups
 
     def everywhere(block: jax.Array) -> jax.Array:
-        return functools.reduce(jnp.logical_and, [window_group.in_this_group(block) >= 0 for window_group in window_groups], block >= 0)
+        return functools.reduce(
+            jnp.logical_and, [window_group.in_this_group(block) >= 0 for window_group in window_groups], block >= 0
+        )
 
     _, covered = index.longest_child(blocks, group.links, parent, text, fill, everywhere)
     duplicate = index.find(blocks, group.links, key)[0]
@@ -110,7 +112,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     group, stored = publish(group, tail[None], is_new[None], key, above, num_whole[None], fill)
     groups, records = [group], [stored]
     for group_index, window_group in enumerate(window_groups, 1):
-        last = pick(row.tables[group_index], whole)
+        last = pick(row.tables[group_index], num_whole)
         where = follows & window_group.arrived(last) & (window_group.in_this_group(target) < 0)
         window_group, where = fence(window_group, where)
         window_group, stored = windows.link_blocks(

@@ -18,7 +18,7 @@ from kvjax.blocks.victims import Taken, claim
 from kvjax.checks import integers, on_state, one_or_more
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.verbs._request import conclude, first_failure, scan_rows, put_taken
+from kvjax.verbs._request import conclude, first_failure, put_taken, scan_rows
 from kvjax.verbs.offload import take_unheld
 
 
@@ -35,8 +35,9 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
       now: i32[]; the time in ms.
 
     Returns:
-      The cache, and events with `transfer` and E = 4 M + 1 records a row and group: removed (from a full host), updated.
-      Status BAD_REQUEST, HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too few blocks.
+      The cache, and events with `transfer` and E = 4 M + 1 records a row and group: removed (from a full host),
+      updated. Status BAD_REQUEST, HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too few
+      blocks.
 
     Source: vLLM's swap_out of a preempted sequence group.
     """

@@ -78,7 +78,8 @@ def cut(state: CacheState, length: jax.Array, max_tokens: int) -> CacheState:
     columns = runs(-(-length // block_size), -(-max_tokens // block_size))
     beyond = columns * block_size < state.seqs.length[:, None]
     groups = [
-        _discard(group, windows.policy_of(state, group_index), columns, beyond) for group_index, group in enumerate(state.groups)
+        _discard(group, windows.policy_of(state, group_index), columns, beyond)
+        for group_index, group in enumerate(state.groups)
     ]
     return state.replace(groups=tuple(groups), seqs=state.seqs.replace(length=length))
 

@@ -66,8 +66,8 @@ def rewind(
 ) -> tuple[CacheState, list[Records], jax.Array]:
     """Cuts row `seq` back to `length` tokens where ok bool[]; also returns records, removed, and whether it was done.
 
-    The cut is refused if a window would need blocks that have left it and are no longer on the device, or if a recurrent
-    layer has no state for the new length.
+    The cut is refused if a window would need blocks that have left it and are no longer on the device, or if a
+    recurrent layer has no state for the new length.
     """
     block_size, columns = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
     num_kept, committed = -(-length // block_size), jnp.minimum(row.committed, length)
@@ -79,9 +79,7 @@ def rewind(
     ]
     ok, regained, tables_with_windows = windows.regain(state.window_groups, row.tables, lacking, ok)
     groups, tables = [], []
-    for group_index, (group, table) in enumerate(
-        zip((state.groups[0], *regained), tables_with_windows, strict=True)
-    ):
+    for group_index, (group, table) in enumerate(zip((state.groups[0], *regained), tables_with_windows, strict=True)):
         dropped = ok & (columns >= num_kept) & (table >= 0)
         policy = windows.policy_of(state, group_index)
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
