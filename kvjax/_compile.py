@@ -22,7 +22,7 @@ VARIABLE = "KVJAX_COMMAND_BUFFERS"
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL"
 NOTICE_SECONDS = 2.0
 _COMPILING = (
-    "compiling %s: the first call with these shapes; kvjax.keep_programs() keeps the program for other processes"
+    "compiling %s: the first call with these shapes; kvjax.enable_compilation_cache() keeps the program for other processes"
 )
 log = logging.getLogger("kvjax")
 KEPT_SECONDS = 0.1  # beside its loops a generation has a dozen programs that compile faster than jax's 1 s

@@ -48,7 +48,7 @@ class Ledger:
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
-    def left_bytes(self) -> int:
+    def unused_bytes(self) -> int:
         """Bytes of the device left over, fewer than another block of the largest group would take."""
         return self.budget_bytes - self.used_bytes
 
@@ -78,7 +78,7 @@ class Ledger:
 
     def __str__(self) -> str:
         """A table: one line per entry, then what fits."""
-        lines = [Entry("budget", self.budget_bytes), *_inset(self.entries), Entry("left over", self.left_bytes)]
+        lines = [Entry("budget", self.budget_bytes), *_inset(self.entries), Entry("left over", self.unused_bytes)]
         if self.host_entries:
             budget = self.host_budget_bytes
             lines.append(Entry("host", self.host_used_bytes) if budget is None else Entry("host budget", budget))

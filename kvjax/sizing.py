@@ -124,7 +124,7 @@ def plan(
         return make_ledger(spec, budget, policy, model_bytes, host_budget_bytes, parts)
 
     least = ledger(fewest)
-    if least.left_bytes < 0:
+    if least.unused_bytes < 0:
         rows = " and for the windows of one row" if least.spec.window_groups else ""
         message = _too_little(name, budget, least.used_bytes, least.spec, rows)
         raise ValueError("\n".join([f"{message}:", *table(least.entries)]))
@@ -132,7 +132,7 @@ def plan(
     most = [_most_blocks(least.spec, key) - hosts[key] for key in keys]
 
     def fits(counts: _Counts) -> bool:
-        return all(n <= m for n, m in zip(counts, most, strict=True)) and ledger(counts).left_bytes >= 0
+        return all(n <= m for n, m in zip(counts, most, strict=True)) and ledger(counts).unused_bytes >= 0
 
     best = _largest(fits, budget, prices, weights, fewest)
     return Plan(make_spec(layers, num_blocks=dict(zip(keys, best, strict=True)), **shape), ledger(best))

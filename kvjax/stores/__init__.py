@@ -11,9 +11,9 @@ from kvjax.stores.disk import DiskStore
 from kvjax.stores.file import load, save
 from kvjax.stores.manifest import SaveFolder, check_folder
 from kvjax.stores.restore import Loaded
-from kvjax.verbs.adopt import adopt, land
+from kvjax.verbs.adopt import adopt, finish_adoption
 
 __all__ = [
-    "Adopted", "DiskStore", "Loaded", "SaveFolder", "Staged", "adopt", "check_folder", "gather", "land", "load", "save",
+    "Adopted", "DiskStore", "Loaded", "SaveFolder", "Staged", "adopt", "check_folder", "gather", "finish_adoption", "load", "save",
     "scatter",
 ]  # fmt: skip

@@ -16,12 +16,12 @@ from kvjax.events.records import Events
 from kvjax.state import Text
 from kvjax.stores.transport import compile_pieces, write
 from kvjax.tiered import FailedTransfer, TieredCache, joined
-from kvjax.verbs.adopt import adopt, land
+from kvjax.verbs.adopt import adopt, finish_adoption
 
 COLUMNS, GROWTH = 8, 4  # of the smallest program, and from one program to the next larger one
 
 _adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
-_land = OutermostJit(land, donate_argnums=0)
+_finish_adoption = OutermostJit(finish_adoption, donate_argnums=0)
 
 
 def widths() -> Iterator[int]:
@@ -40,7 +40,7 @@ def adopt_prefix(
     now: Any,
     **options: np.ndarray,
 ) -> tuple[AnyCache, Events]:
-    """`adopt`, the bytes and `land` for a prefix of n blocks.
+    """`adopt`, the bytes and `finish_adoption` for a prefix of n blocks.
 
     Args:
       cache: is donated.
@@ -79,7 +79,7 @@ def adopt_prefix(
         found = read(number, np.flatnonzero(of_group).tolist())
         arrived[number, list(found)] = True
         pools = write(pools, number, pool_rows[number], list(found), list(found.values()))
-    state, landed = _land(cache.state, adopted, arrived, now=now)
+    state, landed = _finish_adoption(cache.state, adopted, arrived, now=now)
     return joined(Cache(state, pools), cache.host), events.followed_by(landed)
 
 
@@ -97,7 +97,7 @@ def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCac
     adopted: Any = events.adopted
     for number, pool_rows in enumerate(np.asarray(adopted.pool_rows)):
         compile_pieces(cache.pools, number, pool_rows)
-    state, landed = _land(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
+    state, landed = _finish_adoption(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
     return joined(Cache(state, cache.pools), cache.host), events.followed_by(landed)
 
 
@@ -110,6 +110,6 @@ def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Eve
         return cache._adopt(*args, **options)
     except FailedTransfer as failure:
         adopted: Any = failure.events.adopted
-        state, _ = _land(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
+        state, _ = _finish_adoption(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
         tiered = failure.tiered.replace(Cache(state, failure.tiered.pools))
         raise FailedTransfer(str(failure), tiered, failure.lost, failure.events, failure.removed) from failure

@@ -154,7 +154,7 @@ def test_wrong_arguments_of_a_landing_are_named():
 
     def landed(**changed):
         arguments = {"adopted": adopted, "arrived": np.ones(2, bool)} | changed
-        return jax.eval_shape(lambda state: drive.verb("land")(state, **arguments), state_of(PLAIN))
+        return jax.eval_shape(lambda state: drive.verb("finish_adoption")(state, **arguments), state_of(PLAIN))
 
     bad = {
         "adopted": (None, 0, traced("release")[1]), "now": SCALAR,

@@ -106,7 +106,7 @@ def test_the_calls_are_of_all_verbs():
     called = {call.split()[0] for call in cases.CALLS | cases.HOST_CALLS}
     assert called == VERBS.keys() - {
         "complete",
-        "land",
+        "finish_adoption",
     }  # each call that orders moves is completed, each adoption lands
 
 
