@@ -24,7 +24,8 @@ def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
 
 def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | None = None) -> jax.Array:
     """bool[...]; whether ids are findable blocks of this text i32[..., P], or of its first fill i32[...] tokens."""
-    block_size, same = text.tokens.shape[-1], pick(blocks.text, ids).equals(text)
+    block_size = text.tokens.shape[-1]
+    same = pick(blocks.text, ids).equals(text)
     if fill is not None:
         column = np.arange(block_size, dtype=np.int32).reshape((1,) * fill.ndim + (block_size,))
         same = same | (column >= fill[..., None])
@@ -66,7 +67,8 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     a collision: none of its row's blocks is published. This can cost a hit later, and never gives a wrong hit.
     `blocks.text` is up to date. `several`, static, tells whether a row can have filled more than one block.
     """
-    blocks, (row, column, first, where) = group.blocks, filled
+    blocks = group.blocks
+    (row, column, first, where) = filled
     entry = np.arange(row.shape[0], dtype=np.int32)
     head = jnp.maximum(entry - (column - first), 0) if several else entry  # the entry of the row's first block here
     begin = pick(column, head) if several else column
@@ -113,7 +115,8 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
 
     broken = while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
     ok = where & ~broken
-    publish, merge = ok & (cached < 0) & is_first, ok & (target != block)
+    publish = ok & (cached < 0) & is_first
+    merge = ok & (target != block)
     return Dedup(block, target, publish, merge, is_first, key, jnp.stack([parent, namespace], axis=-1))
 
 

@@ -143,7 +143,9 @@ class Hashing:
     def __init__(self, names: Namespaces | None, lora_names: Mapping[int, str] | None, model: str | None, key: bytes):
         self._names = Namespaces() if names is None else names
         self._loras = checked_loras("lora_names", lora_names)
-        self._model, self._key, self._hasher = model, key, hasher(b"kvjax-block", key)
+        self._model = model
+        self._key = key
+        self._hasher = hasher(b"kvjax-block", key)
         self._equal = names and id(names), tuple(sorted(self._loras.items())), model, key
         root_hash(model)  # raises an error unless it is a text
 
@@ -170,8 +172,12 @@ class Hashing:
           hashes: the hashes of the group's blocks.
           spaces: a `Space` for each namespace. Namespaces of the rows are added.
         """
-        flags, digests, parents, start = self._flags(rows, size, spaces), [], [], 0
-        data, width = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), _WORD * (rows.shape[1] - col.ABOVE)
+        flags = self._flags(rows, size, spaces)
+        digests = []
+        parents = []
+        start = 0
+        data = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes()
+        width = _WORD * (rows.shape[1] - col.ABOVE)
         for index, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
             parent_hash = data[start : start + HASH_BYTES] if parent < 0 else digests[parent]
             flags[index] |= flags[parent] if parent >= 0 else 0
@@ -190,7 +196,8 @@ class Hashing:
 
     def _find_collisions(self, rows: np.ndarray, among: list[int], hashes: set[int]) -> None:
         """Flags rows whose 64 bits another block has, and their descendants. The first block keeps its hash."""
-        firsts, flags = col.hashes_of(rows).tolist(), rows[:, col.FLAGS]
+        firsts = col.hashes_of(rows).tolist()
+        flags = rows[:, col.FLAGS]
         new = set(firsts)
         if len(new) < len(firsts) or not hashes.isdisjoint(new) or np.any(flags & (col.UNKNOWN | col.COLLISION)):
             for index, (first, parent) in enumerate(zip(firsts, among, strict=True)):
@@ -208,7 +215,8 @@ class Hashing:
 
     def _flags(self, rows: np.ndarray, size: int, spaces: dict[int, Space]) -> list[int]:
         """Returns the flags of rows without their parents' flags, and writes the hashes of empty prefixes."""
-        flags, roots = rows[:, col.FLAGS].copy(), np.flatnonzero(rows[:, col.PARENT] < 0)
+        flags = rows[:, col.FLAGS].copy()
+        roots = np.flatnonzero(rows[:, col.PARENT] < 0)
         for namespace in set(rows[roots, col.NAMESPACE].tolist()):
             in_namespace = roots[rows[roots, col.NAMESPACE] == namespace]
             if (space := spaces.get(namespace) or self.space(namespace)).flags != col.UNKNOWN:

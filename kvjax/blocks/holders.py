@@ -74,7 +74,8 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     blocks = blocks.replace(refcount=add(refcount, ids, -1, where))
     blocks = stamp_release(blocks, ids, cached, now)
     group = touch_host(group.replace(blocks=blocks), policy, ids, cached & ~on_device, now)
-    group, cached = push_empty(group, policy, ids, freed & ~cached), cached & on_device
+    group = push_empty(group, policy, ids, freed & ~cached)
+    cached = cached & on_device
     return group.replace(
         num_cached=group.num_cached + count(cached),
         policy=policy.touched(group.policy, group.blocks, jnp.where(cached, ids, NO_BLOCK), now),

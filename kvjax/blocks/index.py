@@ -80,7 +80,8 @@ def longest_child(
 def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Links:
     """Links the blocks ids i32[K] (where bool[K]) into both tables, by their key, parent and first token."""
     num_ids = blocks.refcount.shape[0]
-    ids, where = ids[::-1], where[::-1]  # so that `longest_child` meets the newest of equally good blocks first
+    ids = ids[::-1]
+    where = where[::-1]  # so that `longest_child` meets the newest of equally good blocks first
     first = pick(blocks.text, (ids, 0))
     buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, pick(blocks.parent, ids), first)]
     nowhere = np.iinfo(np.int32).max
@@ -89,7 +90,8 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     # Entries of one bucket are now neighbours: they become a run in front of the bucket's old chain.
     live = bucket != nowhere
     joined = bucket[1:] == bucket[:-1]
-    has_before, has_after = jnp.pad(joined, (1, 0)), jnp.pad(joined, (0, 1))
+    has_before = jnp.pad(joined, (1, 0))
+    has_after = jnp.pad(joined, (0, 1))
     old = pick(links.next, bucket)
     links, old = fence(links, old)
     after = jnp.where(has_after, jnp.roll(node, -1), old)
@@ -108,7 +110,8 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
 def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> Links:
     """Unlinks the blocks ids i32[K] (where bool[K]) from both tables; only these blocks have `fill` 0 already."""
     num_ids = fill.shape[0]
-    node, where = jnp.concatenate([ids, ids + num_ids]), jnp.concatenate([where, where])
+    node = jnp.concatenate([ids, ids + num_ids])
+    where = jnp.concatenate([where, where])
 
     def leaves(x):
         return where & (x >= 0) & (x < 2 * num_ids) & (pick(fill, x % num_ids) == 0)
@@ -116,16 +119,19 @@ def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> L
     def skip(carry):
         # Pointer doubling over neighbours that leave together: each jumps to its neighbour's target.
         following, preceding, _ = carry
-        after, before = pick(following, node), pick(preceding, node)
+        after = pick(following, node)
+        before = pick(preceding, node)
         after = jnp.where(leaves(after), pick(following, after), after)
         before = jnp.where(leaves(before), pick(preceding, before), before)
         (following, preceding), after, before = fence((following, preceding), after, before)
-        following, preceding = put(following, node, after, where), put(preceding, node, before, where)
+        following = put(following, node, after, where)
+        preceding = put(preceding, node, before, where)
         return following, preceding, jnp.any(leaves(after) | leaves(before))
 
     start = jnp.any(leaves(pick(links.next, node)) | leaves(pick(links.prev, node)))
     following, preceding, _ = loop(lambda carry: carry[2], skip, (links.next, links.prev, start))
-    after, before = pick(following, node), pick(preceding, node)
+    after = pick(following, node)
+    before = pick(preceding, node)
     (following, preceding), after, before = fence((following, preceding), after, before)
     # A run's members share both neighbours and write the same values.
     return Links(

@@ -60,7 +60,8 @@ def prefix_keys(
       depth: i32[...]; the number of blocks before each block in its sequence.
       so_far: a function that returns the running sums of the blocks' words u32[..., 2], such as `chain`.
     """
-    block_size, ndim = text.tokens.shape[-1], text.tokens.ndim
+    block_size = text.tokens.shape[-1]
+    ndim = text.tokens.ndim
     position = np.arange(block_size, dtype=np.uint32)[:, None]
     words = token_words(text)[..., None]
     fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), text.tokens.shape[:-1])
@@ -231,7 +232,8 @@ class Namespaces:
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers and their pairs as data for JSON; `from_dict` reads it."""
         with _lock:
-            pairs, next_number = sorted(self._pairs.items()), self._next
+            pairs = sorted(self._pairs.items())
+            next_number = self._next
         return {
             "version": _VERSION,
             "namespaces": [[namespace, *pair] for namespace, pair in pairs],
@@ -258,11 +260,13 @@ class Namespaces:
             raise ValueError(f"saved: got {reprlib.repr(saved)}, wanted the result of Namespaces.to_dict")
         if type(saved["version"]) is not int or saved["version"] != (_VERSION if "next" in saved else 1):
             raise ValueError(f"saved: got version {saved['version']!r}, wanted {_VERSION} with next, or 1 without")
-        namespaces, entries = cls(), _entries(saved["namespaces"])
+        namespaces = cls()
+        entries = _entries(saved["namespaces"])
         if type(entries[0][0]) is not int or entries[0] != [0, None, None]:
             raise ValueError(f"saved: got {reprlib.repr(entries[0])}, wanted number 0 with (None, None)")
         for entry in entries[1:]:
-            namespace, pair = entry[0], _pair(*entry[1:])
+            namespace = entry[0]
+            pair = _pair(*entry[1:])
             is_new = type(namespace) is int and namespaces._next <= namespace <= _MAX_NUMBER
             if not is_new or pair in namespaces._numbers:
                 wanted = f"a number from {namespaces._next} with a pair that no other number has"

@@ -33,7 +33,9 @@ def longest_match(
     on, so a prefix may be valid only together with a copy. `tiers`, static, selects the tiers to search. With
     `alignment_tokens`, static, nothing is copied, and the prefix ends at a multiple of them.
     """
-    group, windows, (num_blocks, block_size) = state.groups[0], state.window_groups, text.tokens.shape
+    group = state.groups[0]
+    windows = state.window_groups
+    (num_blocks, block_size) = text.tokens.shape
     blocks = group.blocks
     keys = prefix_keys(root_key(namespace)[None], text, block_size, jnp.arange(num_blocks, dtype=jnp.int32), chain)
     ids = index.find(blocks, group.links, keys)
@@ -56,10 +58,13 @@ def longest_match(
         parent = link(blocks, last, namespace)
         return index.longest_child(blocks, group.links, parent, pick(text, num_whole), rest, usable)
 
-    num_uncopied, source, shared = num_whole, jnp.int32(NO_BLOCK), jnp.int32(0)
+    num_uncopied = num_whole
+    source = jnp.int32(NO_BLOCK)
+    shared = jnp.int32(0)
     copies = state.spec.partial_reuse and alignment_tokens is None
     if windows or alignment_tokens is not None:
-        ends, to_copy = np.arange(num_blocks + 1, dtype=np.int32), jnp.zeros((num_blocks + 1,), jnp.int32)
+        ends = np.arange(num_blocks + 1, dtype=np.int32)
+        to_copy = jnp.zeros((num_blocks + 1,), jnp.int32)
         for window, spec in zip(windows, state.spec.window_groups, strict=True):
             to_copy = jnp.maximum(to_copy, _tokens_to_copy(window, spec, ids, block_size, tiers))
         whole_ends = ends <= num_whole
@@ -73,7 +78,8 @@ def longest_match(
     elif copies:
         source, shared = child(num_whole)
     matched = jnp.where(np.arange(num_blocks, dtype=np.int32) < num_whole, ids, NO_BLOCK)
-    on_host, source_on_host = _on_host(state, matched), _on_host(state, source)
+    on_host = _on_host(state, matched)
+    source_on_host = _on_host(state, source)
     host_tokens = count(on_host) * block_size + jnp.where(source_on_host, shared, 0)
     device_tokens = num_whole * block_size + shared - host_tokens
     unusable = leading(matches) * block_size - device_tokens - host_tokens if state.spec.has_recurrent else None

@@ -63,7 +63,8 @@ def leave_index(
     Either a block has no findable children, or all of them leave too. `counted` is False after `claim`, when parents
     no longer count them as children. Also returns K records, removed.
     """
-    blocks, on_device = group.blocks, group.on_device(ids)
+    blocks = group.blocks
+    on_device = group.on_device(ids)
     generations, generation = fence(blocks.generation, pick(blocks.generation, ids))
     removed = record(EventKind.REMOVED, where, group=group_index, block=ids, generation=generation)
     group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
@@ -78,7 +79,8 @@ def remove(
     group: Group, group_index: int, policy: EvictionPolicy, ids: jax.Array, where: jax.Array
 ) -> tuple[Group, Records]:
     """Takes blocks out of the index, as `leave_index` does, and empties those without holders."""
-    idle, on_device = where & (pick(group.blocks.refcount, ids) == 0), group.on_device(ids)
+    idle = where & (pick(group.blocks.refcount, ids) == 0)
+    on_device = group.on_device(ids)
     group, idle, on_device = fence(group, idle, on_device)
     group, removed = leave_index(group, group_index, ids, where)
     group = group.replace(num_cached=group.num_cached - count(idle & on_device))
@@ -87,7 +89,8 @@ def remove(
 
 def forget(group: Group, group_index: int, removed: Records) -> tuple[Group, Records]:
     """Removes a window group's blocks whose `group0_block` is in `removed`; also returns as many records, removed."""
-    ids, policy = group.in_this_group(removed.block), windows.own_policy(group.blocks)
+    ids = group.in_this_group(removed.block)
+    policy = windows.own_policy(group.blocks)
     return remove(group, group_index, policy, ids, (removed.kind == EventKind.REMOVED) & (ids >= 0))
 
 
@@ -98,7 +101,8 @@ def forget_all(state: CacheState, group_index: int, removed: Records) -> tuple[C
     """
     if group_index > 0:
         return state, [removed]
-    groups, records = [state.groups[0]], [removed]
+    groups = [state.groups[0]]
+    records = [removed]
     for window_index, group in enumerate(state.window_groups, 1):
         group, left_index = forget(group, window_index, removed)
         groups.append(group)

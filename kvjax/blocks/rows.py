@@ -78,7 +78,9 @@ def write_row(
     state: CacheState, seq: jax.Array, ok: jax.Array, metadata: Sequences, tables: Sequence[jax.Array]
 ) -> CacheState:
     """Writes row `seq` where `ok` bool[]; tables i32[...], one per group, are cut or padded to M."""
-    seq, ok, width = jnp.atleast_1d(seq), jnp.atleast_1d(ok), state.spec.max_blocks_per_seq
+    seq = jnp.atleast_1d(seq)
+    ok = jnp.atleast_1d(ok)
+    width = state.spec.max_blocks_per_seq
     metadata = jax.tree.map(lambda x: jnp.asarray(x)[None], metadata)
     groups = [
         group.replace(table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))

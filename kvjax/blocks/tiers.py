@@ -30,7 +30,9 @@ def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax
 
 def host_space(group: Group) -> jax.Array:
     """i32[]; blocks that the host has space for: its empty blocks and the cached blocks that may leave it."""
-    blocks, host, on_device = group.blocks, host_of(group), group.on_device(group.ids)
+    blocks = group.blocks
+    host = host_of(group)
+    on_device = group.on_device(group.ids)
     moving = with_ancestors(group, host.pending_transfer != 0, on_device)
     return host.num_empty + count(~on_device & ~moving & (blocks.refcount == 0) & (blocks.fill > 0))
 
@@ -67,11 +69,13 @@ def take_over(
     keep the block and its ancestors from being evicted inside a loop. Also returns K records, updated, or no records
     without a host tier.
     """
-    blocks, host = group.blocks, group.host
+    blocks = group.blocks
+    host = group.host
     if host is None:
         return group, no_records()
     where = where & ~group.on_device(target)
-    device_row, host_row = pick(host.pool_row, ids), pick(host.pool_row, target)
+    device_row = pick(host.pool_row, ids)
+    host_row = pick(host.pool_row, target)
     parent = pick(blocks.parent, target)[:, 0]
     idle = where & (pick(blocks.refcount, target) == 0)
     updated = updates(blocks, group_index, target, where, 0)
@@ -85,7 +89,8 @@ def take_over(
         num_host_children=add(host.num_host_children, parent, -1, has_parent, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
-    above, stays = blocks.parent[:, 0], where & (pick(host.num_host_children, target) > 0)
+    above = blocks.parent[:, 0]
+    stays = where & (pick(host.num_host_children, target) > 0)
     host = host.replace(unevictable=_mark_unevictable(host, above, target, stays))
     blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
@@ -118,7 +123,8 @@ def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
 def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
     """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
     on_device = group.on_device(ids)
-    on_host, on_device = where & ~on_device, where & on_device
+    on_host = where & ~on_device
+    on_device = where & on_device
 
     def push(host: Host) -> Host:
         (empty, pstate), block, emptied, leaves = fence((host.empty, host.policy), ids, on_host, where)
@@ -144,7 +150,8 @@ def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("dev
     """
     if "host" not in tiers:
         return [None] * len(state.groups)
-    blocks, ids = state.groups[0].blocks, state.groups[0].ids
+    blocks = state.groups[0].blocks
+    ids = state.groups[0].ids
     of_group0 = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
     return [pick(of_group0, group.group0_blocks(group.ids)) if group.tiered else None for group in state.groups]
 
@@ -192,7 +199,8 @@ def next_move(host: Host) -> jax.Array:
 
 def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, on_device: jax.Array) -> Group:
     """Adds `by` to the number of children of each parent i32[K], where bool[K], on the tier of the child."""
-    blocks, where = group.blocks, where & (parent >= 0)
+    blocks = group.blocks
+    where = where & (parent >= 0)
     blocks = blocks.replace(children=add(blocks.children, parent, by, where & on_device, unique=False))
 
     def on_host(host: Host) -> Host:

@@ -79,7 +79,8 @@ def take_over_tiers(
     stays: bool,
 ) -> Taken:
     """Takes `need` blocks for one holder each and brings blocks back, offloading the policy's victims; see `take`."""
-    host, before = host_of(group), group.blocks
+    host = host_of(group)
+    before = group.blocks
     device_rows = group.empty.shape[0]
     total = need + count(onboarded >= 0) + extra
     popped = jnp.minimum(need + count(onboarded >= 0), group.num_empty)
@@ -101,7 +102,8 @@ def take_over_tiers(
         group_after_claim, group_index, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped
     )
     ok = fits & taken.ok
-    group, ids = either(ok, taken.group, group), jnp.where(ok, taken.ids, NO_BLOCK)[:size]
+    group = either(ok, taken.group, group)
+    ids = jnp.where(ok, taken.ids, NO_BLOCK)[:size]
     removed, updated = (records.only(ok) for records in (taken.removed, taken.updated))
     return Taken(group, ids, ok, removed, updated, taken.orders.only(ok))
 
@@ -179,7 +181,9 @@ def _host_victims(
     now: jax.Array,
 ) -> tuple[jax.Array, Host]:
     """Chooses the host's victims i32[A], at most `overflow`; also returns the host without them."""
-    blocks, size, num_ids = group.blocks, outgoing.ids.shape[0], group.blocks.fill.shape[0]
+    blocks = group.blocks
+    size = outgoing.ids.shape[0]
+    num_ids = group.blocks.fill.shape[0]
     incoming = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
     exempt = is_among(num_ids, onboarded, onboarded >= 0) | doomed
     exempt = exempt | incoming if outgoing.stays else exempt
@@ -208,8 +212,10 @@ def assign_rows(group: Group, outgoing: Outgoing, transfers: Transfers, popped: 
     onboarded = transfers.onboarded
     offloaded = transfers.offloaded
     dropped = transfers.dropped
-    pool_row, size = host.pool_row, max(outgoing.ids.shape[0], onboarded.shape[0])
-    num_onboarded, num_offloaded = count(onboarded >= 0), count(offloaded)
+    pool_row = host.pool_row
+    size = max(outgoing.ids.shape[0], onboarded.shape[0])
+    num_onboarded = count(onboarded >= 0)
+    num_offloaded = count(offloaded)
     index = jnp.arange(size, dtype=jnp.int32)
     num_popped = jnp.maximum(num_offloaded - num_onboarded - count(dropped >= 0), 0)
     from_stack = jnp.where(index < popped, pick(group.empty, group.num_empty - 1 - index), NO_BLOCK)
@@ -243,8 +249,12 @@ def apply_transfers(
     now: jax.Array,
 ) -> Taken:
     """Moves the blocks to their rows, orders the moves of their bytes and takes `need` free blocks; see `transfer`."""
-    blocks, host, onboarded, offloaded = group.blocks, transfers.host_tier, transfers.onboarded, transfers.offloaded
-    free, index = rows.free, jnp.arange(rows.free.shape[0], dtype=jnp.int32)
+    blocks = group.blocks
+    host = transfers.host_tier
+    onboarded = transfers.onboarded
+    offloaded = transfers.offloaded
+    free = rows.free
+    index = jnp.arange(rows.free.shape[0], dtype=jnp.int32)
     moved = jnp.concatenate([jnp.where(offloaded, outgoing.ids, NO_BLOCK), onboarded])
     level = (jnp.arange(moved.shape[0], dtype=jnp.int32) < offloaded.shape[0]).astype(jnp.int32)
     updated = updates(blocks, group_index, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
@@ -257,7 +267,8 @@ def apply_transfers(
         target=pick(rows.pool_row, moved),
     )
 
-    removed, parent = transfers.removed, pick(blocks.parent, onboarded)[:, 0]
+    removed = transfers.removed
+    parent = pick(blocks.parent, onboarded)[:, 0]
     idle = (onboarded >= 0) & (pick(blocks.refcount, onboarded) == 0)
     has_parent = (onboarded >= 0) & (pick(blocks.fill, onboarded) > 0) & (parent >= 0)
     refcount = put(blocks.refcount, removed, 0, removed >= 0)

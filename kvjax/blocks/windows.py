@@ -182,7 +182,8 @@ def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.A
     passed = group.blocks.passed
     if passed is None:
         return group
-    ids, is_passed = group.in_this_group(ids), tree.num_children(ids) == 1
+    is_passed = tree.num_children(ids) == 1
+    ids = group.in_this_group(ids)
     where = where & (ids >= 0) & (pick(passed, ids) != is_passed)
     holders = pick(group.blocks.refcount, ids)
     group, ids, is_passed, where, holders = fence(group, ids, is_passed, where, holders)
@@ -190,7 +191,8 @@ def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.A
     refcount = put(refcount, ids, holders, changed)
     passed = put(group.blocks.passed, ids, is_passed, changed)
     group = group.replace(blocks=group.blocks.replace(refcount=refcount, passed=passed))
-    idle, on_device = changed & (holders == 0), group.on_device(ids)
+    idle = changed & (holders == 0)
+    on_device = group.on_device(ids)
     group = touch_host(group, SNAPSHOTS, ids, idle & ~on_device, now)
     ids = jnp.where(idle & on_device, ids, NO_BLOCK)
     return group.replace(policy=SNAPSHOTS.touched(group.policy, group.blocks, ids, now))

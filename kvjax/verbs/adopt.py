@@ -183,7 +183,8 @@ def _cached(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> t
 
     A block matches if it and all blocks before it hold the text.
     """
-    blocks, column = group.blocks, jnp.arange(fill.shape[0], dtype=jnp.int32)
+    blocks = group.blocks
+    column = jnp.arange(fill.shape[0], dtype=jnp.int32)
     cached = index.find(blocks, group.links, keys_of(text, fill, namespace))
     cached = jnp.where(fill > 0, cached, NO_BLOCK)
     parents = link(blocks, jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), cached[:-1]]), namespace)

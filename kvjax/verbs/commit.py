@@ -90,10 +90,12 @@ def _checked_rows(
     """bool[R], the rows that exist; i32[R], their committed lengths; bool[R], the rows that are refused."""
     rows = jnp.asarray(np.arange(state.spec.max_seqs, dtype=np.int32)) if seqs is None else seqs
     exists = (rows >= 0) & (rows < state.spec.max_seqs)
-    length, start = state.seqs.length, state.seqs.committed
+    length = state.seqs.length
+    start = state.seqs.committed
     if seqs is not None:
         exists = exists & ~(repeated(rows) & (num_tokens != 0))
-        length, start = pick(length, rows), pick(start, rows)
+        length = pick(length, rows)
+        start = pick(start, rows)
     max_tokens = tokens.shape[1]
     steps = np.arange(max_tokens, dtype=np.int32)[None]
     bad = (~exists & (num_tokens > 0)) | (num_tokens < 0) | (num_tokens > jnp.minimum(length - start, max_tokens))
@@ -172,7 +174,8 @@ def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array
     filled more than one block. Also returns K records, stored, of each group, and K records, updated, of each group
     with a host tier.
     """
-    total, num_filled = filled.row.shape[0], count(filled.where)
+    total = filled.row.shape[0]
+    num_filled = count(filled.where)
     order = jnp.zeros((total + width,), jnp.int32)
     order = put(order, rank(filled.where), jnp.arange(total, dtype=jnp.int32), filled.where)
     num_lists = len(state.groups) + len(state.spec.host_groups)  # a list of stored records each, or of updated records
@@ -190,7 +193,9 @@ def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array
         group, updated = take_over(group, 0, state.policy, dedup.block, dedup.target, dedup.merge & dedup.first)
         group = merge(group, state.policy, dedup.block, dedup.target, dedup.merge, dedup.first, now)
         table = put(group.table, (batch.row, batch.column), dedup.target, dedup.merge)
-        groups, new, moved = [group.replace(table=table)], [stored], [updated]
+        groups = [group.replace(table=table)]
+        new = [stored]
+        moved = [updated]
         for group_index, window_group in enumerate(window_groups, 1):
             window_group, stored, updated = windows.follow(window_group, group_index, group.blocks, dedup, batch, now)
             window_group = windows.mark_passed(window_group, group, dedup, now)

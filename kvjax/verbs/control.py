@@ -46,7 +46,8 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
 
     Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
     """
-    chosen_group, ids = checked_group(state, group), integers("blocks", blocks, ("K",))
+    chosen_group = checked_group(state, group)
+    ids = integers("blocks", blocks, ("K",))
     metadata = chosen_group.blocks
     named = ids != NO_BLOCK
     refcount = pick(metadata.refcount, ids)
@@ -89,7 +90,9 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
       >>> [s.groups[0].num_cached.item() for s in (state, after)]  # cached: the tail alone, then all three
       [1, 3]
     """
-    chosen_group, ids, now = checked_group(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    chosen_group = checked_group(state, group)
+    ids = integers("blocks", blocks, ("K",))
+    now = integers("now", now, ())
     named = ids != NO_BLOCK
     pins = [_pins(member) for member in state.groups]
     pinned = (ids >= 0) & (ids < pins[group].shape[0]) & (pick(pins[group], ids) > 0)
@@ -151,8 +154,10 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
       >>> [(event["kind"], event["block"]) for event in kvjax.to_list(events)]
       [('removed', 2), ('removed', 1)]
     """
-    group, ids = state.groups[0], integers("blocks", blocks, ("K",))
-    metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    group = state.groups[0]
+    ids = integers("blocks", blocks, ("K",))
+    metadata = group.blocks
+    num_ids = group.blocks.refcount.shape[0]
     max_removed = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
     named = ids != NO_BLOCK
     unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
@@ -209,10 +214,13 @@ def forget_namespaces(
       >>> [kvjax.lookup(state, prompt, 10, namespace=namespace).cached_tokens.item() for namespace in (7, 8)]
       [0, 9]
     """
-    group, keep = state.groups[0], integers("keep", keep, ("K",))
-    metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    group = state.groups[0]
+    keep = integers("keep", keep, ("K",))
+    metadata = group.blocks
+    num_ids = group.blocks.refcount.shape[0]
     max_removed = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
-    parent, namespace = metadata.parent[:, 0], metadata.parent[:, 1]
+    parent = metadata.parent[:, 0]
+    namespace = metadata.parent[:, 1]
     is_current = jnp.any(namespace[:, None] == keep[None], axis=1)
     forgotten = descendants(metadata, (metadata.fill > 0) & (parent < 0) & ~is_current)
     moving = jnp.any(forgotten & (group.moving(group.ids) | (metadata.refcount >= COPYING)))
@@ -263,7 +271,8 @@ def emptied(state: CacheState) -> CacheState:
     groups = []
     for group_index, group in enumerate(state.groups):
         policy = windows.policy_of(state, group_index)
-        empty, old = init_group(state.spec, group_index, policy, group.num_blocks), group.blocks
+        empty = init_group(state.spec, group_index, policy, group.num_blocks)
+        old = group.blocks
         blocks = empty.blocks.replace(generation=old.generation, clock=old.clock, time=old.time)
         empty = empty.replace(blocks=blocks, policy=policy.forgot(group.policy, group.ids))
         groups.append(keep_host_policy(empty, group, policy))

@@ -71,7 +71,8 @@ def extend(
 
     Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
     """
-    spec, block_size = state.spec, state.spec.block_size
+    spec = state.spec
+    block_size = state.spec.block_size
     rows = None if seqs is None else integers("seqs", seqs, ("R",))
     metadata = _metadata(state, rows)
     length = metadata.length
@@ -150,7 +151,9 @@ def grow(
     Rows that grow are all different. A row that does not grow has its present length in `grown`, and may be repeated.
     The lengths in the state do not change.
     """
-    spec, metadata, block_size = state.spec, _metadata(state, rows), state.spec.block_size
+    spec = state.spec
+    metadata = _metadata(state, rows)
+    block_size = state.spec.block_size
     seqs = np.arange(spec.max_seqs, dtype=np.int32) if rows is None else rows
     first_column = metadata.length // block_size
     inside = (grown > metadata.length) & (metadata.length % block_size > 0)
@@ -163,7 +166,11 @@ def grow(
     lacks = [count(needed) - group.available for needed, (group, _) in zip(needs_block, shared, strict=True)]
     ok = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
     block_priorities = priorities(state, now, tiers)
-    groups, removed, copied, taken, new_blocks = [], [], [], [], []
+    groups = []
+    removed = []
+    copied = []
+    taken = []
+    new_blocks = []
     for group_index, (group_spec, (group, writers), needed) in enumerate(
         zip(spec.groups, shared, needs_block, strict=True)
     ):

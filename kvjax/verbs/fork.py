@@ -49,7 +49,8 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
     src = each_row("src", src, dst.shape)
     if dst.ndim > 0:
         return scan_rows(fork, state, src, dst)
-    old, new = read_row(state, src), read_row(state, dst)
+    old = read_row(state, src)
+    new = read_row(state, dst)
     bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.swapped_out
     status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
     ok = status == Status.OK
@@ -95,7 +96,8 @@ def beam_step(
     Source: vLLM's and TensorRT-LLM's beam search, which fork and free rows one by one.
     """
     seqs = integers("seqs", seqs, ("W",))
-    parents, now = integers("parents", parents, seqs.shape), integers("now", now, ())
+    parents = integers("parents", parents, seqs.shape)
+    now = integers("now", now, ())
     old = state.seqs
     is_valid = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
     length = pick(old.length, seqs)
@@ -106,7 +108,8 @@ def beam_step(
 
     groups = []
     for group_index, group in enumerate(state.groups):
-        table, moved = pick(group.table, seqs), pick(group.table, pick(seqs, parents))
+        table = pick(group.table, seqs)
+        moved = pick(group.table, pick(seqs, parents))
         all_rows, table, moved = fence(group.table, table, moved)
         # Tails before heads: the order in which blocks are freed.
         ids = table.T[::-1].reshape(-1)

@@ -54,7 +54,8 @@ def init(
       >>> print(kvjax.debug.stats(kvjax.init(spec, num_blocks=6)))  # the same shapes, a smaller cache
       6 blocks: 0 active, 0 cached, 6 empty; 0 of 24 slots filled; 0 of 2 rows in use
     """
-    policy, sizes = checked_policy(policy), [group.num_blocks for group in spec.groups]
+    policy = checked_policy(policy)
+    sizes = [group.num_blocks for group in spec.groups]
     if num_blocks is not None:
         check_keys("num_blocks", num_blocks, spec.groups)
         sizes_in_use = [of_group("num_blocks", num_blocks, group) for group in spec.groups[spec.bare :]]
@@ -90,14 +91,17 @@ def init_group(
     spec: CacheSpec, group_index: int, policy: EvictionPolicy, num_blocks: jax.Array, policy_state: Any = None
 ) -> Group:
     """Makes a group with its first `num_blocks` i32[] device blocks empty and the others out of use; see `init`."""
-    group, num_ids = spec.groups[group_index], spec.groups[group_index].num_ids
+    group = spec.groups[group_index]
+    num_ids = spec.groups[group_index].num_ids
     if group_index == 0:
-        blocks, group_arrays = _init_blocks(num_ids, spec), dict[str, Any](links=index.init_links(num_ids))
+        blocks = _init_blocks(num_ids, spec)
+        group_arrays = dict[str, Any](links=index.init_links(num_ids))
     else:  # the first group has the contents and the index for all groups
         passed = jnp.zeros((num_ids,), jnp.bool_) if group.recurrent else None
         blocks = _init_blocks(num_ids, dataclasses.replace(spec, retention=False))
         blocks = blocks.replace(text=None, key=None, passed=passed)
-        policy, policy_state = windows.own_policy(blocks), None
+        policy = windows.own_policy(blocks)
+        policy_state = None
         group_arrays = dict[str, Any](
             links=None, group0_block=_none(num_ids), window_block=_none(spec.groups[0].num_ids)
         )
@@ -149,7 +153,8 @@ def _init_policy(policy: EvictionPolicy, num_ids: int, policy_state: Any) -> Any
         return policy.init(num_ids)
     policy_state = jax.tree.map(jnp.array, policy_state)
     init_state = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, policy.init(num_ids)))
-    got, wanted = described(policy_state), described(init_state)
+    got = described(policy_state)
+    wanted = described(init_state)
     if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
         raise ValueError(f"policy_state: got {got}, wanted {wanted}, as the policy's init makes it")
     return policy_state

@@ -202,9 +202,11 @@ def complete(
     has_lost = jnp.zeros((state.spec.max_seqs,), jnp.bool_)
     if transfer is None:
         return state, assemble(state, has_lost.astype(jnp.int32))
-    ok, removed = jnp.asarray(ok, jnp.bool_), []
+    ok = jnp.asarray(ok, jnp.bool_)
+    removed = []
     for group_index in state.spec.host_groups:
-        group, host = state.groups[group_index], host_of(state.groups[group_index])
+        group = state.groups[group_index]
+        host = host_of(state.groups[group_index])
         ids = jnp.where(transfer.group == group_index, transfer.block, NO_BLOCK)
         current = (ids >= 0) & (transfer.move_id == pick(host.pending_transfer, ids))
         later = jnp.where(ids >= 0, transfer.move_id - host.num_moves, 0)  # above 0: the state is from before the moves

@@ -51,10 +51,12 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 
     Source: TensorRT-LLM's removeSequence, which stores partial blocks; vLLM's free, in reverse order.
     """
-    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    seq = one_or_more("seq", seq)
+    now = integers("now", now, ())
     if seq.ndim > 0:
         return scan_rows(functools.partial(release, now=now), state, seq)
-    row, stored = read_row(state, seq), []
+    row = read_row(state, seq)
+    stored = []
     ok = row.exists & (row.length > 0)
     if state.spec.partial_reuse:
         state, stored = store_tail(state, row, ok)
@@ -77,8 +79,10 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     group.
     """
     group = state.groups[0]
-    blocks, block_size = group.blocks, group.blocks.tokens.shape[1]
-    num_whole, fill = row.committed // block_size, row.committed % block_size
+    blocks = group.blocks
+    block_size = group.blocks.tokens.shape[1]
+    num_whole = row.committed // block_size
+    fill = row.committed % block_size
     tail = pick(row.tables[0], num_whole)
     before = jnp.where(num_whole > 0, pick(row.tables[0], num_whole - 1), NO_BLOCK)
     text = pick(blocks.text, tail)
@@ -110,7 +114,8 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     )
     above = jnp.stack([before, row.namespace])[None]
     group, stored = publish(group, tail[None], is_new[None], key, above, num_whole[None], fill)
-    groups, records = [group], [stored]
+    groups = [group]
+    records = [stored]
     for group_index, window_group in enumerate(window_groups, 1):
         last = pick(row.tables[group_index], num_whole)
         where = follows & window_group.arrived(last) & (window_group.in_this_group(target) < 0)

@@ -41,20 +41,25 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
 
     Source: vLLM's swap_out of a preempted sequence group.
     """
-    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    seq = one_or_more("seq", seq)
+    now = integers("now", now, ())
     if seq.ndim > 0:
         return scan_rows(functools.partial(swap_out, now=now), state, seq)
     row, moving = _read(state, seq)
     bad = ~row.exists | (row.length == 0) | row.swapped_out
-    after, taken, removed = state, [], []
+    after = state
+    taken = []
+    removed = []
     for group_index in state.spec.host_groups:
-        group, ids = after.groups[group_index], row.tables[group_index][::-1]
+        group = after.groups[group_index]
+        ids = row.tables[group_index][::-1]
         private = ~bad & ~moving & (ids >= 0) & (pick(group.blocks.refcount, ids) == 1)
         findable = pick(group.blocks.fill, ids) > 0
         blocks, claimed = claim(group.blocks, ids, private & findable)
         leaves = claimed | (private & ~findable)
         blocks = blocks.replace(refcount=put(blocks.refcount, ids, 1, private))  # also of blocks that stay
-        outgoing, policy = Outgoing(ids, leaves, leaves, held=True), windows.policy_of(state, group_index)
+        outgoing = Outgoing(ids, leaves, leaves, held=True)
+        policy = windows.policy_of(state, group_index)
         taken.append(transfer(group.replace(blocks=blocks), group_index, policy, outgoing, now))
         after, records = put_taken(after, group_index, taken[-1])
         removed += records
@@ -78,14 +83,18 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 
     Source: vLLM's swap_in.
     """
-    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    seq = one_or_more("seq", seq)
+    now = integers("now", now, ())
     if seq.ndim > 0:
         return scan_rows(functools.partial(swap_in, now=now), state, seq)
     row, moving = _read(state, seq)
     bad = ~row.exists | ~row.swapped_out
-    after, taken, removed = state, [], []
+    after = state
+    taken = []
+    removed = []
     for group_index in state.spec.host_groups:
-        group, table = after.groups[group_index], row.tables[group_index]
+        group = after.groups[group_index]
+        table = row.tables[group_index]
         on_host = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
         onboarded, _ = compact(jnp.where(on_host, table, NO_BLOCK))
         taken.append(take_unheld(after, group_index, group, table.shape[0], now, onboarded=onboarded))

@@ -50,7 +50,8 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
 
     Source: MAX's multi-step decoding, which commits the computed tokens and keeps no blocks beyond them.
     """
-    spec, seqs = state.spec, state.seqs
+    spec = state.spec
+    seqs = state.seqs
     active = row_mask("active", active, spec.max_seqs)
     max_tokens = spec.max_length if max_tokens is None else static_int32("max_tokens", max_tokens, 1)
     bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > max_tokens))
@@ -89,6 +90,7 @@ def _discard(group: Group, policy: EvictionPolicy, columns: jax.Array, where: ja
     rows = np.arange(columns.shape[0], dtype=np.int32)[:, None]
     table, ids = fence(group.table, table_entry(group, rows, columns))
     table = put(table, (jnp.broadcast_to(rows, columns.shape), columns), NO_BLOCK, where)
-    ids, where = ids.reshape(-1), where.reshape(-1)
+    ids = ids.reshape(-1)
+    where = where.reshape(-1)
     blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 0, where))
     return push_empty(group.replace(blocks=blocks, table=table), policy, ids, where)

@@ -51,7 +51,8 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
 
     Source: TensorRT-LLM's rewindKVCache.
     """
-    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    seq = one_or_more("seq", seq)
+    now = integers("now", now, ())
     length = each_row("length", length, seq.shape)
     if seq.ndim > 0:
         return scan_rows(functools.partial(truncate, now=now), state, seq, length)
@@ -69,8 +70,10 @@ def rewind(
     The cut is refused if a window would need blocks that have left it and are no longer on the device, or if a
     recurrent layer has no state for the new length.
     """
-    block_size, columns = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
-    num_kept, committed = -(-length // block_size), jnp.minimum(row.committed, length)
+    block_size = state.spec.block_size
+    columns = jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
+    num_kept = -(-length // block_size)
+    committed = jnp.minimum(row.committed, length)
     if state.spec.has_recurrent:
         ok = ok & ((length >= row.committed) | (length % block_size == 0))
     lacking = [
@@ -78,13 +81,15 @@ def rewind(
         for group_spec, table in zip(state.spec.window_groups, row.tables[1:], strict=True)
     ]
     ok, regained, tables_with_windows = windows.regain(state.window_groups, row.tables, lacking, ok)
-    groups, tables = [], []
+    groups = []
+    tables = []
     for group_index, (group, table) in enumerate(zip((state.groups[0], *regained), tables_with_windows, strict=True)):
         dropped = ok & (columns >= num_kept) & (table >= 0)
         policy = windows.policy_of(state, group_index)
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
         tables.append(jnp.where(dropped, NO_BLOCK, table))
-    group, block = groups[0], pick(tables[0], num_kept - 1)[None]
+    group = groups[0]
+    block = pick(tables[0], num_kept - 1)[None]
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
     groups[0], left_index = leave_index(group, 0, block, ok & (length % block_size > 0) & alone)
     state, removed = forget_all(state.replace(groups=tuple(groups)), 0, left_index)
