@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kvjax.stores`: blocks that enter a cache from outside, a saved cache, and prefixes on a disk.
 
-Metadata: `adopt` and `finish_adoption` of a prefix of 128 blocks in a full pool of 65,536, to `admit` and `release` of as many,
-inside `scan`. All rows are admitted before the first one is released, so that each admission evicts as many blocks as
-an adoption does; but it publishes none. `admit`, `commit` and `release` also publish them.
+Metadata: `adopt` and `finish_adoption` of a prefix of 128 blocks in a full pool of 65,536, to `admit` and `release` of
+as many, inside `scan`. All rows are admitted before the first one is released, so that each admission evicts as many
+blocks as an adoption does; but it publishes none. `admit`, `commit` and `release` also publish them.
 
 Bytes: 64 blocks of 1 MB from numpy into pools, in place, and back, to one `jax.device_put` of as many bytes of numpy,
 which copies them into new memory; and to disk, checksums and adoption included, to one file of as many bytes that is
@@ -43,7 +43,7 @@ from jax import lax
 import kvjax
 from benchmarks import caches, common
 from benchmarks.common import Bar, Program, Size, benchmark
-from kvjax.stores import DiskStore, Staged, adopt, gather, finish_adoption, load, save, scatter
+from kvjax.stores import DiskStore, Staged, adopt, finish_adoption, gather, load, save, scatter
 from models.decoder import Decoder
 
 BARS = {

@@ -206,7 +206,8 @@ class Namespaces:
         if pair not in self._numbers:
             if self._next > _MAX_NUMBER:
                 raise RuntimeError(f"all {_MAX_NUMBER + 1:,} numbers of namespaces are in use or were used")
-            self._numbers[pair], self._pairs[self._next] = self._next, pair
+            self._numbers[pair] = self._next
+            self._pairs[self._next] = pair
             self._next += 1
         return self._numbers[pair]
 

@@ -182,8 +182,9 @@ def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.A
     passed = group.blocks.passed
     if passed is None:
         return group
+    window_ids = group.in_this_group(ids)
     is_passed = tree.num_children(ids) == 1
-    ids = group.in_this_group(ids)
+    ids = window_ids
     where = where & (ids >= 0) & (pick(passed, ids) != is_passed)
     holders = pick(group.blocks.refcount, ids)
     group, ids, is_passed, where, holders = fence(group, ids, is_passed, where, holders)

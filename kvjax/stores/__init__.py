@@ -14,6 +14,6 @@ from kvjax.stores.restore import Loaded
 from kvjax.verbs.adopt import adopt, finish_adoption
 
 __all__ = [
-    "Adopted", "DiskStore", "Loaded", "SaveFolder", "Staged", "adopt", "check_folder", "gather", "finish_adoption", "load", "save",
-    "scatter",
+    "Adopted", "DiskStore", "Loaded", "SaveFolder", "Staged", "adopt", "check_folder", "finish_adoption", "gather",
+    "load", "save", "scatter",
 ]  # fmt: skip

@@ -110,6 +110,7 @@ def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Eve
         return cache._adopt(*args, **options)
     except FailedTransfer as failure:
         adopted: Any = failure.events.adopted
-        state, _ = _finish_adoption(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
+        nothing = np.zeros(adopted.blocks.shape, np.bool_)
+        state, _ = _finish_adoption(failure.tiered.state, adopted, nothing, now=options["now"])
         tiered = failure.tiered.replace(Cache(state, failure.tiered.pools))
         raise FailedTransfer(str(failure), tiered, failure.lost, failure.events, failure.removed) from failure

@@ -244,8 +244,9 @@ def admit_row(
         )
         copied.append(by_copy)
         moved.append(by_move)
+        is_hit = hits.hits & ok
         new_blocks = jnp.where(is_new, pick(new.ids, new_index), NO_BLOCK)
-        tables.append(jnp.where(hits.hits & ok, hits.blocks, new_blocks))
+        tables.append(jnp.where(is_hit, hits.blocks, new_blocks))
     groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], prompt, plan.num_whole)
 
     row = read_row(state, seq).metadata

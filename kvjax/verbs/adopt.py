@@ -318,41 +318,41 @@ def finish_adoption(
     status = first_failure((~ok, Status.BAD_REQUEST))
     ok = ok & jnp.any(adopted.blocks >= 0)  # if nothing was reserved, nothing was pinned
 
-    group, stored, node, before, published = _publish_arrived(state.groups[0], adopted, arrived[0], ok)
+    reserved = adopted.blocks[0]
+    group, stored, node, before, published = _publish_arrived(state.groups[0], adopted, reserved, arrived, ok)
     groups = [group]
     records = [stored]
     for group_index, window_group in enumerate(state.window_groups, 1):
-        reserved = jnp.where(ok, adopted.blocks[group_index], NO_BLOCK)
+        window_reserved = jnp.where(ok, adopted.blocks[group_index], NO_BLOCK)
         window_group, stored = _link(
-            window_group, group_index, group, reserved, node, arrived[group_index], adopted.fill
+            window_group, group_index, group, window_reserved, node, arrived[group_index], adopted.fill
         )
         changed = jnp.concatenate([published, published])
         window_group = windows.mark(window_group, group, jnp.concatenate([node, before]), changed, now)
         (window_group,) = fence(window_group)  # the policy has read the refcounts that are written below
-        groups.append(_release(state, window_group, group_index, reserved[::-1], ok, now))
+        groups.append(_release(state, window_group, group_index, window_reserved[::-1], ok, now))
         records.append(stored)
     # Children before their parents, then reserved blocks without data and pinned blocks that were lost.
-    rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (adopted.blocks[0], adopted.pinned)]
+    rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (reserved, adopted.pinned)]
     groups[0] = _release(state, group, 0, jnp.concatenate([part[::-1] for part in (node, *rest)]), ok, now)
     state = state.replace(groups=tuple(groups))
     return state, assemble(state, status, stored=records)
 
 
 def _publish_arrived(
-    group: Group, adopted: Adopted, arrived: jax.Array, ok: jax.Array
+    group: Group, adopted: Adopted, reserved: jax.Array, arrived: jax.Array, ok: jax.Array
 ) -> tuple[Group, Records, jax.Array, jax.Array, jax.Array]:
-    """Publishes the first group's reserved blocks that arrived, up to the first gap, where ok bool[].
+    """Publishes the first group's reserved blocks i32[F], up to the first that has not arrived, where ok bool[].
 
     Returns the group, F records (stored), the blocks of the findable prefix i32[F] with a holder each, their parents
     i32[F], and whether each was published, bool[F].
     """
     fill = adopted.fill
-    reserved = adopted.blocks[0]
     column = jnp.arange(fill.shape[0], dtype=jnp.int32)
     cached, matches = _cached(group, adopted.text, fill, adopted.namespace)
     num_cached = leading(matches & group.reachable(cached, ("device",)))
     keys = keys_of(adopted.text, fill, adopted.namespace)
-    is_new = (reserved >= 0) & arrived & (cached < 0)
+    is_new = (reserved >= 0) & arrived[0] & (cached < 0)
     end = leading((column < num_cached) | (is_new & (earliest_with_key(keys, is_new) == column)))
     published = ok & (column >= num_cached) & (column < end)
     joins = ok & (column < num_cached)

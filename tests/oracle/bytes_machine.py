@@ -837,7 +837,9 @@ class Life:
         arrived = adoption.written & np.array(request["arrived"])[: len(adoption.blocks)]
         for number in range(1 + request["again"]):
             events = self.note("finish_adoption", self.call("state", "finish_adoption", adoption.adopted, arrived))
-            assert bool(events.ok) == (number == 0), f"finish_adoption: {np.asarray(events.status)} in call {number} of {adoption}"
+            assert bool(events.ok) == (number == 0), (
+                f"finish_adoption: {np.asarray(events.status)} in call {number} of {adoption}"
+            )
         found = {node[:2] for node in self.mirror.nodes}
         for number, column in np.argwhere(adoption.blocks >= 0).tolist():
             path = adoption.items[: (column + 1) * SIZE]
@@ -1377,7 +1379,8 @@ class Requests(Draws):
             "generate": generates,
             **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.kernels),
             "adopt": True, "misuse": True, "reserve": len(life.adoptions) < 2, "deliver": life.adoptions,
-            "finish_adoption": life.adoptions and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
+            "finish_adoption": life.adoptions
+            and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
         }  # fmt: skip
         allowed = self.config.verbs
         if allowed is not None and not between and life.has_host:
@@ -1537,8 +1540,8 @@ FAST = (
 )  # fmt: skip
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
-    "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard", "watermark",
-    "swap_out", "swap_in", "misuse",
+    "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
+    "watermark", "swap_out", "swap_in", "misuse",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),

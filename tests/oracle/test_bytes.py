@@ -133,8 +133,8 @@ def assert_noticed(config, history, mistake, noticed, monkeypatch):
         return
     mistake(monkeypatch)
     functions = {
-        "decode": bytes_machine.block_of_steps, "adopt": kvjax.stores.adopt, "finish_adoption": kvjax.stores.finish_adoption,
-        "scatter": bytes_machine.scatter,
+        "decode": bytes_machine.block_of_steps, "adopt": kvjax.stores.adopt,
+        "finish_adoption": kvjax.stores.finish_adoption, "scatter": bytes_machine.scatter,
         **{f"Cache.{name}": getattr(Cache, name) for name in ("adopt", "step", "truncate")},
     }  # fmt: skip
     for name, function in functions.items():
