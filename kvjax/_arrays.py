@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and scatters that ignore NO_BLOCK (the only file that knows index modes), and the base class of pytrees."""
+"""Gathers and scatters ignoring NO_BLOCK (the only file that knows index modes), and the base class of pytrees."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -
     Args:
       x: the array to write into, or a tree of arrays.
       index: i32[K], or a tuple of them for the leading axes.
-      values: a scalar or an array [K, ...] to write, one for each array of a tree.
+      values: a scalar or an array [K, ...] to write, for a tree, one of these for each array.
       where: bool[K]; entries to write, all of them in range.
       unique: whether all written entries have different indices. If False, a single entry is written for each index.
     """
@@ -75,7 +75,7 @@ def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
 
 
 def either[T](where: jax.Array, new: T, old: T) -> T:
-    """Tree `new` if where bool[] holds, else `old`; an array that both share costs nothing."""
+    """Tree `new` if where bool[] holds, else `old`. A shared array costs nothing."""
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
 
 
@@ -102,7 +102,7 @@ def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -
 
 
 def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Finds the last occurrence of each of ids i32[K], where bool[K]; an id may occur several times.
+    """Finds the last occurrence of each of ids i32[K], where bool[K]. An id may occur several times.
 
     Each occurrence writes its own negative number into the counts i32[B], not negative so far, by minimum: the last
     occurrence writes the smallest number, and reads itself back. `below`, static, keeps clear of the marks of calls
@@ -130,7 +130,7 @@ def sum_before(x: jax.Array) -> jax.Array:
 
 
 def ranked(where: jax.Array, *, small: bool = False) -> tuple[jax.Array, jax.Array]:
-    """i32[K], for each entry, the number of entries before it that hold; and i32[], the number of entries that hold.
+    """i32[K], for each entry, the number of entries before it that hold. Also returns their total number, i32[].
 
     On a CPU the last rank gives the total: a sum is a fusion more, or two. In a long list a sum is faster, and is used
     unless a `small` program, static, matters more.
@@ -153,7 +153,7 @@ def _numbers(size: int, first: int = 0) -> Any:
 
 
 def leading(where: jax.Array) -> jax.Array:
-    """i32[...]; the number of entries of bool[..., K] that hold before the first that does not."""
+    """i32[...]; the number of leading entries of bool[..., K] that hold."""
     size = where.shape[-1]
     return jnp.min(jnp.where(where, size, np.arange(size, dtype=np.int32)), axis=-1, initial=size)
 
@@ -164,7 +164,7 @@ def count(where: jax.Array) -> jax.Array:
 
 
 def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packs lists of ids i32[.], where -1 is a gap, into a list padded with -1; also returns i32[], their number."""
+    """Packs lists of ids i32[.], where -1 is a gap, into a list padded with -1. Also returns i32[], their number."""
     ids = jnp.concatenate(lists)
     present = ids >= 0
     return put(jnp.full_like(ids, -1), rank(present), ids, present), count(present)
@@ -187,7 +187,7 @@ def repeated(ids: jax.Array) -> jax.Array:
 
 
 def is_among(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """bool[size]; whether each number is among ids i32[K], where bool[K]; an id may occur several times."""
+    """bool[size]; whether each number is among ids i32[K], where bool[K]. An id may occur several times."""
     return put(jnp.zeros((size,), jnp.bool_), ids, True, where, unique=False)
 
 
@@ -218,7 +218,7 @@ def _is_lone(x: jax.Array, where: jax.Array) -> bool:
 
 
 def _at(x: jax.Array, index: Any, where: jax.Array) -> jax.Array:
-    """bool, broadcasts to the shape of x; the elements at a single entry's index, if where (a single element)."""
+    """bool, broadcasts to the shape of x. The elements at a single entry's index, if where (a single element)."""
     index = index if isinstance(index, tuple) else (index,)
     matches = jnp.reshape(where, [1] * x.ndim)
     for axis, position in enumerate(index):
@@ -229,18 +229,18 @@ def _at(x: jax.Array, index: Any, where: jax.Array) -> jax.Array:
 
 
 def _lone(x: jax.Array, values: Any, where: jax.Array) -> jax.Array:
-    """Reshapes the value of a single entry so that it broadcasts to the shape of x."""
+    """Reshapes the value of a single entry for broadcasting to the shape of x."""
     values = jnp.asarray(values, x.dtype)
     inner = values.shape[where.ndim :] if values.ndim > where.ndim else ()
     return jnp.reshape(values, [1] * (x.ndim - len(inner)) + list(inner))
 
 
 def _entries(x: jax.Array, index, values, where: jax.Array):
-    """The index and values of a scatter that drops the entries that do not hold.
+    """The index and values of a scatter without the entries where `where` is False.
 
-    Each dropped entry gets an index of its own beyond the end, so that XLA may assume uniqueness. A lone entry gets a
-    dropped entry as its neighbour: XLA's CPU backend (seen in jax 0.11 and 0.12) turns a scatter of one entry into a
-    dynamic-update-slice, and some fusions of those into a kernel that never ends.
+    Each dropped entry gets an index of its own beyond the end, so XLA may assume uniqueness. A lone entry gets a
+    dropped entry as its neighbour: XLA's CPU backend (seen in jax 0.11 and 0.12) turns a scatter of a single entry into
+    a dynamic-update-slice, and some fusions of these into an endless kernel.
     """
     index = index if isinstance(index, tuple) else (index,)
     if where.size == 1:
@@ -267,7 +267,7 @@ def alive(tree: Any) -> bool:
 
 
 def unreadable(tree: Any) -> str:
-    """The reason why the arrays of a tree cannot be read; "" if they can."""
+    """The reason why the arrays of a tree cannot be read, or ""."""
     leaves = jax.tree.leaves(tree)
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return "traced"
@@ -292,7 +292,7 @@ def described(tree: Any) -> Any:
 
 @typing.dataclass_transform(frozen_default=True)
 class Pytree:
-    """Makes each subclass a frozen dataclass and a pytree; `static` fields are part of its structure."""
+    """Makes each subclass a frozen dataclass and a pytree. `static` fields are part of its structure."""
 
     def __init_subclass__(cls, static: tuple[str, ...] = ()) -> None:
         dataclasses.dataclass(frozen=True, eq=False)(cls)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of compiled programs with loops for a GPU, and the folder that keeps compiled programs."""
+"""Options of compiled programs with loops for a GPU, and the folder of compiled programs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ KEPT_SECONDS = 0.1  # besides its loops a generation has a dozen programs that c
 
 
 def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> str:
-    """Keeps compiled programs in a folder, so that later processes load them instead of compiling them again.
+    """Keeps compiled programs in a folder, so later processes load them instead of compiling them again.
 
-    This sets jax's persistent compilation cache for all programs that this process compiles from now on. It keeps
-    programs that take 0.1 s to compile, or less if you have set jax's limit lower. Nothing in the folder is ever
+    This sets jax's persistent compilation cache for all programs compiled from now on. It keeps
+    programs with a compile time of 0.1 s, or less if you have set jax's limit lower. Nothing in the folder is ever
     deleted. jax runs code from the folder, so nobody else may write to it: the folder must belong to the user. A new
     folder gets mode 0700.
 
     Args:
-      folder: the folder, which replaces any folder that jax has already. None keeps jax's folder, from
+      folder: the folder, which replaces jax's present folder. None keeps jax's folder, from
         JAX_COMPILATION_CACHE_DIR or `jax.config`, or else means `$XDG_CACHE_HOME/kvjax` or `~/.cache/kvjax`.
 
     Returns:
@@ -103,7 +103,7 @@ _GUARDS = {
 
 @contextlib.contextmanager
 def own_transfers() -> Iterator[None]:
-    """Marks the library's own transfers as explicit, so that `jax.transfer_guard("disallow")` lets them pass.
+    """Marks the library's own transfers as explicit, so `jax.transfer_guard("disallow")` lets them pass.
 
     No `jax.device_put` could do this: an eager operation of jax moves each Python number in it, as `jnp.zeros` moves
     its 0. Like `jax.device_put`, the transfers are forbidden under "disallow_explicit".
@@ -121,7 +121,7 @@ class _Notice(threading.local):
     timer: threading.Timer | None = None
 
     def begin(self, name: str) -> None:
-        """Starts a timer, a thread that `end` stops, if the log is enabled."""
+        """Starts a timer thread, if the log is enabled."""
         if self.timer is None and log.isEnabledFor(logging.INFO):
             self.timer = threading.Timer(NOTICE_SECONDS, log.info, (_COMPILING, name))
             self.timer.daemon = True
@@ -140,9 +140,9 @@ _notice = _Notice()
 
 
 class OutermostJit:
-    """`jax.jit` with `compiler_options()`, for programs that are never called inside another.
+    """`jax.jit` with `compiler_options()`, for programs never called inside another.
 
-    A call that compiles for longer than two seconds logs this to `kvjax`, at level INFO.
+    A call compiling for longer than two seconds logs this to `kvjax`, at level INFO.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):

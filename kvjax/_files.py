@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that only their user can read, since they contain prompts; reading of regular files only; whole lines."""
+"""Files that only their user can read, since they contain prompts. Reads regular files only, and writes whole lines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def make_folder(folder: pathlib.Path) -> None:
 
 
 def check_owned(name: str, folder: pathlib.Path) -> None:
-    """Raises a ValueError unless this is a folder of the user's that nobody else may write to.
+    """Raises a ValueError unless this is a folder of the user's, closed to writes of others.
 
     Args:
       name: the name of the argument, for the message.

@@ -66,7 +66,7 @@ def picture[**P, R](draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Makes an empty figure; `width` and `height` are in inches."""
+    """Makes an empty figure. `width` and `height` are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -80,7 +80,7 @@ def saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def finish(ax: Axes, x: str = "", y: str = "", *, percent: bool = False) -> None:
-    """Labels the axes and formats the numbers at their ticks; `percent` shows shares on the y axis as percents."""
+    """Labels the axes and formats the numbers at their ticks. `percent` shows shares on the y axis as percents."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     if ax.get_xscale() == "linear":

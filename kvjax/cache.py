@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state together with its K/V. The verbs are methods that also execute the copies they order."""
+"""A state together with its K/V. The verbs are methods that also execute their copies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _method[**P, C: AnyCache](
 def reader[**P, R](
     verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
 ) -> Callable[Concatenate[Any, P], R]:
-    """Turns a question about a state into a method of a cache; `called` is the same function, jitted."""
+    """Turns a question about a state into a method of a cache. `called` is the same function, jitted."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> R:
         check_alive(self.state)
@@ -137,12 +137,12 @@ class AnyCache(MadeByCreate):
         hits: ArrayLike = 0,
         now: ArrayLike = 0,
     ) -> tuple[Self, Events]:
-        """Adds K/V from outside for the part of a prefix that the cache lacks; see `kvjax.stores.adopt`.
+        """Adds K/V from outside for the uncached part of a prefix; see `kvjax.stores.adopt`.
 
         Args:
           tokens: i32[T]; a text, with any padding.
           length: i32[]; the number of its tokens.
-          kv: F blocks of each group, in the order of the prefix. Blocks that are not in `have` may hold anything.
+          kv: F blocks of each group, in the order of the prefix. Blocks missing in `have` may hold anything.
           have: bool[G, F]; whether `kv` has each block.
           namespace: i32[]; see `Namespaces`.
           extra_ids: i32[T]; extra ids of the tokens, if the spec has them.
@@ -175,7 +175,7 @@ class AnyCache(MadeByCreate):
 
 
 class Cache(AnyCache, Pytree):
-    """A cache's state and the pools that hold its K/V: a value like each of them, with the verbs as methods.
+    """A cache's state and the pools of its K/V: a value like each of them, with the verbs as methods.
 
     Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. You cannot go back to a copy of the state from
     before such a step, because its pools are gone: `fork` the rows first if you want to return to them.
@@ -198,7 +198,7 @@ class Cache(AnyCache, Pytree):
 
     @property
     def cache(self) -> Cache:
-        """The cache itself; a `TieredCache` returns its part without the host tier."""
+        """The cache itself. A `TieredCache` returns its part without the host tier."""
         return self
 
     @classmethod
@@ -210,7 +210,7 @@ class Cache(AnyCache, Pytree):
         return cls(state, pools)
 
     def _call(self, verb: Callable[..., tuple[CacheState, Events]], *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
-        """Calls a verb and executes the copies that it orders."""
+        """Calls a verb and executes its copies."""
         check_alive(self)
         if kwargs.get("tiers") == TIERS[-1]:  # the copies would run before the moves
             hint = "kvjax.tiers.TieredCache moves blocks, and the verbs on states leave moves and copies to you"
@@ -227,16 +227,16 @@ class Cache(AnyCache, Pytree):
     def _finish_adoption(
         self, events: Events, kv: Staged, arrived: ArrayLike, *, now: ArrayLike = 0
     ) -> tuple[Cache, Events]:
-        """Writes the bytes of blocks that `kvjax.stores.adopt` has reserved, and makes them findable.
+        """Writes the bytes of blocks reserved by `kvjax.stores.adopt`, and makes them findable.
 
         Args:
           events: the events of `adopt`.
-          kv: F blocks of each group. Blocks that have not arrived may hold anything.
+          kv: F blocks of each group. Missing blocks may hold anything.
           arrived: bool[G, F]; whether `kv` has each block.
           now: i32[]; the time in ms.
 
         Returns:
-          The cache, and the events of both calls as one, without `adopted`.
+          The cache, and the events of both calls together, without `adopted`.
         """
         adopted = events.adopted
         if adopted is None:

@@ -46,7 +46,7 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
 
 
 class MadeByCreate:
-    """A class with a method `create` that takes a spec; calling the class itself with a spec is a ValueError."""
+    """A class with a method `create` that takes a spec. Calling the class itself with a spec is a ValueError."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Raises a ValueError for a spec."""
@@ -65,7 +65,7 @@ def check_alive(*trees: Any, name: str = "cache") -> None:
 
 
 def check_on_host(name: str, arguments: Any, instead: str) -> None:
-    """Raises a ValueError if called in a program that is being traced; under `vmap` only the arguments show it."""
+    """Raises a ValueError if called while a program is traced. Under `vmap` only the arguments show it."""
     if any(isinstance(leaf, Tracer) for leaf in [jnp.empty(()), *jax.tree.leaves(arguments)]):
         raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
@@ -79,7 +79,7 @@ def array_of(name: str, value: Any, wanted: str) -> jax.Array:
 
 
 def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Raises a ValueError if an argument has integers beyond 32 bits, for host code that calls a jitted `verb`.
+    """Raises a ValueError if an argument has integers beyond 32 bits, for host code calling a jitted `verb`.
 
     jax would cut them before `integers` sees them: image 2**40 + 5 would become image 5.
     """
@@ -113,7 +113,7 @@ def _check_width(name: str, value: Any) -> None:
 
 
 def _may_be_wide(value: Any) -> bool:
-    """Whether the value is an array of integers that can be read, on the host or of 64 bits on a device."""
+    """Whether the value is an array of readable integers, on the host or of 64 bits on a device."""
     if isinstance(value, jax.Array):
         return not isinstance(value, Tracer) and value.dtype in (np.int64, np.uint64)
     return isinstance(value, np.ndarray | np.integer) and np.issubdtype(value.dtype, np.integer)
@@ -134,7 +134,7 @@ def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) 
 
 
 def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
-    """Returns `value` as a numpy array [K] of a dtype that can hold the numbers, or raises a ValueError."""
+    """Returns `value` as a numpy array [K] of a dtype with this range, or raises a ValueError."""
     try:
         numbers = np.asarray(list(value) if isinstance(value, Iterable) else value)
     except ValueError as error:  # lists of different lengths
@@ -147,7 +147,7 @@ def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises a ValueError for a value that is not a bool."""
+    """Raises a ValueError unless the value is a bool."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: got {value!r:.80}, wanted a bool")
 
@@ -169,13 +169,13 @@ def one_or_more(name: str, value: Any) -> jax.Array:
 
 
 def each_row(name: str, value: Any, rows: tuple[int, ...]) -> jax.Array:
-    """Returns `value` as i32 of shape `rows`; a single number stands for all rows."""
+    """Returns `value` as i32 of shape `rows`. A single number stands for all rows."""
     array = integers(name, value)
     return jnp.broadcast_to(array, rows) if array.ndim == 0 else integers(name, array, rows)
 
 
 def most_tokens(num_tokens: Any, max_tokens: Any) -> int:
-    """Returns `max_tokens` as an int of at least 1; None means `num_tokens` if that is a static number for all rows."""
+    """Returns `max_tokens` as an int of at least 1. None means `num_tokens` if it is a static number for all rows."""
     if max_tokens is not None:
         return static_int32("max_tokens", max_tokens, 1)
     if isinstance(num_tokens, jax.Array | np.ndarray | Sequence) and not isinstance(num_tokens, str):
@@ -200,7 +200,7 @@ def floats(name: str, value: Any) -> jax.Array:
 
 
 def flags(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns `value` as bool of the wanted shape; without its first axis it stands for every entry of that axis."""
+    """Returns `value` as bool of the wanted shape. Without its first axis it stands for every entry of that axis."""
     wanted = f"bool[{', '.join(map(str, shape))}]"
     array = array_of(name, value, wanted)
     if array.dtype != jnp.bool_ or array.shape not in (shape, shape[1:]):
@@ -223,7 +223,7 @@ def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], **options: Any) -> Any:
-    """Gives a method the name, docstring and parameters of the verb that it calls with these options."""
+    """Gives a method the name, docstring and parameters of its verb, called with these options."""
     signature = inspect.signature(functools.partial(verb, **options))
     (name, state), *rest = signature.parameters.items()
     assert name == "state"

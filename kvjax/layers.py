@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of layers, and of the pools that hold the layers' memory of earlier tokens."""
+"""Descriptions of layers, and of the pools of the layers' memory of earlier tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NUM_TOKENS = "num_tokens"  # the array of a snapshot with the number of tokens b
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """The axes of an array that the devices of a mesh divide.
+    """The axes of an array divided by the devices of a mesh.
 
     Attributes:
-      heads: the axis of the heads. None means that each device has all of them.
-      slots: the axis of the P tokens of a block. None means that each device has all of them.
+      heads: the axis of the heads. None leaves all of them on each device.
+      slots: the axis of the P tokens of a block. None leaves all of them on each device.
     """
 
     heads: int | None = None
@@ -31,13 +31,13 @@ class MeshAxes:
 
 
 class StateArray(NamedTuple):
-    """One array of a recurrent layer's state.
+    """An array of a recurrent layer's state.
 
     Attributes:
       name: the name of the array.
-      shape: the shape of the array for one sequence.
+      shape: the shape of the array for a sequence.
       dtype: the name of its dtype.
-      axis: the axis that a mesh divides. None means that each device has the whole array.
+      axis: the axis to divide on a mesh. None leaves the whole array on each device.
     """
 
     name: str
@@ -53,7 +53,7 @@ class LayerSpec:
     Attributes:
       kv_heads: K, or 0 for a recurrent layer.
       head_dim: D, or 0 for a recurrent layer.
-      window: the number of last tokens that a token attends to, itself included. None means full attention.
+      window: the number of last tokens visible to a token, itself included. None means full attention.
       sink_tokens: the number of first tokens of a sequence that stay in the cache whatever the window.
       values: for a layer of latents, V is the first `values` columns of K. None keeps K and V apart.
       arrays: the arrays of a recurrent layer's state.
@@ -105,8 +105,8 @@ class LayerSpec:
         """Describes a layer that carries a state from token to token (gated delta rule, Mamba); see `kvjax.recur`.
 
         Args:
-          arrays: the state of one sequence, {name: array}. Give a shape for float32, or a `jax.ShapeDtypeStruct`.
-          axes: the axis that a mesh divides, {name: axis}, such as the axis of the heads.
+          arrays: the state of a sequence, {name: array}. Give a shape for float32, or a `jax.ShapeDtypeStruct`.
+          axes: the axis to divide on a mesh, {name: axis}, such as the axis of the heads.
 
         Raises:
           ValueError: if an argument is wrong.
@@ -229,6 +229,6 @@ def static_int(name: str, value: Any, minimum: int) -> int:
 
 
 def set_ints(spec: Any, minimum: int, *names: str) -> None:
-    """Makes fields of a frozen dataclass Python ints of at least `minimum`; numpy's ints are accepted too."""
+    """Makes fields of a frozen dataclass Python ints of at least `minimum`. Numpy's ints are accepted too."""
     for name in names:
         object.__setattr__(spec, name, static_int(name, getattr(spec, name), minimum))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a cache, line by line, and the sequences that fit into it."""
+"""The bytes of a cache, line by line, and the capacity for sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.verbs.init import init
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One line of a ledger."""
+    """A line of a ledger."""
 
     name: str
     num_bytes: int
@@ -30,7 +30,7 @@ class Ledger:
       budget_bytes: bytes to spend on the device.
       entries: the uses of the budget: the model, an entry per pool, the scratch rows, the metadata.
       spec: the cache. If devices divide the kv heads, it has the heads of a single device.
-      parts: the number of devices that divide each block of layers with full attention. All bytes are for one device.
+      parts: the number of devices sharing each block of layers with full attention. All bytes are for one device.
       host_budget_bytes: bytes to spend on the host. None means no budget was given.
       host_entries: the uses of the host's budget, an entry per pool. Empty without a host tier.
     """
@@ -44,7 +44,7 @@ class Ledger:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the device that the entries use."""
+        """Bytes of the device used by the entries."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
@@ -54,7 +54,7 @@ class Ledger:
 
     @property
     def host_used_bytes(self) -> int:
-        """Bytes of the host that the entries use."""
+        """Bytes of the host used by the entries."""
         return sum(entry.num_bytes for entry in self.host_entries)
 
     @property
@@ -118,14 +118,14 @@ class Ledger:
 def blocks_per_seq(spec: CacheSpec, group: GroupSpec) -> int:
     """The largest number of a group's blocks that a sequence of `max_length` holds, growing by at most P tokens a step.
 
-    A row that is prefilled in longer chunks holds more blocks in a window group, even its whole prompt for a single
-    chunk. For recurrent layers the number counts a snapshot for each block that a step ends, and the first snapshot.
+    A row prefilled in longer chunks holds more blocks in a window group, even its whole prompt for a single
+    chunk. For recurrent layers the number counts a snapshot for each block ended by a step, and the first snapshot.
     """
     return group.max_blocks(spec.max_blocks_per_seq, spec.block_size, step=spec.block_size)
 
 
 def own_size(group: GroupSpec, block_size: int, parts: int) -> int:
-    """The tokens of each block on one device, if `parts` devices divide the blocks of layers with full attention."""
+    """The tokens of each block on a device, if `parts` devices divide the blocks of layers with full attention."""
     return block_size // parts if group.kind is Kind.FULL else block_size
 
 
@@ -202,7 +202,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def human(num_bytes: int, base: int = 1024) -> str:
-    """Formats bytes in a unit that fits, such as KiB or MiB; with base 1000, kB or MB."""
+    """Formats bytes in a fitting unit, such as KiB or MiB; with base 1000, kB or MB."""
     size = float(num_bytes)
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB") if base == 1024 else ("kB", "MB", "GB", "TB"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of a model, and the errors for models that break it."""
+"""The protocol of a model, and the errors for other objects."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def check_placement(model: Any, cache: Any) -> None:
 
 
 def _placed(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the paths of arrays that were put on devices, and the set of these devices."""
+    """Yields the paths of arrays committed to devices, and the set of these devices."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
             yield jax.tree_util.keystr(path), leaf.sharding.device_set
 
 
 def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
-    """Runs `call`, traced once for all programs of the process that call an equal model with equal shapes.
+    """Runs `call`, traced once for all programs of the process calling an equal model with equal shapes.
 
-    A model that is not a pytree of arrays, such as a function with weights in your own program, is traced each time.
+    A model other than a pytree of arrays, such as a function with weights in your own program, is traced each time.
 
     Raises:
       ValueError: if `call` raises it, or the call changes the model, since a loop would lose the change.
@@ -107,7 +107,7 @@ def _forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: ja
 
 
 def call(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None) -> tuple[jax.Array, Pools]:
-    """Calls the model as `Model` describes; returns its logits and pools.
+    """Calls the model as `Model` describes. Returns its logits and pools.
 
     Raises:
       ValueError: if the model has another signature or result, or cannot give all logits.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of host code about a cache that several processes share: equal in all of them.
+"""Decisions of host code about a cache shared by several processes: equal in all of them.
 
 Each process runs the same program on its own devices, with the same arguments. jax does not check that the numbers of
-all processes are equal, and would keep states that differ. So the processes have to agree first on anything that only
-one of them sees. If all devices belong to one process, each function returns its argument.
+all processes are equal, and would keep different states. So the processes have to agree first on anything that only
+one of them sees. If all devices belong to a single process, each function returns its argument.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def failed_anywhere(state: CacheState, failed: bool) -> bool:
 
 
 def _of_each_device(state: CacheState, value: int) -> np.ndarray:
-    """i32[devices]; the values of the processes that have the state's devices, in the order of the processes."""
+    """i32[devices]; the values of the processes with the state's devices, in the order of the processes."""
     devices = sorted(state.seqs.length.sharding.device_set, key=lambda device: (device.process_index, device.id))
     if devices[0].process_index == devices[-1].process_index:
         return np.array([value], np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes a cache: from a model's layers and a number of bytes to a cache that fits, with a ledger of the bytes."""
+"""Sizes a cache: from a model's layers and a number of bytes to a fitting cache, with a ledger of the bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Counts = tuple[int, ...]  # the number of blocks of each key
 
 
 class Plan(NamedTuple):
-    """A cache that fits a budget.
+    """A cache for a budget.
 
     Attributes:
       spec: the cache, ready for `init` and `init_pools`.
@@ -62,37 +62,37 @@ def plan(
 ) -> Plan:
     """Sizes a cache: as many blocks as a budget holds, with their scratch rows and metadata.
 
-    The budget covers everything that stays in memory: the model, the pools (N blocks and a scratch row) and the
+    The budget covers the permanent memory: the model, the pools (N blocks and a scratch row) and the
     metadata. It does not cover a compiled step's temporaries, so leave room for them.
 
     Args:
-      layers: an entry per layer that remembers earlier tokens, in the model's order.
+      layers: an entry per layer with memory of earlier tokens, in the model's order.
       max_seqs: S, sequences held at once.
       max_length: the largest number of tokens of a sequence, which sizes the block tables. If the budget is too small
-        for one such sequence, the plan is made all the same and the ledger says so.
+        for such a sequence, the plan is made all the same and the ledger says so.
       budget_bytes: bytes to spend on the device. Give this or `device_fraction`.
       device_fraction: the share of the device's memory to spend, above 0 and at most 1. On a GPU jax may allocate three
-        quarters of the memory unless you set `XLA_PYTHON_CLIENT_MEM_FRACTION`, and the share is of that part.
+        quarters of the memory unless you set `XLA_PYTHON_CLIENT_MEM_FRACTION`, and the share is of this part.
       host_budget_bytes: bytes to spend on the host, for the K/V of a host tier. None means no host tier, or the tier
         that `num_host_blocks` describes. The metadata of host blocks is on the device.
       shares: the division of both budgets among the windows. "equal" gives each window the same bytes. "bytes" divides
-        in proportion to the bytes that a window keeps of a sequence of `max_length`. A mapping {window: weight}, with
+        in proportion to the bytes kept by a window for a sequence of `max_length`. A mapping {window: weight}, with
         None for full attention and "recurrent" for recurrent layers, divides by the weights. A larger share means more
-        rows or more cached blocks; a window keeps the same part of a sequence whatever its share.
-      model_bytes: bytes of the budget that the model's parameters take.
-      device: the `jax.Device` that `device_fraction` refers to. None means the first local device.
+        rows or more cached blocks. A window keeps the same part of a sequence whatever its share.
+      model_bytes: bytes of the budget for the model's parameters.
+      device: the `jax.Device` of `device_fraction`. None means the first local device.
       policy: the eviction policy of the state, which costs metadata of its own. Defaults to the policy of `init`.
-      mesh: the devices that divide the kv heads; see `Cache.create`. All bytes, given and planned, are then for one
+      mesh: the devices to divide the kv heads among; see `Cache.create`. All bytes, given and planned, are then for one
         device: its heads of every block, all of every latent, and the whole metadata.
-      heads: the mesh's axis that divides the kv heads.
-      context: the mesh's axis that divides blocks; see `init_pools`. None divides no blocks.
+      heads: the mesh's axis for the kv heads.
+      context: the mesh's axis for parts of blocks; see `init_pools`. None divides no blocks.
       **options: further options of `make_spec`: block_size, dtype, extra_ids, partial_reuse, num_host_blocks, ...
 
     Returns:
       The spec and the ledger.
 
     Raises:
-      ValueError: if an argument is wrong or a budget is too small; the error names the smallest budget.
+      ValueError: if an argument is wrong or a budget is too small. The error names the smallest budget.
 
     Example:
       >>> layers = [kvjax.LayerSpec(kv_heads=8, head_dim=128)] * 32
@@ -152,9 +152,9 @@ def _of_one_device(
     heads: str | None,
     context: str | None,
 ) -> tuple[list[LayerSpec], int]:
-    """Returns the layers of one device (its kv heads, whole latents, its part of a recurrent state).
+    """Returns the layers of a device (its kv heads, whole latents, its part of a recurrent state).
 
-    Also returns the number of devices that divide each block.
+    Also returns the number of devices sharing each block.
     """
     alone = mesh is None and heads is None and context is None
     shards, parts = (1, 1) if alone else num_shards(spec, mesh, heads, context)
@@ -173,7 +173,7 @@ def _divided(shape: tuple[int, ...], axis: int | None, shards: int) -> tuple[int
 
 
 def _prices(spec: CacheSpec, parts: int) -> tuple[list[_Key], list[int]]:
-    """Returns the keys that share a budget, and the price of a block of each: its pool bytes, or 1 without pools."""
+    """Returns the keys sharing a budget, and the price of a block of each: its pool bytes, or 1 without pools."""
     keys = list(dict.fromkeys(group.key for group in spec.groups[spec.bare :]))
     sizes = [(group.key, group.block_bytes(own_size(group, spec.block_size, parts))) for group in spec.groups]
     prices = [sum(size for group_key, size in sizes if group_key == key) for key in keys]
@@ -202,7 +202,7 @@ def _weights(
 
 
 def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
-    """The tokens of a sequence of `max_length` that a group holds; for snapshots, the tokens of their blocks."""
+    """The tokens of a sequence of `max_length` in a group; for snapshots, the tokens of their blocks."""
     if group.window is None or group.kind is Kind.RECURRENT:
         return blocks_per_seq(spec, group) * spec.block_size
     return min(spec.max_length, group.window + group.sink_tokens)
@@ -211,14 +211,14 @@ def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
 def _largest(
     fits: Callable[[_Counts], bool], budget: int, prices: list[int], weights: list[int], fewest: _Counts
 ) -> _Counts:
-    """Returns the largest counts of blocks that fit, divided by the weights; the next block would not fit.
+    """Returns the largest fitting counts of blocks, divided by the weights. The next block would not fit.
 
     The counts `fewest` fit. If some counts fit, smaller counts fit too.
     """
     total = sum(weights)
 
     def divide(spent: int) -> _Counts:
-        """Block counts for `spent` bytes of K/V; from one number to the next no count grows by more than one."""
+        """Block counts for `spent` bytes of K/V. From one number to the next no count grows by more than 1."""
         return tuple(
             max(count, spent * weight // (total * price))
             for count, price, weight in zip(fewest, prices, weights, strict=True)
@@ -275,7 +275,7 @@ def _too_little(name: str, budget: int, min_bytes: int, spec: CacheSpec, suffix:
 
 
 def _budget(budget_bytes: int | None, device_fraction: float | None, device: Any) -> tuple[str, int]:
-    """Returns the argument that gave the budget, and the budget in bytes."""
+    """Returns the name of the argument, and the budget in bytes."""
     if (budget_bytes is None) == (device_fraction is None):
         raise ValueError("budget_bytes, device_fraction: wanted exactly one of the two")
     if budget_bytes is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of a cache. They are static and hashable, so that `jit` can close over them."""
+"""Descriptions of a cache. They are static and hashable, so `jit` can close over them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """All layers with the same attention window, or all recurrent layers: one set of block ids and block tables.
+    """All layers with the same attention window, or all recurrent layers: they share block ids and block tables.
 
     Attributes:
       num_blocks: N, device blocks.
@@ -67,7 +67,7 @@ class GroupSpec:
 
     @property
     def kind(self) -> Kind:
-        """The blocks that the next token needs."""
+        """The blocks needed by the next token."""
         return Kind.RECURRENT if self.recurrent else Kind.FULL if self.window is None else Kind.WINDOW
 
     @property
@@ -87,8 +87,8 @@ class GroupSpec:
     def max_blocks(self, num_blocks: Any, block_size: int, step: int) -> Any:
         """The largest number of blocks that a row with `num_blocks` columns, an int or i32[...], holds at once.
 
-        `step` is the largest number of tokens written at a time. In recurrent layers each block that a step ends is a
-        snapshot, and the step begins with one more.
+        `step` is the largest number of tokens written at a time. In recurrent layers each block ended by a step is a
+        snapshot, and the step begins with a further snapshot.
         """
         if self.window is None:
             return num_blocks
@@ -118,11 +118,11 @@ class CacheSpec:
         all groups. If no layer uses full attention, group 0 has no pools ("bare").
       block_size: P, token positions per block.
       max_seqs: S, rows of the block table.
-      max_blocks_per_seq: M, blocks that one row can hold.
+      max_blocks_per_seq: M, the largest number of blocks of a row.
       extra_ids: whether tokens carry an extra id (an image's identity) as well as the token id. On wires 0 is text.
       partial_reuse: whether reuse continues token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
-      offload_min_priority: a block with a lower priority that has to leave the device is removed, not offloaded.
+      offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=30, block_size=4)
@@ -168,7 +168,7 @@ class CacheSpec:
         ]
 
     def least_blocks(self, group: GroupSpec) -> int:
-        """The blocks that a group needs for a row of any length, written a token at a time; 1 without a window."""
+        """The blocks needed by a group for a row of any length, written a token at a time; 1 without a window."""
         return 1 if group.window is None else group.max_blocks(self.max_blocks_per_seq, self.block_size, step=1)
 
     @property
@@ -188,7 +188,7 @@ class CacheSpec:
 
     @property
     def host_groups(self) -> tuple[int, ...]:
-        """The indices of the groups that have blocks on the host."""
+        """The indices of the groups with blocks on the host."""
         return tuple(group_index for group_index, group in enumerate(self.groups) if group.num_host_blocks)
 
     @property
@@ -198,7 +198,7 @@ class CacheSpec:
 
     @property
     def max_length(self) -> int:
-        """Tokens that a row can hold."""
+        """The largest number of tokens of a row."""
         return self.max_blocks_per_seq * self.block_size
 
     def group_name(self, group_index: int) -> str:
@@ -256,7 +256,7 @@ def make_spec(
     """Describes a cache for a model's layers.
 
     Args:
-      layers: an entry per layer that remembers earlier tokens, in the model's order. Empty for a cache without K/V.
+      layers: an entry per layer with memory of earlier tokens, in the model's order. Empty for a cache without K/V.
       num_blocks: N, device blocks of each group, or {window: N} with None for full attention and "recurrent" for
         recurrent layers. A group with a window needs at least ceil((window - 1) / P) + 1 blocks, and the blocks of its
         sinks, to let a row outgrow the window. While a chunk of a prompt is computed it needs more: see the ledger of
@@ -271,7 +271,7 @@ def make_spec(
       partial_reuse: whether to reuse part of a block by a copy. None enables it except with recurrent layers, where
         True is an error.
       retention: whether blocks have priorities and times to live.
-      offload_min_priority: a block with a lower priority that has to leave the device is removed, not offloaded.
+      offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
 
     Returns:
       The spec. Layers are grouped by window: full attention first, then windows from small to large, then recurrent
@@ -279,7 +279,7 @@ def make_spec(
       all rows and all cached blocks.
 
     Raises:
-      ValueError: if an argument is wrong; the error names it, with the value given and the value wanted.
+      ValueError: if an argument is wrong. The error names it, with the value given and the value wanted.
 
     Example:
       >>> layers = [kvjax.LayerSpec(8, 128), kvjax.LayerSpec(8, 128, window=512)] * 2
@@ -381,7 +381,7 @@ def of_group(argument: str, values: Any, group: GroupSpec) -> Any:
 
 
 def check_keys(argument: str, values: Any, groups: Sequence[GroupSpec]) -> None:
-    """Raises a ValueError if a number is given for a window that no group has; None is full attention in every spec."""
+    """Raises a ValueError if a number is given for a window that no group has. None is full attention in every spec."""
     keys = {None, *(group.key for group in groups)}
     for key in values if isinstance(values, Mapping) else ():
         if key not in keys:

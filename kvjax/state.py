@@ -78,7 +78,7 @@ class Text(Pytree):
 
 
 class Links(Pytree):
-    """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
+    """The prefix index and the child index: chained hash tables over a common pair of link arrays (`blocks/index.py`).
 
     Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). Entries from 2B
     on are the buckets of the first table, followed by the buckets of the second.
@@ -100,9 +100,9 @@ class Host(Pytree):
       num_host_children: i32[B]; findable children on the host. `Blocks.children` counts the children on the device.
       pending_transfer: i32[B]; id of the move that brings the K/V to the block's pool row, or 0. Until it is 0 the
         block cannot be found. After a failed move it stays until the block is empty, so lost K/V are never stored.
-      num_moves: i32[]; the id of the last transition that moved a block.
-      unevictable: bool[B]; device blocks that a loop cannot evict, because a descendant is on the host or moving. The
-        last move has updated it.
+      num_moves: i32[]; the id of the last transition with a move.
+      unevictable: bool[B]; device blocks closed to eviction in a loop, because a descendant is on the host or moving.
+        The last move has updated it.
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of this stack.
       policy: the eviction policy's state for blocks on the host.
@@ -122,7 +122,7 @@ class Blocks(Pytree):
     """The metadata of each block.
 
     Attributes:
-      refcount: i32[B]; rows and pins that hold the block; within a transition also copies in progress.
+      refcount: i32[B]; rows and pins holding the block; within a transition also copies in progress.
       text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids. None in a window group.
       fill: i32[B]; tokens of a findable block, 0 for any other block.
       key: u32[B, 2]; hash of the prefix up to here (`blocks/keys.py`): a hint, never trusted. None in a window group.
@@ -139,7 +139,7 @@ class Blocks(Pytree):
       expiry: i32[B, 2]; the end of a released block's time to live, in ms of 64 bits (high, low). None if the spec has
         no retention.
       time: i32[2]; the latest `now` of a verb, in 64 bits. None if the spec has no retention.
-      passed: bool[B]; in a group of recurrent layers, snapshots with a single child that a row has gone past: no
+      passed: bool[B]; in a group of recurrent layers, snapshots with a single child passed by a row: no
         prompts part there. The last commit that changed it has updated it. None in any other group.
     """
 
@@ -176,7 +176,7 @@ class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
 
     A policy is a value: equal policies share compiled programs. Policies are equal if all their fields are equal, so
-    two lambdas make two policies, whatever their name. A policy of functions that can be imported can be pickled, and
+    two lambdas make two policies, whatever their name. A policy of importable functions can be pickled, and
     is equal afterwards.
 
     An empty call (no ids, no victims wanted) changes nothing, so a refused verb leaves the cache as it was, bit for
@@ -186,10 +186,10 @@ class EvictionPolicy(NamedTuple):
     Attributes:
       init: (num_ids: int) -> pstate.
       touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` (NO_BLOCK is padding)
-        lost their last holder and stay cached; the first block should leave first.
+        lost their last holder and stay cached. The first block should leave first.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate). It names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which blocks it may name, each after
-        all its findable children. A block that is not eligible now may be eligible at the next call: it keeps its turn.
+        all its findable children. A block not eligible now may be eligible at the next call: it keeps its turn.
       forget: (pstate, ids i32[K]) -> pstate. It is called when blocks go to another tier, which has a state of its own,
         and with all blocks by `reset`. None: there is nothing to forget.
       idle: static; whether the functions return an unchanged pstate for an empty call: `touch` and `forget` for padding
@@ -236,7 +236,7 @@ class EvictionPolicy(NamedTuple):
         return self._where(lambda: jnp.any(ids >= 0), new, pstate)
 
     def _as_before(self, function: str, new: Any, old: Any) -> Any:
-        """Checks the state that a function of the policy returned: it must have the same arrays as before."""
+        """Checks the state returned by a function of the policy: it must have the same arrays as before."""
         got = described(new)
         wanted = described(old)
         if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
@@ -254,10 +254,10 @@ class EvictionPolicy(NamedTuple):
         return f"{self.name or type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The fields, so that the functions are imported again.
+        """The fields, so the functions are imported again.
 
         Raises:
-          pickle.PicklingError: if a field would not be equal afterwards, such as a lambda; the error names it.
+          pickle.PicklingError: if a field would not be equal afterwards, such as a lambda. The error names it.
         """
         for field, value in self._asdict().items():
             try:
@@ -279,7 +279,7 @@ class EvictionPolicy(NamedTuple):
 
 
 class Group(Pytree):
-    """The blocks of one attention window, with everything that finds, frees and orders them.
+    """The blocks of an attention window, with everything that finds, frees and orders them.
 
     Attributes:
       blocks: the metadata of each block.
@@ -320,7 +320,7 @@ class Group(Pytree):
 
     @property
     def available(self) -> jax.Array:
-        """i32[]; blocks that can be taken: empty and cached blocks."""
+        """i32[]; blocks that can be taken: empty and cached."""
         return self.num_empty + self.num_cached
 
     def _on_host(self, name: str, ids: jax.Array, otherwise: Any) -> Any:
@@ -376,7 +376,7 @@ class Sequences(Pytree):
     """The metadata of each row.
 
     Attributes:
-      length: i32[S]; tokens that the row has reserved, 0 for a free row.
+      length: i32[S]; reserved tokens of the row, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA); see `keys.Namespaces`.
       retention: i32[S, M + 1, 2]; the stated retention of each of the row's blocks, then of generated blocks. None if
@@ -400,11 +400,11 @@ class Match(Pytree):
     """The longest cached prefix of a prompt.
 
     Attributes:
-      blocks: i32[ceil(T / P)]; the whole blocks that match, then NO_BLOCK.
+      blocks: i32[ceil(T / P)]; the matching whole blocks, then NO_BLOCK.
       num_blocks: i32[]; the number of matching blocks.
       num_uncopied: i32[]; the number of matching blocks if nothing can be copied, smaller only with windows.
-      source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
-      shared: i32[]; the number of tokens that it shares.
+      source: i32[]; a block to copy further tokens from, or NO_BLOCK.
+      shared: i32[]; the number of tokens to copy.
       device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
       host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
       unusable_tokens: i32[]; further tokens that the first group has, but without a snapshot of the recurrent layers.
@@ -440,7 +440,7 @@ class CacheState(Pytree, static=("spec", "policy")):
       groups: a group for each attention window.
       seqs: the rows, shared by all groups.
       spec: static; the shapes.
-      policy: static; the policy that chooses victims.
+      policy: static; the eviction policy.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)

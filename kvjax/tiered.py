@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache together with its host tier: verbs, moves and copies in one call, for host code between loops."""
+"""A cache together with its host tier: verbs, moves and copies in a call, for host code between loops."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ _finish = OutermostJit(_finish, donate_argnums=0)
 
 
 class FailedTransfer(RuntimeError):
-    """Moves between the tiers that failed. No wrong bytes are findable, and rows that lost K/V have been released.
+    """Failed moves between the tiers. No wrong bytes are findable, and rows that lost K/V have been released.
 
     A verb that only moves blocks (`offload`, `onboard`, `watermark`, `swap_out`, `swap_in`) is undone: its blocks and
     rows are where they were, and only blocks whose bytes a move may have overwritten are lost.
 
     Attributes:
       tiered: the cache to go on with.
-      lost: the rows that were released.
+      lost: the released rows.
       events: events of the verb, which was done for all other rows. An undone verb has no events, no `transfer` and the
         status NO_BLOCKS.
-      removed: events of the blocks that left the index.
+      removed: events of removed blocks.
     """
 
     def __init__(self, message: str, tiered: TieredCache, lost: list[int], events: Events, removed: Events):
@@ -75,11 +75,11 @@ class _JittedVerb:
     """A jitted verb on states. Its static options stay static, and so does an int for `num_tokens` of all rows.
 
     Attributes:
-      static: the names of the options that are always static.
+      static: the names of the static options.
     """
 
     def __init__(self, verb: Callable[..., Any], donated: tuple[int, ...], **options: Any):
-        """Jits the verb; `options` replace its defaults."""
+        """Jits the verb. `options` replace its defaults."""
         self._signature = inspect.signature(verb)
         self.static = static_options(verb)
         jit = functools.partial(OutermostJit, functools.partial(verb, **options), donate_argnums=donated)
@@ -102,7 +102,7 @@ class _JittedVerb:
 def _moving_method[**P](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *, undoes: bool = False, **options: Any
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
-    """Turns a verb on states into a jitted method that also makes the moves and copies that it orders.
+    """Turns a verb on states into a jitted method that also makes its moves and copies.
 
     A verb that `undoes` orders no copies. It keeps the previous state, and returns to it if a move fails.
     """
@@ -132,7 +132,7 @@ def _moving_method[**P](
 
 @functools.cache
 def _jitted(verb: Callable[..., Any]) -> OutermostJit:
-    """Jits a verb on states that orders neither moves nor copies."""
+    """Jits a verb on states without moves and copies."""
     return OutermostJit(verb, donate_argnums=0, static_argnames=static_options(verb))
 
 
@@ -141,8 +141,8 @@ def _jitted(verb: Callable[..., Any]) -> OutermostJit:
 class TieredCache(AnyCache):
     """A cache and its host tier, with the verbs of both as methods. Use it in host code, between loops. It is a pytree.
 
-    Every verb is jitted and donates the object: go on with the returned one. A verb starts moves and does not wait for
-    them; later programs wait where they must. Pass `cache` to a loop, and put its result back with `replace`.
+    Every verb is jitted and donates the object: go on with the result. A verb starts moves and does not wait for
+    them. Later programs wait where they must. Pass `cache` to a loop, and put its result back with `replace`.
 
     Attributes:
       cache: the state and the device's pools, which a jitted loop takes.
@@ -196,7 +196,7 @@ class TieredCache(AnyCache):
         return self.replace(Cache(state, self.pools)), events
 
     def _adopted(self, tokens: Any, length: Any, kv: Staged, have: Any, options: Any) -> tuple[TieredCache, Events]:
-        """Adopts K/V from outside. Blocks that leave the device to make room go to the host."""
+        """Adopts K/V from outside. Blocks leaving the device to make room go to the host."""
         tokens = integers("tokens", tokens, ("T",))
         check_staged(kv, self.state.spec, -(-tokens.size // self.state.spec.block_size))
         check_32_bits(adopt, self.state, tokens, length, have, **options)
@@ -264,5 +264,5 @@ class TieredCache(AnyCache):
 
 
 def joined(cache: Cache, host: HostPools | None) -> Cache | TieredCache:
-    """Joins a cache and its host tier, if it has one."""
+    """Joins a cache and its host tier, if there is any."""
     return cache if host is None else TieredCache(cache, host)

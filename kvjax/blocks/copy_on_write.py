@@ -12,7 +12,7 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
 class Writers(Pytree):
-    """Rows that are about to write into a block, all [R]."""
+    """Rows about to write into a block, all [R]."""
 
     block: jax.Array  # i32; the block that each row writes into
     shared: jax.Array  # bool; the block has other holders, or it is findable and must keep its contents
@@ -26,7 +26,7 @@ class Writers(Pytree):
 def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, Writers]:
     """Finds the rows that must copy `block` i32[R] before they write, where writes bool[R].
 
-    Call `settle` afterwards. Until then a refcount of 0 holds a mark of `last_of_each`, so that no such block looks
+    Call `settle` afterwards. Until then a refcount of 0 holds a mark of `last_of_each`, so no such block looks
     unheld. `claim` may come between: it tells this mark from the marks of its victims, which are fewer than the blocks.
     """
     holders = pick(group.blocks.refcount, block)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of prefixes that are equal in every process: 128 bits, computed on the host.
+"""Hashes of prefixes, equal in every process: 128 bits, computed on the host.
 
-Block ids and namespace numbers have a meaning in one process only. A block's hash stands for the whole prefix that ends
-in it: model, salt, LoRA and all tokens so far. Equal prefixes have equal hashes in all caches with the same block size,
-and different prefixes have different hashes, by the strength of BLAKE2b. Without the secret `key` nobody can compute
-them.
+Block ids and namespace numbers have a meaning only in their process. A block's hash stands for the whole prefix that
+ends in it: model, salt, LoRA and all tokens so far. Equal prefixes have equal hashes in all caches with the same block
+size, and different prefixes have different hashes, by the strength of BLAKE2b. Without the secret `key` nobody can
+compute them.
 
     root    person kvjax-root   text(model) + text(salt) + text(LoRA name)
     block   person kvjax-block  the parent's 16 bytes, u32 number of tokens, tokens i32; with extra ids, these too, i32
@@ -34,10 +34,10 @@ def root_hash(model: str | None = None, salt: str | None = None, lora: str | Non
     """Computes the hash of the empty prefix: 16 bytes.
 
     Args:
-      model: a text that differs for models with different K/V, such as a checkpoint's name and the dtype of its K/V.
+      model: a text, different for models with different K/V, such as a checkpoint's name and the dtype of its K/V.
       salt: the tenant's salt; see `Namespaces`.
       lora: the adapter's name. Its number may belong to another adapter in another process.
-      key: a secret of at most 64 bytes, the same for all processes that compare hashes.
+      key: a secret of at most 64 bytes, the same for all processes comparing hashes.
 
     Example:
       >>> from kvjax.interop.hashing import root_hash
@@ -54,7 +54,7 @@ def root_hash(model: str | None = None, salt: str | None = None, lora: str | Non
 
 
 def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = None, *, key: bytes = b"") -> bytes:
-    """Computes the hash of the prefix that ends with a block: 16 bytes.
+    """Computes the hash of the prefix up to a block: 16 bytes.
 
     Args:
       parent: 16 bytes; the hash of the prefix before the block.
@@ -87,7 +87,7 @@ def first_64_bits(block_hash: bytes) -> int:
 
 
 def chain_hash(keyed: hashlib.blake2b, parent: bytes, content: bytes) -> bytes:
-    """Computes the hash of a block from its parent's; `keyed` is a hasher that has read the key."""
+    """Computes the hash of a block from its parent's; `keyed` is a hasher after reading the key."""
     result = keyed.copy()
     result.update(parent)
     result.update(content)
@@ -136,7 +136,7 @@ class Hashing:
       names: the `Namespaces` of the cache. Blocks of other namespaces are not published. None means that all prompts
         have namespace 0.
       lora_names: adapter number to name. The name of an adapter without an entry is its number.
-      model: a text that is part of all hashes; see `root_hash`.
+      model: a text, part of all hashes; see `root_hash`.
       key: a secret of at most 64 bytes, the same on all replicas. Without it nobody can make or probe hashes.
     """
 
@@ -163,7 +163,7 @@ class Hashing:
         return Space(root, flags, salt, lora, name)
 
     def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int], spaces: dict[int, Space]) -> None:
-        """Writes the flags and hashes of rows that are stored, and adds these hashes to the group's.
+        """Writes the flags and hashes of stored rows, and adds these hashes to the group's.
 
         Args:
           rows: i32[n, W]; the rows, with the parent's flags and hash where the parent is not in `rows`.

@@ -53,7 +53,7 @@ def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1, hit: bo
 def give_back_shared(
     group: Group, policy: EvictionPolicy, ids: jax.Array, less: jax.Array | int, where: jax.Array, now: jax.Array
 ) -> Group:
-    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]; an id may occur several times."""
+    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]. An id may occur several times."""
     refcount = add(group.blocks.refcount, ids, -less, where, unique=False)
     refcount, freed = fence(refcount, where & (pick(refcount, ids) == 0))
     refcount, last = last_of_each(refcount, ids, freed)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix index and the child index: two chained hash tables whose nodes are the blocks themselves.
 
-The prefix index finds the block of a key. The child index finds the children of a parent that start with a given token,
+The prefix index finds the block of a key. The child index finds the children of a parent with a given first token,
 for reuse inside a block. Both live in one pair of link arrays (`state.Links`), so a batch of insertions or removals is
 a single pass for both. A chain never loses an entry, whatever the load. Blocks leave from the middle of chains in
 O(log(run of neighbours that leave together)) steps, without a loop over single blocks.
@@ -108,7 +108,7 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
 
 
 def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> Links:
-    """Unlinks the blocks ids i32[K] (where bool[K]) from both tables; only these blocks have `fill` 0 already."""
+    """Unlinks the blocks ids i32[K] (where bool[K]) from both tables. Only these blocks have `fill` 0 already."""
     num_ids = fill.shape[0]
     node = jnp.concatenate([ids, ids + num_ids])
     where = jnp.concatenate([where, where])

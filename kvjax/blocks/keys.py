@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys: a 64-bit hash of the prefix that ends in a block, in two u32 lanes.
+"""Keys: a 64-bit hash of the prefix up to a block, in two u32 lanes.
 
 A key finds candidates and decides nothing: tokens, extra ids and parent links confirm every hit. The key of a prefix is
 the sum of one well-mixed number per block, which depends on the block's contents and depth. A prompt's keys are then a
@@ -51,14 +51,14 @@ def prefix_keys(
     depth: jax.Array,
     so_far: Callable[[jax.Array], jax.Array] = lambda blocks: blocks,
 ) -> jax.Array:
-    """u32[..., 2]; the key of the prefix that ends in each block of text i32[..., P], of which `fill` tokens count.
+    """u32[..., 2]; the key of the prefix up to each block of text i32[..., P], of which `fill` tokens count.
 
     Args:
-      start: u32[..., 2]; the key of the prefix before the block, or before the first block that `so_far` adds up.
+      start: u32[..., 2]; the key of the prefix before the block, or before the first summand of `so_far`.
       text: the contents of the blocks.
-      fill: i32 or i32[...]; the number of tokens of each block that count.
+      fill: i32 or i32[...]; the number of valid tokens of each block.
       depth: i32[...]; the number of blocks before each block in its sequence.
-      so_far: a function that returns the running sums of the blocks' words u32[..., 2], such as `chain`.
+      so_far: a function for the running sums of the blocks' words u32[..., 2], such as `chain`.
     """
     block_size = text.tokens.shape[-1]
     ndim = text.tokens.ndim
@@ -91,13 +91,13 @@ _lock = threading.Lock()  # shared by all `Namespaces`, so that they can be pick
 class Namespaces:
     """Interns (salt, LoRA) pairs as small numbers on the host. Equal pairs get equal numbers, different pairs never do.
 
-    The numbers separate tenants and versions of a model's weights: K/V of one number are never found under another. A
-    cache knows nothing but the numbers, so a new version compiles nothing. `forget_namespaces` empties the cached
-    blocks of old versions. A version becomes part of the salt (`salted`), and so of hashes and of published events. If
-    you save a cache, save `to_dict()` with it: a number from a fresh `Namespaces` may be another tenant's in the
-    restored cache.
+    The numbers separate tenants and versions of a model's weights: K/V of a number are never found under another
+    number. A cache knows nothing but the numbers, so a new version compiles nothing. `forget_namespaces` empties the
+    cached blocks of old versions. A version becomes part of the salt (`salted`), and so of hashes and of published
+    events. If you save a cache, save `to_dict()` with it: a number from a fresh `Namespaces` may be another tenant's in
+    the restored cache.
 
-    A number that a call returns belongs to its pair for ever. A number that `lend` returns is given back when nothing
+    A number returned by a call belongs to its pair for ever. A number returned by `lend` is given back when nothing
     uses it any more, and its pair is forgotten. No number is ever reused for a second pair: there are 2**31 of them.
 
     Example:
@@ -231,7 +231,7 @@ class Namespaces:
         return self._pairs[namespace]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers and their pairs as data for JSON; `from_dict` reads it."""
+        """Returns all numbers and their pairs as data for JSON. `from_dict` reads it."""
         with _lock:
             pairs = sorted(self._pairs.items())
             next_number = self._next
@@ -243,7 +243,7 @@ class Namespaces:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Namespaces:
-        """Restores the numbers that `to_dict` saved, also in another process. New pairs get new numbers.
+        """Restores the numbers saved by `to_dict`, also in another process. New pairs get new numbers.
 
         Raises:
           ValueError: if `to_dict` cannot have written the data.

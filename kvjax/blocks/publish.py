@@ -23,7 +23,7 @@ def publish(
 ) -> tuple[Group, Records]:
     """Makes blocks ids i32[K], where bool[K], findable by their `blocks.text`. All are different and not findable yet.
 
-    No findable block has one of their keys u32[K, 2]. A parent i32[K, 2] is (block, namespace), where the namespace
+    No findable block has any of their keys u32[K, 2]. A parent i32[K, 2] is (block, namespace), where the namespace
     counts if the block is NO_BLOCK; a parent may be among `ids`. `depth` i32[K] blocks come before each block, which
     holds `fill` tokens, i32[] or i32[K]. Also returns K records, stored.
     """
@@ -78,7 +78,7 @@ def leave_index(
 def remove(
     group: Group, group_index: int, policy: EvictionPolicy, ids: jax.Array, where: jax.Array
 ) -> tuple[Group, Records]:
-    """Takes blocks out of the index, as `leave_index` does, and empties those without holders."""
+    """Takes blocks out of the index, as `leave_index` does, and empties blocks without holders."""
     idle = where & (pick(group.blocks.refcount, ids) == 0)
     on_device = group.on_device(ids)
     group, idle, on_device = fence(group, idle, on_device)
@@ -88,7 +88,7 @@ def remove(
 
 
 def forget(group: Group, group_index: int, removed: Records) -> tuple[Group, Records]:
-    """Removes a window group's blocks whose `group0_block` is in `removed`; also returns as many records, removed."""
+    """Removes a window group's blocks whose `group0_block` is in `removed`. Also returns as many records, removed."""
     ids = group.in_this_group(removed.block)
     policy = windows.own_policy(group.blocks)
     return remove(group, group_index, policy, ids, (removed.kind == EventKind.REMOVED) & (ids >= 0))

@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens that rows write."""
+    """Tokens written by rows."""
 
     rows: jax.Array  # i32[R]
     start: jax.Array  # i32[R]; the first position of each row

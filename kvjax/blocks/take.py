@@ -31,7 +31,7 @@ def take(
     extra: jax.Array | int = 0,
     stays: bool = False,
 ) -> Taken:
-    """Takes `need` i32[] blocks for one holder each, all or none: empty blocks first, then victims of the policy.
+    """Takes `need` i32[] blocks for a holder each, all or none: empty blocks first, then victims of the policy.
 
     Pass `priorities` i32[B] (`tiers.priorities`) between loops. Victims are then offloaded to the host, or removed if
     their priority is below `min_priority`, and `onboarded` i32[size] blocks, different, findable, on the host and

@@ -17,7 +17,7 @@ from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Hos
 
 
 def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax.Array:
-    """bool[B]; marked bool[B] and their ancestors on the same tier; `on_device` bool[B] tells the tiers apart."""
+    """bool[B]; marked bool[B] and their ancestors on the same tier. `on_device` bool[B] tells the tiers apart."""
     blocks = group.blocks
     parent = blocks.parent[:, 0]
     follows = (blocks.fill > 0) & (parent >= 0) & (on_device == pick(on_device, parent))
@@ -65,7 +65,7 @@ def take_over(
 ) -> tuple[Group, Records]:
     """Gives host blocks target i32[K], where bool[K], the device rows of equal blocks ids i32[K], all different.
 
-    Call it before `merge`: K/V that have just been computed need not come from the host. Children that stay on the host
+    Call it before `merge`: newly computed K/V need not come from the host. Children that stay on the host
     keep the block and its ancestors from being evicted inside a loop. Also returns K records, updated, or no records
     without a host tier.
     """
@@ -144,7 +144,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
 
 
 def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("device", "host")) -> list[Any]:
-    """i32[B] for each group; the priorities of its blocks at `now`. A window group has those of its `group0_blocks`.
+    """i32[B] for each group; the priorities of its blocks at `now`, in a window group those of its `group0_blocks`.
 
     An entry is None if blocks stay on their tier: the group has a single tier, or `tiers` names a single tier.
     """
@@ -157,12 +157,12 @@ def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("dev
 
 
 def with_host(group: Group, change: Callable[[Host], Host]) -> Group:
-    """Changes the host tier of a group that has one."""
+    """Changes the group's host tier, if there is any."""
     return group if group.host is None else group.replace(host=change(group.host))
 
 
 def host_of(group: Group) -> Host:
-    """Returns the host tier of a group that has one."""
+    """Returns the host tier of a tiered group."""
     assert group.host is not None
     return group.host
 
@@ -170,7 +170,7 @@ def host_of(group: Group) -> Host:
 def order_copy(
     group: Group, group_index: int, source: jax.Array, block: jax.Array, where: jax.Array, prefix: jax.Array
 ) -> tuple[Group, Transfer]:
-    """Orders a copy from source i32[] on the host to block i32[1], where bool[], as a move of that block.
+    """Orders a copy from source i32[] on the host to block i32[1], where bool[], as a move of the block.
 
     No loop may evict the prefix i32[.] of a moving block.
     """

@@ -11,7 +11,7 @@ by their start and their end:
     onboarded     9     <----------  9
 
 All pool rows are assigned together: device rows to onboarded blocks, host rows to offloaded blocks, and the remaining
-rows to the blocks that are empty now. So an evicted block may become an empty block of the host if a transfer needs its
+rows to the empty blocks. So an evicted block may become an empty block of the host if a transfer needs its
 device row.
 
 Nothing here runs inside a jitted loop, so passes over all blocks are allowed. Loops use `take` of `take.py`.
@@ -34,7 +34,7 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
 
 
 class Outgoing(Pytree, static=("held", "stays")):
-    """Device blocks that have to leave their pool rows, all [A]."""
+    """Device blocks leaving their pool rows, all [A]."""
 
     ids: jax.Array  # i32; children before parents, and no longer counted in the parents' `children`
     where: jax.Array  # bool; the entries that count
@@ -78,7 +78,7 @@ def take_over_tiers(
     extra: jax.Array | int,
     stays: bool,
 ) -> Taken:
-    """Takes `need` blocks for one holder each and brings blocks back, offloading the policy's victims; see `take`."""
+    """Takes `need` blocks for a holder each and brings blocks back, offloading the policy's victims; see `take`."""
     host = host_of(group)
     before = group.blocks
     device_rows = group.empty.shape[0]
@@ -121,8 +121,8 @@ def transfer(
 ) -> Taken:
     """Moves `outgoing` blocks off the device, brings `onboarded` i32[C] back, and takes `need` i32[] empty blocks.
 
-    The outgoing blocks are claimed. The call may also use `popped` i32[] blocks that were empty before. The taken
-    blocks are valid only if `ok`; the lists of records have room for all that can happen.
+    The outgoing blocks are claimed. The call may also use `popped` i32[] empty blocks. The taken
+    blocks are valid only if `ok`; the lists of records have room for every possible change.
     """
     onboarded = jnp.full((1,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
     need, popped = (jnp.int32(0) if blocks is None else blocks for blocks in (need, popped))
@@ -180,7 +180,7 @@ def _host_victims(
     overflow: jax.Array,
     now: jax.Array,
 ) -> tuple[jax.Array, Host]:
-    """Chooses the host's victims i32[A], at most `overflow`; also returns the host without them."""
+    """Chooses the host's victims i32[A], at most `overflow`. Also returns the host without them."""
     blocks = group.blocks
     size = outgoing.ids.shape[0]
     num_ids = group.blocks.fill.shape[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims the blocks that a policy has named."""
+"""Claims the blocks named by a policy."""
 
 from __future__ import annotations
 

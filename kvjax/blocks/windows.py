@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window groups: blocks that layers with a sliding attention window share, or recurrent layers.
+"""Window groups: blocks of layers with a sliding attention window, or of recurrent layers.
 
 The first group holds all blocks of every sequence: it compares contents, links prefixes and finds them, once for all
-groups. A window group has blocks of its own for the positions that its layers can still see. Each is linked to
+groups. A window group has blocks of its own for the positions its layers can still see. Each is linked to
 the block of the first group with the same prefix, its `group0_block`:
 
     first group   table 2 0 3 7    root <- 2 <- 0 <- 3       7 being filled
@@ -14,7 +14,7 @@ another.
 
 A recurrent layer is a window of 2: the next token needs the block of the token before, which holds a snapshot, the
 state after that token. If a row has gone past a snapshot and it has a single child, it leaves before snapshots with no
-child or with several. The ends of conversations and the prefixes that prompts share stay longest.
+child or with several. The ends of conversations and the shared prefixes of prompts stay longest.
 
 Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
 """
@@ -47,12 +47,12 @@ SNAPSHOTS = by_class(_is_wanted, classes=2, name="snapshots")
 
 
 def policy_of(state: CacheState, group_index: int) -> EvictionPolicy:
-    """Returns the policy that chooses a group's victims: the cache's for the first group, else `own_policy`."""
+    """Returns the policy of a group: the cache's for the first group, else `own_policy`."""
     return state.policy if group_index == 0 else own_policy(state.groups[group_index].blocks)
 
 
 def own_policy(blocks: Blocks) -> EvictionPolicy:
-    """Returns the policy of a window group: by age, but snapshots that a row has gone past leave first."""
+    """Returns the policy of a window group: by age, but snapshots passed by a row leave first."""
     return WINDOWS if blocks.passed is None else SNAPSHOTS
 
 
@@ -166,9 +166,9 @@ def slide(
 
 
 def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Group:
-    """Marks the snapshots that rows have gone past, among newly filled blocks and their parents.
+    """Marks the snapshots passed by rows, among newly filled blocks and their parents.
 
-    With its first child a snapshot joins those that leave first. With its second child, where prompts part, it leaves
+    With its first child a snapshot joins the first to leave. With its second child, where prompts part, it leaves
     them again. `tree` is the first group, and `dedup` [K] its outcome for the filled blocks.
     """
     if group.blocks.passed is None:
@@ -178,7 +178,7 @@ def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Grou
 
 
 def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
-    """Applies `mark_passed` to blocks ids i32[K] of the first group, where bool[K]; a block may occur several times."""
+    """Applies `mark_passed` to blocks ids i32[K] of the first group, where bool[K]. A block may occur several times."""
     passed = group.blocks.passed
     if passed is None:
         return group

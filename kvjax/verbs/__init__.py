@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs: pure transitions `(state, request) -> (state, events)`, one per file.
+"""The verbs: pure transitions `(state, request) -> (state, events)`, each in a file.
 
 A sequence's life has five steps:
 
@@ -9,7 +9,7 @@ A sequence's life has five steps:
 4. `extend` reserves blocks for the next tokens.
 5. `release` frees the row. Findable blocks stay cached.
 
-A verb that is refused returns the state unchanged, and `events.status` gives the reason. `kvjax.apply(pools, events)`
+A refused verb returns the state unchanged, and `events.status` gives the reason. `kvjax.apply(pools, events)`
 then makes the copies of K/V bytes. `Cache` does both at once. You decide on `jit` and donation: jit a verb together
 with the copies and the model step.
 """

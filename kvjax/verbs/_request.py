@@ -44,7 +44,7 @@ TIERS = (("device",), ("device", "host"))
 
 
 def checked_tiers(tiers: Any) -> tuple[str, ...]:
-    """Returns `tiers`, which must be a tuple that a verb accepts."""
+    """Returns `tiers`, which must be a tuple of `TIERS`."""
     if tiers not in TIERS:
         raise ValueError(f"tiers: got {tiers!r}, wanted one of {TIERS}")
     return tiers
@@ -76,7 +76,7 @@ def checked_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
 
 
 def checked_prompt(text: Text, length: Any, namespace: Any, block_size: int) -> Prompt:
-    """Checks one prompt i32[T] and cuts it into blocks of `block_size` tokens."""
+    """Checks a prompt i32[T] and cuts it into blocks of `block_size` tokens."""
     tokens = text.tokens
     width = text.tokens.shape[0]
     if width == 0:
@@ -148,7 +148,7 @@ def scan_rows(verb: Callable[..., Any], state: CacheState, *rows: jax.Array) -> 
 
 
 def flatten_rows(events: Events) -> Events:
-    """Joins events that `scan` stacked, row by row, into the events of one transition."""
+    """Joins the events stacked by `scan`, row by row, into the events of one transition."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else jnp.sum(x, dtype=x.dtype), events)
 
 
@@ -157,7 +157,7 @@ def all_or_nothing(
 ) -> tuple[CacheState, *tuple[list[Any], ...]]:
     """Selects the state after and its reports (lists of records or of moves) if ok bool[], else the state before.
 
-    A group that fails changes nothing, but groups before it may have changed. This needs several groups and a host
+    A failing group changes nothing, but groups before it may have changed. This needs several groups and a host
     tier, where fewer blocks can leave than are cached. Only then does the selection cost a pass over the state.
     """
     if not before.spec.has_host or len(before.groups) == 1:
@@ -166,7 +166,7 @@ def all_or_nothing(
 
 
 def put_taken(state: CacheState, group_index: int, taken: Taken) -> tuple[CacheState, list[Records]]:
-    """Puts a group back after blocks of it were taken; also returns records, removed, of all groups."""
+    """Puts a group back after blocks of it were taken. Also returns records, removed, of all groups."""
     return forget_all(replace_group(state, group_index, taken.group), group_index, taken.removed)
 
 

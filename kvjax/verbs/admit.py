@@ -65,7 +65,7 @@ def admit(
 
     With a leading axis R, `admit` admits R sequences in row order, each all or nothing. The result equals R calls in
     this order with one difference: the source of a copy stays held until the call ends. A later row that needs this
-    block gets NO_BLOCKS; admit it by another call.
+    block gets NO_BLOCKS. Admit it by another call.
 
     Args:
       state: the cache.
@@ -79,10 +79,10 @@ def admit(
       now: i32[]; the time in ms.
       reserve_tokens: static; reserve blocks for at most this many tokens after the cached prefix (chunked prefill).
         None reserves blocks for the whole prompt.
-      alignment_tokens: static; a multiple of P. The reused prefix ends at a multiple of it, without a copy, so that
+      alignment_tokens: static; a multiple of P. The reused prefix ends at a multiple of it, without a copy, so
         chunks of this size begin at the same positions as without the cache. None lets it end anywhere.
       tiers: static; pass ("device", "host") between loops to find blocks on the host too. They are brought back, and
-        blocks that have to leave the device are offloaded: see `events.transfer`.
+        victims on the device are offloaded: see `events.transfer`.
 
     Returns:
       The cache, and events with E = ceil(T / P) + 1 records a row and group (more with retention or with both tiers):
@@ -138,7 +138,7 @@ def lookup(
     alignment_tokens: int | None = None,
     tiers: tuple[str, ...] = ("device", "host"),
 ) -> Match:
-    """Finds the prefix of a prompt that `admit` would reuse, without changing anything; `vmap` it for many prompts.
+    """Finds the prefix of a prompt for `admit` to reuse, without changing anything; `vmap` it for many prompts.
 
     Args:
       state: the cache.
@@ -168,7 +168,7 @@ def lookup(
 
 
 class GroupHits(Pytree):
-    """The cached blocks of a prompt in one group."""
+    """The cached blocks of a prompt in a group."""
 
     blocks: jax.Array  # i32[F]; the group's blocks of the cached prefix
     hits: jax.Array  # bool[F]; whether the next token sees each block
@@ -209,10 +209,10 @@ def admit_row(
     tiers: tuple[str, ...],
     width: int = 0,
 ) -> tuple[CacheState, Events, jax.Array]:
-    """Admits one row. `match` is the result of `find` in this state, on these tiers.
+    """Admits a row. `match` is the result of `find` in this state, on these tiers.
 
-    `width`, static, is the least length of the list of blocks to take, so that a program with other such lists compiles
-    the code once. Also returns the blocks that the row copies from, i32[G], NO_BLOCK for none. They stay held
+    `width`, static, is the least length of the list of blocks to take, so a program with other such lists compiles
+    the code once. Also returns the sources of the copies, i32[G], NO_BLOCK for none. They stay held
     (`hold_source`) until the caller releases them (`release_sources`) after the last row of the call: no later row
     evicts, moves, empties or overwrites them before the copies are made.
     """
@@ -280,7 +280,7 @@ def admit_row(
 
 
 def release_sources(state: CacheState, sources: jax.Array) -> CacheState:
-    """Releases the blocks that rows copy from, i32[G] or i32[R, G]."""
+    """Releases the sources of copies, i32[G] or i32[R, G]."""
     held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
     return state.replace(groups=tuple(unhold_sources(group, ids) for group, ids in held))
 
@@ -288,7 +288,7 @@ def release_sources(state: CacheState, sources: jax.Array) -> CacheState:
 def _decide(
     state: CacheState, seq: jax.Array, prompt: Prompt, match: Match, reserve_tokens: int | None
 ) -> tuple[CacheState, Decision]:
-    """Decides by reading alone; a `fence` around the returned state keeps later writes after these reads."""
+    """Decides by reading alone. A `fence` around the returned state keeps later writes after these reads."""
     spec = state.spec
     block_size = state.spec.block_size
     column = np.arange(match.blocks.shape[0], dtype=np.int32)
@@ -384,7 +384,7 @@ def _place_copy(
 ) -> tuple[Group, Records, Transfer]:
     """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where copies bool[].
 
-    Also returns a record, copied, and the moves that replace the copy if the source is on the host.
+    Also returns a record, copied, and the moves instead of the copy if the source is on the host.
     """
     on_device = copies & group.on_device(source)
     copied = record(
@@ -421,7 +421,7 @@ def _retain(
 ) -> tuple[Group, Records, Records]:
     """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without a new priority keep theirs.
 
-    Also returns F records, updated, and the records `moved` with the priorities that are stated now.
+    Also returns F records, updated, and the records `moved` with the new priorities.
     """
     blocks = group.blocks
     stated = fit(stated, table.shape[0], UNSTATED)

@@ -3,10 +3,10 @@
 
     state, events = adopt(state, tokens, length, have)                 # reserves blocks
     ...                                                                # write bytes into events.adopted.pool_rows
-    state, events = finish_adoption(state, events.adopted, arrived)    # the blocks that arrived become findable
+    state, events = finish_adoption(state, events.adopted, arrived)    # arrived blocks become findable
 
 A reserved block has a holder and is not findable, so nothing finds, evicts or writes it. You may call other verbs
-between the two: `finish_adoption` sees the blocks that they publish or remove.
+between the two: `finish_adoption` handles blocks published or removed in between.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def adopt(
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
-    """Reserves blocks for the part of a prefix that the cache lacks and whose K/V you have outside.
+    """Reserves blocks for the uncached part of a prefix whose K/V you have outside.
 
-    Blocks of the prefix that are already cached are pinned; this does not count as a hit. The first group reserves
-    blocks for the rest, up to the first block that is not in `have`. Each window group reserves a block for every
+    Cached blocks of the prefix are pinned. This does not count as a hit. The first group reserves
+    blocks for the rest, up to the first block missing in `have`. Each window group reserves a block for every
     column of this prefix in `have` where it has none. The prefix also ends before a block on the move, a block on a
-    tier that is not in `tiers`, and a key that belongs to other contents.
+    tier missing in `tiers`, and a key of other contents.
 
     The call reserves all blocks or none. Always call `finish_adoption` afterwards, even if no data arrived.
 
@@ -151,7 +151,7 @@ def adopt(
 
 
 def _decide(state: CacheState, prompt: Prompt, have: jax.Array, tiers: tuple[str, ...]) -> tuple[CacheState, _Decision]:
-    """Decides by reading alone; a `fence` around the returned state keeps later writes after these reads."""
+    """Decides by reading alone. A `fence` around the returned state keeps later writes after these reads."""
     group = state.groups[0]
     block_size = state.spec.block_size
     column = jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32)
@@ -179,7 +179,7 @@ def _decide(state: CacheState, prompt: Prompt, have: jax.Array, tiers: tuple[str
 
 
 def _cached(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The blocks i32[F] that have the keys of a text's blocks, and bool[F], whether each of them matches.
+    """Finds the blocks i32[F] with the keys of a text's blocks. Also returns bool[F], whether each of them matches.
 
     A block matches if it and all blocks before it hold the text.
     """
@@ -193,7 +193,7 @@ def _cached(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> t
 
 
 def keys_of(text: Any, fill: jax.Array, namespace: jax.Array) -> jax.Array:
-    """u32[F, 2]; the key of the prefix that ends in each block of a text i32[F, P] with fill i32[F] tokens."""
+    """u32[F, 2]; the prefix key of each block of a text i32[F, P] with fill i32[F] tokens."""
     column = jnp.arange(fill.shape[0], dtype=jnp.int32)
     return prefix_keys(root_key(namespace)[None], text, fill, column, chain)
 
@@ -201,7 +201,7 @@ def keys_of(text: Any, fill: jax.Array, namespace: jax.Array) -> jax.Array:
 def _take(
     state: CacheState, plan: _Decision, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[list[Group], list[Taken], jax.Array]:
-    """Pins the cached blocks and takes the new ones; returns the groups, a `Taken` of each, and whether it was done."""
+    """Pins the cached blocks and takes new blocks. Returns the groups, a `Taken` of each, and whether it was done."""
     need = jnp.where(plan.status == Status.OK, plan.need, 0)
     ok = plan.status == Status.OK
     pinned = plan.pinned
@@ -239,7 +239,7 @@ def _take(
 def _place(
     groups: list[Group], plan: _Decision, taken: list[Taken], ok: jax.Array, prompt: Prompt, stated: jax.Array
 ) -> tuple[list[Group], list[jax.Array]]:
-    """Assigns the taken blocks to columns and marks them as reserved; also returns the blocks i32[F] of each group."""
+    """Assigns the taken blocks to columns and marks them as reserved. Also returns the blocks i32[F] of each group."""
     new_rank = jnp.cumsum(plan.is_new, axis=1, dtype=jnp.int32) - plan.is_new.astype(jnp.int32)
     new_blocks = [
         jnp.where(is_new & ok, pick(new.ids, rank), NO_BLOCK)
@@ -280,11 +280,11 @@ def _write(group: Group, ids: jax.Array, node: jax.Array, prompt: Prompt, stated
 def finish_adoption(
     state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayLike = 0
 ) -> tuple[CacheState, Events]:
-    """Makes the reserved blocks findable whose K/V have arrived, and releases all blocks that `adopt` holds.
+    """Makes the reserved blocks findable whose K/V have arrived, and releases all blocks held by `adopt`.
 
     A block after a missing block is dropped and becomes empty. If another verb has published the same contents since
-    `adopt`, the published block stays and the reserved one is dropped. Nothing becomes findable after a block that has
-    left the device or the index.
+    `adopt`, the published block stays and the reserved block is dropped. Nothing becomes findable after a block that
+    has left the device or the index.
 
     Args:
       state: the cache.
@@ -342,7 +342,7 @@ def finish_adoption(
 def _publish_arrived(
     group: Group, adopted: Adopted, reserved: jax.Array, arrived: jax.Array, ok: jax.Array
 ) -> tuple[Group, Records, jax.Array, jax.Array, jax.Array]:
-    """Publishes the first group's reserved blocks i32[F], up to the first that has not arrived, where ok bool[].
+    """Publishes the first group's reserved blocks i32[F], up to the first missing block, where ok bool[].
 
     Returns the group, F records (stored), the blocks of the findable prefix i32[F] with a holder each, their parents
     i32[F], and whether each was published, bool[F].

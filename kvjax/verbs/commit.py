@@ -35,10 +35,10 @@ def commit(
     seqs: ArrayLike | None = None,
     now: ArrayLike = 0,
 ) -> tuple[CacheState, Events]:
-    """Records that the K/V of these tokens are now written, and publishes the blocks that they fill.
+    """Records that the K/V of these tokens are now written, and publishes the filled blocks.
 
     If a filled block's contents are cached already, the row takes the cached block and its own becomes empty. If
-    several rows fill equal blocks in one call, the first row's block stays. A row releases blocks that its next token
+    several rows fill equal blocks in a call, the first row's block stays. A row releases blocks that its next token
     cannot see through a window.
 
     Args:
@@ -50,9 +50,9 @@ def commit(
       now: i32[]; the time in ms.
 
     Returns:
-      The cache, and events with E = R F records a group for rows that fill up to F blocks: stored. With a host tier
-      there are as many updated records, for host blocks that give way to equal blocks on the device. Status BAD_REQUEST
-      for a row that has reserved fewer tokens, is swapped out or named twice, and for a negative token. The other rows
+      The cache, and events with E = R F records a group for rows filling up to F blocks: stored. With a host tier
+      there are as many updated records, for host blocks replaced by equal blocks on the device. Status BAD_REQUEST
+      for a row with fewer reserved tokens, swapped out or named twice, and for a negative token. The other rows
       are committed.
 
     Example:
@@ -80,14 +80,14 @@ def commit(
 
 
 def is_refused(state: CacheState, tokens: jax.Array, num_tokens: jax.Array, seqs: jax.Array | None) -> jax.Array:
-    """bool[R]; the rows for which `commit` answers BAD_REQUEST, so that a caller can skip their computation."""
+    """bool[R]; the rows for which `commit` answers BAD_REQUEST, to skip their computation."""
     return _checked_rows(state, seqs, tokens, num_tokens)[2]
 
 
 def _checked_rows(
     state: CacheState, seqs: jax.Array | None, tokens: jax.Array, num_tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """bool[R], the rows that exist; i32[R], their committed lengths; bool[R], the rows that are refused."""
+    """Returns bool[R], the existing rows, i32[R], their committed lengths, and bool[R], the refused rows."""
     rows = jnp.asarray(np.arange(state.spec.max_seqs, dtype=np.int32)) if seqs is None else seqs
     exists = (rows >= 0) & (rows < state.spec.max_seqs)
     length = state.seqs.length
@@ -110,7 +110,7 @@ WriteResult = tuple[CacheState, list[Records], list[Records]]  # the cache; reco
 def write_fused(
     state: CacheState, chunk: Chunk, now: jax.Array, *, spare: int = 0, interpret: bool = False
 ) -> WriteResult:
-    """`write` as one kernel, for a state that `choice.serves`; appends `spare` records of kind NONE."""
+    """Runs `write` as a single kernel, if `choice.serves` the state. Appends `spare` records of kind NONE."""
     from kvjax.gpu.commit import fill_rows  # late: to import Triton takes a tenth of a second
 
     del now  # only retention needs the time
@@ -120,21 +120,21 @@ def write_fused(
 
 
 def write(state: CacheState, chunk: Chunk, now: jax.Array) -> WriteResult:
-    """Stores the tokens that the rows have written, and publishes the blocks that they fill, in every group."""
+    """Stores the written tokens of rows, and publishes the filled blocks in every group."""
     num_rows, max_tokens = chunk.text.tokens.shape
     width = pass_width(num_rows, max_tokens, state.spec.block_size)
     return publish_spans(store(state, chunk), [chunk.span], width, now)
 
 
 def store(state: CacheState, chunk: Chunk) -> CacheState:
-    """Stores the tokens that the rows have written; call `publish_spans` afterwards."""
+    """Stores the written tokens of rows; call `publish_spans` afterwards."""
     group = write_text(state.groups[0], chunk.rows, chunk.start, chunk.end, chunk.text)
     committed = put(state.seqs.committed, chunk.rows, chunk.end, chunk.done)
     return state.replace(groups=(group, *state.window_groups), seqs=state.seqs.replace(committed=committed))
 
 
 def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax.Array) -> WriteResult:
-    """Publishes the blocks that end in stored spans, in every group, `width` in a pass, then moves the windows on."""
+    """Publishes the blocks ending in stored spans, in every group, `width` in a pass, then moves the windows on."""
     block_size = state.spec.block_size
     max_filled = [-(-span.max_tokens // block_size) for span in spans]
     filled = [
@@ -167,11 +167,11 @@ def pass_width(num_rows: int, max_tokens: int, block_size: int) -> int:
 
 
 def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array, *, several: bool) -> WriteResult:
-    """Publishes blocks [K] that rows have just filled, or merges them with equal blocks, in every group.
+    """Publishes newly filled blocks [K], or merges them with equal blocks, in every group.
 
     The passes go over a packed list of these blocks, `width` at a time, so the cost follows their number alone. The
     first group's `blocks.text` is up to date. `width` and `several` are static; `several` says whether a row can have
-    filled more than one block. Also returns K records, stored, of each group, and K records, updated, of each group
+    filled several blocks. Also returns K records, stored, of each group, and K records, updated, of each group
     with a host tier.
     """
     total = filled.row.shape[0]

@@ -21,7 +21,7 @@ from kvjax.verbs.init import init_group
 
 @on_state
 def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheState, Events]:
-    """Adds a holder to blocks, so that they stay cached whatever the rows do; keep the list for `unpin`.
+    """Adds a holder to blocks to keep them cached whatever the rows do; save the list for `unpin`.
 
     Args:
       state: the cache.
@@ -44,7 +44,7 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
       >>> state.groups[0].blocks.refcount[:3].tolist()
       [1, 1, 0]
 
-    Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
+    Source: TensorRT-LLM's pinBlocks, for blocks stored for reuse.
     """
     chosen_group = checked_group(state, group)
     ids = integers("blocks", blocks, ("K",))
@@ -67,7 +67,7 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
 
 @on_state
 def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Takes back the holder that `pin` added; blocks without another holder become cached, children first.
+    """Takes back the holder added by `pin`. Blocks without another holder become cached, children first.
 
     Args:
       state: the cache.
@@ -77,7 +77,7 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
 
     Returns:
       The cache, and no events. Status BAD_REQUEST if a block is not pinned, is named twice, or is the prefix or
-      first-group block of a block that stays pinned.
+      first-group block of another pinned block.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -109,7 +109,7 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
 
 
 def _pins(group: Group) -> jax.Array:
-    """i32[B]; the number of holders of each block that are not rows."""
+    """i32[B]; the number of holders of each block, not counting rows."""
     table = group.table.reshape(-1)
     return add(group.blocks.refcount, table, -1, table >= 0, unique=False)
 
@@ -129,15 +129,15 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
 
 @on_state
 def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
-    """Empties the given cached blocks and all their findable descendants; all or nothing.
+    """Empties the given cached blocks and all their findable descendants, all or nothing.
 
-    The window groups' blocks of the same prefixes are emptied too. `evict` skips blocks that are not findable. It costs
+    The window groups' blocks of the same prefixes are emptied too. `evict` skips blocks outside the index. It costs
     a pass over all blocks.
 
     Args:
       state: the cache.
       blocks: i32[K]; blocks of the first group. NO_BLOCK is padding.
-      max_removed: static; the largest number of blocks that may leave. None means N + H.
+      max_removed: static; the largest number of blocks to remove. None means N + H.
 
     Returns:
       The cache, and events with E = max_removed records a group: removed, children first. Status HELD if a block is
@@ -188,16 +188,16 @@ def _empty(state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array
 def forget_namespaces(
     state: CacheState, keep: ArrayLike, *, max_removed: int | None = None
 ) -> tuple[CacheState, Events]:
-    """Empties the cached blocks of all namespaces except the given ones, such as blocks of a model's old weights.
+    """Empties the cached blocks of all namespaces except `keep`, such as a model's old weights.
 
-    A block that a row or a pin holds stays findable in its namespace, so that rows in flight end as they began. Call
+    A block that a row or a pin holds stays findable in its namespace, so rows in flight end as they began. Call
     `forget_namespaces` again when they are released. The window groups' blocks of the same prefixes are emptied too.
     The call costs a pass over all blocks for each level of the tree.
 
     Args:
       state: the cache.
-      keep: i32[K]; namespaces to keep, as numbers that `admit` takes. A number may occur several times.
-      max_removed: static; the largest number of blocks that may leave. None means N + H.
+      keep: i32[K]; numbers of the namespaces to keep. A number may occur several times.
+      max_removed: static; the largest number of blocks to remove. None means N + H.
 
     Returns:
       The cache, and events with E = max_removed records a group: removed, children first. Status HELD if a block is on
@@ -267,7 +267,7 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
 
 
 def emptied(state: CacheState) -> CacheState:
-    """Empties all blocks, even held ones, for a cache whose bytes are lost. Rows stay as they are."""
+    """Empties all blocks, even held blocks, for a cache whose bytes are lost. Rows stay as they are."""
     groups = []
     for group_index, group in enumerate(state.groups):
         policy = windows.policy_of(state, group_index)

@@ -48,13 +48,13 @@ def extend(
       active: bool[R]; rows to grow.
       num_tokens: a static number for all rows, or i32[R].
       seqs: i32[R]; the rows, all different. Use -1 as padding, which must not be active. None means all S rows.
-      max_tokens: static; the largest number of tokens that a row reserves. Give it if `num_tokens` is an array, even an
-        array of a single number, such as a traced number.
+      max_tokens: static; the largest number of tokens to reserve for a row. Give it if `num_tokens` is an array, even
+        an array of a single number, such as a traced number.
       now: i32[]; the time in ms.
       tiers: static; see `admit`.
 
     Returns:
-      The cache, unchanged unless `events.ok`, and events with E = 2 R F records a group for rows that touch up to F
+      The cache, unchanged unless `events.ok`, and events with E = 2 R F records a group for rows touching up to F
       blocks (more with both tiers): removed, updated, copied. A row that cannot grow has the status ROW_FULL,
       BAD_REQUEST (it is free, unknown or named twice) or HELD (it is swapped out). All active rows have the status
       NO_BLOCKS if blocks are missing: `events.shortfall` is their number in the group with the largest shortage.
@@ -146,9 +146,9 @@ def _grown(
 def grow(
     state: CacheState, rows: jax.Array | None, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[CacheState, Growth]:
-    """Gives rows i32[R] blocks for grown i32[R] tokens, at most `max_tokens` more than they have; all rows or none.
+    """Gives rows i32[R] blocks for grown i32[R] tokens, at most `max_tokens` more than now. All rows grow or none.
 
-    Rows that grow are all different. A row that does not grow has its present length in `grown`, and may be repeated.
+    Growing rows are all different. A row without growth has its present length in `grown`, and may be repeated.
     The lengths in the state do not change.
     """
     spec = state.spec

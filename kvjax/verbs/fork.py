@@ -67,7 +67,7 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
 def beam_step(
     state: CacheState, seqs: ArrayLike, parents: ArrayLike, *, now: ArrayLike = 0
 ) -> tuple[CacheState, Events]:
-    """Lets each row of a beam continue a row of the beam: row seqs[i] becomes what row seqs[parents[i]] was.
+    """Lets each row of a beam continue a row of the beam: row seqs[i] becomes a copy of row seqs[parents[i]].
 
     The rows share blocks. Only a partly filled last block that two rows continue is copied, when the first of them
     writes into it (`extend`). Rows without a successor are dropped: their findable blocks stay cached, and their other
@@ -93,7 +93,7 @@ def beam_step(
       >>> state.seqs.length.tolist(), state.groups[0].table[:, :3].tolist()
       ([10, 10], [[0, 1, 2], [0, 1, 2]])
 
-    Source: vLLM's and TensorRT-LLM's beam search, which fork and free rows one by one.
+    Source: vLLM's and TensorRT-LLM's beam search, which fork and free single rows.
     """
     seqs = integers("seqs", seqs, ("W",))
     parents = integers("parents", parents, seqs.shape)

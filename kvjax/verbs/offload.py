@@ -5,11 +5,11 @@ Between loops, call in this order:
 
     state, events = offload(state, ...)                         # or admit(..., tiers=("device", "host")), swap_in, ...
     pools, host = move(pools, host, events.transfer)            # starts the moves and returns
-    pools = apply(pools, events)                                # copies, also of blocks that have just moved
+    pools = apply(pools, events)                                # copies, also of newly moved blocks
     state, _ = complete(state, events.transfer, True)           # or False, if a move has failed
 
 Then run the model. A block on the move has left its old pool row and cannot be found until `complete`. Its bytes are
-safe, since a later write to that pool row is issued later. Inside a jitted loop nothing moves and evicted blocks are
+safe, since a later write to this pool row is issued later. Inside a jitted loop nothing moves and evicted blocks are
 lost: call `watermark` before the loop to avoid evictions in it.
 
 Source: TensorRT-LLM's secondary pool; vLLM's swapping of whole sequences.
@@ -40,9 +40,9 @@ from kvjax.verbs._request import assemble, checked_group, conclude, first_failur
 
 @on_state
 def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Moves cached blocks to the host, whatever their priority; all or nothing.
+    """Moves cached blocks to the host, whatever their priority, all or nothing.
 
-    A full host removes blocks by its own policy to make room, but none of the blocks that arrive.
+    A full host removes blocks by its own policy to make room, but none of the arriving blocks.
 
     Args:
       state: the cache.
@@ -93,9 +93,9 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
 
 @on_state
 def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Brings cached blocks back to the device before they are used; all or nothing.
+    """Brings cached blocks back to the device before they are used, all or nothing.
 
-    This counts as a use: the blocks become the most recently released ones, followed by their cached ancestors.
+    This counts as a use: the blocks become the most recently released blocks, followed by their cached ancestors.
 
     Args:
       state: the cache.
@@ -105,7 +105,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
       group: static; the index of their group.
 
     Returns:
-      The cache, and events with `transfer` and E = 5 K records: removed, updated (also for blocks that leave the device
+      The cache, and events with `transfer` and E = 5 K records: removed, updated (also for blocks leaving the device
       to make room). Status HELD if a block is held or on the move, NO_BLOCKS, else BAD_REQUEST.
     """
     chosen_group = _tiered_group(state, group)
@@ -147,7 +147,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
 def watermark(
     state: CacheState, empty: ArrayLike, *, max_blocks: int, now: ArrayLike = 0, group: int = 0
 ) -> tuple[CacheState, Events]:
-    """Empties device blocks ahead of time, so that a loop that takes `empty` blocks evicts nothing.
+    """Empties device blocks ahead of time, so a loop that takes `empty` blocks evicts nothing.
 
     The policy's victims go to the host, or are removed if their priority is too low. If fewer blocks are cached than
     have to leave, all cached blocks leave. No more blocks leave than the host can take after evicting its own victims:
@@ -156,7 +156,7 @@ def watermark(
     Args:
       state: the cache.
       empty: i32[]; the number of empty blocks to provide. A loop of n steps takes at most S * ceil(n / P) + S.
-      max_blocks: static; the largest number of blocks that may leave.
+      max_blocks: static; the largest number of blocks to empty.
       now: i32[]; the time in ms.
       group: static; the index of the group.
 
@@ -179,7 +179,7 @@ def watermark(
 def complete(
     state: CacheState, transfer: Transfer | None, ok: ArrayLike, *, max_removed: int | None = None
 ) -> tuple[CacheState, Events]:
-    """Reports the moves as done, so that their blocks become findable on the new tier, or as failed.
+    """Reports the moves as done, which makes their blocks findable on the new tier, or as failed.
 
     If moves failed, their blocks are removed with all descendants, on both tiers. Rows that hold a removed block have
     lost K/V and must be released; the lost contents are never stored.
@@ -190,13 +190,13 @@ def complete(
 
     Args:
       state: the cache.
-      transfer: `events.transfer` of the transition that ordered the moves. None means nothing to do.
+      transfer: `events.transfer` of the transition with the moves. None means nothing to do.
       ok: bool[]; whether all moves have been made.
-      max_removed: static; the largest number of blocks that a failure may remove in a group. None means N + H. Blocks
+      max_removed: static; the largest number of blocks to remove from a group after a failure. None means N + H. Blocks
         beyond it stay in the index, so give a number only where `ok` is always True.
 
     Returns:
-      The cache, and events with E = max_removed records a group: removed. Status i32[S] HELD for the rows that must be
+      The cache, and events with E = max_removed records a group: removed. Status i32[S] HELD for rows that must be
       released.
     """
     has_lost = jnp.zeros((state.spec.max_seqs,), jnp.bool_)
@@ -259,7 +259,7 @@ def take_unheld(state: CacheState, group_index: int, group: Group, size: int, no
 
 
 def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
-    """Marks held blocks that have left the index as LOST, for their pins outlast their index entry."""
+    """Marks held blocks without an index entry as LOST, because their pins outlast the entry."""
     for group_index, (old, new) in enumerate(zip(before.groups, after.groups, strict=True)):
         lost = (old.blocks.fill > 0) & (new.blocks.fill == 0) & (new.blocks.refcount > 0)
         blocks = new.blocks.replace(hits=jnp.where(lost, LOST, new.blocks.hits))

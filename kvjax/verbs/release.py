@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`release` frees a row and the blocks that only this row holds."""
+"""`release` frees a row and its blocks without another holder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
       now: i32[]; the time in ms.
 
     Returns:
-      The cache, and events with E = 1 record a row and group: stored. Status BAD_REQUEST for a row that is free or
+      The cache, and events with E = 1 record a row and group: stored. Status BAD_REQUEST for a row already free or
       unknown.
 
     Example:
@@ -73,7 +73,7 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[Records]]:
     """Publishes the written part of a row's partly filled last block, where bool[], in every group.
 
-    The block is skipped if another row holds it (that row's release decides), if it is findable already, if its K/V
+    The block is skipped if another row holds it (its release decides), if it is findable already, if its K/V
     have not arrived, if a findable block present in every group covers it, or if its row is swapped out. If the first
     group has an equal block, the groups without such a block publish theirs. Also returns a record, stored, for each
     group.

@@ -24,7 +24,7 @@ from kvjax.verbs.offload import take_unheld
 
 @on_state
 def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Moves the blocks that only this row holds to the host until `swap_in`, which frees their rows in the pool.
+    """Moves the row's blocks without another holder to the host until `swap_in`, which frees their rows in the pool.
 
     Blocks with other holders stay on the device, and so do blocks with children that stay. You can only release a
     swapped-out row or swap it in. Several rows at once are swapped out in order, each all or nothing.
@@ -68,13 +68,13 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
 
 @on_state
 def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Brings all blocks of a swapped-out row back to the device; all or nothing.
+    """Brings all blocks of a swapped-out row back to the device, all or nothing.
 
-    Several rows at once are swapped in in order.
+    Several rows at once are swapped in, in order.
 
     Args:
       state: the cache.
-      seq: i32[] or i32[R]; a row that `swap_out` has swapped out.
+      seq: i32[] or i32[R]; a swapped-out row.
       now: i32[]; the time in ms.
 
     Returns:
@@ -104,7 +104,7 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 
 
 def _read(state: CacheState, seq: jax.Array) -> tuple[Row, jax.Array]:
-    """Reads the row; also returns bool[], whether a block of it is on the move."""
+    """Reads the row. Also returns bool[], whether a block of it is on the move."""
     if not state.spec.has_host:
         raise ValueError("state: got a cache without a host tier, wanted num_host_blocks above 0")
     row = read_row(state, seq)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trim` gives back reserved blocks that rows have not used, in all groups."""
+"""`trim` gives back unused reserved blocks of rows, in all groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.verbs._request import assemble, first_failure
 
 @on_state
 def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None) -> tuple[CacheState, Events]:
-    """Gives back blocks that rows have reserved beyond their committed tokens, such as steps after a stop token.
+    """Gives back reserved blocks beyond the committed tokens of rows, such as steps after a stop token.
 
     Blocks without a committed token become empty. Nothing else changes, and the policy is not called, because no cached
     block is involved.
@@ -31,12 +31,12 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
     Args:
       state: the cache.
       active: bool[S]; rows to trim.
-      max_tokens: static; the largest number of tokens that a row has reserved, which the cost follows. None means no
+      max_tokens: static; the largest number of reserved tokens of a row, which the cost follows. None means no
         limit.
 
     Returns:
       The cache, and no events. Status BAD_REQUEST for a row that is free, has no committed token, or has reserved more
-      than `max_tokens`. Status HELD for a row that is swapped out. The other rows are trimmed.
+      than `max_tokens`. Status HELD for a swapped-out row. The other rows are trimmed.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)

@@ -25,7 +25,7 @@ from kvjax.verbs._request import assemble, first_failure, scan_rows
 def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
 
-    If the cut is inside a findable block that only this row holds and that has no findable children, the block leaves
+    If the cut is inside a findable block without another holder and without findable children, the block leaves
     the index. Any other findable block stays findable, and the row's next write copies it. Several rows at once are cut
     in order, each all or nothing.
 
@@ -65,7 +65,7 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
 def rewind(
     state: CacheState, row: Row, seq: jax.Array, length: jax.Array, ok: jax.Array, now: jax.Array
 ) -> tuple[CacheState, list[Records], jax.Array]:
-    """Cuts row `seq` back to `length` tokens where ok bool[]; also returns records, removed, and whether it was done.
+    """Cuts row `seq` back to `length` tokens where ok bool[]. Also returns records, removed, and whether it was done.
 
     The cut is refused if a window would need blocks that have left it and are no longer on the device, or if a
     recurrent layer has no state for the new length.
