@@ -120,7 +120,7 @@ def test_events_and_arrived_of_a_landing():
     for adopted in (None, other, other.adopted):
         with pytest.raises(ValueError, match=r"^adopted: got .*wanted "):
             finish_adoption(state, adopted, HAVE)
-    with pytest.raises(ValueError, match=r"^events: got those of another verb, wanted "):
+    with pytest.raises(ValueError, match=r"^events: got events of another verb, wanted "):
         cache._finish_adoption(other, KV, HAVE)
 
 

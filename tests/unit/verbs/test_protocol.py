@@ -27,7 +27,7 @@ OPTIONS = {
     "stated": ("ArrayLike", -1),
     "hits": ("ArrayLike", 0),
     "seqs": ("ArrayLike | None", None),
-    "most": ("int", inspect.Parameter.empty),
+    "max_blocks": ("int", inspect.Parameter.empty),
     "max_tokens": ("int | None", None),
     "max_removed": ("int | None", None),
     "now": ("ArrayLike", 0),
