@@ -11,7 +11,7 @@ from kvjax.stores.disk import DiskStore
 from kvjax.stores.file import load, save
 from kvjax.stores.manifest import SaveFolder, check_folder
 from kvjax.stores.restore import Loaded
-from kvjax.verbs.adopt import adopt, land
+from kvjax.verbs.adopt import adopt, finish_adoption
 
 __all__ = [
     "Adopted",
@@ -21,8 +21,8 @@ __all__ = [
     "Staged",
     "adopt",
     "check_folder",
+    "finish_adoption",
     "gather",
-    "land",
     "load",
     "save",
     "scatter",

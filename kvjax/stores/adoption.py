@@ -16,13 +16,13 @@ from kvjax.events.records import Events
 from kvjax.state import Text
 from kvjax.stores.transport import compile_pieces, write
 from kvjax.tiered import FailedTransfer, TieredCache, joined
-from kvjax.verbs.adopt import adopt, land
+from kvjax.verbs.adopt import adopt, finish_adoption
 
 COLUMNS = 8  # of the smallest program
 GROWTH = 4  # the ratio of a program's columns to those of the next smaller program
 
 _adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
-_land = OutermostJit(land, donate_argnums=0)
+_finish_adoption = OutermostJit(finish_adoption, donate_argnums=0)
 
 
 def widths() -> Iterator[int]:
@@ -89,7 +89,7 @@ def adopt_prefix(
         arrived_columns = list(words_by_column)
         arrived[group_index, arrived_columns] = True
         pools = write(pools, group_index, pool_rows[group_index], arrived_columns, list(words_by_column.values()))
-    state, landed = _land(cache.state, adopted, arrived, now=now)
+    state, landed = _finish_adoption(cache.state, adopted, arrived, now=now)
     return joined(Cache(state, pools), cache.host), events.followed_by(landed)
 
 
@@ -106,7 +106,7 @@ def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCac
     adopted: Any = events.adopted
     for group_index, pool_rows in enumerate(np.asarray(adopted.pool_rows)):
         compile_pieces(cache.pools, group_index, pool_rows)
-    state, landed = _land(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
+    state, landed = _finish_adoption(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
     return joined(Cache(state, cache.pools), cache.host), events.followed_by(landed)
 
 
@@ -119,6 +119,7 @@ def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Eve
         return cache._adopt(*args, **options)
     except FailedTransfer as failure:
         adopted: Any = failure.events.adopted
-        state, _ = _land(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
+        nothing = np.zeros(adopted.blocks.shape, np.bool_)
+        state, _ = _finish_adoption(failure.tiered.state, adopted, nothing, now=options["now"])
         tiered = failure.tiered.replace(Cache(state, failure.tiered.pools))
         raise FailedTransfer(str(failure), tiered, failure.lost, failure.events, failure.removed) from failure

@@ -131,7 +131,7 @@ ABSENT = {
     "window_block", "stated", "swapped", "time", "transfer",
 }  # fmt: skip
 FLAGS = {"bare", "extra_ids", "has_host", "num_host_blocks", "retention", "tiered", "windowed", "windows"}
-NUMBERS = {"g", "number"}  # the first group differs from the others
+NUMBERS = {"g", "group_index", "number"}  # the first group differs from the others
 
 
 def name_of(node):

@@ -247,7 +247,7 @@ WRONG = {
         ({"form": "json"}, "form: got 'json', wanted 'map' or 'array' or 'array-0.11'"),
         ({"first_seq": -1}, "first_seq: got -1, wanted an int of at least 0"),
         ({"buffer_bytes": None, "buffer_batches": 1.5}, "buffer_batches: got 1.5, wanted an int of at least 0"),
-        ({"lora_names": {1: "a", 2: "a"}}, "lora_names: got .*, wanted another name for each adapter"),
+        ({"lora_names": {1: "a", 2: "a"}}, "lora_names: got .*, wanted a different name for each adapter"),
         ({"model": 3}, "model: got 3, wanted text or None"),
         ({"max_message": 100}, "max_message: got 100, wanted an int of at least 2164"),
     ],

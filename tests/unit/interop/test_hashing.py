@@ -92,7 +92,7 @@ def test_whatever_differs_gives_another_digest():
         (lambda: block_hash(ROOT, [2**31]), r"tokens: got \[2147483648\], wanted a list of integers"),
         (lambda: block_hash(ROOT, [1.0]), r"tokens: got \[1.0\], wanted a list of integers"),
         (lambda: block_hash(ROOT, [[1], [2, 3]]), r"tokens: got \[\[1\], \[2, 3\]\], wanted a list of integers"),
-        (lambda: block_hash(ROOT, [1, 2], [1]), "extra_ids: got 1, wanted one for each of 2 tokens"),
+        (lambda: block_hash(ROOT, [1, 2], [1]), "extra_ids: got 1, wanted an id for each of 2 tokens"),
         (lambda: block_hash(ROOT, [1], ["a"]), r"extra_ids: got \['a'\], wanted a list of integers"),
     ],
 )

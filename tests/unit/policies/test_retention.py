@@ -33,7 +33,7 @@ def test_bad_ranges_are_refused_by_name(ranges, options, message):
 @pytest.mark.long
 def test_a_spec_without_retention_takes_none():
     state = kvjax.init(kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=8, block_size=4))
-    with pytest.raises(ValueError, match="retention: got one, wanted None"):
+    with pytest.raises(ValueError, match="retention: got a value, wanted None"):
         kvjax.admit(state, 0, np.zeros(4, np.int32), 4, retention=kvjax.Retention.of())
     with pytest.raises(ValueError, match="retention: got a spec made with retention=False, wanted retention=True"):
         kvjax.admit(kvjax.init(state.spec, kvjax.policies.priority()), 0, np.zeros(4, np.int32), 4)

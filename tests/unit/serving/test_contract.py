@@ -348,7 +348,7 @@ def test_wrong_models_and_caches_are_named(way):
     for model, given, message in (
         (MODEL, cache.state, r"cache: got a CacheState, wanted a Cache\(state, pools\) or a TieredCache"),
         *([(cache, MODEL, "model: got a Cache, wanted a kvjax.serving.Model")] if way != "Engine" else []),
-        (MODEL, gone, "cache: was donated to an earlier call: go on with what that call returned"),
+        (MODEL, gone, "cache: was donated to an earlier call: go on with the result of that call"),
         (wrong, cache, r"model: got wrong, which is no pytree: wrap a function as jax\.tree_util\.Partial\(fn\)"),
         (jax.tree_util.Partial(wrong), cache, r"model: got NoneType for last=.*, wanted a pair of logits f32\[3, V\]"),
     ):

@@ -335,7 +335,7 @@ def test_bad_input_is_refused_before_anything_is_donated(tmp_path):
         for change, message in [
             ({"store": "folder"}, r"store: got 'folder', wanted a kvjax.stores.DiskStore or None"),
             ({"store": of_8}, r"cache: got one with block_size=4, wanted that of the store, 8"),
-            ({"namespace": 1}, r"prompt 0: names: got none of namespace 1, wanted the Namespaces"),
+            ({"namespace": 1}, r"prompt 0: names: got no entry for namespace 1, wanted the Namespaces"),
             ({"names": kvjax.Namespaces()}, r"names: got others than the store's"),
         ]:
             with pytest.raises(ValueError, match=message):

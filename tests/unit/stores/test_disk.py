@@ -183,9 +183,9 @@ def test_another_process_finds_the_blocks_of_a_salt_and_a_lora_by_their_names(tm
     with opened(tmp_path, names=after, loras={9: "french"}) as store:
         for number, wanted in ((after("a", 9), 1), (after("b"), 1), (after("c"), 0), (after("b", 9), 0), (after(), 0)):
             assert store.has(store.blocks([1, 2, 3, 4], number)[0], 0) == wanted
-        with pytest.raises(ValueError, match="loras: got no name of adapter 5"):
+        with pytest.raises(ValueError, match="loras: got no name for adapter 5"):
             store.blocks([1, 2, 3, 4], after("a", 5))
-        with pytest.raises(ValueError, match="names: got none of namespace 99"):
+        with pytest.raises(ValueError, match="names: got no entry for namespace 99"):
             store.blocks([1, 2, 3, 4], 99)
 
 
