@@ -149,10 +149,10 @@ def test_salts_and_adapters_are_hashed_by_their_names():
         ([removed(*A)], {}, r"events: got removed of node \(0, 2, 5\), wanted a node of `hashes`"),
         ([stored(*B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted a node of `hashes`"),
         ([stored(*A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted a new node"),
-        ([stored(*A, 2, [1])], {}, "names: got none of namespace 2, wanted the Namespaces that gave it out"),
-        ([stored(*A, 1, [1])], {"lora": 3}, "loras: got no name of adapter 3, wanted one for each adapter in use"),
-        ([stored(*A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name of adapter 3"),
-        ([], {"loras": {3: "sql", 4: "sql"}}, "loras: got .*, wanted another name for each adapter"),
+        ([stored(*A, 2, [1])], {}, "names: got no entry for namespace 2, wanted the Namespaces that issued it"),
+        ([stored(*A, 1, [1])], {"lora": 3}, "loras: got no name for adapter 3, wanted a name for each adapter in use"),
+        ([stored(*A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name for adapter 3"),
+        ([], {"loras": {3: "sql", 4: "sql"}}, "loras: got .*, wanted a different name for each adapter"),
     ],
 )
 def test_events_without_a_name_are_refused(events, options, complaint):
