@@ -229,7 +229,7 @@ def _at(x: jax.Array, index: Any, where: jax.Array) -> jax.Array:
 
 
 def _lone(x: jax.Array, values: Any, where: jax.Array) -> jax.Array:
-    """Reshapes the value of a single entry for broadcasting to the shape of x."""
+    """Reshapes the value of a single entry to broadcast to the shape of x."""
     values = jnp.asarray(values, x.dtype)
     inner = values.shape[where.ndim :] if values.ndim > where.ndim else ()
     return jnp.reshape(values, [1] * (x.ndim - len(inner)) + list(inner))

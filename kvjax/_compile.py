@@ -32,10 +32,10 @@ KEPT_SECONDS = 0.1  # besides its loops a generation has a dozen programs that c
 def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> str:
     """Keeps compiled programs in a folder, so later processes load them instead of compiling them again.
 
-    This sets jax's persistent compilation cache for all programs compiled from now on. It keeps
-    programs with a compile time of 0.1 s, or less if you have set jax's limit lower. Nothing in the folder is ever
-    deleted. jax runs code from the folder, so nobody else may write to it: the folder must belong to the user. A new
-    folder gets mode 0700.
+    This sets jax's persistent compilation cache for all programs compiled from now on. It keeps programs that take at
+    least 0.1 s to compile, or less if you have set jax's limit lower. Nothing in the folder is ever deleted. jax runs
+    code from the folder, so nobody else may write to it: the folder must belong to the user. A new folder gets mode
+    0700.
 
     Args:
       folder: the folder, which replaces jax's present folder. None keeps jax's folder, from

@@ -76,7 +76,7 @@ def make_folder(folder: pathlib.Path) -> None:
 
 
 def check_owned(name: str, folder: pathlib.Path) -> None:
-    """Raises a ValueError unless this is a folder of the user's, closed to writes of others.
+    """Raises a ValueError unless this is a folder of the user's that nobody else may write to.
 
     Args:
       name: the name of the argument, for the message.

@@ -223,7 +223,7 @@ def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], **options: Any) -> Any:
-    """Gives a method the name, docstring and parameters of its verb, called with these options."""
+    """Gives a method the name, docstring and parameters of the verb that it calls with these options."""
     signature = inspect.signature(functools.partial(verb, **options))
     (name, state), *rest = signature.parameters.items()
     assert name == "state"

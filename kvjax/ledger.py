@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a cache, line by line, and the capacity for sequences."""
+"""The bytes of a cache, line by line, and the number of sequences that fit into it."""
 
 from __future__ import annotations
 

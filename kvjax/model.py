@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of a model, and the errors for other objects."""
+"""The protocol of a model, and the errors for objects that break it."""
 
 from __future__ import annotations
 

@@ -62,11 +62,11 @@ def plan(
 ) -> Plan:
     """Sizes a cache: as many blocks as a budget holds, with their scratch rows and metadata.
 
-    The budget covers the permanent memory: the model, the pools (N blocks and a scratch row) and the
+    The budget covers everything that stays in memory: the model, the pools (N blocks and a scratch row) and the
     metadata. It does not cover a compiled step's temporaries, so leave room for them.
 
     Args:
-      layers: an entry per layer with memory of earlier tokens, in the model's order.
+      layers: an entry per layer that remembers earlier tokens, in the model's order.
       max_seqs: S, sequences held at once.
       max_length: the largest number of tokens of a sequence, which sizes the block tables. If the budget is too small
         for such a sequence, the plan is made all the same and the ledger says so.
@@ -85,7 +85,7 @@ def plan(
       mesh: the devices to divide the kv heads among; see `Cache.create`. All bytes, given and planned, are then for one
         device: its heads of every block, all of every latent, and the whole metadata.
       heads: the mesh's axis for the kv heads.
-      context: the mesh's axis for parts of blocks; see `init_pools`. None divides no blocks.
+      context: the mesh's axis that divides the tokens of blocks; see `init_pools`. None divides no blocks.
       **options: further options of `make_spec`: block_size, dtype, extra_ids, partial_reuse, num_host_blocks, ...
 
     Returns:
@@ -211,7 +211,7 @@ def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
 def _largest(
     fits: Callable[[_Counts], bool], budget: int, prices: list[int], weights: list[int], fewest: _Counts
 ) -> _Counts:
-    """Returns the largest fitting counts of blocks, divided by the weights. The next block would not fit.
+    """Returns the largest counts of blocks that fit, divided by the weights. The next block would not fit.
 
     The counts `fewest` fit. If some counts fit, smaller counts fit too.
     """
@@ -275,7 +275,7 @@ def _too_little(name: str, budget: int, min_bytes: int, spec: CacheSpec, suffix:
 
 
 def _budget(budget_bytes: int | None, device_fraction: float | None, device: Any) -> tuple[str, int]:
-    """Returns the name of the argument, and the budget in bytes."""
+    """Returns the argument that gave the budget, and the budget in bytes."""
     if (budget_bytes is None) == (device_fraction is None):
         raise ValueError("budget_bytes, device_fraction: wanted exactly one of the two")
     if budget_bytes is not None:

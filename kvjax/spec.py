@@ -256,7 +256,7 @@ def make_spec(
     """Describes a cache for a model's layers.
 
     Args:
-      layers: an entry per layer with memory of earlier tokens, in the model's order. Empty for a cache without K/V.
+      layers: an entry per layer that remembers earlier tokens, in the model's order. Empty for a cache without K/V.
       num_blocks: N, device blocks of each group, or {window: N} with None for full attention and "recurrent" for
         recurrent layers. A group with a window needs at least ceil((window - 1) / P) + 1 blocks, and the blocks of its
         sinks, to let a row outgrow the window. While a chunk of a prompt is computed it needs more: see the ledger of

@@ -101,7 +101,7 @@ class Host(Pytree):
       pending_transfer: i32[B]; id of the move that brings the K/V to the block's pool row, or 0. Until it is 0 the
         block cannot be found. After a failed move it stays until the block is empty, so lost K/V are never stored.
       num_moves: i32[]; the id of the last transition with a move.
-      unevictable: bool[B]; device blocks closed to eviction in a loop, because a descendant is on the host or moving.
+      unevictable: bool[B]; device blocks that a loop cannot evict, because a descendant is on the host or moving.
         The last move has updated it.
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of this stack.
@@ -139,8 +139,8 @@ class Blocks(Pytree):
       expiry: i32[B, 2]; the end of a released block's time to live, in ms of 64 bits (high, low). None if the spec has
         no retention.
       time: i32[2]; the latest `now` of a verb, in 64 bits. None if the spec has no retention.
-      passed: bool[B]; in a group of recurrent layers, snapshots with a single child passed by a row: no
-        prompts part there. The last commit that changed it has updated it. None in any other group.
+      passed: bool[B]; in a group of recurrent layers, snapshots that a row has gone past and that have
+        a single child: no prompts part there. The last commit that changed it has updated it. None in any other group.
     """
 
     refcount: jax.Array

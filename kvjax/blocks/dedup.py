@@ -33,7 +33,7 @@ def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | N
 
 
 class Filled(NamedTuple):
-    """Blocks possibly just filled by rows, all [K]; the blocks of a row follow one another."""
+    """Blocks that rows may just have filled, all [K]. The blocks of a row follow one another."""
 
     row: jax.Array  # i32; the row of the table
     column: jax.Array  # i32; the column of the block in this row
@@ -63,9 +63,9 @@ class Dedup(Pytree):
 def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> Dedup:
     """Decides for each filled block whether to publish it, or to merge it with an equal block, cached or just filled.
 
-    Among equal blocks filled in a call, the first block is published. A key of other contents is a collision: none of
-    its row's blocks is published. This can cost a hit later, and never gives a wrong hit. `blocks.text` is up to date.
-    `several`, static, tells whether a row can have filled several blocks.
+    Among equal blocks filled in a call, the first block is published. A key that already belongs to other contents is a
+    collision: none of its row's blocks is published. This can cost a hit later, and never gives a wrong hit.
+    `blocks.text` is up to date. `several`, static, tells whether a row can have filled several blocks.
     """
     blocks = group.blocks
     (row, column, first, where) = filled

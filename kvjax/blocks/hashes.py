@@ -34,7 +34,7 @@ def root_hash(model: str | None = None, salt: str | None = None, lora: str | Non
     """Computes the hash of the empty prefix: 16 bytes.
 
     Args:
-      model: a text, different for models with different K/V, such as a checkpoint's name and the dtype of its K/V.
+      model: a text that distinguishes models with different K/V, such as a checkpoint's name and the dtype of its K/V.
       salt: the tenant's salt; see `Namespaces`.
       lora: the adapter's name. Its number may belong to another adapter in another process.
       key: a secret of at most 64 bytes, the same for all processes comparing hashes.
@@ -87,7 +87,7 @@ def first_64_bits(block_hash: bytes) -> int:
 
 
 def chain_hash(keyed: hashlib.blake2b, parent: bytes, content: bytes) -> bytes:
-    """Computes the hash of a block from its parent's; `keyed` is a hasher after reading the key."""
+    """Computes the hash of a block from its parent's; `keyed` has read the key."""
     result = keyed.copy()
     result.update(parent)
     result.update(content)

@@ -89,7 +89,7 @@ def longest_match(
 def _longest_with_copy(
     to_copy: jax.Array, fits: jax.Array, child: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the longest end, among the ends bool[F + 1], whose copy is long enough.
+    """Finds the longest end, among the possible ends bool[F + 1], whose copy is long enough.
 
     The empty prefix needs no copy, so there is such an end. Returns it with the copy's source and its shared tokens.
     """

@@ -13,7 +13,7 @@ Victims are chosen by age alone: the front of a sequence leaves before its end, 
 another.
 
 A recurrent layer is a window of 2: the next token needs the block of the token before, which holds a snapshot, the
-state after that token. If a row has gone past a snapshot and it has a single child, it leaves before snapshots with no
+state after that token. A snapshot that a row has gone past and that has a single child leaves before snapshots with no
 child or with several. The ends of conversations and the shared prefixes of prompts stay longest.
 
 Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
@@ -168,8 +168,8 @@ def slide(
 def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Group:
     """Marks the snapshots passed by rows, among newly filled blocks and their parents.
 
-    With its first child a snapshot joins the first to leave. With its second child, where prompts part, it leaves
-    them again. `tree` is the first group, and `dedup` [K] its outcome for the filled blocks.
+    With its first child a snapshot becomes one of the first to leave. With its second child, where prompts part,
+    it no longer is. `tree` is the first group, and `dedup` [K] its outcome for the filled blocks.
     """
     if group.blocks.passed is None:
         return group

@@ -6,7 +6,7 @@
     state, events = finish_adoption(state, events.adopted, arrived)    # arrived blocks become findable
 
 A reserved block has a holder and is not findable, so nothing finds, evicts or writes it. You may call other verbs
-between the two: `finish_adoption` handles blocks published or removed in between.
+between the two: `finish_adoption` allows for blocks that they publish or remove.
 """
 
 from __future__ import annotations

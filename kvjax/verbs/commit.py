@@ -50,10 +50,10 @@ def commit(
       now: i32[]; the time in ms.
 
     Returns:
-      The cache, and events with E = R F records a group for rows filling up to F blocks: stored. With a host tier
-      there are as many updated records, for host blocks replaced by equal blocks on the device. Status BAD_REQUEST
-      for a row with fewer reserved tokens, swapped out or named twice, and for a negative token. The other rows
-      are committed.
+      The cache, and events with E = R F records a group for rows filling up to F blocks: stored. With a host tier there
+      are as many updated records, for host blocks replaced by equal blocks on the device. Status BAD_REQUEST for a row
+      that has too few reserved tokens, is swapped out or is named twice, and for a negative token. The other rows are
+      committed.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)

@@ -188,7 +188,7 @@ def _empty(state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array
 def forget_namespaces(
     state: CacheState, keep: ArrayLike, *, max_removed: int | None = None
 ) -> tuple[CacheState, Events]:
-    """Empties the cached blocks of all namespaces except `keep`, such as a model's old weights.
+    """Empties the cached blocks of all namespaces except `keep`, for example after a model's weights have changed.
 
     A block that a row or a pin holds stays findable in its namespace, so rows in flight end as they began. Call
     `forget_namespaces` again when they are released. The window groups' blocks of the same prefixes are emptied too.

@@ -40,7 +40,7 @@ from kvjax.verbs._request import assemble, checked_group, conclude, first_failur
 
 @on_state
 def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Moves cached blocks to the host, whatever their priority, all or nothing.
+    """Moves cached blocks to the host whatever their priority: all of them, or none.
 
     A full host removes blocks by its own policy to make room, but none of the arriving blocks.
 
@@ -93,7 +93,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
 
 @on_state
 def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Brings cached blocks back to the device before they are used, all or nothing.
+    """Brings cached blocks back to the device before they are used: all of them, or none.
 
     This counts as a use: the blocks become the most recently released blocks, followed by their cached ancestors.
 

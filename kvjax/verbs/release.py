@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`release` frees a row and its blocks without another holder."""
+"""`release` frees a row and the blocks that only this row holds."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvjax.verbs.offload import take_unheld
 
 @on_state
 def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Moves the row's blocks without another holder to the host until `swap_in`, which frees their rows in the pool.
+    """Moves the blocks that only this row holds to the host until `swap_in`, which frees their rows in the pool.
 
     Blocks with other holders stay on the device, and so do blocks with children that stay. You can only release a
     swapped-out row or swap it in. Several rows at once are swapped out in order, each all or nothing.

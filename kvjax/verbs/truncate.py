@@ -25,7 +25,7 @@ from kvjax.verbs._request import assemble, first_failure, scan_rows
 def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
 
-    If the cut is inside a findable block without another holder and without findable children, the block leaves
+    If the cut is inside a findable block that no other row holds and that has no findable children, the block leaves
     the index. Any other findable block stays findable, and the row's next write copies it. Several rows at once are cut
     in order, each all or nothing.
 

@@ -229,5 +229,5 @@ def test_errors_name_the_argument():
         kvjax.admit(state, 0, padded([1], WIDTH), 1, tiers=("host",))
     with pytest.raises(ValueError, match=r"^spec: got a spec without host blocks"):
         kvjax.tiers.TieredCache.create(state.spec)
-    with pytest.raises(ValueError, match=r"^most: got 0"):
+    with pytest.raises(ValueError, match=r"^max_blocks: got 0"):
         kvjax.tiers.watermark(kvjax.init(make_spec()), 1, max_blocks=0)
