@@ -146,7 +146,9 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         yield name, lambda arrays, *args, verb=verb, kw=kwargs: verb(*args, **arrays, **kw), (arrays, state, *args)
         if name == "adopt":
             _, events = jax.eval_shape(verb, state, *args, **arrays)
-            yield "finish_adoption", _find("finish_adoption"), (state, events.adopted, args[2])
+            finish = _find("finish_adoption")
+            if finish is not None:
+                yield "finish_adoption", finish, (state, events.adopted, args[2])
         if name == "admit over tiers":
             _, events = jax.eval_shape(lambda arrays, *args, v=verb, kw=kwargs: v(*args, **arrays, **kw),
                                        arrays, state, *args)  # fmt: skip

@@ -174,11 +174,5 @@ def test_a_donated_cache_says_so(create):
         cache = create()
         delete(getattr(cache, part))
         for verb, args in calls + reads:
-<<<<<<< HEAD
-            with pytest.raises(
-                ValueError, match=r"^cache: was donated to an earlier call: go on with the result of that call"
-            ):
-=======
             with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with the result"):
->>>>>>> w57a
                 getattr(cache, verb)(*args)
