@@ -131,7 +131,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
         return host.replace(
             empty=put(empty, host.num_empty + rank(emptied), block, emptied),
             num_empty=host.num_empty + count(emptied),
-            pending_transfer=put(host.pending_transfer, block, 0, leaves),  # K/V still arriving belong to no block
+            pending_transfer=put(host.pending_transfer, block, 0, leaves),  # K/V still on the move belong to no block
             unevictable=put(host.unevictable, block, False, leaves),
             policy=policy.forgot(pstate, jnp.where(emptied, block, NO_BLOCK)),
         )

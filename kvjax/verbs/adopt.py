@@ -123,7 +123,7 @@ def adopt(
     groups, taken, ok = _take(state, plan, now, tiers)
     status = jnp.where((plan.status == Status.OK) & ~ok, jnp.int32(Status.NO_BLOCKS), plan.status)
     stamps = [group.blocks.clock for group in groups]
-    groups, new_blocks = _place(groups, plan, taken, ok, prompt, stated)
+    groups, new_blocks = _assign(groups, plan, taken, ok, prompt, stated)
     pool_rows = [
         jnp.where(ids >= 0, group.pool_row(ids), group_spec.num_blocks)
         for group, ids, group_spec in zip(groups, new_blocks, spec.groups, strict=True)
@@ -236,7 +236,7 @@ def _take(
     return groups, taken, ok
 
 
-def _place(
+def _assign(
     groups: list[Group], plan: _Decision, taken: list[Taken], ok: jax.Array, prompt: Prompt, stated: jax.Array
 ) -> tuple[list[Group], list[jax.Array]]:
     """Assigns the taken blocks to columns and marks them as reserved. Also returns the blocks i32[F] of each group."""

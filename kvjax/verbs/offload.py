@@ -42,7 +42,7 @@ from kvjax.verbs._request import assemble, checked_group, conclude, first_failur
 def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Moves cached blocks to the host whatever their priority: all of them, or none.
 
-    A full host removes blocks by its own policy to make room, but none of the arriving blocks.
+    A full host removes blocks by its own policy to make room, but none of the incoming blocks.
 
     Args:
       state: the cache.

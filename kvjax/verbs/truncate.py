@@ -72,24 +72,24 @@ def rewind(
     """
     block_size = state.spec.block_size
     columns = jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
-    num_kept = -(-length // block_size)
+    num_columns = -(-length // block_size)
     committed = jnp.minimum(row.committed, length)
     if state.spec.has_recurrent:
         ok = ok & ((length >= row.committed) | (length % block_size == 0))
     lacking = [
-        (columns < num_kept) & group_spec.keeps(columns, committed, block_size) & (table < 0)
+        (columns < num_columns) & group_spec.keeps(columns, committed, block_size) & (table < 0)
         for group_spec, table in zip(state.spec.window_groups, row.tables[1:], strict=True)
     ]
     ok, regained, tables_with_windows = windows.regain(state.window_groups, row.tables, lacking, ok)
     groups = []
     tables = []
     for group_index, (group, table) in enumerate(zip((state.groups[0], *regained), tables_with_windows, strict=True)):
-        dropped = ok & (columns >= num_kept) & (table >= 0)
+        dropped = ok & (columns >= num_columns) & (table >= 0)
         policy = windows.policy_of(state, group_index)
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
         tables.append(jnp.where(dropped, NO_BLOCK, table))
     group = groups[0]
-    block = pick(tables[0], num_kept - 1)[None]
+    block = pick(tables[0], num_columns - 1)[None]
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
     groups[0], left_index = leave_index(group, 0, block, ok & (length % block_size > 0) & alone)
     state, removed = forget_all(state.replace(groups=tuple(groups)), 0, left_index)

@@ -99,8 +99,8 @@ MISTAKES = [
     Mistake(
         "a cut keeps a block too many",
         "kvjax/verbs/truncate.py",
-        "num_kept = -(-length // block_size)",
-        "num_kept = length // block_size + 1",
+        "num_columns = -(-length // block_size)",
+        "num_columns = length // block_size + 1",
         MACHINE,
     ),
     Mistake(

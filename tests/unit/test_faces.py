@@ -81,7 +81,7 @@ class Traced(Exception):
 
 SAMPLES = {
     "tiers": ("device",), "reserve_tokens": 4, "alignment_tokens": 4, "max_tokens": 4, "max_removed": 2, "group": 0,
-    "most": 3, "num_tokens": 2,
+    "max_blocks": 3, "num_tokens": 2,
 }  # fmt: skip
 
 
