@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kvjax
-from kvjax.interop import together
+from kvjax.interop import combine_listeners
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
 from . import chat, commands, memory, session, stores, tenants, wires
@@ -137,7 +137,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
-        engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store)
+        engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
         stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
         limits = Limits(
