@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kvjax
-from kvjax.interop import together
+from kvjax.interop import combine_listeners
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
 from . import chat, commands, memory, session, stores, tenants, wires
@@ -154,7 +154,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
-        engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store)
+        engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
         tool_format = _tool_format(args, template)
         call_end = tool_format.call_end if tool_format else None
