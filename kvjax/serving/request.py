@@ -206,7 +206,7 @@ class RunOptions:
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
       logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
-        token was drawn from, after temperature, top-k, top-p and `min_tokens`; 0 where the choice is greedy.
+        token was drawn from, after temperature, top-k, top-p, min-p and `min_tokens`; 0 where it is greedy.
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
         and before each jitted loop. None: the time is always 0, and no time to live ends.
       names: the `Namespaces` that gave out the requests' namespaces; other numbers are refused. None: any will do.

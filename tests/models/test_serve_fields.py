@@ -138,8 +138,8 @@ FORMS = [
 @pytest.mark.parametrize(("fields", "prompt"), FORMS)
 def test_a_chats_fields_make_its_prompt(other, of_other, fields, prompt):
     tokens = recall.encode(prompt)
-    counted = other.post({"messages": CHAT, **fields}, "/tokenize").json()
-    assert counted == {"count": len(tokens), "max_model_len": 1024, "tokens": tokens, "token_strs": None}
+    tokenized = other.post({"messages": CHAT, **fields}, "/tokenize").json()
+    assert tokenized == {"count": len(tokens), "max_model_len": 1024, "tokens": tokens, "token_strs": None}
     for streams in (False, True):
         found = of_other.chat.completions.create(
             model="recall", messages=CHAT, stream=streams, extra_body={**ON, **fields}

@@ -353,6 +353,20 @@ MISTAKES = [
         "end",
         "tests/unit/serving/test_penalties.py",
     ),
+    Mistake(
+        "a repetition penalty counts the answer alone",
+        "kvjax/serving/penalties.py",
+        "at < num_prompt[:, None]) > 0",
+        "at < 0) > 0",
+        "tests/unit/serving/test_penalties.py",
+    ),
+    Mistake(
+        "a min-p is a share of all probability",
+        "kvjax/serving/sampling.py",
+        "jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
+        "jax.nn.logsumexp(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
+        "tests/unit/serving/test_sampling.py",
+    ),
     # Wires and models.
     Mistake(
         "a snapshot's messages are not counted",
