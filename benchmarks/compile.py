@@ -182,7 +182,7 @@ def count(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Counts:
 
 def first_answer() -> float:
     """CPU seconds of a process so far, which answers a prompt for the first time."""
-    kvjax.keep_programs()
+    kvjax.enable_compilation_cache()
     model, spec = model_and_spec()
     (output,), _, _ = kvjax.generate(model, Cache.create(spec), [list(range(1, PROMPT))], max_new_tokens=BLOCK)
     common.require(len(output.tokens) == BLOCK, f"got {len(output.tokens)} tokens, wanted {BLOCK}")

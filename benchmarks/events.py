@@ -31,7 +31,7 @@ from benchmarks import common
 from benchmarks.common import Bar, benchmark
 from benchmarks.workload import load_recall
 from kvjax.events import EventKind, Events
-from kvjax.interop import together, trtllm
+from kvjax.interop import combine_listeners, trtllm
 from kvjax.interop.agent import Agent
 from kvjax.interop.log import Log
 from kvjax.interop.metrics import Metrics
@@ -263,7 +263,7 @@ def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Listening]:
             _check_log(entries, index)
             _check_metrics(registry, entries, outputs)
 
-        yield Listening(together(spec, *listeners), check)
+        yield Listening(combine_listeners(spec, *listeners), check)
 
 
 def _check_lines(lines: str, index: Entries) -> None:

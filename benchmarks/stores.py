@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kvjax.stores`: blocks that enter a cache from outside, a saved cache, and prefixes on a disk.
 
-Metadata: `adopt` and `land` of a prefix of 128 blocks in a full pool of 65,536, to `admit` and `release` of as many,
-inside `scan`. All rows are admitted before the first one is released, so that each admission evicts as many blocks as
-an adoption does; but it publishes none. `admit`, `commit` and `release` also publish them.
+Metadata: `adopt` and `finish_adoption` of a prefix of 128 blocks in a full pool of 65,536, to `admit` and `release` of
+as many, inside `scan`. All rows are admitted before the first one is released, so that each admission evicts as many
+blocks as an adoption does; but it publishes none. `admit`, `commit` and `release` also publish them.
 
 Bytes: 64 blocks of 1 MB from numpy into pools, in place, and back, to one `jax.device_put` of as many bytes of numpy,
 which copies them into new memory; and to disk, checksums and adoption included, to one file of as many bytes that is
@@ -43,12 +43,12 @@ from jax import lax
 import kvjax
 from benchmarks import caches, common
 from benchmarks.common import Bar, Program, Size, benchmark
-from kvjax.stores import DiskStore, Staged, adopt, gather, land, load, save, scatter
+from kvjax.stores import DiskStore, Staged, adopt, finish_adoption, gather, load, save, scatter
 from models.decoder import Decoder
 
 BARS = {
-    "adopt_over_admit": Bar("`adopt` and `land`, to `admit` and `release`", at_most=2),
-    "adopt_over_computed": Bar("`adopt` and `land`, to `admit`, `commit` and `release`"),
+    "adopt_over_admit": Bar("`adopt` and `finish_adoption`, to `admit` and `release`", at_most=2),
+    "adopt_over_computed": Bar("`adopt` and `finish_adoption`, to `admit`, `commit` and `release`"),
     "scatter_of_device_put": Bar("rate from numpy into pools, to `device_put`", at_least=0.5),
     "gather_of_device_put": Bar("rate from pools to numpy, to `device_put`", at_least=0.8),
     "save_of_file": Bar("rate of `save`, to a file that is written and synced", at_least=0.4),
@@ -87,7 +87,7 @@ def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kv
     columns = length // state.spec.block_size
     every = np.ones((columns,), np.bool_)
     state, reserved = adopt(state, tokens, length, every)
-    state, landed = land(state, reserved.adopted, every)
+    state, landed = finish_adoption(state, reserved.adopted, every)
     stored = kvjax.events.counts(landed)["stored"]
     return state, reserved.ok & landed.ok & (stored == columns)
 
@@ -292,7 +292,7 @@ class Job:
         return kvjax.Cache.create(self.spec)
 
     def open(self, folder: pathlib.Path) -> DiskStore:
-        return DiskStore(folder, self.spec, model=MODEL, names=self.names, max_bytes=1 << 30, patience_ms=60_000)
+        return DiskStore(folder, self.spec, model=MODEL, names=self.names, max_bytes=1 << 30, read_timeout_ms=60_000)
 
     def answer(self, cache: kvjax.Cache, store: DiskStore | None = None) -> tuple[list[Any], list[int], kvjax.Cache]:
         """The tokens of each answer, how many of each prompt were stored, and the cache."""

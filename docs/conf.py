@@ -12,6 +12,7 @@ import textwrap
 from docutils import nodes
 from sphinx.addnodes import toctree
 from sphinx.domains.python import PyObject
+from sphinx_design.shared import PassthroughTextElement
 
 import kvjax
 import kvjax.pools
@@ -215,7 +216,8 @@ def deal(app, env, docnames):
 
 def setup(app):
     """Connects the functions above; those that change docstrings come before napoleon, which reads their sections."""
-    app.add_node(nodes.abbreviation, override=True, markdown=(lambda *_: None, lambda *_: None))
+    for node in (nodes.abbreviation, PassthroughTextElement):  # the Markdown twins have their text alone
+        app.add_node(node, override=True, markdown=(lambda *_: None, lambda *_: None))
     app.connect("env-before-read-docs", deal)
     app.connect("html-page-context", link_twin)
     app.connect("build-finished", drop_links_back)

@@ -10,7 +10,7 @@ from kvjax import sizing as sizing
 from kvjax import spec as spec
 from kvjax import state as state
 from kvjax import tiers as tiers
-from kvjax._compile import keep_programs
+from kvjax._compile import enable_compilation_cache
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.debug import check, show
@@ -45,7 +45,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # eviction
     "lru", "by_score", "EvictionPolicy", "Retention",
     # generation
-    "generate", "rollout", "score", "run_batch", "stream", "step", "Sampling", "keep_programs",
+    "generate", "rollout", "score", "run_batch", "stream", "step", "Sampling", "enable_compilation_cache",
     # looking inside
     "show", "check",
 ]  # fmt: skip

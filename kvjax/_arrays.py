@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and scatters that treat NO_BLOCK as "nothing here", the only file that knows index modes; and pytrees."""
+"""Gathers and scatters ignoring NO_BLOCK (the only file that knows index modes), and the base class of pytrees."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from jax.core import Tracer
 import pallas_kernels
 from pallas_kernels.loops import while_loop
 
-# Entries. A list of so many costs a kernel no more than a shorter one. At 64 the sums before each take as long by one
-# kernel as by a cumulative sum.
+# A list of up to this many entries costs a kernel no more than a shorter list. At 64 the sums before each entry take as
+# long by a single kernel as by a cumulative sum.
 FEW = 32
-_SMALL, _ENTRIES = 4096, 1024  # elements, and entries of the first axis, of an array that one pass may write
+# The largest array that a single pass may write: its elements, and its entries along the first axis.
+_SMALL = 4096
+_ENTRIES = 1024
 
 
 def pick[T](x: T, index: Any) -> T:
     """x[index] of an array, or of each array of a tree.
 
-    `index` i32[...], or a tuple of them for the leading axes; one out of range reads some element: mask it.
+    `index` is i32[...], or a tuple of such arrays for the leading axes. An index out of range reads some element, so
+    mask the result.
     """
     if not isinstance(index, tuple) and np.ndim(index) == 0 and not pallas_kernels.lowers_for("cuda"):
         return jax.tree.map(lambda a: _row(jnp.asarray(a), index), x)
@@ -36,29 +39,29 @@ def pick[T](x: T, index: Any) -> T:
 def _row(x: jax.Array, index: Any) -> jax.Array:
     """x[index] for an index i32[], as a gather.
 
-    As jax' own `dynamic_slice` it might share a fusion with a dynamic slice of XLA's, and jaxlib 0.12 names their two
-    functions alike on a CPU: one then calls itself until the stack overflows.
+    jax's own `dynamic_slice` might share a fusion with a dynamic slice of XLA's. On a CPU jaxlib 0.12 gives their two
+    functions the same name, and the function then calls itself until the stack overflows.
     """
-    numbers = lax.GatherDimensionNumbers(tuple(range(x.ndim - 1)), (0,), (0,))
-    return lax.gather(x, jnp.reshape(index, 1), numbers, (1, *x.shape[1:]), mode=lax.GatherScatterMode.CLIP)
+    dimensions = lax.GatherDimensionNumbers(tuple(range(x.ndim - 1)), (0,), (0,))
+    return lax.gather(x, jnp.reshape(index, 1), dimensions, (1, *x.shape[1:]), mode=lax.GatherScatterMode.CLIP)
 
 
 def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -> T:
     """Writes `values` at `index` where `where` holds, in place under donation.
 
     Args:
-      x: the array to write into, or a tree of them.
+      x: the array to write into, or a tree of arrays.
       index: i32[K], or a tuple of them for the leading axes.
-      values: what to write; a scalar, or [K, ...]; one for each array of a tree.
+      values: a scalar or an array [K, ...] to write, for a tree, one of these for each array.
       where: bool[K]; entries to write, all of them in range.
-      unique: whether no two written entries share an index; if False, one of those that share is written.
+      unique: whether all written entries have different indices. If False, a single entry is written for each index.
     """
 
     def write(array: jax.Array, value: Any) -> jax.Array:
         if _is_lone(array, where):
             return jnp.where(_at(array, index, where), _lone(array, value, where), array)
-        at, value = _entries(array, index, value, where)
-        return array.at[at].set(value, mode="drop", wrap_negative_indices=False, unique_indices=unique)
+        entry_index, value = _entries(array, index, value, where)
+        return array.at[entry_index].set(value, mode="drop", wrap_negative_indices=False, unique_indices=unique)
 
     return jax.tree.map(write, x, values)
 
@@ -72,13 +75,13 @@ def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
 
 
 def either[T](where: jax.Array, new: T, old: T) -> T:
-    """Tree `new` if where bool[] holds, else `old`; an array that is the same in both costs nothing."""
+    """Tree `new` if where bool[] holds, else `old`. A shared array costs nothing."""
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
 
 
 @jax.custom_batching.custom_vmap
 def in_any(where: jax.Array) -> jax.Array:
-    """bool[...]; `where` itself; under `vmap`, whether it holds in any of the caches, the same for all of them."""
+    """bool[...]; `where` itself. Under `vmap`, whether it holds in any of the caches, the same for all of them."""
     return where
 
 
@@ -91,20 +94,20 @@ def _in_any_of_a_batch(axis_size: int, in_batched: list[bool], where: jax.Array)
 def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -> T:
     """`while_loop` for a carry with an array of the pool's size.
 
-    Under `vmap` it goes on while any of the caches is going. With a condition of each cache's own, jax would select
-    between the old and the new carry in each step: a copy of N elements. So `step` must change nothing that matters
-    where `going` does not hold.
+    Under `vmap` the loop continues while any of the caches continues. With a condition for each cache, jax would select
+    between the old and the new carry in each step: a copy of N elements. So `step` must change nothing important where
+    `going` does not hold.
     """
     return while_loop(lambda carry: in_any(going(carry)), step, start)
 
 
 def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Finds the last occurrence of each of ids i32[K], where bool[K]; an id may occur several times.
+    """Finds the last occurrence of each of ids i32[K], where bool[K]. An id may occur several times.
 
-    Each occurrence writes its own negative number into the counts i32[B], not negative so far, by minimum: the last one
-    the smallest. The occurrence that reads itself back is the last. `below`, static, keeps clear of the marks of calls
-    between this one and the overwriting. Returns the counts with marks, -1 - below - k of entry k, which the caller
-    overwrites; and bool[K], the last entry of each id.
+    Each occurrence writes its own negative number into the counts i32[B], not negative so far, by minimum: the last
+    occurrence writes the smallest number, and reads itself back. `below`, static, keeps clear of the marks of calls
+    between this call and the overwriting. Returns the counts with marks, -1 - below - k of entry k, which the caller
+    overwrites, and bool[K], the last entry of each id.
     """
     mark = -1 - below - np.arange(ids.shape[0], dtype=np.int32)
     marked = counts.at[jnp.where(where, ids, counts.shape[0])].min(mark, mode="drop")
@@ -112,25 +115,25 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int
 
 
 def rank(where: jax.Array) -> jax.Array:
-    """i32[K]; for each entry, how many before it hold."""
+    """i32[K]; for each entry, the number of entries before it that hold."""
     return sum_before(where.astype(jnp.int32))
 
 
 def sum_before(x: jax.Array) -> jax.Array:
-    """i32[K]; for each entry of i32[K], the sum of those before it."""
+    """i32[K]; for each entry of i32[K], the sum of the entries before it."""
     size = x.shape[0]
     if size > FEW:
         return jnp.cumsum(x, dtype=jnp.int32) - x
-    each = _numbers(size)
-    earlier = each[None] < each[:, None]
+    entry = _numbers(size)
+    earlier = entry[None] < entry[:, None]
     return jnp.sum(jnp.where(earlier, x[None], 0), axis=1, dtype=jnp.int32)  # one kernel; a cumulative sum is five
 
 
 def ranked(where: jax.Array, *, small: bool = False) -> tuple[jax.Array, jax.Array]:
-    """i32[K], for each entry, how many before it hold; and i32[], how many do.
+    """i32[K], for each entry, the number of entries before it that hold. Also returns their total number, i32[].
 
-    For a CPU the last rank tells the number: a sum is a fusion more, or two. In a long list a sum is faster, and is
-    taken unless a `small` program, static, matters more.
+    On a CPU the last rank gives the total: a sum is a fusion more, or two. In a long list a sum is faster, and is used
+    unless a `small` program, static, matters more.
     """
     before = rank(where)
     if not where.size or (where.size > FEW and not small) or pallas_kernels.lowers_for("cuda"):
@@ -141,8 +144,8 @@ def ranked(where: jax.Array, *, small: bool = False) -> tuple[jax.Array, jax.Arr
 def _numbers(size: int, first: int = 0) -> Any:
     """i32[size]; first, first + 1, ...
 
-    For a CPU those of a short list are a constant: computed, they would be a fusion for each `first`, and part of many
-    others. For a GPU they are computed where they are used: it would copy a constant in each turn of a loop.
+    For a CPU the numbers of a short list are a constant: computed, they would be a fusion for each `first`, and part of
+    many others. For a GPU they are computed where they are used: it would copy a constant in each turn of a loop.
     """
     if size > _ENTRIES or pallas_kernels.lowers_for("cuda"):
         return first + jnp.arange(size, dtype=jnp.int32)
@@ -150,32 +153,32 @@ def _numbers(size: int, first: int = 0) -> Any:
 
 
 def leading(where: jax.Array) -> jax.Array:
-    """i32[...]; how many entries of bool[..., K] hold before the first that does not."""
+    """i32[...]; the number of leading entries of bool[..., K] that hold."""
     size = where.shape[-1]
     return jnp.min(jnp.where(where, size, np.arange(size, dtype=np.int32)), axis=-1, initial=size)
 
 
 def count(where: jax.Array) -> jax.Array:
-    """i32[]; how many entries hold."""
+    """i32[]; the number of entries that hold."""
     return jnp.sum(where, dtype=jnp.int32)
 
 
 def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packs lists of ids i32[.], where -1 is a gap, into one list padded with -1; and i32[], how many ids it has."""
+    """Packs lists of ids i32[.], where -1 is a gap, into a list padded with -1. Also returns i32[], their number."""
     ids = jnp.concatenate(lists)
     present = ids >= 0
     return put(jnp.full_like(ids, -1), rank(present), ids, present), count(present)
 
 
 def padded(x: jax.Array) -> jax.Array:
-    """For a CPU an array with zeros behind its entries, FEW in all if it has fewer: equal shapes are compiled once."""
+    """For a CPU, pads an array with zeros to FEW entries, if it has fewer: equal shapes are compiled once."""
     if x.shape[0] >= FEW or pallas_kernels.lowers_for("cuda"):
         return x
     return jnp.pad(x, [(0, FEW - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 
 def repeated(ids: jax.Array) -> jax.Array:
-    """bool[K]; which of ids i32[K] occur more than once."""
+    """bool[K]; whether each of ids i32[K] occurs more than once."""
     order = jnp.argsort(ids).astype(jnp.int32)
     ordered = ids[order]
     same = ordered[1:] == ordered[:-1]
@@ -184,7 +187,7 @@ def repeated(ids: jax.Array) -> jax.Array:
 
 
 def is_among(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """bool[size]; which numbers are among ids i32[K], where bool[K]; an id may occur several times."""
+    """bool[size]; whether each number is among ids i32[K], where bool[K]. An id may occur several times."""
     return put(jnp.zeros((size,), jnp.bool_), ids, True, where, unique=False)
 
 
@@ -197,7 +200,7 @@ def fence(tree, *reads):
 
 
 def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
-    """do(carry) where bool[] holds, else `carry`; a loop of one turn at most, since XLA copies pools at a branch."""
+    """do(carry) where bool[] holds, else `carry`; a loop of at most one turn, since XLA copies pools at a branch."""
     return while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
 
 
@@ -209,35 +212,35 @@ def runs(first: jax.Array, width: int) -> jax.Array:
 def _is_lone(x: jax.Array, where: jax.Array) -> bool:
     """Whether a single entry is written into a small array: a select is one kernel, a scatter three.
 
-    With 2,048 entries a select is the slower one when caches are vmapped, by a fifth of an admission.
+    With 2,048 entries a select is slower than a scatter when caches are vmapped, by a fifth of an admission.
     """
     return where.size == 1 and x.size <= _SMALL and x.shape[0] <= _ENTRIES
 
 
 def _at(x: jax.Array, index: Any, where: jax.Array) -> jax.Array:
-    """bool, broadcasts to the shape of x; the elements at a single entry's index, if where bool of one element."""
+    """bool, broadcasts to the shape of x. The elements at a single entry's index, if where (a single element)."""
     index = index if isinstance(index, tuple) else (index,)
-    found = jnp.reshape(where, [1] * x.ndim)
-    for axis, one in enumerate(index):
+    matches = jnp.reshape(where, [1] * x.ndim)
+    for axis, position in enumerate(index):
         shape = [1] * x.ndim
         shape[axis] = x.shape[axis]
-        found = found & (lax.broadcasted_iota(jnp.int32, shape, axis) == jnp.reshape(one, [1] * x.ndim))
-    return found
+        matches = matches & (lax.broadcasted_iota(jnp.int32, shape, axis) == jnp.reshape(position, [1] * x.ndim))
+    return matches
 
 
 def _lone(x: jax.Array, values: Any, where: jax.Array) -> jax.Array:
-    """The value of a single entry, as one that broadcasts to the shape of x."""
+    """Reshapes the value of a single entry to broadcast to the shape of x."""
     values = jnp.asarray(values, x.dtype)
     inner = values.shape[where.ndim :] if values.ndim > where.ndim else ()
     return jnp.reshape(values, [1] * (x.ndim - len(inner)) + list(inner))
 
 
 def _entries(x: jax.Array, index, values, where: jax.Array):
-    """The index and values of a scatter that drops the entries that do not hold.
+    """The index and values of a scatter without the entries where `where` is False.
 
-    Each dropped entry gets an index of its own beyond the end, so that XLA may assume uniqueness. A lone entry gets a
-    dropped one beside it: XLA's CPU backend (seen in jax 0.11 and 0.12) turns a scatter of one entry into a
-    dynamic-update-slice, and some fusions of those into a kernel that never ends.
+    Each dropped entry gets an index of its own beyond the end, so XLA may assume uniqueness. A lone entry gets a
+    dropped entry as its neighbour: XLA's CPU backend (seen in jax 0.11 and 0.12) turns a scatter of a single entry into
+    a dynamic-update-slice, and some fusions of these into an endless kernel.
     """
     index = index if isinstance(index, tuple) else (index,)
     if where.size == 1:
@@ -251,7 +254,7 @@ def _entries(x: jax.Array, index, values, where: jax.Array):
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """Bijective mixing of u32 words, each input bit into each output bit. Source: MurmurHash3's finaliser."""
+    """Mixes u32 words bijectively, each input bit into each output bit. Source: MurmurHash3's finaliser."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
@@ -264,7 +267,7 @@ def alive(tree: Any) -> bool:
 
 
 def unreadable(tree: Any) -> str:
-    """Why the arrays of a tree cannot be read; "" if they can."""
+    """The reason why the arrays of a tree cannot be read, or ""."""
     leaves = jax.tree.leaves(tree)
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return "traced"
@@ -278,7 +281,7 @@ def unreadable(tree: Any) -> str:
 
 
 def described(tree: Any) -> Any:
-    """The tree with dtype and shape of each array as text."""
+    """The tree with the dtype and shape of each array as text."""
 
     def of_leaf(leaf: Any) -> str:
         is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
@@ -289,7 +292,7 @@ def described(tree: Any) -> Any:
 
 @typing.dataclass_transform(frozen_default=True)
 class Pytree:
-    """Makes each subclass a frozen dataclass and a pytree; `static` fields are part of its structure."""
+    """Makes each subclass a frozen dataclass and a pytree. `static` fields are part of its structure."""
 
     def __init_subclass__(cls, static: tuple[str, ...] = ()) -> None:
         dataclasses.dataclass(frozen=True, eq=False)(cls)
@@ -299,7 +302,7 @@ class Pytree:
     def _contents(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
 
-    # Written here once: a dataclass would compile both for each class, a tenth of the time of importing the library.
+    # Defined once here: a dataclass would compile both for each class, a tenth of the time of importing the library.
     def __eq__(self, other: object) -> bool:
         return self._contents() == other._contents() if type(other) is type(self) else NotImplemented
 
@@ -307,5 +310,5 @@ class Pytree:
         return hash(self._contents())
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other contents in some fields."""
+        """Returns a copy with new contents in some fields."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]

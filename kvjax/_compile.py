@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of compiled programs with loops for a GPU, and the folder where compiled programs are kept."""
+"""Options of compiled programs with loops for a GPU, and the folder of compiled programs."""
 
 from __future__ import annotations
 
@@ -22,44 +22,46 @@ VARIABLE = "KVJAX_COMMAND_BUFFERS"
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL"
 NOTICE_SECONDS = 2.0
 _COMPILING = (
-    "compiling %s: the first call with these shapes; kvjax.keep_programs() keeps the program for other processes"
+    "compiling %s: the first call with these shapes; kvjax.enable_compilation_cache() keeps the program for other "
+    "processes"
 )
 log = logging.getLogger("kvjax")
-KEPT_SECONDS = 0.1  # beside its loops a generation has a dozen programs that compile faster than jax's 1 s
+KEPT_SECONDS = 0.1  # besides its loops a generation has a dozen programs that compile faster than jax's 1 s
 
 
-def keep_programs(folder: str | os.PathLike[str] | None = None) -> str:
-    """Keeps compiled programs in a folder, where later processes find them instead of compiling them again.
+def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> str:
+    """Keeps compiled programs in a folder, so later processes load them instead of compiling them again.
 
-    It sets jax's persistent compilation cache, for all programs that this process compiles from now on. Programs are
-    kept that take 0.1 s to compile, or less if jax is set so. Nothing is ever deleted there. Code from the folder is
-    run, so that nobody else may write to it: it has to be the user's, and is made with mode 0700 if there is none.
+    This sets jax's persistent compilation cache for all programs compiled from now on. It keeps programs that take at
+    least 0.1 s to compile, or less if you have set jax's limit lower. Nothing in the folder is ever deleted. jax runs
+    code from the folder, so nobody else may write to it: the folder must belong to the user. A new folder gets mode
+    0700.
 
     Args:
-      folder: where. It takes the place of one that jax has already. None: the one that jax has, from
-        JAX_COMPILATION_CACHE_DIR or `jax.config`; else `$XDG_CACHE_HOME/kvjax` or `~/.cache/kvjax`.
+      folder: the folder, which replaces jax's present folder. None keeps jax's folder, from
+        JAX_COMPILATION_CACHE_DIR or `jax.config`, or else means `$XDG_CACHE_HOME/kvjax` or `~/.cache/kvjax`.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: if `folder` is no path; or if the folder belongs to another user, or others may write to it. Nothing
-        is changed then.
-      OSError: if it cannot be made.
+      ValueError: if `folder` is not a path, belongs to another user, or others may write to it. Nothing has changed
+        then.
+      OSError: if the folder cannot be made.
     """
     if not isinstance(folder, str | os.PathLike | None) or folder == "":
         raise ValueError(f"folder: got {folder!r:.80}, wanted a path or None")
     present = jax.config.jax_compilation_cache_dir
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     wanted = os.fspath(folder) if folder is not None else present or os.path.join(home, "kvjax")
-    if "://" not in wanted:  # else a bucket, which has rules of its own
+    if "://" not in wanted:  # a bucket has access rules of its own
         make_folder(pathlib.Path(wanted))
         check_owned("folder", pathlib.Path(wanted))
     if wanted != present:
         jax.config.update("jax_compilation_cache_dir", wanted)
         reset_cache()  # jax would go on with the folder of the first program that it kept
-    least = min(jax.config.jax_persistent_cache_min_compile_time_secs, KEPT_SECONDS)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    min_seconds = min(jax.config.jax_persistent_cache_min_compile_time_secs, KEPT_SECONDS)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
     return wanted
 
 
@@ -67,14 +69,14 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
     """Options for the outermost `jax.jit` of a loop, which let an NVIDIA GPU run it without waiting for the host.
 
     XLA then records loops and branches in command buffers (CUDA graphs). Otherwise the device waits for the host at
-    every turn of a loop whose length is not known. Pass them to your own outermost jit alone:
-    `jax.jit(loop, compiler_options=kvjax.serving.compiler_options())`; jax refuses options of a jit inside another.
+    every turn of a loop of unknown length. Pass the options to your own outermost jit alone:
+    `jax.jit(loop, compiler_options=kvjax.serving.compiler_options())`. jax refuses options of a jit inside another.
 
     Args:
-      platform: for which programs are compiled, such as "cuda"; None: that of jax's default device.
+      platform: the platform to compile for, such as "cuda". None means the platform of jax's default device.
 
     Returns:
-      The options, none for other platforms. Where the environment variable KVJAX_COMMAND_BUFFERS is 0, nothing is
+      The options, none for other platforms. If the environment variable KVJAX_COMMAND_BUFFERS is 0, nothing is
       recorded.
     """
     if platform is None:
@@ -83,12 +85,12 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
         platform = "cuda" if device.platform == "gpu" and "cuda" in version.lower() else device.platform
     if platform != "cuda":
         return {}
-    # XLA counts a pool that is updated in place more than once. Where pools fill the memory it would believe that there
-    # is not enough, and compute products again rather than store them.
+    # XLA counts a pool that is updated in place more than once. If the pools filled the memory, it would believe that
+    # memory is short, and compute products again rather than store them.
     options = {"xla_disable_hlo_passes": "rematerialization"}
     if os.environ.get(VARIABLE) == "0":
         return options
-    # A loop is one command, whatever is in it, and XLA would record no fewer than five.
+    # A loop is a single command, whatever it contains, and by default XLA records no fewer than five.
     return options | {"xla_gpu_enable_command_buffer": COMMANDS, "xla_gpu_graph_min_graph_size": "1"}
 
 
@@ -101,10 +103,10 @@ _GUARDS = {
 
 @contextlib.contextmanager
 def own_transfers() -> Iterator[None]:
-    """Makes the library's own transfers explicit ones, which `jax.transfer_guard("disallow")` lets pass.
+    """Marks the library's own transfers as explicit, so `jax.transfer_guard("disallow")` lets them pass.
 
-    No `jax.device_put` could: an eager operation of jax moves each Python number in it, `jnp.zeros` its 0. As with
-    `jax.device_put`, "disallow_explicit" forbids them.
+    No `jax.device_put` could do this: an eager operation of jax moves each Python number in it, as `jnp.zeros` moves
+    its 0. Like `jax.device_put`, the transfers are forbidden under "disallow_explicit".
     """
     with contextlib.ExitStack() as stack:
         for name, guard in _GUARDS.items():
@@ -114,12 +116,12 @@ def own_transfers() -> Iterator[None]:
 
 
 class _Notice(threading.local):
-    """Says in the log that this thread compiles a program, once that has taken `NOTICE_SECONDS`."""
+    """Writes to the log that this thread is compiling a program, after `NOTICE_SECONDS`."""
 
     timer: threading.Timer | None = None
 
     def begin(self, name: str) -> None:
-        """Sets the timer, a thread that `end` ends, if anybody reads the log."""
+        """Starts a timer thread, if the log is enabled."""
         if self.timer is None and log.isEnabledFor(logging.INFO):
             self.timer = threading.Timer(NOTICE_SECONDS, log.info, (_COMPILING, name))
             self.timer.daemon = True
@@ -127,7 +129,8 @@ class _Notice(threading.local):
 
     def end(self) -> None:
         """Stops the timer."""
-        timer, self.timer = self.timer, None
+        timer = self.timer
+        self.timer = None
         if timer is not None:
             timer.cancel()
             timer.join()
@@ -137,22 +140,23 @@ _notice = _Notice()
 
 
 class OutermostJit:
-    """`jax.jit` with `compiler_options()`, for programs that are never called inside another.
+    """`jax.jit` with `compiler_options()`, for programs never called inside another.
 
-    A call that compiles for longer than two seconds says so in the log `kvjax`, as information.
+    A call compiling for longer than two seconds logs this to `kvjax`, at level INFO.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
-        self._function, self._options = function, options
+        self._function = function
+        self._options = options
 
     @functools.cached_property
-    def _jitted(self) -> Any:  # at the first call, since asking for the options starts jax's backend
+    def _jitted(self) -> Any:  # at the first call, because the options need jax's backend, which starts then
         named = self._function
         while isinstance(named, functools.partial):
             named = named.func
 
         @functools.wraps(self._function)
-        def traced(*args: Any, **kwargs: Any) -> Any:  # is called for a program that is not compiled yet
+        def traced(*args: Any, **kwargs: Any) -> Any:  # called only for a program that is not compiled yet
             _notice.begin(traced.__name__)
             return self._function(*args, **kwargs)
 
@@ -167,14 +171,14 @@ class OutermostJit:
             _notice.end()
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`."""
+        """See `jax.jit`."""
         try:
             return self._jitted.lower(*args, **kwargs)
         finally:
             _notice.end()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`."""
+        """See `jax.jit`."""
         try:
             return self._jitted.eval_shape(*args, **kwargs)
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The style of every picture: colours, numbers, axes and legends. matplotlib is imported when something is drawn."""
+"""The style of every picture: colours, numbers, axes and legends. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -13,22 +13,45 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, VIOLET, AMBER, TEAL, PINK, OLIVE, RED, GREEN = (
-    "#4f8fcf", "#45308c", "#e8a53a", "#2f8f83", "#c2417f", "#7a9a2d", "#d62728", "#9ccf8f",
-)  # fmt: skip
-INK, FAINT, PALE = "#2b2f36", "#7d848e", "#dfe3ea"
+BLUE = "#4f8fcf"
+VIOLET = "#45308c"
+AMBER = "#e8a53a"
+TEAL = "#2f8f83"
+PINK = "#c2417f"
+OLIVE = "#7a9a2d"
+RED = "#d62728"
+GREEN = "#9ccf8f"
+INK = "#2b2f36"
+FAINT = "#7d848e"
+PALE = "#dfe3ea"
 LINES = (VIOLET, AMBER, TEAL, PINK, BLUE, OLIVE, RED, FAINT)
 _STYLE: dict[Any, Any] = {
-    "font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titlecolor": INK, "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-    "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelsize": 9, "ytick.labelsize": 9, "text.color": INK,
-    "legend.frameon": False, "legend.fontsize": 9, "legend.labelcolor": INK, "figure.facecolor": "white",
-    "lines.linewidth": 1.6, "lines.markersize": 3.5, "savefig.dpi": 150,
-}  # fmt: skip
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.labelcolor": INK,
+    "figure.facecolor": "white",
+    "lines.linewidth": 1.6,
+    "lines.markersize": 3.5,
+    "savefig.dpi": 150,
+}
 
 
 def picture[**P, R](draw: Callable[P, R]) -> Callable[P, R]:
-    """A function that draws in this style, and names the extra where matplotlib is missing."""
+    """Makes a function draw in this style, and name the extra to install if matplotlib is missing."""
 
     @functools.wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,21 +66,21 @@ def picture[**P, R](draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, inches wide and high."""
+    """Makes an empty figure. `width` and `height` are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
-    """The figure, which is saved at the path if there is one; its suffix chooses the format."""
+    """Returns the figure, after saving it if there is a path, whose suffix chooses the format."""
     if path is not None:
         figure.savefig(path)
     return figure
 
 
 def finish(ax: Axes, x: str = "", y: str = "", *, percent: bool = False) -> None:
-    """Labels the axes, and writes the numbers at their ticks; `percent`: those at y are shares, written as percents."""
+    """Labels the axes and formats the numbers at their ticks. `percent` shows shares on the y axis as percents."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     if ax.get_xscale() == "linear":
@@ -66,18 +89,18 @@ def finish(ax: Axes, x: str = "", y: str = "", *, percent: bool = False) -> None
 
 
 def as_number(value: float, _: object = None) -> str:
-    """10,000 or 0.05: a number at a tick."""
+    """Formats a number at a tick, such as 10,000 or 0.05."""
     return f"{round(value, 6) + 0.0:,.6f}".rstrip("0").rstrip(".").replace("-", "\N{MINUS SIGN}")
 
 
 def round_ticks(ax: Axes, *marked: float) -> None:
-    """Numbers on a logarithmic x axis: at those that are marked, and at round ones that there is space for."""
+    """Puts numbers on a logarithmic x axis: the marked numbers, and round numbers where there is space."""
     from matplotlib.ticker import NullFormatter
 
     low, high = ax.get_xlim()
     ticks = [*marked]
     inches = lambda value: ax.transData.transform((value, 0))[0] / ax.figure.dpi  # noqa: E731
-    wide = lambda value: 0.04 * len(as_number(value)) + 0.05  # of half a number, and of the space beside it  # noqa: E731
+    wide = lambda value: 0.04 * len(as_number(value)) + 0.05  # half a number and its margin, in inches  # noqa: E731
     decades = range(math.floor(math.log10(max(low, 1e-6))), math.ceil(math.log10(high)) + 1)
     for value in (first * 10.0**decade for first in (1, 5, 2) for decade in decades):
         free = all(abs(inches(value) - inches(tick)) > wide(value) + wide(tick) for tick in ticks)
@@ -89,7 +112,7 @@ def round_ticks(ax: Axes, *marked: float) -> None:
 
 
 def legend_below(figure: Figure) -> None:
-    """One legend for all axes of a figure, below them."""
+    """Draws one legend for all axes of a figure, below them."""
     if figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
     named = {label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}

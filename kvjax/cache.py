@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state together with its K/V; the verbs are methods that also execute the copies they order."""
+"""A state together with its K/V. The verbs are methods that also execute their copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs._request import TIERS
 from kvjax.verbs.admit import admit, lookup
-from kvjax.verbs.adopt import adopt, land
+from kvjax.verbs.adopt import adopt, finish_adoption
 from kvjax.verbs.commit import commit, is_refused
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
@@ -42,7 +42,7 @@ from kvjax.verbs.truncate import truncate
 def _method[**P, C: AnyCache](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]],
 ) -> Callable[Concatenate[C, P], tuple[C, Events]]:
-    """A verb on states as a method, which each kind of cache calls in its own way."""
+    """Turns a verb on states into a method, which each kind of cache calls in its own way."""
 
     def method(self: C, *args: Any, **kwargs: Any) -> tuple[C, Events]:
         return self._call(verb, *args, **kwargs)
@@ -53,7 +53,7 @@ def _method[**P, C: AnyCache](
 def reader[**P, R](
     verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
 ) -> Callable[Concatenate[Any, P], R]:
-    """A question about a state as a method of a cache; `called` is the same, jitted."""
+    """Turns a question about a state into a method of a cache. `called` is the same function, jitted."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> R:
         check_alive(self.state)
@@ -70,8 +70,8 @@ class AnyCache(MadeByCreate):
     Attributes:
       state: the metadata.
       pools: the device's K/V.
-      cache: state and pools together, which a jitted loop takes.
-      host: the host's pools; None without a host tier.
+      cache: the state and the pools together, which a jitted loop takes.
+      host: the host's pools. None without a host tier.
     """
 
     state: CacheState
@@ -95,12 +95,12 @@ class AnyCache(MadeByCreate):
         heads: str | None = None,
         context: str | None = None,
     ) -> Self:
-        """An empty cache with pools of zeros; see `init` and `init_pools` for the arguments.
+        """Makes an empty cache with pools of zeros; see `init` and `init_pools` for the arguments.
 
-        On a mesh the state is the same on every device, and each has its part of the pools.
+        On a mesh every device has the whole state and a part of the pools.
 
         Raises:
-          ValueError: naming the argument; for a `TieredCache` also if the spec has no host tier.
+          ValueError: if an argument is wrong, or for a `TieredCache` if the spec has no host tier.
         """
         return cls._empty(spec, policy, num_blocks, policy_state, {"mesh": mesh, "heads": heads, "context": context})
 
@@ -137,21 +137,21 @@ class AnyCache(MadeByCreate):
         hits: ArrayLike = 0,
         now: ArrayLike = 0,
     ) -> tuple[Self, Events]:
-        """Takes K/V from outside for the part of a prefix that the cache lacks; see `kvjax.stores.adopt`.
+        """Adds K/V from outside for the uncached part of a prefix; see `kvjax.stores.adopt`.
 
         Args:
-          tokens: i32[T]; a text, padded with anything.
-          length: i32[]; its tokens.
-          kv: F blocks of each group, in the prefix' order; those that are not in `have` may hold anything.
+          tokens: i32[T]; a text, with any padding.
+          length: i32[]; the number of its tokens.
+          kv: F blocks of each group, in the order of the prefix. Blocks missing in `have` may hold anything.
           have: bool[G, F]; whether `kv` has each block.
-          namespace: i32[].
-          extra_ids: i32[T], where the spec asks for them.
-          stated: i32[F, 2]; the priority and time to live of each block; -1 for all: the default.
-          hits: i32[F]; the reuses of each block so far.
-          now: i32[] ms.
+          namespace: i32[]; see `Namespaces`.
+          extra_ids: i32[T]; extra ids of the tokens, if the spec has them.
+          stated: i32[F, 2]; the priority and time to live of each block. -1 alone means the default for all blocks.
+          hits: i32[F]; earlier uses of each block.
+          now: i32[]; the time in ms.
 
         Returns:
-          The cache; and events: removed, stored. Status BAD_REQUEST or NO_BLOCKS.
+          The cache, and events: removed, stored. Status BAD_REQUEST or NO_BLOCKS.
         """
         options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
         return self._adopted(tokens, length, kv, have, options)
@@ -175,10 +175,10 @@ class AnyCache(MadeByCreate):
 
 
 class Cache(AnyCache, Pytree):
-    """A cache's state and the pools that hold its K/V; a value like each of them, with the verbs as methods.
+    """A cache's state and the pools of its K/V: a value like each of them, with the verbs as methods.
 
-    Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. A copy of the state from before such a step is
-    useless without its pools; to go on from there later, `fork` the rows first.
+    Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. You cannot go back to a copy of the state from
+    before such a step, because its pools are gone: `fork` the rows first if you want to return to them.
 
     Attributes:
       state: the metadata.
@@ -198,22 +198,23 @@ class Cache(AnyCache, Pytree):
 
     @property
     def cache(self) -> Cache:
-        """The cache itself; a `TieredCache` has it apart from its host tier."""
+        """The cache itself. A `TieredCache` returns its part without the host tier."""
         return self
 
     @classmethod
     def _empty(cls, spec: CacheSpec, policy: Any, num_blocks: Any, policy_state: Any, where: dict[str, Any]) -> Cache:
-        state, pools = init(spec, policy, num_blocks, policy_state=policy_state), init_pools(spec, **where)
+        state = init(spec, policy, num_blocks, policy_state=policy_state)
+        pools = init_pools(spec, **where)
         if where["mesh"] is not None:
             state = jax.device_put(state, NamedSharding(where["mesh"], PartitionSpec()))
         return cls(state, pools)
 
     def _call(self, verb: Callable[..., tuple[CacheState, Events]], *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
-        """Calls a verb, and executes the copies that it orders."""
+        """Calls a verb and executes its copies."""
         check_alive(self)
         if kwargs.get("tiers") == TIERS[-1]:  # the copies would run before the moves
-            others = "kvjax.tiers.TieredCache moves blocks, and the verbs on states leave moves and copies to you"
-            raise ValueError(f"tiers: got {TIERS[-1]}, wanted {TIERS[0]}: a Cache moves no blocks; {others}")
+            hint = "kvjax.tiers.TieredCache moves blocks, and the verbs on states leave moves and copies to you"
+            raise ValueError(f"tiers: got {TIERS[-1]}, wanted {TIERS[0]}: a Cache moves no blocks; {hint}")
         state, events = verb(self.state, *args, **kwargs)
         pools = apply(self.pools, events) if verb in (admit, extend) else self.pools
         return Cache(state, pools), events
@@ -221,29 +222,31 @@ class Cache(AnyCache, Pytree):
     def _adopted(self, tokens: Any, length: Any, kv: Staged, have: Any, options: Any) -> tuple[Cache, Events]:
         check_alive(self)
         state, events = adopt(self.state, tokens, length, have, **options)
-        return self.replace(state=state)._land(events, kv, have, now=options["now"])
+        return self.replace(state=state)._finish_adoption(events, kv, have, now=options["now"])
 
-    def _land(self, events: Events, kv: Staged, arrived: ArrayLike, *, now: ArrayLike = 0) -> tuple[Cache, Events]:
-        """Writes the bytes of blocks that `kvjax.stores.adopt` has reserved, and makes them findable.
+    def _finish_adoption(
+        self, events: Events, kv: Staged, arrived: ArrayLike, *, now: ArrayLike = 0
+    ) -> tuple[Cache, Events]:
+        """Writes the bytes of blocks reserved by `kvjax.stores.adopt`, and makes them findable.
 
         Args:
-          events: of `adopt`.
-          kv: F blocks of each group; those that have not arrived may hold anything.
-          arrived: bool[G, F].
-          now: i32[] ms.
+          events: the events of `adopt`.
+          kv: F blocks of each group. Missing blocks may hold anything.
+          arrived: bool[G, F]; whether `kv` has each block.
+          now: i32[]; the time in ms.
 
         Returns:
-          The cache; and both events as one, without what `adopt` has reserved.
+          The cache, and the events of both calls together, without `adopted`.
         """
         adopted = events.adopted
         if adopted is None:
-            raise ValueError("events: got those of another verb, wanted those of kvjax.stores.adopt")
-        check_staged(kv, self.state.spec, columns := adopted.fill.shape[0])
-        column = jnp.arange(1, columns + 1, dtype=jnp.int32)
+            raise ValueError("events: got events of another verb, wanted the events of kvjax.stores.adopt")
+        check_staged(kv, self.state.spec, num_columns := adopted.fill.shape[0])
+        column = jnp.arange(1, num_columns + 1, dtype=jnp.int32)
         counts = jnp.max(jnp.where(adopted.blocks >= 0, column[None], 0), axis=1)
         pools = scatter(self.pools, kv, adopted.pool_rows, counts)
-        state, landed = land(self.state, adopted, arrived, now=now)
-        return Cache(state, pools), events.followed_by(landed)
+        state, stored = finish_adoption(self.state, adopted, arrived, now=now)
+        return Cache(state, pools), events.followed_by(stored)
 
     def _stepped(
         self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any
@@ -254,7 +257,8 @@ class Cache(AnyCache, Pytree):
             raise ValueError(f"logits: got {logits!r}, wanted 'last' or 'all'")
         seqs = None if seqs is None else integers("seqs", seqs, ("R",))
         rows = (self.state.spec.max_seqs,) if seqs is None else seqs.shape
-        tokens, count = integers("tokens", tokens, (*rows, "C")), integers("count", count, rows)
+        tokens = integers("tokens", tokens, (*rows, "C"))
+        count = integers("count", count, rows)
         last = jnp.maximum(count - 1, 0) if logits == "last" else None
         # The model writes nothing for a row that `commit` refuses: a recurrent layer would overwrite its snapshot.
         computable = jnp.where(is_refused(self.state, tokens, count, seqs), 0, count)

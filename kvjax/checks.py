@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments while a function is traced: the errors name the argument, what was given and what was wanted."""
+"""Checks of arguments while a function is traced. Errors name the argument, the value given and the value wanted."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvjax.state import CacheState
 
 
 def on_state[F: Callable[..., Any]](verb: F) -> F:
-    """Makes a function of a state refuse anything else, such as the `Cache` around one, by a ValueError.
+    """Makes a function of a state raise a ValueError for anything else, such as the `Cache` around a state.
 
-    And a state that was donated; a jitted call of the caller's own has looked at its arguments before.
+    It also refuses a donated state, except in a jitted call of your own, which has read its arguments before.
     """
 
     @functools.wraps(verb)
@@ -34,7 +34,9 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
         if isinstance(state, CacheState):
             check_alive(state, name="state")
             return verb(state, *args, **kwargs)
-        kind, name, wanted = type(state).__name__, verb.__name__, "a CacheState, such as kvjax.init makes"
+        kind = type(state).__name__
+        name = verb.__name__
+        wanted = "a CacheState, such as kvjax.init makes"
         if isinstance(getattr(state, "state", None), CacheState):
             method = f", or the method cache.{name}" if hasattr(state, name) else ""
             wanted = f"its state: cache.state{method}"
@@ -44,10 +46,10 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
 
 
 class MadeByCreate:
-    """A class with a method `create` that takes a spec; the class itself refuses a spec, by a ValueError."""
+    """A class with a method `create` that takes a spec. Calling the class itself with a spec is a ValueError."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuses a spec."""
+        """Raises a ValueError for a spec."""
         del kwargs
         if args and isinstance(args[0], CacheSpec):
             raise ValueError(
@@ -59,17 +61,17 @@ class MadeByCreate:
 def check_alive(*trees: Any, name: str = "cache") -> None:
     """Raises a ValueError if an array of a cache, or of another argument, has been donated."""
     if not alive(trees):
-        raise ValueError(f"{name}: was donated to an earlier call: go on with what that call returned")
+        raise ValueError(f"{name}: was donated to an earlier call: go on with the result of that call")
 
 
 def check_on_host(name: str, arguments: Any, instead: str) -> None:
-    """Raises a ValueError while a program is traced: under `vmap` only the arguments show it."""
+    """Raises a ValueError if called while a program is traced. Under `vmap` only the arguments show it."""
     if any(isinstance(leaf, Tracer) for leaf in [jnp.empty(()), *jax.tree.leaves(arguments)]):
         raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
 
 def array_of(name: str, value: Any, wanted: str) -> jax.Array:
-    """`value` as an array; text, ragged lists and the like are a ValueError that names it."""
+    """Returns `value` as an array, or raises a ValueError with its name for text, ragged lists and the like."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -77,9 +79,9 @@ def array_of(name: str, value: Any, wanted: str) -> jax.Array:
 
 
 def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Raises a ValueError if an argument has integers beyond 32 bits; for host code that calls a jitted `verb`.
+    """Raises a ValueError if an argument has integers beyond 32 bits, for host code calling a jitted `verb`.
 
-    jax would cut them before `integers` sees them: image 2**40 + 5 would be image 5.
+    jax would cut them before `integers` sees them: image 2**40 + 5 would become image 5.
     """
     arguments = _signature(verb).bind(*args, **kwargs).arguments
     for name, value in arguments.items():
@@ -93,7 +95,7 @@ _HINTS = {"namespace": "; kvjax.Namespaces numbers salts and LoRAs"}
 
 
 def _check_width(name: str, value: Any) -> None:
-    """Raises a ValueError if integers on the host, or wide ones on a device, do not fit into 32 bits."""
+    """Raises a ValueError if integers on the host, or 64-bit integers on a device, do not fit into 32 bits."""
     if isinstance(value, list | tuple):
         for part in value:
             _check_width(name, part)
@@ -102,7 +104,8 @@ def _check_width(name: str, value: Any) -> None:
         low = high = value
     elif _may_be_wide(value) and np.size(value):
         numbers = np.asarray(value)
-        low, high = int(numbers.min()), int(numbers.max())
+        low = int(numbers.min())
+        high = int(numbers.max())
     else:
         return
     if low < -(2**31) or high >= 2**31:
@@ -110,14 +113,14 @@ def _check_width(name: str, value: Any) -> None:
 
 
 def _may_be_wide(value: Any) -> bool:
-    """Whether these are integers whose values can be read, in an array of the host or of 64 bits on a device."""
+    """Whether the value is an array of readable integers, on the host or of 64 bits on a device."""
     if isinstance(value, jax.Array):
         return not isinstance(value, Tracer) and value.dtype in (np.int64, np.uint64)
     return isinstance(value, np.ndarray | np.integer) and np.issubdtype(value.dtype, np.integer)
 
 
 def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
-    """`value` as i32 of the wanted shape (a string stands for any size), or a ValueError that names it."""
+    """Returns `value` as i32 of the wanted shape (a string stands for any size), or raises a ValueError."""
     _check_width(name, value)
     array = array_of(name, value, "integers")
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -131,7 +134,7 @@ def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) 
 
 
 def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
-    """`value` as a numpy array [K] of a dtype, which must hold the numbers, or a ValueError that names it."""
+    """Returns `value` as a numpy array [K] of a dtype with this range, or raises a ValueError."""
     try:
         numbers = np.asarray(list(value) if isinstance(value, Iterable) else value)
     except ValueError as error:  # lists of different lengths
@@ -144,13 +147,13 @@ def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises a ValueError for what is no bool."""
+    """Raises a ValueError unless the value is a bool."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: got {value!r:.80}, wanted a bool")
 
 
 def static_int32(name: str, value: Any, minimum: int) -> int:
-    """`value` as a Python int of at least `minimum` that fits into 32 bits, as all numbers of a state do."""
+    """Returns `value` as a Python int of at least `minimum` that fits into 32 bits, like all numbers of a state."""
     try:
         value = static_int(name, value, minimum)
     except ValueError as error:
@@ -160,36 +163,36 @@ def static_int32(name: str, value: Any, minimum: int) -> int:
 
 
 def one_or_more(name: str, value: Any) -> jax.Array:
-    """`value` as i32[] or i32[R]."""
+    """Returns `value` as i32[] or i32[R]."""
     array = integers(name, value)
     return array if array.ndim == 0 else integers(name, array, ("R",))
 
 
 def each_row(name: str, value: Any, rows: tuple[int, ...]) -> jax.Array:
-    """`value` as i32 of shape `rows`; one number stands for all rows."""
+    """Returns `value` as i32 of shape `rows`. A single number stands for all rows."""
     array = integers(name, value)
     return jnp.broadcast_to(array, rows) if array.ndim == 0 else integers(name, array, rows)
 
 
 def most_tokens(num_tokens: Any, max_tokens: Any) -> int:
-    """`max_tokens` as an int of at least 1; None: `num_tokens`, where that is a static number for all rows."""
+    """Returns `max_tokens` as an int of at least 1. None means `num_tokens` if it is a static number for all rows."""
     if max_tokens is not None:
         return static_int32("max_tokens", max_tokens, 1)
     if isinstance(num_tokens, jax.Array | np.ndarray | Sequence) and not isinstance(num_tokens, str):
         got = f"None with num_tokens i32{list(integers('num_tokens', num_tokens).shape)}"
-        raise ValueError(f"max_tokens: got {got}, wanted an int: the most tokens of a row")
+        raise ValueError(f"max_tokens: got {got}, wanted an int: the largest number of tokens of a row")
     return static_int32("num_tokens", num_tokens, 1)
 
 
 def check_functions(**functions: Any) -> None:
-    """Raises a ValueError if one of these is neither None nor can be called."""
+    """Raises a ValueError if a value is neither None nor callable."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}: got {value!r:.80}, wanted a function or None")
 
 
 def floats(name: str, value: Any) -> jax.Array:
-    """`value` as an array of floating numbers."""
+    """Returns `value` as an array of floating numbers."""
     array = array_of(name, value, "an array of floating numbers")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"{name}: got {array.dtype}, wanted a floating dtype")
@@ -197,7 +200,7 @@ def floats(name: str, value: Any) -> jax.Array:
 
 
 def flags(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """`value` as bool of the wanted shape; one without its first axis stands for all along it."""
+    """Returns `value` as bool of the wanted shape. Without its first axis it stands for every entry of that axis."""
     wanted = f"bool[{', '.join(map(str, shape))}]"
     array = array_of(name, value, wanted)
     if array.dtype != jnp.bool_ or array.shape not in (shape, shape[1:]):
@@ -206,7 +209,7 @@ def flags(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def row_mask(name: str, value: Any, rows: int) -> jax.Array:
-    """`value` as bool[rows]."""
+    """Returns `value` as bool[rows]."""
     array = array_of(name, value, f"bool[{rows}]")
     if array.dtype != jnp.bool_ or array.shape != (rows,):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
@@ -214,13 +217,13 @@ def row_mask(name: str, value: Any, rows: int) -> jax.Array:
 
 
 def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
-    """The static options of a verb: numbers and tiers, by keyword."""
+    """The static options of a verb, numbers and tiers, which are given by keyword."""
     options = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], **options: Any) -> Any:
-    """Gives a method the name, the docstring and the parameters of the verb that it calls with these options."""
+    """Gives a method the name, docstring and parameters of the verb that it calls with these options."""
     signature = inspect.signature(functools.partial(verb, **options))
     (name, state), *rest = signature.parameters.items()
     assert name == "state"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of layers, and of the pools that hold what they keep of the tokens before."""
+"""Descriptions of layers, and of the pools of the layers' memory of earlier tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import numpy as np
 
 QUANTISED = ("int8", "float8_e4m3fn")
 DTYPES = ("bfloat16", "float16", "float32", *QUANTISED)  # of K/V
-NUM_TOKENS = "num_tokens"  # the array of a snapshot that says how many tokens it is after
+NUM_TOKENS = "num_tokens"  # the array of a snapshot with the number of tokens before it
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """The axes of an array that the devices of a mesh divide.
+    """The axes of an array divided by the devices of a mesh.
 
     Attributes:
-      heads: the axis of the heads; None: each device has all.
-      slots: the axis of the P tokens of a block; likewise.
+      heads: the axis of the heads. None leaves all of them on each device.
+      slots: the axis of the P tokens of a block. None leaves all of them on each device.
     """
 
     heads: int | None = None
@@ -31,13 +31,13 @@ class MeshAxes:
 
 
 class StateArray(NamedTuple):
-    """One array of a recurrent layer's state.
+    """An array of a recurrent layer's state.
 
     Attributes:
-      name: of the array.
-      shape: its shape.
-      dtype: its dtype, by name.
-      axis: the axis that a mesh divides; None: each device has all of it.
+      name: the name of the array.
+      shape: the shape of the array for a sequence.
+      dtype: the name of its dtype.
+      axis: the axis to divide on a mesh. None leaves the whole array on each device.
     """
 
     name: str
@@ -51,12 +51,12 @@ class LayerSpec:
     """A layer's part of the cache: K/V of K heads of width D, latents (`latent`), or states (`recurrent`).
 
     Attributes:
-      kv_heads: K; 0 of a recurrent layer.
-      head_dim: D; 0 likewise.
-      window: how many last tokens a token attends to, itself included; None: full attention.
-      sink_tokens: how many first tokens of a sequence stay in the cache whatever the window.
-      values: of a layer of latents: V is the first `values` columns of K. None: K and V are apart.
-      arrays: of a recurrent layer: the arrays of its state.
+      kv_heads: K, or 0 for a recurrent layer.
+      head_dim: D, or 0 for a recurrent layer.
+      window: the number of last tokens visible to a token, itself included. None means full attention.
+      sink_tokens: the number of first tokens of a sequence that stay in the cache whatever the window.
+      values: for a layer of latents, V is the first `values` columns of K. None keeps K and V apart.
+      arrays: the arrays of a recurrent layer's state.
 
     Example:
       >>> layers = [kvjax.LayerSpec(kv_heads=8, head_dim=128), kvjax.LayerSpec.latent(576, values=512)]
@@ -83,33 +83,33 @@ class LayerSpec:
 
     @classmethod
     def latent(cls, width: int, values: int) -> LayerSpec:
-        """A layer of multi-head latent attention: one array of `width` columns a token, read by all query heads.
+        """Describes a layer of multi-head latent attention: one array of `width` columns a token for all query heads.
 
         Args:
-          width: columns of the latent, those of the rotated key included (DeepSeek V3: 512 + 64).
-          values: V is the first so many columns of K (DeepSeek V3: 512).
+          width: columns of the latent, including the rotated key (DeepSeek V3: 512 + 64).
+          values: the number of first columns of K that are V (DeepSeek V3: 512).
 
         Raises:
           ValueError: if `values` is not in 1..width.
 
         Source: DeepSeek-V2, whose attention is computed over latents with the projections absorbed.
         """
-        width, values = static_int("width", width, 1), static_int("values", values, 1)
+        width = static_int("width", width, 1)
+        values = static_int("values", values, 1)
         if values > width:
             raise ValueError(f"values: got {values} of a latent of {width} columns, wanted at most {width}")
         return cls(1, width, values=values)
 
     @classmethod
     def recurrent(cls, arrays: Mapping[str, Any], *, axes: Mapping[str, int] | None = None) -> LayerSpec:
-        """A layer that carries a state from token to token (gated delta rule, Mamba), which `kvjax.recur` computes.
+        """Describes a layer that carries a state from token to token (gated delta rule, Mamba); see `kvjax.recur`.
 
         Args:
-          arrays: the arrays of the state of one sequence by their names: a shape of float32 each, or a
-            `jax.ShapeDtypeStruct`.
-          axes: for each array that a mesh divides the axis, such as that of the heads.
+          arrays: the state of a sequence, {name: array}. Give a shape for float32, or a `jax.ShapeDtypeStruct`.
+          axes: the axis to divide on a mesh, {name: axis}, such as the axis of the heads.
 
         Raises:
-          ValueError: naming the argument.
+          ValueError: if an argument is wrong.
 
         Example:
           >>> layers = [kvjax.LayerSpec.recurrent({"state": (4, 8, 8)}), kvjax.LayerSpec(2, 16)]
@@ -122,7 +122,7 @@ class LayerSpec:
         axes = {} if axes is None else axes
         if unknown := [name for name in axes if name not in arrays]:
             raise ValueError(f"axes: got {unknown[0]!r}, wanted one of the arrays {sorted(arrays)}")
-        return cls(0, 0, arrays=tuple(_state_array(name, of, axes.get(name)) for name, of in arrays.items()))
+        return cls(0, 0, arrays=tuple(_state_array(name, array, axes.get(name)) for name, array in arrays.items()))
 
 
 def _state_array(name: str, array: Any, axis: int | None) -> StateArray:
@@ -143,15 +143,15 @@ def _state_array(name: str, array: Any, axis: int | None) -> StateArray:
 
 @dataclasses.dataclass(frozen=True)
 class PoolSpec:
-    """One pool: the layers of a group that keep arrays of equal shapes, with the dtype of their K/V.
+    """A pool: layers of a group whose blocks have the same shape, with the dtype of their K/V.
 
     Attributes:
       layers: the model's layer numbers, in the order in which the pool stacks them.
       kv_heads: K.
       head_dim: D.
-      dtype: element type of the K/V bytes, by name. An int8 or float8_e4m3fn pool is quantised: it has a float32
-        scale for each token and head beside it. A recurrent layer's arrays have their own.
-      values, arrays: as in `LayerSpec`.
+      dtype: the name of the dtype of K/V. An int8 or float8_e4m3fn pool is quantised, with a float32 scale for each
+        token and head. A recurrent layer's arrays have dtypes of their own.
+      values, arrays: see `LayerSpec`.
     """
 
     layers: tuple[int, ...]
@@ -172,9 +172,9 @@ class PoolSpec:
         return self.dtype in QUANTISED and not self.arrays
 
     def block_shape(self, block_size: int) -> Any:
-        """The shape and dtype of one layer's block, a `jax.ShapeDtypeStruct`: [2, K, P, D], or [1, 1, P, D] of latents.
+        """The shape and dtype of a layer's block, a `jax.ShapeDtypeStruct`: [2, K, P, D], or [1, 1, P, D] for latents.
 
-        A block of a recurrent layer is a snapshot: a dict of its arrays, and how many tokens it is after, i32[].
+        A block of a recurrent layer is a snapshot: a dict of its arrays and the number of tokens before it, i32[].
         """
         if self.arrays:
             arrays = {array.name: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for array in self.arrays}
@@ -184,24 +184,24 @@ class PoolSpec:
 
     @property
     def mesh_axes(self) -> Any:
-        """The `MeshAxes` of the pool's arrays, `[N + 1, L, *block_shape]`; latents have one head, which is not divided.
+        """The `MeshAxes` of the pool's arrays, `[N + 1, L, *block_shape]`. The single head of latents is not divided.
 
-        What has a window or a state is not divided by tokens, whatever these say.
+        Pools of layers with a window or a state are never divided by tokens, whatever these axes say.
         """
         if self.arrays:
-            axes = {one.name: MeshAxes(None if one.axis is None else 2 + one.axis) for one in self.arrays}
+            axes = {array.name: MeshAxes(None if array.axis is None else 2 + array.axis) for array in self.arrays}
             return {NUM_TOKENS: MeshAxes()} | axes
         return MeshAxes(3 if self.values is None else None, 4)
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block in every layer of the pool: `block_size` positions, or a snapshot; scales included."""
+        """Bytes of a block (`block_size` positions, or a snapshot) in all layers of the pool, scales included."""
         blocks = jax.tree.leaves(self.block_shape(block_size))
         scales = math.prod(blocks[0].shape[:-1]) * 4 if self.quantised else 0
         return len(self.layers) * (sum(block.size * block.dtype.itemsize for block in blocks) + scales)
 
 
 def dtype_name(dtype: jax.typing.DTypeLike) -> str:
-    """The name of a dtype; a ValueError if it is none."""
+    """Returns the name of a dtype, or raises a ValueError."""
     try:
         return np.dtype(dtype).name
     except TypeError:
@@ -209,7 +209,7 @@ def dtype_name(dtype: jax.typing.DTypeLike) -> str:
 
 
 def kv_dtype(dtype: jax.typing.DTypeLike) -> str:
-    """The name of a dtype of K/V; a ValueError for any other."""
+    """Returns the name of a dtype of K/V, or raises a ValueError for any other."""
     name = dtype_name(dtype)
     if name not in DTYPES:
         raise ValueError(f"dtype: got {name!r}, wanted one of {', '.join(DTYPES)}")
@@ -217,18 +217,18 @@ def kv_dtype(dtype: jax.typing.DTypeLike) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is a number of Python or of numpy without a fraction; a bool is none."""
+    """Whether a value is an int of Python or numpy, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def static_int(name: str, value: Any, minimum: int) -> int:
-    """`value` as a Python int of at least `minimum`."""
+    """Returns `value` as a Python int of at least `minimum`."""
     if not is_integer(value) or value < minimum:
         raise ValueError(f"{name}: got {value!r:.80}, wanted an int of at least {minimum}")
     return int(value)
 
 
 def set_ints(spec: Any, minimum: int, *names: str) -> None:
-    """Makes fields of a frozen dataclass Python ints of at least `minimum`, of which numpy's are taken too."""
+    """Makes fields of a frozen dataclass Python ints of at least `minimum`. Numpy's ints are accepted too."""
     for name in names:
         object.__setattr__(spec, name, static_int(name, getattr(spec, name), minimum))

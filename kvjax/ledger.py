@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a cache, line by line, and what fits into it."""
+"""The bytes of a cache, line by line, and the number of sequences that fit into it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.verbs.init import init
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One line of a ledger."""
+    """A line of a ledger."""
 
     name: str
     num_bytes: int
@@ -28,11 +28,11 @@ class Ledger:
 
     Attributes:
       budget_bytes: bytes to spend on the device.
-      entries: what they are spent on: the model, one entry per pool, the scratch rows, the metadata.
-      spec: the cache; where devices divide the kv heads, with those of one device.
-      parts: the devices that divide each block of layers with full attention; the bytes are those of one.
-      host_budget_bytes: bytes to spend on the host; None if not given.
-      host_entries: what they are spent on, one entry per pool; none without a host tier.
+      entries: the uses of the budget: the model, an entry per pool, the scratch rows, the metadata.
+      spec: the cache. If devices divide the kv heads, it has the heads of a single device.
+      parts: the number of devices sharing each block of layers with full attention. All bytes are for one device.
+      host_budget_bytes: bytes to spend on the host. None means no budget was given.
+      host_entries: the uses of the host's budget, an entry per pool. Empty without a host tier.
     """
 
     budget_bytes: int
@@ -44,41 +44,42 @@ class Ledger:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the device that are spoken for."""
+        """Bytes of the device used by the entries."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
-    def left_bytes(self) -> int:
-        """Bytes of the device left over, fewer than another block of the largest group would take."""
+    def unused_bytes(self) -> int:
+        """Bytes of the device left over, too few for another block of the largest group."""
         return self.budget_bytes - self.used_bytes
 
     @property
     def host_used_bytes(self) -> int:
-        """Bytes of the host that are spoken for."""
+        """Bytes of the host used by the entries."""
         return sum(entry.num_bytes for entry in self.host_entries)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that sequences can have at once on the device, when they share nothing and are as long as possible.
+        """Tokens that sequences can hold at once on the device, if they share nothing and are as long as possible.
 
-        With windows these can be more than there are slots for: tokens that have left a window take none there.
+        With windows there can be more tokens than slots, because tokens outside a window take no slot in its group.
         """
-        spec, full = self.spec, self.num_full_seqs
-        rest = [spec.max_blocks_per_seq]  # blocks of one more sequence, if that is shorter
+        spec = self.spec
+        num_full = self.num_full_seqs
+        remaining = [spec.max_blocks_per_seq]  # blocks for one more sequence, shorter than the others
         for group in spec.groups:
-            each = blocks_per_seq(spec, group)
-            left = group.num_blocks - full * each
-            rest += [left] if left < each else []
-        return (full * spec.max_blocks_per_seq + min(rest)) * spec.block_size
+            per_seq = blocks_per_seq(spec, group)
+            unused = group.num_blocks - num_full * per_seq
+            remaining += [unused] if unused < per_seq else []
+        return (num_full * spec.max_blocks_per_seq + min(remaining)) * spec.block_size
 
     @property
     def num_full_seqs(self) -> int:
-        """Sequences of `max_length` that fit on the device at once, when they share nothing; may be 0."""
+        """Sequences of `max_length` that fit on the device at once, if they share nothing; may be 0."""
         return min(group.num_blocks // blocks_per_seq(self.spec, group) for group in self.spec.groups)
 
     def __str__(self) -> str:
-        """A table: one line per entry, then what fits."""
-        lines = [Entry("budget", self.budget_bytes), *_inset(self.entries), Entry("left over", self.left_bytes)]
+        """A table with a line per entry, then the sequences that fit."""
+        lines = [Entry("budget", self.budget_bytes), *_inset(self.entries), Entry("left over", self.unused_bytes)]
         if self.host_entries:
             budget = self.host_budget_bytes
             lines.append(Entry("host", self.host_used_bytes) if budget is None else Entry("host budget", budget))
@@ -89,10 +90,10 @@ class Ledger:
     def _what_fits(self) -> list[str]:
         spec = self.spec
         groups = [(group, group.block_bytes(own_size(group, spec.block_size, self.parts))) for group in spec.groups]
-        each = sum(num_bytes for group, num_bytes in groups if group.kind is not Kind.RECURRENT) // spec.block_size
-        full_attention = sum(num_bytes for group, num_bytes in groups if group.kind is Kind.FULL) // spec.block_size
-        fits = f"holds {self.num_tokens:,} tokens" + (f" of {each:,} K/V bytes each" if each else "")
-        notes = [fits + (f", {full_attention:,} once they have left every window" if full_attention < each else "")]
+        kv_bytes = sum(num_bytes for group, num_bytes in groups if group.kind is not Kind.RECURRENT) // spec.block_size
+        full_bytes = sum(num_bytes for group, num_bytes in groups if group.kind is Kind.FULL) // spec.block_size
+        fits = f"holds {self.num_tokens:,} tokens" + (f" of {kv_bytes:,} K/V bytes each" if kv_bytes else "")
+        notes = [fits + (f", {full_bytes:,} once they have left every window" if full_bytes < kv_bytes else "")]
         notes += [
             f"each sequence holds up to {blocks_per_seq(spec, group)} snapshots of {human(num_bytes, 1000)}"
             for group, num_bytes in groups
@@ -115,16 +116,16 @@ class Ledger:
 
 
 def blocks_per_seq(spec: CacheSpec, group: GroupSpec) -> int:
-    """The most blocks of a group that a sequence of `max_length` has at once, when it grows by at most P tokens a step.
+    """The largest number of a group's blocks that a sequence of `max_length` holds, growing by at most P tokens a step.
 
-    A row that is prefilled in longer chunks has more in a window group, all of its prompt if that is one chunk. Of
-    recurrent layers it is a snapshot for each block that a step ends, and the one that the step begins with.
+    A row prefilled in longer chunks holds more blocks in a window group, even its whole prompt for a single
+    chunk. For recurrent layers the number counts a snapshot for each block ended by a step, and the first snapshot.
     """
     return group.max_blocks(spec.max_blocks_per_seq, spec.block_size, step=spec.block_size)
 
 
 def own_size(group: GroupSpec, block_size: int, parts: int) -> int:
-    """The tokens that a device has of each block, where so many divide those of layers with full attention."""
+    """The tokens of each block on a device, if `parts` devices divide the blocks of layers with full attention."""
     return block_size // parts if group.kind is Kind.FULL else block_size
 
 
@@ -136,7 +137,7 @@ def make_ledger(
     host_budget_bytes: int | None,
     parts: int = 1,
 ) -> Ledger:
-    """The ledger of a cache."""
+    """Makes the ledger of a cache."""
     entries = [Entry("model", model_bytes)] if model_bytes else []
     entries += _pools(spec, [group.num_blocks for group in spec.groups], parts)
     scratch = sum(group.block_bytes(own_size(group, spec.block_size, parts)) for group in spec.groups)
@@ -148,7 +149,7 @@ def make_ledger(
 
 
 def _pools(spec: CacheSpec, num_blocks: Sequence[int], parts: int) -> list[Entry]:
-    """One entry for each pool of so many blocks in each group."""
+    """Lists an entry for each pool, with the given number of blocks in each group."""
     entries = []
     for group, blocks in zip(spec.groups, num_blocks, strict=True):
         for pool in group.pools if blocks else ():
@@ -158,7 +159,7 @@ def _pools(spec: CacheSpec, num_blocks: Sequence[int], parts: int) -> list[Entry
 
 
 def _described(pool: PoolSpec, block_bytes: int) -> str:
-    """The kind of a pool, with the number of its layers and the size of what each of them keeps."""
+    """Describes a pool by its kind, the number of its layers and the size of each layer's part."""
     layers = plural(len(pool.layers), "layer")
     if pool.arrays:
         return f"snapshots, {layers} x {human(block_bytes // len(pool.layers), 1000)}"
@@ -173,7 +174,7 @@ def _window(group: GroupSpec) -> str:
 
 
 def pool_bytes(spec: CacheSpec) -> tuple[int, int]:
-    """Bytes of the pools, scratch rows included, and of the host pools."""
+    """Bytes of the pools, with scratch rows, and of the host pools."""
     sizes = [(group, group.block_bytes(spec.block_size)) for group in spec.groups]
     on_device = sum((group.num_blocks + 1) * size for group, size in sizes)
     return on_device, sum(group.num_host_blocks * size for group, size in sizes)
@@ -184,21 +185,29 @@ def _inset(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def table(lines: Sequence[Entry]) -> list[str]:
-    """The entries as lines of equal columns."""
-    names, numbers = max(len(e.name) for e in lines), max(len(f"{e.num_bytes:,}") for e in lines)
-    return [f"{e.name:<{names}}  {e.num_bytes:>{numbers},} {human(e.num_bytes):>10}  {e.note}".rstrip() for e in lines]
+    """Formats the entries as lines of equal columns."""
+    name_width = max(len(entry.name) for entry in lines)
+    bytes_width = max(len(f"{entry.num_bytes:,}") for entry in lines)
+
+    def line(entry: Entry) -> str:
+        num_bytes = f"{entry.num_bytes:>{bytes_width},} {human(entry.num_bytes):>10}"
+        return f"{entry.name:<{name_width}}  {num_bytes}  {entry.note}".rstrip()
+
+    return [line(entry) for entry in lines]
 
 
-def plural(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
+def plural(count: int, noun: str) -> str:
+    """Formats a count with its noun."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def human(num_bytes: int, base: int = 1024) -> str:
-    """Bytes in the unit that fits: KiB, MiB and so on; with a base of 1000 kB, MB and so on."""
-    size, unit = float(num_bytes), "B"
+    """Formats bytes in a fitting unit, such as KiB or MiB; with base 1000, kB or MB."""
+    size = float(num_bytes)
+    unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB") if base == 1024 else ("kB", "MB", "GB", "TB"):
         if abs(size) < base:
             break
-        size, unit = size / base, larger
+        size = size / base
+        unit = larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of a model, and the errors of one that breaks it."""
+"""The protocol of a model, and the errors for objects that break it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.core import Tracer
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
 
-# Flax's errors of layers that draw random numbers, count, or keep averages.
+# Flax's errors for layers that draw random numbers, count, or keep averages.
 _STATEFUL = ("InvalidRngError", "ModifyScopeVariableError", "TraceContextError")
 _TRAINING = (
     "a layer that draws random numbers or keeps averages, such as Dropout, is in training mode: model.eval()? "
@@ -27,31 +27,30 @@ _TRAINING = (
 class Model(Protocol):
     """Computes the next tokens of some rows: writes K/V (`kvjax.write`), and attends to all tokens (`kvjax.attend`).
 
-    Any pytree with this call is one: a Flax NNX module, or `jax.tree_util.Partial(fn, weights)`.
+    Any pytree with this call is a model: a Flax NNX module, or `jax.tree_util.Partial(fn, weights)`.
     """
 
     def __call__(
         self, tokens: jax.Array, pools: Pools, view: View, /, *, last: jax.Array | None
     ) -> tuple[jax.Array, Pools]:
-        """The logits, and the pools with these tokens' K/V.
+        """Returns the logits, and the pools with these tokens' K/V.
 
         Args:
-          tokens: i32[R, C]; i32[1, T] with a flat view, ragged or mixed. Ids in 0..V-1, also where the view
-            has padding.
+          tokens: i32[R, C], or i32[1, T] with a flat view, ragged or mixed. All ids are in 0..V-1, padding too.
           pools: the K/V written so far.
-          view: where these tokens are, and what they see.
-          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted. With a flat view i32[n], any n
-            positions of it. `x[jnp.arange(x.shape[0]), last]` of x [R, C, E] is right for both. None: all of them;
-            only `step(..., logits="all")` asks for that.
+          view: the positions of these tokens, and the tokens that they see.
+          last: i32[R]; the position in 0..C-1 of each row whose logits to return. With a flat view i32[n], any n
+            positions of it. `x[jnp.arange(x.shape[0]), last]` of x [R, C, E] is right for both. None asks for all
+            logits, which only `step(..., logits="all")` does.
 
         Returns:
-          Logits f32[R, V] or f32[n, V], like `last`; f32[R, C, V] if it is None. And the pools.
+          Logits f32[R, V] or f32[n, V], like `last`, or f32[R, C, V] if it is None; and the pools.
         """
         ...
 
 
 def check_model(model: Any) -> None:
-    """Raises a ValueError if this cannot be an argument of a jitted loop."""
+    """Raises a ValueError if the model cannot be an argument of a jitted loop."""
     if not callable(model):
         raise ValueError(f"model: got a {type(model).__name__}, wanted a kvjax.serving.Model; the cache comes after it")
     if jax.tree_util.all_leaves([model]):
@@ -70,28 +69,28 @@ def check_model(model: Any) -> None:
 
 
 def check_placement(model: Any, cache: Any) -> None:
-    """Raises a ValueError if the model's arrays are not on the cache's devices; jax moves those that nobody has put."""
+    """Raises a ValueError if the model's arrays are on other devices than the cache. jax moves unplaced arrays."""
     wanted = next((devices for _, devices in _placed(cache)), None)
     for path, devices in _placed(model):
         if wanted is not None and devices != wanted:
-            got, of_cache = (", ".join(sorted(map(str, one))) for one in (devices, wanted))
+            got, of_cache = (", ".join(sorted(map(str, device))) for device in (devices, wanted))
             raise ValueError(f"model{path}: got an array on {got}, wanted it on {of_cache}, where the cache is")
 
 
 def _placed(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The paths of arrays that were put on devices, and the set of these devices."""
+    """Yields the paths of arrays committed to devices, and the set of these devices."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
             yield jax.tree_util.keystr(path), leaf.sharding.device_set
 
 
 def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
-    """`call`, traced once for all programs of the process that call an equal model with equal shapes.
+    """Runs `call`, traced once for all programs of the process calling an equal model with equal shapes.
 
-    One that is no pytree of arrays, such as a function with weights in the caller's own program, is traced each time.
+    A model other than a pytree of arrays, such as a function with weights in your own program, is traced each time.
 
     Raises:
-      ValueError: also if the call changes the model: in a loop the change would be lost.
+      ValueError: if `call` raises it, or the call changes the model, since a loop would lose the change.
     """
     arrays = all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in jax.tree.leaves(model))
     return (_forward if arrays else call)(model, tokens, pools, view, last)
@@ -101,17 +100,17 @@ def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax
 def _forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
     before, structure = jax.tree.flatten(model)
     result = call(model, tokens, pools, view, last)
-    after, now = jax.tree.flatten(model)
-    if structure != now or any(a is not b for a, b in zip(before, after, strict=True)):
-        raise ValueError(f"model: got one that its call changes, wanted one that stays as it is; {_TRAINING}")
+    after, new_structure = jax.tree.flatten(model)
+    if structure != new_structure or any(a is not b for a, b in zip(before, after, strict=True)):
+        raise ValueError(f"model: got a model that its call changes, wanted one that stays as it is; {_TRAINING}")
     return result
 
 
 def call(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None) -> tuple[jax.Array, Pools]:
-    """Calls the model with `last` as `Model` has it; returns its logits and pools.
+    """Calls the model as `Model` describes. Returns its logits and pools.
 
     Raises:
-      ValueError: if the model takes or returns something else, or cannot give all logits.
+      ValueError: if the model has another signature or result, or cannot give all logits.
     """
     try:
         result = model(tokens, pools, view, last=last)
@@ -125,26 +124,26 @@ def call(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Ar
         raise
     shape = tokens.shape if last is None else last.shape
     wanted = f"a pair of logits f32{[*shape, 'V']} and pools".replace("'", "")
-    which = "last=None" if last is None else f"last=i32{list(last.shape)}"
+    argument = "last=None" if last is None else f"last=i32{list(last.shape)}"
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], Pools):
-        raise ValueError(f"model: got {_described(result)} for {which}, wanted {wanted}")
+        raise ValueError(f"model: got {_described(result)} for {argument}, wanted {wanted}")
     logits, pools = result
     if len(jnp.shape(logits)) != len(shape) + 1 or jnp.shape(logits)[:-1] != shape:
-        raise ValueError(f"model: got logits {_described(logits)} for {which}, wanted {wanted}")
+        raise ValueError(f"model: got logits {_described(logits)} for {argument}, wanted {wanted}")
     return logits, pools
 
 
 def _check_signature(model: Any, cause: TypeError) -> None:
-    """Raises a ValueError if this cannot be called as a model is."""
+    """Raises a ValueError if the object cannot be called like a model."""
     try:
         signature = inspect.signature(model)
-    except (TypeError, ValueError):  # not every callable has one
+    except (TypeError, ValueError):  # not every callable has a signature
         return
     try:
         signature.bind("tokens", "pools", "view", last="last")
     except TypeError as error:
         raise ValueError(
-            f"model: got one that takes {signature} ({error}), wanted one that is called as "
+            f"model: got a model that takes {signature} ({error}), wanted one that is called as "
             "model(tokens, pools, view, last=); see kvjax.serving.Model"
         ) from cause
 

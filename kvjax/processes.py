@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of host code about a cache that several processes share: the same in all of them.
+"""Decisions of host code about a cache shared by several processes: equal in all of them.
 
-Each process runs the same program on its own devices, with the same arguments: jax does not check that numbers passed
-by each process are equal, and would keep states that differ. So what a process sees alone has to be agreed on first.
-With the devices of one process each function returns what it is given.
+Each process runs the same program on its own devices, with the same arguments. jax does not check that the numbers of
+all processes are equal, and would keep different states. So the processes have to agree first on anything that only
+one of them sees. If all devices belong to a single process, each function returns its argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["agreed_time", "failed_anywhere"]
 
 
 def agreed_time(state: CacheState, time: int) -> int:
-    """The first process's time, i32, for the verbs' `now`.
+    """The first process's time, i32, for the `now` of verbs.
 
     Args:
       state: the cache.
@@ -34,18 +34,18 @@ def failed_anywhere(state: CacheState, failed: bool) -> bool:
 
     Args:
       state: the cache.
-      failed: whether it failed in this one.
+      failed: whether it failed in this process.
     """
     return bool(_of_each_device(state, failed).any())
 
 
-def _of_each_device(state: CacheState, number: int) -> np.ndarray:
-    """i32[devices]; the numbers of the processes that have the state's devices, those of the first process first."""
+def _of_each_device(state: CacheState, value: int) -> np.ndarray:
+    """i32[devices]; the values of the processes with the state's devices, in the order of the processes."""
     devices = sorted(state.seqs.length.sharding.device_set, key=lambda device: (device.process_index, device.id))
     if devices[0].process_index == devices[-1].process_index:
-        return np.array([number], np.int32)
+        return np.array([value], np.int32)
     mesh = Mesh(np.array(devices), ("devices",))
-    numbers = jax.make_array_from_callback(
-        (len(devices),), NamedSharding(mesh, P("devices")), lambda _: np.array([number], np.int32)
+    values = jax.make_array_from_callback(
+        (len(devices),), NamedSharding(mesh, P("devices")), lambda _: np.array([value], np.int32)
     )
-    return np.asarray(jax.jit(jnp.copy, out_shardings=NamedSharding(mesh, P()))(numbers))
+    return np.asarray(jax.jit(jnp.copy, out_shardings=NamedSharding(mesh, P()))(values))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of a cache: static and hashable, so that `jit` can close over them."""
+"""Descriptions of a cache. They are static and hashable, so `jit` can close over them."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from kvjax.layers import kv_dtype, set_ints, static_int
 
 __all__ = ["CacheSpec", "GroupSpec", "Kind", "LayerSpec", "PoolSpec", "StateArray", "make_spec"]
 
-RECURRENT = "recurrent"  # key of the group of recurrent layers, where others have their window
+RECURRENT = "recurrent"  # key of the group of recurrent layers; the key of every other group is its window
 
 
 class Kind(enum.Enum):
-    """The blocks of a sequence that the next token needs of a group."""
+    """The blocks of a sequence that the next token needs from a group."""
 
     FULL = "all"
-    WINDOW = "those of the last tokens"
-    RECURRENT = "the one of the last token, which holds the state after it"
+    WINDOW = "blocks of the last tokens"
+    RECURRENT = "the block of the last token, which holds the state after it"
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """All layers that share one attention window, or all recurrent ones: one set of block ids and block tables.
+    """All layers with the same attention window, or all recurrent layers: they share block ids and block tables.
 
     Attributes:
       num_blocks: N, device blocks.
-      pools: one per distinct shape of a block among the layers; empty for a cache of metadata alone.
-      window: attention window in tokens, None for full attention. Of recurrent layers 2: the next token needs the
+      pools: a pool for each distinct shape of a block among the layers; empty for a cache without K/V.
+      window: attention window in tokens. None means full attention. Recurrent layers have 2: the next token needs the
         block of the token before, which holds the state after it.
       num_host_blocks: H, blocks of the host tier.
-      sink_tokens: how many first tokens of a sequence stay whatever the window.
-      recurrent: whether its layers are recurrent.
+      sink_tokens: the number of first tokens of a sequence that stay whatever the window.
+      recurrent: whether the layers are recurrent.
 
     Example:
       >>> layers = [kvjax.LayerSpec(2, 16), kvjax.LayerSpec(2, 16, window=8)]
@@ -67,7 +67,7 @@ class GroupSpec:
 
     @property
     def kind(self) -> Kind:
-        """The blocks that the next token needs."""
+        """The blocks needed by the next token."""
         return Kind.RECURRENT if self.recurrent else Kind.FULL if self.window is None else Kind.WINDOW
 
     @property
@@ -81,28 +81,32 @@ class GroupSpec:
         return self.num_blocks + self.num_host_blocks
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block in all pools, on either tier."""
+        """Bytes of a block in all pools, on either tier."""
         return sum(pool.block_bytes(block_size) for pool in self.pools)
 
-    def max_blocks(self, num_blocks: Any, size: int, step: int) -> Any:
-        """The most blocks that a row with `num_blocks` columns, an int or i32[...], holds at once.
+    def max_blocks(self, num_blocks: Any, block_size: int, step: int) -> Any:
+        """The largest number of blocks that a row with `num_blocks` columns, an int or i32[...], holds at once.
 
-        `step` is the most tokens that it is written at a time. Of recurrent layers each block that the step ends is a
-        snapshot, and one more the step begins with.
+        `step` is the largest number of tokens written at a time. In recurrent layers each block ended by a step is a
+        snapshot, and the step begins with a further snapshot.
         """
         if self.window is None:
             return num_blocks
-        seen = self.window - 1 + step  # of tokens, which may start anywhere in a block
-        held = 1 + -(-(seen - 1) // size) + -(-self.sink_tokens // size)
-        return min(num_blocks, held) if isinstance(num_blocks, int) else jnp.minimum(num_blocks, held)
+        num_seen = self.window - 1 + step  # tokens, which may start anywhere in a block
+        max_held = 1 + -(-(num_seen - 1) // block_size) + -(-self.sink_tokens // block_size)
+        return min(num_blocks, max_held) if isinstance(num_blocks, int) else jnp.minimum(num_blocks, max_held)
 
-    def first_column(self, written: jax.Array, size: int) -> jax.Array:
-        """i32[...]; the first column of a block table that the token after `written` i32[...] ones still sees."""
-        return jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // size
+    def first_column(self, written: jax.Array, block_size: int) -> jax.Array:
+        """i32[...]; the first column of a block table that the next token after `written` i32[...] tokens sees."""
+        return (
+            jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // block_size
+        )
 
-    def keeps(self, column: jax.Array | np.ndarray, written: jax.Array, size: int) -> jax.Array:
-        """bool[...]; whether a row with `written` tokens holds its block in `column`; always without a window."""
-        return (jnp.asarray(column) * size < self.sink_tokens) | (column >= self.first_column(written, size))
+    def keeps(self, column: jax.Array | np.ndarray, written: jax.Array, block_size: int) -> jax.Array:
+        """bool[...]; whether a row with `written` tokens holds its block in `column`; always true without a window."""
+        return (jnp.asarray(column) * block_size < self.sink_tokens) | (
+            column >= self.first_column(written, block_size)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +114,15 @@ class CacheSpec:
     """Everything static about a cache.
 
     Attributes:
-      groups: one per distinct attention window. Group 0 is always full attention and holds the prefix tree for all
-        groups. If no layer uses full attention it exists without pools ("bare").
+      groups: a group for each distinct attention window. Group 0 is always full attention and holds the prefix tree for
+        all groups. If no layer uses full attention, group 0 has no pools ("bare").
       block_size: P, token positions per block.
       max_seqs: S, rows of the block table.
-      max_blocks_per_seq: M, blocks that one row can hold.
-      extra_ids: whether tokens carry an extra id (an image's identity) beside the token id; on wires 0 is text.
-      partial_reuse: whether reuse goes on token by token inside the block after the last whole match.
+      max_blocks_per_seq: M, the largest number of blocks of a row.
+      extra_ids: whether tokens carry an extra id (an image's identity) as well as the token id. On wires 0 is text.
+      partial_reuse: whether reuse continues token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
-      offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.
+      offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=30, block_size=4)
@@ -153,19 +157,23 @@ class CacheSpec:
                     raise ValueError(f"groups: got {pool} in a group with recurrent={group.recurrent}, wanted another")
 
     def seen_columns(self, written: int, end: int) -> list[tuple[int, int]]:
-        """(group, column) of the window groups' blocks below column `end` that the token after `written` ones sees."""
-        columns = np.arange(self.max_blocks_per_seq, dtype=np.int32)  # all of them: another shape is compiled anew
+        """Lists (group, column) of the window blocks before column `end` that the token after `written` tokens sees."""
+        columns = np.arange(self.max_blocks_per_seq, dtype=np.int32)  # all of them: another shape compiles again
         tokens: Any = np.int32(written)
         seen = [np.asarray(group.keeps(columns, tokens, self.block_size)) for group in self.window_groups]
-        return [(number, at) for number, one in enumerate(seen, 1) for at in np.flatnonzero(one[:end]).tolist()]
+        return [
+            (group_index, column)
+            for group_index, sees in enumerate(seen, 1)
+            for column in np.flatnonzero(sees[:end]).tolist()
+        ]
 
     def least_blocks(self, group: GroupSpec) -> int:
-        """The blocks that a group needs for one row of any length, written a token at a time; 1 without a window."""
+        """The blocks needed by a group for a row of any length, written a token at a time; 1 without a window."""
         return 1 if group.window is None else group.max_blocks(self.max_blocks_per_seq, self.block_size, step=1)
 
     @property
     def window_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups but the first: those of windows, and of recurrent layers."""
+        """All groups except the first: groups of windows and of recurrent layers."""
         return self.groups[1:]
 
     @property
@@ -180,8 +188,8 @@ class CacheSpec:
 
     @property
     def host_groups(self) -> tuple[int, ...]:
-        """The numbers of the groups that have blocks on the host."""
-        return tuple(number for number, group in enumerate(self.groups) if group.num_host_blocks)
+        """The indices of the groups with blocks on the host."""
+        return tuple(group_index for group_index, group in enumerate(self.groups) if group.num_host_blocks)
 
     @property
     def bare(self) -> bool:
@@ -190,25 +198,25 @@ class CacheSpec:
 
     @property
     def max_length(self) -> int:
-        """Tokens that one row can hold."""
+        """The largest number of tokens of a row."""
         return self.max_blocks_per_seq * self.block_size
 
-    def group_name(self, number: int) -> str:
-        """The beginning of a line about one of several groups; "" for the only one."""
-        group = self.groups[number]
+    def group_name(self, group_index: int) -> str:
+        """The beginning of a line about one of several groups, or "" for the only group."""
+        group = self.groups[group_index]
         if len(self.groups) == 1:
             return ""
         if group.kind is Kind.FULL:
-            return f"group {number}, full attention{', without K/V' if self.bare else ''}: "
+            return f"group {group_index}, full attention{', without K/V' if self.bare else ''}: "
         if group.kind is Kind.RECURRENT:
-            return f"group {number}, recurrent: "
+            return f"group {group_index}, recurrent: "
         sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
-        return f"group {number}, window of {group.window:,}{sinks}: "
+        return f"group {group_index}, window of {group.window:,}{sinks}: "
 
     def locate(self, layer: int | jax.Array) -> tuple[int, int, int]:
-        """The location of a model's layer: (group, pool in the group, index in the pool), from a static number.
+        """Finds a model's layer by its static number: (group, pool in the group, index in the pool).
 
-        A scan over the layers of one pool takes their indices as an array: `write` and `attend` have `index=`.
+        A scan over the layers of a pool has their indices in an array: pass them to `write` and `attend` as `index=`.
 
         Example:
           >>> layers = [kvjax.LayerSpec(2, 16), kvjax.LayerSpec(2, 16, window=8)] * 3
@@ -218,12 +226,16 @@ class CacheSpec:
         """
         if isinstance(layer, Tracer):
             raise ValueError("layer: got a traced value, wanted an int; a traced position in a pool is `index=`")
-        for number, group in enumerate(self.groups):
-            for pool_number, pool in enumerate(group.pools):
+        for group_index, group in enumerate(self.groups):
+            for pool_index, pool in enumerate(group.pools):
                 if layer in pool.layers:
-                    return number, pool_number, pool.layers.index(layer)
-        most = sum(len(pool.layers) for group in self.groups for pool in group.pools)
-        wanted = f"one of the spec's {most} layers, 0..{most - 1}" if most else "a spec that was made with layers"
+                    return group_index, pool_index, pool.layers.index(layer)
+        num_layers = sum(len(pool.layers) for group in self.groups for pool in group.pools)
+        wanted = (
+            f"one of the spec's {num_layers} layers, 0..{num_layers - 1}"
+            if num_layers
+            else "a spec that was made with layers"
+        )
         raise ValueError(f"layer: got {layer!r}, wanted {wanted}")
 
 
@@ -244,31 +256,30 @@ def make_spec(
     """Describes a cache for a model's layers.
 
     Args:
-      layers: one entry per layer that keeps something of the tokens before, in the model's order; none for a cache of
-        metadata alone.
-      num_blocks: N, device blocks of each group, or of each window {window: N} with None for full attention and
-        "recurrent" for recurrent layers. A group with a window needs the blocks that its last `window` tokens lie in,
-        or no row could outgrow it: ceil((window - 1) / P) + 1, and those of its sinks. A chunk of a prompt needs more
-        while it is computed, as the ledger of `plan` says.
+      layers: an entry per layer that remembers earlier tokens, in the model's order. Empty for a cache without K/V.
+      num_blocks: N, device blocks of each group, or {window: N} with None for full attention and "recurrent" for
+        recurrent layers. A group with a window needs at least ceil((window - 1) / P) + 1 blocks, and the blocks of its
+        sinks, to let a row outgrow the window. While a chunk of a prompt is computed it needs more: see the ledger of
+        `plan`.
       max_seqs: S, sequences held at once.
-      max_length: tokens that one sequence can hold, rounded up to whole blocks.
+      max_length: the largest number of tokens of a sequence, rounded up to whole blocks.
       block_size: P, tokens per block.
-      dtype: element type of the K/V bytes: bfloat16, float16, float32; or int8 and float8_e4m3fn with a scale for each
-        token and head. XLA on CPU converts all of a float8_e4m3fn pool at every use: take int8 there.
-      num_host_blocks: H, blocks of the host tier, given like num_blocks.
-      extra_ids: whether tokens carry extra ids. To readers of events outside (`kvjax.interop`) 0 is text.
-      partial_reuse: whether to reuse part of a block by a copy. None: where it can be, which is not with recurrent
-        layers; True with these is refused.
+      dtype: element type of the K/V bytes: bfloat16, float16, float32, or int8 and float8_e4m3fn with a scale for each
+        token and head. On CPU XLA converts a whole float8_e4m3fn pool at every use, so use int8 there.
+      num_host_blocks: H, blocks of the host tier, in the same form as `num_blocks`.
+      extra_ids: whether tokens carry extra ids. Outside readers of events (`kvjax.interop`) take 0 for text.
+      partial_reuse: whether to reuse part of a block by a copy. None enables it except with recurrent layers, where
+        True is an error.
       retention: whether blocks have priorities and times to live.
-      offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.
+      offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
 
     Returns:
-      The spec: layers grouped by window, the full one first, then from small to large, then recurrent layers; inside a
-      group one pool per shape of a block. If no layer has full attention, a bare first group has blocks for all rows
-      and all cached blocks.
+      The spec. Layers are grouped by window: full attention first, then windows from small to large, then recurrent
+      layers. A group has a pool per shape of a block. If no layer has full attention, a bare first group has blocks for
+      all rows and all cached blocks.
 
     Raises:
-      ValueError: naming the argument, what was given and what was wanted.
+      ValueError: if an argument is wrong. The error names it, with the value given and the value wanted.
 
     Example:
       >>> layers = [kvjax.LayerSpec(8, 128), kvjax.LayerSpec(8, 128, window=512)] * 2
@@ -278,20 +289,28 @@ def make_spec(
       >>> spec.max_length, spec.max_blocks_per_seq
       (1008, 63)
     """
-    block_size, max_length = static_int("block_size", block_size, 1), static_int("max_length", max_length, 1)
+    block_size = static_int("block_size", block_size, 1)
+    max_length = static_int("max_length", max_length, 1)
     max_seqs = static_int("max_seqs", max_seqs, 1)
     max_blocks = -(-max_length // block_size)
     groups = _groups(layers, kv_dtype(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
+    if partial_reuse is None:
+        partial_reuse = not any(group.recurrent for group in groups)
     spec = CacheSpec(
-        groups, block_size, max_seqs, max_blocks, extra_ids,
-        not any(group.recurrent for group in groups) if partial_reuse is None else partial_reuse,
-        retention, offload_min_priority,
-    )  # fmt: skip
+        groups,
+        block_size,
+        max_seqs,
+        max_blocks,
+        extra_ids,
+        partial_reuse,
+        retention,
+        offload_min_priority,
+    )
     for group in spec.groups:
-        if group.num_blocks < (least := spec.least_blocks(group)):
+        if group.num_blocks < (min_blocks := spec.least_blocks(group)):
             raise ValueError(
-                f"num_blocks: got {group.num_blocks} for {_described(group)}, wanted at least {least}: the blocks that "
-                f"one row holds at a time"
+                f"num_blocks: got {group.num_blocks} for {_described(group)}, wanted at least {min_blocks}: the blocks "
+                f"that one row holds at a time"
             )
     return spec
 
@@ -306,65 +325,65 @@ def _groups(
     num_host_blocks: int | Mapping[int | str | None, int],
     max_held: int,
 ) -> tuple[GroupSpec, ...]:
-    """The groups of a model's layers: the full one first, from small windows to large, then the recurrent one.
+    """Returns the groups of a model's layers: full attention, then windows from small to large, then recurrent layers.
 
-    A bare first group has `max_held` blocks, as many as all rows can hold, plus as many as the other groups.
+    A bare first group has `max_held` blocks, enough for all rows, plus as many as the other groups.
     """
     pools = _pools(layers, dtype)
 
     def group(key: _Key) -> GroupSpec:
         recurrent, window, sink_tokens = key
-        of_key = GroupSpec(1, tuple(pools.get(key, ())), window, 0, sink_tokens, recurrent)
+        new_group = GroupSpec(1, tuple(pools.get(key, ())), window, 0, sink_tokens, recurrent)
         return dataclasses.replace(
-            of_key,
-            num_blocks=of_group("num_blocks", num_blocks, of_key),
-            num_host_blocks=of_group("num_host_blocks", num_host_blocks, of_key),
+            new_group,
+            num_blocks=of_group("num_blocks", num_blocks, new_group),
+            num_host_blocks=of_group("num_host_blocks", num_host_blocks, new_group),
         )
 
     full = (False, None, 0)
-    others = [group(key) for key in sorted(pools.keys() - {full})]
-    check_keys("num_blocks", num_blocks, others)
-    check_keys("num_host_blocks", num_host_blocks, others)
-    if others and full not in pools:
-        return GroupSpec(max_held + sum(one.num_ids for one in others)), *others
-    return group(full), *others
+    rest = [group(key) for key in sorted(pools.keys() - {full})]
+    check_keys("num_blocks", num_blocks, rest)
+    check_keys("num_host_blocks", num_host_blocks, rest)
+    if rest and full not in pools:
+        return GroupSpec(max_held + sum(group_spec.num_ids for group_spec in rest)), *rest
+    return group(full), *rest
 
 
 def _pools(layers: Sequence[LayerSpec], dtype: str) -> dict[_Key, list[PoolSpec]]:
-    """The pools of each group's layers."""
-    numbers: dict[_Key, dict[tuple[Any, ...], list[int]]] = {}
+    """Returns the pools of each group's layers."""
+    layer_indices: dict[_Key, dict[tuple[Any, ...], list[int]]] = {}
     if not isinstance(layers, Iterable):
-        raise ValueError(f"layers: got {layers!r}, wanted one LayerSpec for each layer")
-    for number, layer in enumerate(layers):
+        raise ValueError(f"layers: got {layers!r}, wanted a LayerSpec for each layer")
+    for layer_index, layer in enumerate(layers):
         if not isinstance(layer, LayerSpec):
-            raise ValueError(f"layers[{number}]: got {layer!r}, wanted a LayerSpec")
+            raise ValueError(f"layers[{layer_index}]: got {layer!r}, wanted a LayerSpec")
         if layer.window is None and layer.sink_tokens:
-            raise ValueError(f"layers[{number}].sink_tokens: got {layer.sink_tokens} without a window, wanted 0")
+            raise ValueError(f"layers[{layer_index}].sink_tokens: got {layer.sink_tokens} without a window, wanted 0")
         key = (True, 2, 0) if layer.arrays else (False, layer.window, layer.sink_tokens)
         shape = layer.kv_heads, layer.head_dim, layer.values, layer.arrays
-        numbers.setdefault(key, {}).setdefault(shape, []).append(number)
+        layer_indices.setdefault(key, {}).setdefault(shape, []).append(layer_index)
     return {
         key: [
             PoolSpec(tuple(of_shape), heads, width, dtype, values, arrays)
             for (heads, width, values, arrays), of_shape in shapes.items()
         ]
-        for key, shapes in numbers.items()
+        for key, shapes in layer_indices.items()
     }
 
 
-def of_group(argument: str, numbers: Any, group: GroupSpec) -> Any:
-    """A group's part of an argument: the same number for all groups, or {window: number}, which has to name its own."""
-    if not isinstance(numbers, Mapping):
-        return numbers
-    if group.key not in numbers:
-        raise ValueError(f"{argument}: got {dict(numbers)}, wanted a number for {_described(group)}")
-    return numbers[group.key]
+def of_group(argument: str, values: Any, group: GroupSpec) -> Any:
+    """Returns a group's part of an argument: a number for all groups, or {window: number} with an entry for each."""
+    if not isinstance(values, Mapping):
+        return values
+    if group.key not in values:
+        raise ValueError(f"{argument}: got {dict(values)}, wanted a number for {_described(group)}")
+    return values[group.key]
 
 
-def check_keys(argument: str, numbers: Any, groups: Sequence[GroupSpec]) -> None:
-    """Raises a ValueError for a number of a window that no group has; None stands for full attention in every spec."""
+def check_keys(argument: str, values: Any, groups: Sequence[GroupSpec]) -> None:
+    """Raises a ValueError if a number is given for a window that no group has. None is full attention in every spec."""
     keys = {None, *(group.key for group in groups)}
-    for key in numbers if isinstance(numbers, Mapping) else ():
+    for key in values if isinstance(values, Mapping) else ():
         if key not in keys:
             described = (
                 f"{key!r} without recurrent layers" if key == RECURRENT else f"window {key!r}, which no layer has"

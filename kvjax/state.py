@@ -37,30 +37,39 @@ from kvjax._arrays import Pytree, described, either, pick, unreadable
 from kvjax.spec import CacheSpec
 
 __all__ = [
-    "DEFAULT_PRIORITY", "NO_BLOCK", "Blocks", "CacheState", "EvictionPolicy", "Group", "Host", "Links", "Match",
-    "Sequences", "Text",
-]  # fmt: skip
+    "DEFAULT_PRIORITY",
+    "NO_BLOCK",
+    "Blocks",
+    "CacheState",
+    "EvictionPolicy",
+    "Group",
+    "Host",
+    "Links",
+    "Match",
+    "Sequences",
+    "Text",
+]
 
 DEFAULT_PRIORITY = 35
 NO_BLOCK = -1
-LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
-COPYING = 1 << 20  # added to the refcount of a copy's source during the copy: more than there are holders
+LOST = -1  # `Blocks.hits` of a held block that left the index because a move failed, until it is published again
+COPYING = 1 << 20  # added to the refcount of a copy's source during the copy; larger than any number of holders
 
 
 class Text(Pytree):
     """Tokens with their extra ids.
 
     Attributes:
-      tokens: i32[..., P].
-      extra_ids: i32[..., P], or None where the spec asks for none.
+      tokens: i32[..., P]; token ids.
+      extra_ids: i32[..., P]; extra ids. None if the spec has none.
     """
 
     tokens: jax.Array
     extra_ids: jax.Array | None
 
-    def equals(self, other: Text) -> jax.Array:
-        """bool[..., P]; which tokens are equal, extra ids included."""
-        same = jax.tree.map(operator.eq, self, other)
+    def equals(self, text: Text) -> jax.Array:
+        """bool[..., P]; whether each token is equal, extra ids included."""
+        same = jax.tree.map(operator.eq, self, text)
         return functools.reduce(operator.and_, jax.tree.leaves(same))
 
     def parts(self) -> dict[str, jax.Array]:
@@ -69,13 +78,13 @@ class Text(Pytree):
 
 
 class Links(Pytree):
-    """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
+    """The prefix index and the child index: chained hash tables over a common pair of link arrays (`blocks/index.py`).
 
     Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). Entries from 2B
-    on are the buckets of the first table, then those of the second.
+    on are the buckets of the first table, followed by the buckets of the second.
 
     Attributes:
-      next: i32[2B + 2 * buckets]; the handle that follows, -1 at the end of a chain.
+      next: i32[2B + 2 * buckets]; the next handle, -1 at the end of a chain.
       prev: i32[2B]; the handle or bucket before.
     """
 
@@ -84,18 +93,18 @@ class Links(Pytree):
 
 
 class Host(Pytree):
-    """The tier of each block of a group with a host tier. A block keeps its number when it moves; its pool row changes.
+    """The tier of each block of a group with a host tier. A block keeps its id when it moves and changes its pool row.
 
     Attributes:
       pool_row: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
-      num_host_children: i32[B]; findable children on the host; `Blocks.children` counts those on the device.
-      pending_transfer: i32[B]; number of the move that brings the K/V to the block's pool row, or 0. While it is not 0
-        the block cannot be found. If the move fails it stays until the block is empty: lost K/V are never stored.
-      num_moves: i32[]; the number of the last transition that moved something.
-      unevictable: bool[B]; as of the last move: device blocks that a loop cannot evict: a descendant is on the host or
-        moving.
+      num_host_children: i32[B]; findable children on the host. `Blocks.children` counts the children on the device.
+      pending_transfer: i32[B]; id of the move that brings the K/V to the block's pool row, or 0. Until it is 0 the
+        block cannot be found. After a failed move it stays until the block is empty, so lost K/V are never stored.
+      num_moves: i32[]; the id of the last transition with a move.
+      unevictable: bool[B]; device blocks that a loop cannot evict, because a descendant is on the host or moving.
+        The last move has updated it.
       empty: i32[H]; stack of empty blocks on the host.
-      num_empty: i32[]; height of that stack.
+      num_empty: i32[]; height of this stack.
       policy: the eviction policy's state for blocks on the host.
     """
 
@@ -113,24 +122,25 @@ class Blocks(Pytree):
     """The metadata of each block.
 
     Attributes:
-      refcount: i32[B]; rows and pins that hold the block; within a transition also copies in progress.
-      text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids; None in a window group.
-      fill: i32[B]; tokens of a findable block, 0 for every other.
-      key: u32[B, 2]; hash of the prefix up to here (`blocks/keys.py`): a hint, never trusted; None in a window group.
-      generation: i32[B]; how often the block was published; compared for equality only, so wrapping is harmless.
+      refcount: i32[B]; rows and pins holding the block; within a transition also copies in progress.
+      text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids. None in a window group.
+      fill: i32[B]; tokens of a findable block, 0 for any other block.
+      key: u32[B, 2]; hash of the prefix up to here (`blocks/keys.py`): a hint, never trusted. None in a window group.
+      generation: i32[B]; number of times the block was published, compared for equality only, so it may wrap.
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
-      children: i32[B]; findable blocks whose parent this is.
-      depth: i32[B]; blocks before this one in its prefix.
-      hits: i32[B]; how often the contents were reused since they were stored: a prompt found them, or a row committed
-        equal ones, which were merged with them. LOST if a failed move took them.
+      children: i32[B]; findable blocks whose parent is this block.
+      depth: i32[B]; blocks before this block in its prefix.
+      hits: i32[B]; uses of the contents since they were stored: a prompt found them, or an equal block of a row was
+        merged with them. LOST if a failed move has destroyed them.
       stored: i32[B]; reading of `clock` when the contents were published.
-      released: i32[B]; reading of `clock` when the last holder released it.
-      clock: i32[]; counts publications and releases; readings are compared by their difference to the present one.
-      retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
-      expiry: i32[B, 2]; when the time to live of a released block ends, in ms of 64 bits (high, low); None likewise.
-      time: i32[2]; the latest `now` of a verb, in 64 bits; None likewise.
-      passed: bool[B]; in a group of recurrent layers, snapshots that a row has gone past and where no prompts part: of
-        blocks with one child, as of the last commit that changed it; None in every other group.
+      released: i32[B]; reading of `clock` when the last holder released the block.
+      clock: i32[]; counts publications and releases. Readings are compared by their distance to the present reading.
+      retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever). None if the spec has no retention.
+      expiry: i32[B, 2]; the end of a released block's time to live, in ms of 64 bits (high, low). None if the spec has
+        no retention.
+      time: i32[2]; the latest `now` of a verb, in 64 bits. None if the spec has no retention.
+      passed: bool[B]; in a group of recurrent layers, snapshots that a row has gone past and that have
+        a single child: no prompts part there. The last commit that changed it has updated it. None in any other group.
     """
 
     refcount: jax.Array
@@ -154,7 +164,7 @@ class Blocks(Pytree):
     extra_ids = property(lambda self: self.text.extra_ids)
 
     def stated_priority(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; the stated priorities of blocks ids i32[...], or the default."""
+        """i32[...]; the stated priorities of blocks ids i32[...], or the default priority."""
         default = jnp.full(ids.shape, DEFAULT_PRIORITY, jnp.int32)
         return default if self.retention is None else pick(self.retention, ids)[..., 0]
 
@@ -165,33 +175,33 @@ Eligible = Callable[[jax.Array], jax.Array]
 class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
 
-    A policy is a value: equal ones share compiled programs. Those are equal whose fields all are, so that two lambdas
-    make two policies, whatever their name. A policy of functions that can be imported pickles, and comes back equal.
+    A policy is a value: equal policies share compiled programs. Policies are equal if all their fields are equal, so
+    two lambdas make two policies, whatever their name. A policy of importable functions can be pickled, and
+    is equal afterwards.
 
-    An empty call (no id named, nothing wanted) changes nothing, so that a refused verb leaves the cache
-    as it was, bit for bit. A policy whose functions obey this by themselves says so (`idle`). For any other the core
-    selects the old state after such a call, at the cost of one pass over the policy's state.
+    An empty call (no ids, no victims wanted) changes nothing, so a refused verb leaves the cache as it was, bit for
+    bit. If the functions obey this rule by themselves, set `idle`. Otherwise the core selects the old state after such
+    a call, at the cost of a pass over the policy's state.
 
     Attributes:
       init: (num_ids: int) -> pstate.
-      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate; called when the blocks `ids` (NO_BLOCK is padding)
-        lost their last holder and stay cached; the first of them should leave first.
-      victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate); names `wanted`
-        blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
-        be named only with all its findable children before it. A block that is not eligible now may be at the next
-        call: it keeps its turn.
-      forget: (pstate, ids i32[K]) -> pstate; called when blocks go to another tier, which has a state of its own, and
-        with all blocks by `reset`; None: there is nothing to forget.
-      idle: static; whether the functions themselves return an unchanged pstate when a call is empty:
-        `touch` and `forget` for padding alone, `victims` where wanted is 0. `kvjax.testing.check_policy` verifies it.
-      name: what `repr` shows, with the parameters.
-      parameters: (name, value) of what the functions were made with.
+      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` (NO_BLOCK is padding)
+        lost their last holder and stay cached. The first block should leave first.
+      victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate). It names `wanted`
+        blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which blocks it may name, each after
+        all its findable children. A block not eligible now may be eligible at the next call: it keeps its turn.
+      forget: (pstate, ids i32[K]) -> pstate. It is called when blocks go to another tier, which has a state of its own,
+        and with all blocks by `reset`. None: there is nothing to forget.
+      idle: static; whether the functions return an unchanged pstate for an empty call: `touch` and `forget` for padding
+        alone, `victims` for `wanted` 0. `kvjax.testing.check_policy` verifies it.
+      name: the name in `repr`, before the parameters.
+      parameters: (name, value) of each argument that the functions were made with.
 
     Example:
       >>> policy = kvjax.policies.cost_aware(balance=12288)
       >>> policy
       cost_aware(balance=12288)
-      >>> policy == kvjax.policies.cost_aware(balance=12288)  # a value: equal ones share compiled programs
+      >>> policy == kvjax.policies.cost_aware(balance=12288)  # a value: equal policies share compiled programs
       True
     """
 
@@ -204,14 +214,14 @@ class EvictionPolicy(NamedTuple):
     parameters: tuple[tuple[str, Any], ...] = ()
 
     def touched(self, pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
-        """The policy's state after `touch`; the old one if no id is named."""
+        """Returns the policy's state after `touch`, or the old state if there is no id."""
         new = self._as_before("touch", self.touch(pstate, blocks, ids, now), pstate)
         return self._where(lambda: jnp.any(ids >= 0), new, pstate)
 
     def chosen(
         self, pstate: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
     ) -> tuple[jax.Array, Any]:
-        """The victims, and the policy's state after `victims`; the old one if none is wanted."""
+        """Returns the victims and the policy's state after `victims`, or the old state if no victim is wanted."""
         result = self.victims(pstate, blocks, eligible, wanted, now, size)
         if not isinstance(result, tuple) or len(result) != 2 or described(result[0]) != f"int32[{size}]":
             raise ValueError(
@@ -221,13 +231,14 @@ class EvictionPolicy(NamedTuple):
         return ids, self._where(lambda: wanted > 0, self._as_before("victims", new, pstate), pstate)
 
     def forgot(self, pstate: Any, ids: jax.Array) -> Any:
-        """The policy's state after `forget`; the old one if no id is named."""
+        """Returns the policy's state after `forget`, or the old state if there is no id."""
         new = pstate if self.forget is None else self._as_before("forget", self.forget(pstate, ids), pstate)
         return self._where(lambda: jnp.any(ids >= 0), new, pstate)
 
     def _as_before(self, function: str, new: Any, old: Any) -> Any:
-        """The state that a function of the policy returned; a ValueError unless it is of the same arrays as before."""
-        got, wanted = described(new), described(old)
+        """Checks the state returned by a function of the policy: it must have the same arrays as before."""
+        got = described(new)
+        wanted = described(old)
         if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
             raise ValueError(
                 f"{function} of {self}: got {got}, wanted the state {wanted}, as the policy's init makes it"
@@ -238,29 +249,29 @@ class EvictionPolicy(NamedTuple):
         return new if self.idle else either(is_requested(), new, old)
 
     def __repr__(self) -> str:
-        """A call, `cost_aware(balance=24576)`; all fields of a policy without a name."""
+        """A call, `cost_aware(balance=24576)`, or all fields of a policy without a name."""
         parts = self.parameters if self.name else self._asdict().items()
         return f"{self.name or type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The fields, so that the functions are imported again.
+        """The fields, so the functions are imported again.
 
         Raises:
-          pickle.PicklingError: naming the field that would not come back equal, such as a lambda.
+          pickle.PicklingError: if a field would not be equal afterwards, such as a lambda. The error names it.
         """
         for field, value in self._asdict().items():
             try:
-                why = "" if pickle.loads(pickle.dumps(value)) == value else f"{value!r} comes back as another"
-            except Exception as error:  # whatever the classes of its parts raise
-                why = str(error) or repr(error)
-            if why:
+                reason = "" if pickle.loads(pickle.dumps(value)) == value else f"{value!r} comes back as another"
+            except Exception as error:  # any error of the classes of its parts
+                reason = str(error) or repr(error)
+            if reason:
                 raise pickle.PicklingError(
-                    f"policy: got {self}, whose {field} cannot be pickled ({why}), wanted functions that can be "
+                    f"policy: got {self}, whose {field} cannot be pickled ({reason}), wanted functions that can be "
                     "imported: define them by def at the top of a module"
                 )
         return type(self), tuple(self)
 
-    def __copy__(self) -> Self:  # as of a function: a copy by pickle would not be allowed to a lambda
+    def __copy__(self) -> Self:  # like a function: a copy by pickle would fail for a lambda
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -268,20 +279,21 @@ class EvictionPolicy(NamedTuple):
 
 
 class Group(Pytree):
-    """The blocks of one attention window, with everything that finds, frees and orders them.
+    """The blocks of an attention window, with everything that finds, frees and orders them.
 
     Attributes:
       blocks: the metadata of each block.
-      links: the prefix index and the child index; None in a window group.
+      links: the prefix index and the child index. None in a window group.
       empty: i32[N]; stack of empty blocks on the device.
-      num_empty: i32[]; height of that stack.
-      num_cached: i32[]; findable blocks on the device that nobody holds.
-      num_blocks: i32[]; blocks in use, 1..N; 0 if made with a number out of range.
+      num_empty: i32[]; height of this stack.
+      num_cached: i32[]; findable blocks on the device without a holder.
+      num_blocks: i32[]; blocks in use, 1..N, or 0 if made with a number out of range.
       table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
-      policy: the eviction policy's own state.
-      group0_block: i32[B]; in a window group, the first group's block with the same prefix; None in the first group.
-      window_block: i32[B of the first group]; the inverse: this group's block, or NO_BLOCK; likewise.
-      host: which blocks are on the host; None without a host tier.
+      policy: the eviction policy's state.
+      group0_block: i32[B]; in a window group, the first group's block with the same prefix. None in the first group.
+      window_block: i32[B of the first group]; the inverse of `group0_block`: this group's block, or NO_BLOCK. None in
+        the first group.
+      host: the tier of each block. None without a host tier.
     """
 
     blocks: Blocks
@@ -298,7 +310,7 @@ class Group(Pytree):
 
     @property
     def tiered(self) -> bool:
-        """Whether its blocks can be on the host too."""
+        """Whether blocks can be on the host too."""
         return self.host is not None
 
     @property
@@ -308,11 +320,11 @@ class Group(Pytree):
 
     @property
     def available(self) -> jax.Array:
-        """i32[]; blocks that can be taken: empty ones and cached ones."""
+        """i32[]; blocks that can be taken: empty and cached."""
         return self.num_empty + self.num_cached
 
     def _on_host(self, name: str, ids: jax.Array, otherwise: Any) -> Any:
-        """The host tier's array `name` at blocks ids i32[...]; without a host tier, `otherwise`."""
+        """The host tier's array `name` at blocks ids i32[...], or `otherwise` without a host tier."""
         return pick(getattr(self.host, name), ids) if self.tiered else otherwise
 
     def pool_row(self, ids: jax.Array) -> jax.Array:
@@ -324,7 +336,7 @@ class Group(Pytree):
         return self.pool_row(ids) < self.empty.shape[0]
 
     def arrival(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; numbers of the moves that bring the K/V of blocks ids i32[...] to their pool rows, or 0."""
+        """i32[...]; ids of the moves that bring the K/V of blocks ids i32[...] to their pool rows, or 0."""
         return self._on_host("pending_transfer", ids, np.int32(0))
 
     def arrived(self, ids: jax.Array) -> jax.Array:
@@ -336,7 +348,7 @@ class Group(Pytree):
         return (ids >= 0) & ~self.arrived(ids)
 
     def reachable(self, ids: jax.Array, tiers: tuple[str, ...]) -> jax.Array:
-        """bool[...]; whether blocks ids i32[...] are in these tiers, with their K/V."""
+        """bool[...]; whether blocks ids i32[...] are on these tiers, with their K/V."""
         return self.arrived(ids) if "host" in tiers else self.arrived(ids) & self.on_device(ids)
 
     def evictable(self, ids: jax.Array) -> jax.Array:
@@ -364,11 +376,12 @@ class Sequences(Pytree):
     """The metadata of each row.
 
     Attributes:
-      length: i32[S]; tokens that the row has reserved, 0 for a free row.
+      length: i32[S]; reserved tokens of the row, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
-      namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
-      retention: i32[S, M + 1, 2]; what is stated of each of the row's blocks, last of generated blocks; or None.
-      swapped: bool[S]; rows whose blocks are on the host, all or some; None without a host tier.
+      namespace: i32[S]; number of the row's (salt, LoRA); see `keys.Namespaces`.
+      retention: i32[S, M + 1, 2]; the stated retention of each of the row's blocks, then of generated blocks. None if
+        the spec has no retention.
+      swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
     """
 
     length: jax.Array
@@ -379,7 +392,7 @@ class Sequences(Pytree):
 
     @property
     def swapped_out(self) -> jax.Array:
-        """bool[S]; rows that are swapped out: all or some of their blocks are on the host."""
+        """bool[S]; whether each row is swapped out: all or some of its blocks are on the host."""
         return jnp.zeros(self.length.shape, jnp.bool_) if self.swapped is None else self.swapped
 
 
@@ -387,15 +400,15 @@ class Match(Pytree):
     """The longest cached prefix of a prompt.
 
     Attributes:
-      blocks: i32[ceil(T / P)]; the whole blocks that match, NO_BLOCK after them.
-      num_blocks: i32[]; how many match.
-      num_uncopied: i32[]; how many match if nothing can be copied; fewer only with windows.
-      source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
-      shared: i32[]; how many tokens it shares.
+      blocks: i32[ceil(T / P)]; the matching whole blocks, then NO_BLOCK.
+      num_blocks: i32[]; the number of matching blocks.
+      num_uncopied: i32[]; the number of matching blocks if nothing can be copied, smaller only with windows.
+      source: i32[]; a block to copy further tokens from, or NO_BLOCK.
+      shared: i32[]; the number of tokens to copy.
       device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
       host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
-      unusable_tokens: i32[]; tokens beyond these that the first group has, but no snapshot of the recurrent layers;
-        None without such layers.
+      unusable_tokens: i32[]; further tokens that the first group has, but without a snapshot of the recurrent layers.
+        None without recurrent layers.
     """
 
     blocks: jax.Array
@@ -409,25 +422,25 @@ class Match(Pytree):
 
     @property
     def cached_tokens(self) -> jax.Array:
-        """i32[]; tokens that need no computation; never all of the prompt, whose last token's logits are wanted."""
+        """i32[]; tokens that need no computation; never the whole prompt, because you need the last token's logits."""
         return self.device_tokens + self.host_tokens
 
     def __repr__(self) -> str:
         if why := unreadable(self):
             return f"Match({why})"
         host = jax.device_get(self)
-        tokens, on_host = (reprlib.repr(np.asarray(one).tolist()) for one in (host.cached_tokens, host.host_tokens))
+        tokens, on_host = (reprlib.repr(np.asarray(value).tolist()) for value in (host.cached_tokens, host.host_tokens))
         return f"Match({tokens} tokens cached, {on_host} of them on the host)"
 
 
 class CacheState(Pytree, static=("spec", "policy")):
-    """The whole cache but its bytes. Valid only beside the pools made with it (`Cache` pairs the two).
+    """The whole cache except its bytes. Use it only with the pools made with it (`Cache` pairs the two).
 
     Attributes:
-      groups: one per attention window.
+      groups: a group for each attention window.
       seqs: the rows, shared by all groups.
-      spec: static; shapes.
-      policy: static; how victims are chosen.
+      spec: static; the shapes.
+      policy: static; the eviction policy.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -444,5 +457,5 @@ class CacheState(Pytree, static=("spec", "policy")):
 
     @property
     def window_groups(self) -> tuple[Group, ...]:
-        """The groups but the first, which holds the prefix tree: those of windows, and of recurrent layers."""
+        """All groups except the first, which holds the prefix tree: groups of windows and of recurrent layers."""
         return self.groups[1:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache together with its host tier: verbs, moves and copies in one call, for host code between loops."""
+"""A cache together with its host tier: verbs, moves and copies in a call, for host code between loops."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from kvjax.verbs.release import release
 from kvjax.verbs.swap import swap_in, swap_out
 
 _release = OutermostJit(release, donate_argnums=0)
-_land = OutermostJit(Cache._land, donate_argnums=0)
-_lands: set[Any] = set()  # shapes for which it is compiled
+_finish_adoption = OutermostJit(Cache._finish_adoption, donate_argnums=0)
+_adoption_shapes: set[Any] = set()  # shapes for which it is compiled
 _step = OutermostJit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
@@ -50,61 +50,68 @@ _finish = OutermostJit(_finish, donate_argnums=0)
 
 
 class FailedTransfer(RuntimeError):
-    """Moves that failed. Nothing is findable with wrong bytes; rows that had lost K/V have been released.
+    """Failed moves between the tiers. No wrong bytes are findable, and rows that lost K/V have been released.
 
     A verb that only moves blocks (`offload`, `onboard`, `watermark`, `swap_out`, `swap_in`) is undone: its blocks and
     rows are where they were, and only blocks whose bytes a move may have overwritten are lost.
 
     Attributes:
       tiered: the cache to go on with.
-      lost: the rows that were released.
-      events: of the verb, done for all rows but these; of one that is undone, none, the status NO_BLOCKS, and no
-        `transfer`.
-      removed: events of the blocks that left the index.
+      lost: the released rows.
+      events: events of the verb, which was done for all other rows. An undone verb has no events, no `transfer` and the
+        status NO_BLOCKS.
+      removed: events of removed blocks.
     """
 
     def __init__(self, message: str, tiered: TieredCache, lost: list[int], events: Events, removed: Events):
         super().__init__(message)
-        self.tiered, self.lost, self.events, self.removed = tiered, lost, events, removed
+        self.tiered = tiered
+        self.lost = lost
+        self.events = events
+        self.removed = removed
 
 
 class _JittedVerb:
-    """A verb on states, jitted: what is static in it is static here, also an int for `num_tokens` of all rows.
+    """A jitted verb on states. Its static options stay static, and so does an int for `num_tokens` of all rows.
 
     Attributes:
-      static: names of the options that are always static.
+      static: the names of the static options.
     """
 
     def __init__(self, verb: Callable[..., Any], donated: tuple[int, ...], **options: Any):
-        """`options` are the verb's, instead of its defaults."""
-        self._signature, self.static = inspect.signature(verb), static_options(verb)
+        """Jits the verb. `options` replace its defaults."""
+        self._signature = inspect.signature(verb)
+        self.static = static_options(verb)
         jit = functools.partial(OutermostJit, functools.partial(verb, **options), donate_argnums=donated)
         self._by_numbers = jit(static_argnames=self.static)
         self._by_int = jit(static_argnames=(*self.static, "num_tokens"))
 
     def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OutermostJit, tuple[str, ...]]:
-        """The program for a call with these arguments, and their static values."""
+        """Returns the program for a call with these arguments, and their static values."""
         given = self._signature.bind_partial(None, *args, **kwargs).arguments
-        num_tokens, static = given.get("num_tokens"), self.static
+        num_tokens = given.get("num_tokens")
+        static = self.static
         is_int = isinstance(num_tokens, int | np.integer) and given.get("max_tokens") is None
         program = self._by_numbers
         if is_int and "max_tokens" in self._signature.parameters:
-            program, static = self._by_int, (*static, "num_tokens")
+            program = self._by_int
+            static = (*static, "num_tokens")
         return program, tuple(f"{name}={given[name]!r}" for name in static if name in given)
 
 
 def _moving_method[**P](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *, undoes: bool = False, **options: Any
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
-    """A verb on states as a method, jitted, that also makes the moves and copies that it orders.
+    """Turns a verb on states into a jitted method that also makes its moves and copies.
 
-    A verb that `undoes` orders no copies. It keeps the state from before it, and returns to it if a move fails.
+    A verb that `undoes` orders no copies. It keeps the previous state, and returns to it if a move fails.
     """
     jitted = _JittedVerb(verb, () if undoes else (0,), **options)
     compiled: set[Any] = set()  # shapes and static values
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        name, arguments = f"TieredCache.{verb.__name__}", (self.cache, self.host, args, kwargs)
+        name = f"TieredCache.{verb.__name__}"
+        arguments = (self.cache, self.host, args, kwargs)
         check_on_host(
             name, arguments, "it moves blocks; inside one use the verbs of its `cache`, or kvjax.serving.serve"
         )
@@ -125,20 +132,20 @@ def _moving_method[**P](
 
 @functools.cache
 def _jitted(verb: Callable[..., Any]) -> OutermostJit:
-    """A verb on states that orders neither moves nor copies."""
+    """Jits a verb on states without moves and copies."""
     return OutermostJit(verb, donate_argnums=0, static_argnames=static_options(verb))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TieredCache(AnyCache):
-    """A cache and its host tier, with the verbs of both as methods; for host code, between loops. It is a pytree.
+    """A cache and its host tier, with the verbs of both as methods. Use it in host code, between loops. It is a pytree.
 
-    Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
-    later programs wait for them where they must. A loop takes `cache`; put back what it returns with `replace`.
+    Every verb is jitted and donates the object: go on with the result. A verb starts moves and does not wait for
+    them. Later programs wait where they must. Pass `cache` to a loop, and put its result back with `replace`.
 
     Attributes:
-      cache: the state and the device's pools; this is what a jitted loop takes.
+      cache: the state and the device's pools, which a jitted loop takes.
       host: the host's pools.
     """
 
@@ -150,7 +157,7 @@ class TieredCache(AnyCache):
         cls, spec: CacheSpec, policy: Any, num_blocks: Any, policy_state: Any, where: dict[str, Any]
     ) -> TieredCache:
         if not spec.has_host:
-            raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
+            raise ValueError("spec: got a spec without host blocks, wanted num_host_blocks above 0")
         sizes = list(num_blocks.values()) if isinstance(num_blocks, Mapping) else num_blocks
         check_on_host("TieredCache.create", (sizes, policy_state), "inside one make a Cache: it has no host pools")
         empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, **where)
@@ -159,12 +166,12 @@ class TieredCache(AnyCache):
         return cls(Cache(state, pools), host)
 
     def replace(self, cache: Cache) -> TieredCache:
-        """This host tier with another cache, such as a loop returned."""
+        """Pairs this host tier with another cache, such as the result of a loop."""
         return TieredCache(cache, self.host)
 
     @property
     def state(self) -> CacheState:
-        """The metadata, of both tiers."""
+        """The metadata of both tiers."""
         return self.cache.state
 
     @property
@@ -189,27 +196,28 @@ class TieredCache(AnyCache):
         return self.replace(Cache(state, self.pools)), events
 
     def _adopted(self, tokens: Any, length: Any, kv: Staged, have: Any, options: Any) -> tuple[TieredCache, Events]:
-        """Adopts K/V from outside; blocks that have to leave the device for it go to the host."""
+        """Adopts K/V from outside. Blocks leaving the device to make room go to the host."""
         tokens = integers("tokens", tokens, ("T",))
         check_staged(kv, self.state.spec, -(-tokens.size // self.state.spec.block_size))
         check_32_bits(adopt, self.state, tokens, length, have, **options)
         now = options["now"]
         arguments = self.cache, tokens, length, kv, have, options
         shapes = jax.tree.structure(arguments), *map(np.shape, jax.tree.leaves(arguments))
-        if shapes not in _lands:
+        if shapes not in _adoption_shapes:
             # Compiled before anything is donated, so that a compile error loses nothing.
             reserve = functools.partial(adopt, tiers=("device", "host"))
             events = jax.eval_shape(reserve, self.state, tokens, length, have, **options)[1]
-            _land.lower(self.cache, events, kv, have, now=now).compile()
-            _lands.add(shapes)
+            _finish_adoption.lower(self.cache, events, kv, have, now=now).compile()
+            _adoption_shapes.add(shapes)
         try:
             tiered, events = self._adopt(tokens, length, have, **options)
         except FailedTransfer as failure:
-            tiered, events = failure.tiered, failure.events
-            cache, _ = _land(tiered.cache, events, kv, np.zeros_like(have, np.bool_), now=now)
+            tiered = failure.tiered
+            events = failure.events
+            cache, _ = _finish_adoption(tiered.cache, events, kv, np.zeros_like(have, np.bool_), now=now)
             tiered = tiered.replace(cache)
             raise FailedTransfer(str(failure), tiered, failure.lost, events, failure.removed) from failure
-        cache, events = _land(tiered.cache, events, kv, have, now=now)
+        cache, events = _finish_adoption(tiered.cache, events, kv, have, now=now)
         return tiered.replace(cache), events
 
     def __repr__(self) -> str:
@@ -227,13 +235,17 @@ class TieredCache(AnyCache):
         return self.replace(cache), computed, events
 
     def _settle(self, state: CacheState, events: Events, undoes: bool) -> TieredCache:
-        """Makes the moves and the copies, in this order, and completes the moves in the state."""
-        pools, host, failure = self.pools, self.host, None
+        """Makes the moves and then the copies, and completes the moves in the state."""
+        pools = self.pools
+        host = self.host
+        failure = None
         if events.transfer is not None:
             try:
                 pools, host = move(pools, host, events.transfer)
             except TransferError as error:
-                pools, host, failure = error.pools, error.host, error
+                pools = error.pools
+                host = error.host
+                failure = error
             if failed_anywhere(state, failure is not None) and failure is None:
                 failure = RuntimeError("a move failed in another process")
         undone = undoes and failure is not None
@@ -252,5 +264,5 @@ class TieredCache(AnyCache):
 
 
 def joined(cache: Cache, host: HostPools | None) -> Cache | TieredCache:
-    """The cache that has these as its `cache` and `host`."""
+    """Joins a cache and its host tier, if there is any."""
     return cache if host is None else TieredCache(cache, host)

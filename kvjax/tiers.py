@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier: all that its users import."""
+"""The host tier: all names for its users."""
 
 from kvjax.events.transfer import Transfer
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
@@ -8,6 +8,17 @@ from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.swap import swap_in, swap_out
 
 __all__ = [
-    "FailedTransfer", "HostPools", "TieredCache", "Transfer", "TransferError", "complete", "init_host_pools", "move",
-    "offload", "onboard", "swap_in", "swap_out", "watermark",
-]  # fmt: skip
+    "FailedTransfer",
+    "HostPools",
+    "TieredCache",
+    "Transfer",
+    "TransferError",
+    "complete",
+    "init_host_pools",
+    "move",
+    "offload",
+    "onboard",
+    "swap_in",
+    "swap_out",
+    "watermark",
+]

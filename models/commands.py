@@ -98,7 +98,7 @@ def add_outputs(parser: Parser) -> None:
 
 
 def add_compile_cache(parser: Parser) -> None:
-    """The option that decides about `keep_programs`."""
+    """The option that decides about `enable_compilation_cache`."""
     folder = "in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kvjax"
     parser.add_argument("--no-compile-cache", action="store_true", help=f"compile anew (programs are kept {folder})")
 
@@ -120,7 +120,7 @@ def keep_programs(keep: bool) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     try:
-        kvjax.keep_programs()
+        kvjax.enable_compilation_cache()
     except (OSError, ValueError) as error:
         raise SystemExit(f"{reason(error)}; --no-compile-cache needs no folder") from error
 

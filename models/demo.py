@@ -277,7 +277,7 @@ def _compile_store(model: Any, pairs: Sequence[Question]) -> None:
     """Compiles what a store needs, with another one, in memory."""
     with DiskStore(
         "memory://", make_spec(model), model="recall", names=kvjax.Namespaces(), max_bytes=stores.DEFAULT_BYTES,
-        patience_ms=PATIENCE_MS,
+        read_timeout_ms=PATIENCE_MS,
     ) as store:  # fmt: skip
         for host_blocks in (0, 0, HOST_BLOCKS):  # writes; reads
             Session(model, host_blocks, store).ask(pairs)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kvjax
-from kvjax.interop import together
+from kvjax.interop import combine_listeners
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
 from . import chat, commands, memory, session, stores, tenants, wires
@@ -165,7 +165,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             _note(f"no schemas are served: {schemas}")
         else:
             stack.callback(schemas.close)
-        engine = _engine(parser, args, model, saved.cache, together(spec, *listeners), names, store, schemas)
+        engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store, schemas)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
         defaults = _defaults(parser, args)
         limits = Limits(

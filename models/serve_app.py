@@ -109,7 +109,7 @@ class Api:
             self._served.schemas.release(slot)
 
     async def _read_aside[T](self, read: Callable[[bytearray], T], body: bytearray, *, is_short: bool) -> T:
-        """What a body says, read on another thread if it is long, or not said to be short."""
+        """Reads a body, on another thread if it is long, or if its text may be longer than it is."""
         if len(body) < SHORT and is_short:
             return read(body)
         return await asyncio.get_running_loop().run_in_executor(self._readers, read, body)

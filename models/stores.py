@@ -63,7 +63,7 @@ def opened(
     try:
         store = DiskStore(
             args.store, spec, model=checkpoint_name(folder), names=names or kvjax.Namespaces(),
-            patience_ms=READER_PATIENCE_MS if args.store_readonly else patience_ms,
+            read_timeout_ms=READER_PATIENCE_MS if args.store_readonly else patience_ms,
             max_bytes=None if args.store_readonly else max_bytes, readonly=args.store_readonly,
         )  # fmt: skip
     except (OSError, ValueError) as error:

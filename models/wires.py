@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO, cast
 
 import kvjax
 from kvjax._files import create
-from kvjax.interop import together
+from kvjax.interop import combine_listeners
 from kvjax.interop.log import Log
 from kvjax.interop.trace import Trace
 
@@ -111,7 +111,7 @@ class Wires:
                     parser.error(message)
             self._stack = self._stack.pop_all()
         # Of the generation; None: nobody listens.
-        self.listener = together(spec, *self._listeners) if self._listeners else None
+        self.listener = combine_listeners(spec, *self._listeners) if self._listeners else None
 
     def see(self, progress: Any) -> None:
         """To be called with each `Progress`, as it comes."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention and block movement: arrays in, arrays out, on jax alone.
+"""Paged attention and block movement: functions of arrays, which need nothing but jax.
 
-Each implementation is a module with these functions, or some of them, with the same signature in every module:
-`decode_attention`, `prefill_attention`, `append_kv`, `rope_append`, `copy_blocks`, `gather_blocks`, `scatter_blocks`.
-A function raises NotImplementedError for a dtype or shape that it cannot serve while tracing, for a platform while
-lowering. The derivative of all of them is that of `derivative`, which is one more such module.
+Each implementation is a module with some or all of these functions, with the same signatures in every module:
+`decode_attention`, `prefill_attention`, `append_kv`, `rope_append`, `copy_blocks`, `gather_blocks`, `scatter_blocks`. A
+function raises NotImplementedError while tracing if it cannot serve a dtype or shape, and while lowering if it cannot
+serve the platform. The module `derivative` has the derivatives of all implementations.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pallas_kernels import tuning
 
 __all__ = ["IMPLEMENTATIONS", "PLATFORMS", "call", "lowering_for", "lowers_for"]
 
-# The modules' names in order of preference, which `tuning.FIRST` overrides for a function. `call` imports a module when
-# it first asks it: the import of Mosaic's takes a third of the time of jax's.
+# The modules' names in order of preference, which `tuning.FIRST` overrides for a function. `call` imports a module at
+# its first use: the import of Mosaic takes a third of jax's import time.
 IMPLEMENTATIONS = ("triton", "mosaic", "xla")
-# The platform of an implementation; one without an entry runs everywhere.
+# The platform of an implementation. Without an entry it runs everywhere.
 PLATFORMS = {"triton": "cuda", "mosaic": "cuda"}
 _lowered_for = jax.make_user_context(None)  # a part of the keys of jax's caches
 
 
 def lowering_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """A context whose traces have the kernels of a platform that this process need not have: "cuda".
+    """A context whose traces have the kernels of a platform, "cuda", even if this process has no such device.
 
     Without it a program has kernels only if the process has a device for them, so that a CPU does not pay for tracing
-    them. `jax.export` for CUDA on a machine without it, for example, exports plain XLA outside of this context.
+    them. For example, `jax.export` for CUDA on a machine without a GPU exports plain XLA outside of this context.
     """
     if platform not in PLATFORMS.values():
         raise ValueError(f"platform: got {platform!r}, wanted one of {sorted({*PLATFORMS.values()})}")
@@ -45,7 +45,7 @@ def lowering_for(platform: str) -> contextlib.AbstractContextManager[None]:
 
 
 def lowers_for(platform: str) -> bool:
-    """Whether programs have a branch for a platform: one of this process, or that of `lowering_for`."""
+    """Whether programs have a branch for a platform: either this process's, or `lowering_for`'s."""
     return _lowered_for.value == platform or _has(platform)
 
 
@@ -60,20 +60,20 @@ def _has(platform: str) -> bool:
 def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """Calls the function `name` of an implementation.
 
-    Without `implementation` the choice is made when a program is lowered, for its platform: one of this process, or
-    that of `lowering_for`. Where jax differentiates the call, XLA computes the derivative, and the result too unless a
-    kernel is named.
+    Without `implementation` the choice is made when a program is lowered, for the platform of this process or of
+    `lowering_for`. If jax differentiates the call, XLA computes the derivative. It computes the result too, unless you
+    name a kernel.
 
     Args:
-      name: one of the functions listed above.
-      *args: its arguments.
-      implementation: one of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
-      **options: its keyword arguments. With `interpret=True` a kernel runs on any platform, for tests.
+      name: the name of a function listed above.
+      *args: the function's arguments.
+      implementation: an entry of `IMPLEMENTATIONS`, which serves or raises. None chooses the first able to serve.
+      **options: the function's keyword arguments. With `interpret=True` a kernel runs on any platform, for tests.
 
     Raises:
-      ValueError: on an unknown implementation.
+      ValueError: if the implementation is unknown.
       NotImplementedError: if the named implementation cannot serve this call.
-      ExceptionGroup: of every implementation's NotImplementedError, if none is named and none can serve.
+      ExceptionGroup: if none is named and none can serve. It has the NotImplementedError of each implementation.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {IMPLEMENTATIONS}")
@@ -96,14 +96,14 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
             return _function("derivative", name, options)(*args)
 
         out, tangent = jax.jvp(lambda *arrays: called(plain, arrays), arrays, tangents)
-        # Not also by the implementation that would be chosen: the pool would be copied, to be read by both.
+        # An unnamed kernel does not compute the result too: XLA would copy the pool, for both to read it.
         return (serve(*arrays) if implementation in PLATFORMS else out), tangent
 
     return serve(*arrays)
 
 
 def _serve(name: str, implementation: str | None, *args, **options) -> Any:
-    """The named implementation's result, or that of the first that can serve."""
+    """The result of the named implementation, or of the first able to serve."""
     if implementation is not None:
         function = _function(implementation, name, options)
         if implementation in PLATFORMS and not options.get("interpret"):
@@ -114,7 +114,8 @@ def _serve(name: str, implementation: str | None, *args, **options) -> Any:
                 )
             return lax.platform_dependent(*args, **{PLATFORMS[implementation]: function})
         return function(*args)
-    refusals, usable = [], [key for key in IMPLEMENTATIONS if key not in PLATFORMS or lowers_for(PLATFORMS[key])]
+    refusals = []
+    usable = [key for key in IMPLEMENTATIONS if key not in PLATFORMS or lowers_for(PLATFORMS[key])]
     for key in sorted(usable, key=lambda key: key != tuning.FIRST.get(name)):
         try:
             function = _function(key, name, options)
@@ -130,7 +131,7 @@ def _serve(name: str, implementation: str | None, *args, **options) -> Any:
 def _function(implementation: str, name: str, options: dict[str, Any]) -> Callable[..., Any]:
     try:
         module = importlib.import_module(f"{__name__}.{implementation}")
-    except ImportError as error:  # such as that of a Pallas backend which jax has no more
+    except ImportError as error:  # for example of a Pallas backend that jax has removed
         raise NotImplementedError(f"{implementation}: {error}") from error
     function = getattr(module, name, None)
     if function is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that jax differentiates in place of any implementation: plain XLA, without loops.
+"""The functions jax differentiates for any implementation: plain XLA, without loops.
 
-jax cannot differentiate a Pallas kernel that writes in place, nor reverse a loop whose trip count is data. Shapes use
-the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a derivative
-with respect to a pool is an array of the pool's size.
+jax can neither differentiate a Pallas kernel that writes in place, nor reverse a loop whose trip count is data. Shapes
+use the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a
+derivative with respect to a pool is an array of the pool's size.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from pallas_kernels.xla import gather_blocks
 from pallas_kernels.xla_attention import seen_slots
 
 __all__ = [
-    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "append_kv",
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "prefill_attention",
+    "rope_append",
     "scatter_blocks",
-]  # fmt: skip
+]
 
 
 def append_kv(pool, layer, k, v, slots, scales=None):
-    """As `xla.append_kv`; NotImplementedError for a pool of bytes."""
+    """Equals `xla.append_kv`. Raises NotImplementedError for a quantised pool."""
     _check_rounding("append_kv", pool, "the K/V")
     return xla.append_kv(pool, layer, k, v, slots, scales)
 
 
 def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None):
-    """As `xla.rope_append`; NotImplementedError for a pool of bytes."""
+    """Equals `xla.rope_append`. Raises NotImplementedError for a quantised pool."""
     _check_rounding("rope_append", pool, "q and the K/V")
     return xla.rope_append(q, k, v, cos, sin, pool, layer, slots, scales)
 
@@ -45,7 +50,7 @@ def _check_rounding(name: str, pool, new: str) -> None:
 
 
 def copy_blocks(pool, sources, targets, count, tokens=None):
-    """As `xla.copy_blocks`, but in any order: no target is a source, and no two targets are the same."""
+    """Copies as `xla.copy_blocks`, but in any order: no target is a source, and no two targets are equal."""
     blocks = pool.at[sources].get(mode="clip", wrap_negative_indices=False)
     if tokens is not None:
         is_old = lax.broadcasted_iota(jnp.int32, blocks.shape, 4) >= tokens.reshape(-1, *[1] * (pool.ndim - 1))
@@ -54,39 +59,39 @@ def copy_blocks(pool, sources, targets, count, tokens=None):
 
 
 def scatter_blocks(pool, staged, blocks, count):
-    """As `xla.scatter_blocks`."""
-    number = jnp.arange(blocks.size, dtype=jnp.int32)
-    # As in `xla.append_kv` every dropped block has an index of its own.
-    row = jnp.where(number < count, blocks, pool.shape[0] + number)
+    """Equals `xla.scatter_blocks`."""
+    index = jnp.arange(blocks.size, dtype=jnp.int32)
+    # As in `xla.append_kv`, every dropped block has a distinct index.
+    row = jnp.where(index < count, blocks, pool.shape[0] + index)
     return pool.at[row].set(staged, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
 
 def _attend(
     q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset=0
 ):
-    """As `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
-    num, chunk, _, width = q.shape
+    """Attends as `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
+    num_tiles, chunk, _, width = q.shape
     parts, kv_heads, size = pool.shape[2:5]
     position, length = seen_slots(first, count, chunk, window, stride, offset)
     slot = jnp.arange(tables.shape[1] * size, dtype=jnp.int32)[None]
-    seen = (slot[None] <= position[:, :, None]) & (slot < length[:, None])[:, None]
+    is_seen = (slot[None] <= position[:, :, None]) & (slot < length[:, None])[:, None]
     if window is not None:
-        seen &= slot[None] > position[:, :, None] - window
-    read = jnp.any(seen, axis=1)[None, :, None, :, None]
+        is_seen &= slot[None] > position[:, :, None] - window
+    is_read = jnp.any(is_seen, axis=1)[None, :, None, :, None]
 
-    def fetch(array, width):  # 0 * NaN is NaN, so what no query sees is 0
+    def fetch(array, width):  # 0 * NaN is NaN, so slots that no query sees are 0
         array = array.at[tables, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
         array = jnp.moveaxis(array.reshape(*array.shape[:5], width), (2, 3), (0, 2)).astype(jnp.float32)
-        return jnp.where(read, array.reshape(parts, num, kv_heads, -1, width), 0.0)
+        return jnp.where(is_read, array.reshape(parts, num_tiles, kv_heads, -1, width), 0.0)
 
     kv = fetch(pool, width) if scales is None else fetch(pool, width) * fetch(scales, 1)
     keys, v = kv if values is None else (kv[0], kv[0, ..., :values])
-    queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
+    queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num_tiles, chunk, kv_heads, -1, width)
     score = jnp.einsum("wckgd,wksd->wkcgs", queries, keys, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
-    score = jnp.where(seen[:, None, :, None], score, -jnp.inf)
-    highest = jnp.max(score, axis=-1, initial=-1e30)  # finite, so that score - highest is never inf - inf
+    score = jnp.where(is_seen[:, None, :, None], score, -jnp.inf)
+    highest = jnp.max(score, axis=-1, initial=-1e30)  # finite: score - highest is never inf - inf
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
         highest = jnp.maximum(highest, sinks)
@@ -97,8 +102,8 @@ def _attend(
     divisor = jnp.where(denominator > 0, denominator, 1.0)
     out = out / divisor.swapaxes(1, 2)[..., None]
     lse = jnp.where(denominator > 0, highest + jnp.log(divisor), -jnp.inf)
-    real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[..., None, None]
-    out = jnp.where(real, out.reshape(*q.shape[:-1], -1).astype(q.dtype), jnp.zeros((), q.dtype))
+    is_query = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[..., None, None]
+    out = jnp.where(is_query, out.reshape(*q.shape[:-1], -1).astype(q.dtype), jnp.zeros((), q.dtype))
     return out, lse.swapaxes(1, 2).reshape(q.shape[:-1])
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that may also stand inside `shard_map`, where a constant in a carry has another type than what replaces it.
+"""Loops for use inside `shard_map` too, where a constant in a carry has another type than its successor.
 
-And a condition that may also stand under `vmap`.
+Also a condition for use under `vmap`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jax import lax
 
 
 def varying(start: Any) -> Callable[[Any], Any]:
-    """A function that makes arrays differ from device to device inside `shard_map`, as some of `start` does.
+    """Returns a function that makes arrays vary across devices inside `shard_map` wherever part of `start` does.
 
-    A constant is the same on all devices there, and jax wants each part of a loop's carry to keep its type.
+    A constant is the same on all devices there, and jax requires each part of a loop's carry to keep its type.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual:
@@ -26,10 +26,10 @@ def varying(start: Any) -> Callable[[Any], Any]:
     def axes_of(x: Any) -> frozenset[Any]:
         return jax.typeof(x).manual_axis_type.varying
 
-    found = frozenset[Any]().union(*map(axes_of, jax.tree.leaves(start)))
+    varying_axes = frozenset[Any]().union(*map(axes_of, jax.tree.leaves(start)))
 
     def cast(x: Any) -> Any:
-        missing = tuple(axis for axis in manual if axis in found - axes_of(x))
+        missing = tuple(axis for axis in manual if axis in varying_axes - axes_of(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return lambda carry: jax.tree.map(cast, carry)
@@ -37,7 +37,7 @@ def varying(start: Any) -> Callable[[Any], Any]:
 
 @jax.custom_batching.custom_vmap
 def unless_mapped(where: jax.Array) -> jax.Array:
-    """bool[]; `where` itself; False where `vmap` maps it: a `lax.cond` would compute both of its branches there."""
+    """Returns `where` bool[], or False under `vmap`, where a `lax.cond` would compute both of its branches."""
     return where
 
 
@@ -59,12 +59,12 @@ def fori_loop[T](begin: Any, end: Any, step: Callable[[jax.Array, T], T], start:
     return lax.fori_loop(begin, end, lambda i, carry: vary(step(i, carry)), vary(start))
 
 
-def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, each: Any) -> tuple[Any, Any]:
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
     """`lax.scan`, also inside `shard_map`."""
     vary = varying(start)
 
-    def one(carry: Any, x: Any) -> tuple[Any, Any]:
+    def varying_step(carry: Any, x: Any) -> tuple[Any, Any]:
         carry, y = step(carry, x)
         return vary(carry), y
 
-    return lax.scan(one, vary(start), each)
+    return lax.scan(varying_step, vary(start), xs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention for Hopper by a Mosaic GPU kernel; shapes use the legend of `pallas_kernels.xla` and of `schedule`.
+"""Paged attention for Hopper, as a Mosaic GPU kernel. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-Mosaic cannot index freely, so XLA gathers for it: before the kernel the queries of each piece of work into one matrix,
-after it the result of each token. Where K/V were cut into parts XLA merges their results.
+Mosaic cannot index freely, so XLA gathers for it: before the kernel the queries of each piece of work into a matrix,
+after the kernel the result of each token. If K/V were cut into parts, XLA merges their results.
 """
 
 from __future__ import annotations
@@ -18,14 +18,27 @@ from pallas_kernels.schedule import query_tiles, split_lengths
 
 __all__ = ["decode_attention", "prefill_attention"]
 
-_LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
+_LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf
 
 
 def decode_attention(
-    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, values=None,
-    return_lse=False, fixed_split=False, interpret=False,
-):  # fmt: skip
-    """As `xla.decode_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
+    q,
+    pool,
+    layer,
+    tables,
+    lengths,
+    *,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    scales=None,
+    values=None,
+    return_lse=False,
+    fixed_split=False,
+    interpret=False,
+):
+    """Attends as `xla.decode_attention`. With `interpret` Pallas's GPU simulator runs it, on any platform."""
     rows, heads, width = q.shape
     kv_heads = pool.shape[3]
     group = heads // kv_heads
@@ -36,10 +49,20 @@ def decode_attention(
     work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
     parts = work.row.shape[0]
     out, lse = attend(
-        _packed(q.reshape(rows, kv_heads, group, width)[work.row], 8), pool, layer, tables, work, tiles, group,
+        _packed(q.reshape(rows, kv_heads, group, width)[work.row], 8),
+        pool,
+        layer,
+        tables,
+        work,
+        tiles,
+        group,
         q.dtype if parts == rows else jnp.float32,
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
-    )  # fmt: skip
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        interpret=interpret,
+    )
     out, lse = (x[:, :, :group].reshape(parts, heads, *x.shape[3:]) for x in (out, lse))
     if parts > rows:
         out, lse = _merge(out, lse, starts, q.dtype)
@@ -47,10 +70,27 @@ def decode_attention(
 
 
 def prefill_attention(
-    q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    scales=None, values=None, return_lse=False, stride=1, offset=0, interpret=False,
-):  # fmt: skip
-    """As `xla.prefill_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
+    q,
+    pool,
+    layer,
+    tables,
+    lengths,
+    starts,
+    counts,
+    *,
+    max_count,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    scales=None,
+    values=None,
+    return_lse=False,
+    stride=1,
+    offset=0,
+    interpret=False,
+):
+    """Attends as `xla.prefill_attention`. With `interpret` Pallas's GPU simulator runs it, on any platform."""
     if stride > 1:
         raise NotImplementedError(f"mosaic: got a stride of {stride}, wanted 1; xla has others")
     tokens, heads, width = q.shape
@@ -60,7 +100,7 @@ def prefill_attention(
     tiles = tuning.mosaic_prefill(width, size)
     rows = tiles.workers * ROWS
     queries = rows // group
-    # Longest first: a row's last queries see most, so its pieces run from the back and no long one is left for the end.
+    # Longest first: a row's last queries see the most slots. Pieces run from the back, so no long piece ends up last.
     work = jax.tree.map(jnp.flip, query_tiles(tokens, lengths, starts, counts, max_count, queries))
     token = work.token[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]  # [W, queries]
     pieces = q.at[token].get(mode="clip", wrap_negative_indices=False)
@@ -70,29 +110,42 @@ def prefill_attention(
         .reshape(-1, kv_heads, queries * group, width)
     )
     results = attend(
-        _packed(pieces, rows), pool, layer, tables, work, tiles, group, q.dtype,
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
-    )  # fmt: skip
-    # The inverse gather: every token is a query of one piece at most.
-    real = jnp.arange(queries, dtype=jnp.int32)[None] < work.count[:, None]
+        _packed(pieces, rows),
+        pool,
+        layer,
+        tables,
+        work,
+        tiles,
+        group,
+        q.dtype,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        interpret=interpret,
+    )
+    # The inverse gather: every token is a query of at most a single piece.
+    is_query = jnp.arange(queries, dtype=jnp.int32)[None] < work.count[:, None]
     index = jnp.arange(token.size, dtype=jnp.int32)
     source = jnp.full((tokens,), token.size, jnp.int32)
-    source = source.at[jnp.where(real, token, tokens).reshape(-1)].set(index, mode="drop", wrap_negative_indices=False)
+    source = source.at[jnp.where(is_query, token, tokens).reshape(-1)].set(
+        index, mode="drop", wrap_negative_indices=False
+    )
 
-    def back(x):  # [W, K, X, ...] to [T, Q, ...]
+    def to_tokens(x):  # [W, K, X, ...] to [T, Q, ...]
         x = x[:, :, : queries * group].reshape(-1, kv_heads, queries, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(token.size, heads, *x.shape[4:])
         return x.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
-    out, lse = map(back, results)
+    out, lse = map(to_tokens, results)
     return (out, lse) if return_lse else out
 
 
 def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
-    """Raises NotImplementedError for what the kernel cannot serve."""
+    """Raises NotImplementedError for calls beyond the kernel's abilities."""
     size, width = pool.shape[4:]
     if not interpret and tuning.chip() != "hopper":
-        raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'what is here'}")
+        raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'this device'}")
     if scales is not None or q.dtype != pool.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic: q in {q.dtype} over {pool.dtype}; both must be bfloat16 or float16")
     if values is not None:
@@ -102,18 +155,18 @@ def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
     if size not in (8, 16, 32, 64, 128):
         raise NotImplementedError(f"mosaic: blocks of {size}; wanted 8, 16, 32, 64 or 128")
     if scale <= 0:
-        raise NotImplementedError(f"mosaic: scale {scale}; wanted a positive one")
+        raise NotImplementedError(f"mosaic: scale {scale}; wanted a positive number")
     if group > ROWS:
         raise NotImplementedError(f"mosaic: {group} query heads share a kv head; wanted {ROWS} at most")
 
 
 def _packed(x: jax.Array, multiple: int) -> jax.Array:
-    """Rows [W, K, G, D] filled up to a multiple."""
+    """Pads rows [W, K, G, D] to a multiple."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % multiple), (0, 0)))
 
 
 def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Merges parts f32[W, Q, D] by their lse f32[W, Q]; row r has the parts starts[r] to starts[r + 1] - 1."""
+    """Merges parts f32[W, Q, D] by their lse f32[W, Q]. Row r has the parts starts[r] to starts[r + 1] - 1."""
     part = jnp.arange(parts.shape[0], dtype=jnp.int32)[None]
     belongs = (part >= starts[:-1, None]) & (part < starts[1:, None])  # [R, W]
     score = jnp.where(belongs[..., None], lse[None], -jnp.inf)  # [R, W, Q]
@@ -121,7 +174,7 @@ def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype) -> tuple[
     weight = jnp.exp(score - highest[:, None])
     total = jnp.sum(weight, axis=1)
     divisor = jnp.where(total > 0, total, 1.0)
-    # The kernel never wrote the parts that only fill the list.
+    # The kernel does not write the parts that only fill the list.
     parts = jnp.where((part[0] < starts[-1])[:, None, None], parts, 0.0)
     out = jnp.einsum("rwq,wqd->rqd", weight / divisor[:, None], parts, precision=lax.Precision.HIGHEST)
     return out.astype(dtype), jnp.where(total > 0, highest + jnp.log(divisor), -jnp.inf)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Mosaic GPU kernel of paged attention; shapes use the legend of `pallas_kernels.xla` and of `schedule`.
+"""The Mosaic GPU kernel of paged attention. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-It serves decode and prefill, as in `triton_attention`: a thread block takes one piece of work and one kv head, whose
-query heads are packed into the rows of the matrix products, query after query. Its warpgroups have two roles:
+It serves decode and prefill, as in `triton_attention`: a thread block takes a piece of work and a kv head, whose query
+heads are packed into the rows of the matrix products, query after query. Its warpgroups have two roles:
 
     loader     ids of blocks | K tile | V tile | K tile | V tile | ...       by TMA, some tiles ahead
     worker     wait for K | S = Q K' | softmax | wait for V | O += P V | ...       64 rows of Q; products by wgmma
 
-K and V each have a ring of stages in shared memory: `full[s]` says that stage s has been filled, `free[s]` that all
-workers are done with it. Two workers take turns (ping-pong): one has the tensor cores while the other has its softmax.
+K and V each have a ring of stages in shared memory: `full[s]` signals a filled stage s, `free[s]` signals the end of
+its use by all workers. Two workers take turns (ping-pong): a worker has the tensor cores while the other computes its
+softmax.
 
-Source: the roles and the turns are those of FlashAttention-3 (Shah et al., 2024).
+Source: the roles and the turns come from FlashAttention-3 (Shah et al., 2024).
 """
 
 from __future__ import annotations
@@ -31,22 +32,34 @@ from pallas_kernels.tuning import Tiles
 
 
 def attend(
-    q: jax.Array, pool: jax.Array, layer: jax.Array | int, tables: jax.Array, work: Work, tiles: Tiles, group: int,
-    dtype, *, scale, window, soft_cap, sinks, interpret,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Attention of every piece of work; the results of pieces that only fill the list are never written.
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    tables: jax.Array,
+    work: Work,
+    tiles: Tiles,
+    group: int,
+    dtype,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    interpret,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of every piece of work. The results of pieces with count 0 are never written.
 
     Args:
-      q: [W, K, X, D]; row x is query x // G of the piece, in head x % G of the group. At most 64 rows to a worker.
+      q: [W, K, X, D]; row x is query x // G of the piece, in head x % G of the group. At most 64 rows per worker.
       pool: [N + 1, L, 2, K, P, D].
       layer: i32[].
       tables: i32[R, M].
       work: i32[W] each.
       tiles: the kernel's tile sizes.
-      group: G, query heads to a kv head.
-      dtype: of the result.
-      scale: this and the following as in `xla.decode_attention`.
-      window: tokens that a token attends to, or None.
+      group: G, the number of query heads per kv head.
+      dtype: the result's dtype.
+      scale: see `xla.decode_attention` for this and the following arguments.
+      window: the number of tokens that a token attends to, or None.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       interpret: whether to simulate the kernel.
@@ -55,7 +68,8 @@ def attend(
       [W, K, X, D] and its log-sum-exp f32[W, K, X].
     """
     pieces, kv_heads, rows, width = q.shape
-    size, packed = pool.shape[4], tiles.workers * ROWS
+    size = pool.shape[4]
+    packed = tiles.workers * ROWS
     static = Static(pool.shape, tiles, group, scale, window, soft_cap, sinks is not None)
     if sinks is None:
         sinks = jnp.zeros((kv_heads, packed), jnp.float32)
@@ -83,19 +97,27 @@ def attend(
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         kernel_name="mosaic_prefill_attention" if tiles.workers > 1 else "mosaic_decode_attention",
     )(
-        work.row, work.count, work.position, work.begin, work.end, jnp.full((1,), layer, jnp.int32),
-        q, pool.reshape(-1, run, width), tables, sinks,
-    )  # fmt: skip
+        work.row,
+        work.count,
+        work.position,
+        work.begin,
+        work.end,
+        jnp.full((1,), layer, jnp.int32),
+        q,
+        pool.reshape(-1, run, width),
+        tables,
+        sinks,
+    )
 
 
 def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool) -> dict[str, Any]:
     """Buffers in shared memory, and barriers: q_smem [workers, 64, D], k_smem and v_smem [stages, slots, D], and so on.
 
-    The barriers are arrays too: one for each worker, or for each stage of a ring.
+    The barriers are arrays too, with an entry per worker or per stage of a ring.
     """
 
     def matrices(count, rows, columns, dtype=dtype):
-        """Laid out for wgmma and TMA."""
+        """A buffer laid out for wgmma and TMA."""
         swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
         tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
         swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
@@ -122,54 +144,84 @@ def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool)
 
 
 def _kernel(
-    row_ref, count_ref, position_ref, begin_ref, end_ref,  # i32[W]
+    row_ref,
+    count_ref,
+    position_ref,
+    begin_ref,
+    end_ref,  # i32[W]
     layer_ref,  # i32[1]
     q_ref,  # [W, K, X, D]
-    kv_ref,  # [.., run, D]; slots that lie together: all of a block, or as many as a tile has
+    kv_ref,  # [.., run, D]; contiguous slots: all of a block, or as many as a tile has
     tables_ref,  # i32[R, M]
     sinks_ref,  # f32[K, workers * 64]
     out_ref,  # [W, K, X, D]
     lse_ref,  # f32[W, K, X]
-    *, static: Static, **scratch,
-):  # fmt: skip
-    head, number, warpgroup = lax.axis_index("head"), lax.axis_index("piece"), lax.axis_index("warpgroup")
-    slots, workers, window = static.tiles.slots, static.tiles.workers, static.window
+    *,
+    static: Static,
+    **scratch,
+):
+    head = lax.axis_index("head")
+    piece_index = lax.axis_index("piece")
+    warpgroup = lax.axis_index("warpgroup")
+    slots = static.tiles.slots
+    workers = static.tiles.workers
+    window = static.window
 
     def piece() -> Piece:
-        """The piece; each role computes it anew, so that no register is held for both."""
-        first, begin, end = position_ref[number], begin_ref[number], end_ref[number]
+        """The piece. Each role computes it separately, so no register is held for both."""
+        first = position_ref[piece_index]
+        begin = begin_ref[piece_index]
+        end = end_ref[piece_index]
         start = 0 if window is None else jnp.maximum(first - (window - 1), 0) // slots * slots
-        is_first, begin = begin <= start, jnp.maximum(begin, start)
+        is_first = begin <= start
+        begin = jnp.maximum(begin, start)
         return Piece(first, begin, end, lax.div(jnp.maximum(end - begin, 0) + (slots - 1), np.int32(slots)), is_first)
 
-    @pl.when((count_ref[number] > 0) & (warpgroup == workers))
+    @pl.when((count_ref[piece_index] > 0) & (warpgroup == workers))
     def _():
-        if workers > 1:  # setmaxnreg: registers that the loader does not need go to the workers
+        if workers > 1:  # setmaxnreg: the workers get the registers that the loader does not need
             plgpu.set_max_registers(40, action="decrease")
-        _load(kv_ref, tables_ref.at[row_ref[number]], head, layer_ref[0], piece(), static, **scratch)
+        _load(kv_ref, tables_ref.at[row_ref[piece_index]], head, layer_ref[0], piece(), static, **scratch)
 
-    @pl.when((count_ref[number] > 0) & (warpgroup < workers))
+    @pl.when((count_ref[piece_index] > 0) & (warpgroup < workers))
     def _():
         if workers > 1:
             plgpu.set_max_registers(232, action="increase")
-        refs = q_ref.at[number, head], sinks_ref.at[head], out_ref.at[number, head], lse_ref.at[number, head]
+        refs = (
+            q_ref.at[piece_index, head],
+            sinks_ref.at[head],
+            out_ref.at[piece_index, head],
+            lse_ref.at[piece_index, head],
+        )
         attend_tiles(*refs, warpgroup, piece(), static, **scratch)
 
 
 def _load(
     kv_ref,  # [.., run, D]
     table_ref,  # i32[M]
-    head, layer, piece: Piece, static: Static,
-    *, k_smem, v_smem, k_full, v_full, k_free, v_free, **_,
-):  # fmt: skip
+    head,
+    layer,
+    piece: Piece,
+    static: Static,
+    *,
+    k_smem,
+    v_smem,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    **_,
+):
     """The loader: copies the piece's tiles of K and V into stages as they become free."""
     _, layers, _, kv_heads, size, _ = static.pool
     slots, stages, _ = static.tiles
-    run, last = kv_ref.shape[1], table_ref.shape[0] - 1
+    run = kv_ref.shape[1]
+    last = table_ref.shape[0] - 1
     runs = size // run  # in a block
 
-    def load_tile(number, _):
-        stage, slot = lax.rem(number, np.int32(stages)), piece.begin + number * slots
+    def load_tile(tile_index, _):
+        stage = lax.rem(tile_index, np.int32(stages))
+        slot = piece.begin + tile_index * slots
         # All ids are read before the first wait.
         blocks = [table_ref[jnp.minimum((slot + i) // size, last)] for i in range(0, slots, run)]
         indices = [(((block * layers + layer) * 2) * kv_heads + head) * runs + slot % size // run for block in blocks]
@@ -177,7 +229,7 @@ def _load(
             (0, k_smem, k_full.at[stage], k_free.at[stage]),
             (kv_heads * runs, v_smem, v_full.at[stage], v_free.at[stage]),
         ):
-            pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free))
+            pl.when(tile_index >= stages)(functools.partial(plgpu.barrier_wait, free))
             for i, index in enumerate(indices):
                 plgpu.copy_gmem_to_smem(kv_ref.at[index + offset], smem.at[stage, pl.ds(i * run, run)], full)
 

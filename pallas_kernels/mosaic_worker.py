@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers of the Mosaic GPU kernel of paged attention; `mosaic_attention` describes both roles and has the loader.
+"""The workers of the Mosaic GPU kernel of paged attention. `mosaic_attention` describes both roles and has the loader.
 
-A worker is a warpgroup with 64 rows of Q: for each tile of K/V a product, a step of the running softmax in base 2, and
-another product.
+A worker is a warpgroup with 64 rows of Q. For each tile of K/V it computes a product, a step of the running softmax in
+base 2, and another product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.tuning import Tiles
 
 ROWS = 64  # of a worker's products: the M of wgmma
-_LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
+_LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -41,12 +41,12 @@ class Static(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of work, in scalars."""
+    """A piece of work, as scalars."""
 
     first: jax.Array  # the position of its first query
     begin: jax.Array  # its first slot
-    end: jax.Array  # the slot after its last
-    tiles: jax.Array  # from `begin` to `end`
+    end: jax.Array  # the slot after its last slot
+    tiles: jax.Array  # the number of tiles from `begin` to `end`
     is_first: jax.Array  # whether it begins its row's K/V
 
 
@@ -55,12 +55,27 @@ def attend_tiles(
     sinks_ref,  # f32[workers * 64]
     out_ref,  # [X, D]
     lse_ref,  # f32[X]
-    worker, piece: Piece, static: Static,
-    *, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn, out_smem=None, p_smem=None,
-):  # fmt: skip
-    """A worker: attention of its rows of Q over the tiles that the loader copies."""
+    worker,
+    piece: Piece,
+    static: Static,
+    *,
+    q_smem,
+    k_smem,
+    v_smem,
+    lse_smem,
+    q_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turn,
+    out_smem=None,
+    p_smem=None,
+):
+    """A worker: attention of its rows of Q over the loader's tiles."""
     slots, stages, workers = static.tiles
-    q, rows = q_smem.at[worker], pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))
+    q = q_smem.at[worker]
+    rows = pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))
     _load_queries(q_ref.at[rows], q.at[pl.ds(0, rows.size)], q_full.at[worker])
     row = worker * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_BY_ROW)
     position = piece.first + row // static.group
@@ -70,9 +85,10 @@ def attend_tiles(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-    def step(number, carry, masked):
+    def step(tile_index, carry, masked):
         mixed, highest, total = carry
-        stage, slot = lax.rem(number, np.int32(stages)), piece.begin + number * slots
+        stage = lax.rem(tile_index, np.int32(stages))
+        slot = piece.begin + tile_index * slots
         plgpu.barrier_wait(k_full.at[stage])
         score = _products(q, k_smem.at[stage], take_turns)
         plgpu.barrier_arrive(k_free.at[stage])
@@ -80,9 +96,9 @@ def attend_tiles(
         if masked:
             low = None if static.window is None else position - static.window - slot
             score = _mask(score, low, jnp.minimum(position, piece.end - 1) - slot)
-        new = jnp.maximum(highest, jnp.max(score, axis=1) * factor)
-        shrink = jnp.exp2(highest - new)
-        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
+        new_highest = jnp.maximum(highest, jnp.max(score, axis=1) * factor)
+        shrink = jnp.exp2(highest - new_highest)
+        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_highest, score.shape, [0]))
         mixed *= lax.broadcast_in_dim(shrink, mixed.shape, [0])
         total = total * shrink + jnp.sum(weight, axis=1)
         weight = weight.astype(q.dtype)
@@ -92,7 +108,7 @@ def attend_tiles(
             _clean_edges(v_smem.at[stage], worker, slot, piece, static)
         mixed = _accumulate(mixed, weight, v_smem.at[stage], None if p_smem is None else p_smem.at[worker])
         plgpu.barrier_arrive(v_free.at[stage])
-        return mixed, new, total
+        return mixed, new_highest, total
 
     carry = _begin(sinks_ref, worker, q.shape, piece, static)
     pl.when(worker == 1)(take_turns)
@@ -112,23 +128,25 @@ def _begin(sinks_ref, worker, shape: tuple[int, int], piece: Piece, static: Stat
     """The running softmax before any score: mixed f32[64, D], highest f32[64], total f32[64]."""
     highest = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST), _BY_ROW)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _BY_ROW)
-    if static.has_sinks:  # one more score, whose value is zero; in the part that begins the row's K/V
+    if static.has_sinks:  # an additional score with a value of zero, in the first part of the row's K/V
         sink = plgpu.load(sinks_ref.at[pl.ds(worker * ROWS, ROWS)], layout=_BY_ROW) * _LOG2E
-        highest, total = jnp.where(piece.is_first, sink, highest), jnp.where(piece.is_first, 1.0, total)
+        highest = jnp.where(piece.is_first, sink, highest)
+        total = jnp.where(piece.is_first, 1.0, total)
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA), highest, total
 
 
 def _over_tiles(step, carry, piece: Piece, static: Static):
-    """Calls step(number, carry, masked) for all tiles of the piece; masks are for tiles at an edge."""
-    whole, slots = 0, static.tiles.slots
-    if static.window is None:  # tiles that every query sees whole
-        whole = jnp.clip((jnp.minimum(piece.first + 1, piece.end) - piece.begin) // slots, 0, piece.tiles)
-        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
-    return lax.fori_loop(whole, piece.tiles, functools.partial(step, masked=True), carry)
+    """Calls step(tile index, carry, masked) for all tiles of the piece. Only tiles at an edge are masked."""
+    num_unmasked = 0
+    slots = static.tiles.slots
+    if static.window is None:  # every query sees all of these tiles
+        num_unmasked = jnp.clip((jnp.minimum(piece.first + 1, piece.end) - piece.begin) // slots, 0, piece.tiles)
+        carry = lax.fori_loop(0, num_unmasked, functools.partial(step, masked=False), carry)
+    return lax.fori_loop(num_unmasked, piece.tiles, functools.partial(step, masked=True), carry)
 
 
 def _products(q_ref, k_ref, take_turns):
-    """Q K', f32[64, slots]; the turn ends when the product has begun."""
+    """Q K', f32[64, slots]. The turn ends when the product has begun."""
 
     def product(score_ref):
         plgpu.wgmma(score_ref, q_ref, k_ref.transpose((1, 0)))
@@ -139,7 +157,7 @@ def _products(q_ref, k_ref, take_turns):
 
 
 def _cap(score, static: Static):
-    """Scores from products, and the factor that takes them to base 2."""
+    """Scores from products, and the factor for their conversion to base 2."""
     if static.soft_cap is None:
         return score, np.float32(static.scale) * _LOG2E
     # tanh(score / cap) by exp2, since the hardware's own tanh is too coarse; the factor has the cap
@@ -148,16 +166,16 @@ def _cap(score, static: Static):
 
 
 def _mask(score, low, high):
-    """Scores [64, slots] with -inf outside the columns low[row] + 1 to high[row]; low None: from column 0."""
+    """Scores [64, slots] with -inf outside the columns low[row] + 1 to high[row], or from column 0 if `low` is None."""
     column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
-    seen = column <= lax.broadcast_in_dim(high, score.shape, [0])
+    is_seen = column <= lax.broadcast_in_dim(high, score.shape, [0])
     if low is not None:
-        seen &= column > lax.broadcast_in_dim(low, score.shape, [0])
-    return jnp.where(seen, score, -jnp.inf)
+        is_seen &= column > lax.broadcast_in_dim(low, score.shape, [0])
+    return jnp.where(is_seen, score, -jnp.inf)
 
 
 def _accumulate(mixed, weight, v_ref, p_ref):
-    """Returns mixed + weight @ V; through p_ref in the simulator, whose wgmma takes no operand from registers."""
+    """Returns mixed + weight @ V. The simulator's wgmma takes no operand from registers, so it uses p_ref."""
     if p_ref is None:
 
         def product(mixed_ref):
@@ -178,13 +196,13 @@ def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
     """Zeroes the rows of the V tile from `slot` on that no query of the piece sees."""
     low = 0 if static.window is None else piece.first - (static.window - 1) - slot
     high = piece.end - slot
-    # The first worker does it for both: the second one's turn comes later.
-    unseen = (worker == 0) & ((low > 0) | (high < v_ref.shape[0]))
-    pl.when(unseen)(functools.partial(_clean, v_ref, low, high))
+    # The first worker does it for both: the second worker's turn comes later.
+    has_unseen = (worker == 0) & ((low > 0) | (high < v_ref.shape[0]))
+    pl.when(has_unseen)(functools.partial(_clean, v_ref, low, high))
 
 
 def _clean(v_ref, low, high):
-    """Zeroes the rows of a V tile outside `low` to `high` - 1: they may be NaN, and a weight of 0 times NaN is NaN."""
+    """Zeroes the rows of a V tile outside `low` to `high` - 1, since they may be NaN, and 0 * NaN is NaN."""
     slots, width = v_ref.shape
     columns = 64 if width % 64 == 0 else width  # at a time: registers are scarce here
     for i, j in itertools.product(range(0, slots, ROWS), range(0, width, columns)):

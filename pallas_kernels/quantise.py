@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V in a byte per element: the arithmetic that all implementations share, so that they agree bit for bit."""
+"""K/V with a byte per element: the arithmetic shared by all implementations, so they agree bit for bit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jax import lax
 
 
 def quantise(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Vectors [..., D] in int8 or float8_e4m3fn, and the factors f32[..., 1] that give them back.
+    """Vectors [..., D] in int8 or float8_e4m3fn, and the factors f32[..., 1] that restore them.
 
-    A vector's largest element becomes the dtype's largest number; a vector of zeros has the factor 1. Kernels call it
-    too, so it uses only operations that Triton has.
+    A vector's largest element becomes the dtype's largest number. A vector of zeros has the factor 1. Kernels also call
+    this function, so it uses only Triton's operations.
     """
     x = x.astype(jnp.float32)
     scale = scale_for(jnp.max(jnp.abs(x), axis=-1, keepdims=True), dtype)
@@ -27,9 +27,9 @@ def scale_for(highest: jax.Array, dtype) -> jax.Array:
 
 
 def round_by(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
-    """Elements f32[...] of vectors with these factors, or of parts of vectors, in a dtype."""
-    # A product with the reciprocal, since XLA turns some quotients into one. The bounds keep it from fusing the product
-    # with the sum below.
+    """Rounds elements f32[...] of vectors with these factors, or of parts of vectors, to a dtype."""
+    # A product with the reciprocal, since XLA turns some quotients into such products. The bounds keep it from fusing
+    # the product with the sum below.
     x = jnp.clip(x * (np.float32(1) / scale), -largest(dtype), largest(dtype))
     if jnp.issubdtype(dtype, jnp.integer):  # rounds to nearest even: after the shift float32's last bit counts ones
         shift = np.float32(1.5 * 2**23)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention and block movement as Triton kernels, for NVIDIA GPUs from sm_80 on.
 
-The functions and shapes are those of `pallas_kernels.xla`. With `interpret=True` a function runs as plain JAX on any
-platform; the tests compare it so. Triton in Pallas is deprecated; everything that depends on it is in this file and in
-others whose names begin with `triton_`.
+The functions and shapes are the same as in `pallas_kernels.xla`. With `interpret=True` a function runs as plain jax on
+any platform, which the tests use to compare it. Triton in Pallas is deprecated. Only this file and the files whose
+names begin with `triton_` depend on it.
 """
 
 from __future__ import annotations
@@ -24,40 +24,50 @@ from pallas_kernels.triton_decode import decode_attention
 from pallas_kernels.triton_rope import check_append, rope_append, slot_row
 
 __all__ = [
-    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "append_kv",
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "prefill_attention",
+    "rope_append",
     "scatter_blocks",
-]  # fmt: skip
+]
 
 
 def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
-    """As `xla.append_kv`: a program writes K and V of one token, all heads, or its latent."""
+    """Writes as `xla.append_kv`: a program writes K and V of a token, all heads, or its latent."""
     tokens, kv_heads, width = k.shape
-    scratch_slot, parts = (pool.shape[0] - 1) * pool.shape[4], pool.shape[2]
+    scratch_slot = (pool.shape[0] - 1) * pool.shape[4]
+    parts = pool.shape[2]
     check_append(pool)
-    heads, columns = pl.next_power_of_2(kv_heads), pl.next_power_of_2(width)
+    heads = pl.next_power_of_2(kv_heads)
+    columns = pl.next_power_of_2(width)
 
     def kernel(
         layer_ref,  # i32[1]
         *refs,  # K and V [T, K, D]; slots i32[T]; twice [(N + 1) L 2 K P, D], and scales f32[(N + 1) L 2 K P] if any
     ):
-        new_refs, slots_ref, (pool_ref, *scales_refs) = refs[:parts], refs[parts], refs[parts + 1 + len(arrays) :]
+        new_refs = refs[:parts]
+        slots_ref = refs[parts]
+        (pool_ref, *scales_refs) = refs[parts + 1 + len(arrays) :]
         token = pl.program_id(0)
         slot = slots_ref[token]
-        head, column = jnp.arange(heads, dtype=jnp.int32)[:, None], jnp.arange(columns, dtype=jnp.int32)[None, :]
+        head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+        column = jnp.arange(columns, dtype=jnp.int32)[None, :]
         inside = jnp.logical_and(
             jnp.broadcast_to(head < kv_heads, (heads, columns)), jnp.broadcast_to(column < width, (heads, columns))
         )
-        real = inside & (slot < scratch_slot)
-        for which, ref in enumerate(new_refs):
+        is_written = inside & (slot < scratch_slot)
+        for part_index, ref in enumerate(new_refs):
             new = plt.load(ref.at[token, head, column], mask=inside, other=0.0)
-            row = slot_row(pool.shape, slot, layer_ref[0], which, head)
+            row = slot_row(pool.shape, slot, layer_ref[0], part_index, head)
             if scales_refs:
                 new, scale = quantise(new, pool.dtype)
                 plt.store(scales_refs[0].at[row], scale, mask=(head < kv_heads) & (slot < scratch_slot))
-            plt.store(pool_ref.at[row, column], new.astype(pool.dtype), mask=real)
+            plt.store(pool_ref.at[row, column], new.astype(pool.dtype), mask=is_written)
 
     arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]
-    num_warps = min(max(heads * columns * pool.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes to a thread
+    num_warps = min(max(heads * columns * pool.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes per thread
     pool_out, *scales_out = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
@@ -72,7 +82,7 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
 
 
 def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
-    """As `xla.copy_blocks`, but in any order: no target is a source, and no two targets are the same."""
+    """Copies as `xla.copy_blocks`, but in any order: no target is a source, and no two targets are equal."""
     flat = pool.reshape(pool.shape[0], -1)
     part = () if tokens is None else (tokens, math.prod(pool.shape[5:]), pool.shape[4])
     out = _move(None, flat, sources, targets, count, interpret, "copy_blocks", part)
@@ -80,8 +90,9 @@ def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
 
 
 def gather_blocks(pool, blocks, *, interpret=False):
-    """As `xla.gather_blocks`."""
-    count, flat = blocks.shape[0], pool.reshape(pool.shape[0], -1)
+    """Equals `xla.gather_blocks`."""
+    count = blocks.shape[0]
+    flat = pool.reshape(pool.shape[0], -1)
     blank = jax.ShapeDtypeStruct((count, flat.shape[1]), flat.dtype)
     index = jnp.arange(count, dtype=jnp.int32)
     out = _move(flat, blank, blocks, index, jnp.int32(count), interpret, "gather_blocks")
@@ -89,8 +100,9 @@ def gather_blocks(pool, blocks, *, interpret=False):
 
 
 def scatter_blocks(pool, staged, blocks, count, *, interpret=False):
-    """As `xla.scatter_blocks`."""
-    flat, index = pool.reshape(pool.shape[0], -1), jnp.arange(staged.shape[0], dtype=jnp.int32)
+    """Equals `xla.scatter_blocks`."""
+    flat = pool.reshape(pool.shape[0], -1)
+    index = jnp.arange(staged.shape[0], dtype=jnp.int32)
     out = _move(staged.reshape(staged.shape[0], -1), flat, index, blocks, count, interpret, "scatter_blocks")
     return out.reshape(pool.shape)
 
@@ -99,14 +111,15 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
     """Copies the first `count` rows from source [X, B] to target [Y, B].
 
     Args:
-      source: None: the target itself.
+      source: the source, or None to copy within the target.
       target: written in place; a ShapeDtypeStruct makes a new array.
       rows_from: i32[E].
       rows_to: i32[E].
-      count: i32[]; programs loop over the chunks of that many rows, so the cost follows it.
+      count: i32[]; programs loop over the chunks of this number of rows, so the cost follows it.
       interpret: see the top of this file.
-      name: of the kernel.
-      part: (tokens i32[E], D, P) copies only the first tokens of each row's tiles [P, D], with source None; (): all.
+      name: the kernel's name.
+      part: (tokens i32[E], D, P) copies only the first tokens of each row's tiles [P, D], with source None. () copies
+        whole rows.
     """
     for array in (source, target):
         if array is not None:
@@ -119,17 +132,21 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
 
     def kernel(
         count_ref,  # i32[1]
-        from_ref, to_ref,  # i32[E]
+        from_ref,
+        to_ref,  # i32[E]
         *refs,  # tokens i32[E] of a part; source [X, B], unless None; target [Y, B], twice if in place
-    ):  # fmt: skip
-        source_ref, target_ref, first = refs[-1] if source is None else refs[0], refs[-1], pl.program_id(0)
+    ):
+        source_ref = refs[-1] if source is None else refs[0]
+        target_ref = refs[-1]
+        first = pl.program_id(0)
 
         def step(i, _):
             item = first + i * programs
-            row, column = item // chunks, item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            row = item // chunks
+            column = item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
             mask = None if width % chunk == 0 else column < width
             if part:
-                # Not // and %: behind their handling of signs Triton would not see that 16 bytes share one mask.
+                # Not // and %: their handling of signs would hide from Triton that 16 bytes share a mask.
                 copied = lax.rem(lax.div(column, np.int32(part[1])), np.int32(part[2])) < refs[0][row]
                 mask = copied if mask is None else mask & copied
             data = plt.load(source_ref.at[from_ref[row], column], mask=mask)

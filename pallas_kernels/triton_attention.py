@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as Triton kernels: the softmax over one piece of work, and prefill, which is made of such pieces.
+"""Paged attention as Triton kernels: the softmax over a piece of work, and prefill, which consists of such pieces.
 
-A program takes one kv head. The G = Q / K query heads that share it are packed into the rows of one matrix product,
-query after query; K and V are read slot by slot through the block table, a tile of slots at a time, with a running
-softmax in base 2. Only tiles at an edge (the causal one, the window's, the end of the row) pay for masks; what a mask
-hides is never loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
+A program takes a kv head. The G = Q / K query heads that share it are packed into the rows of a matrix product, query
+after query. K and V are read slot by slot through the block table, a tile of slots at a time, with a running softmax in
+base 2. Only tiles at an edge (the causal edge, the window's, the end of the row) pay for masks. Masked slots are never
+loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-The columns of a head may be cut into parts, each with products of its own. A latent is loaded once, for K and for V:
-its parts are powers of two wide, those of V first. All query heads share it, and a program takes as many of them as
-its registers allow. A pool of bytes is read in words of four, and part j has the columns j, j + 4, ...
+The columns of a head may be cut into parts, with separate products. A latent is loaded once, for K and for V: its parts
+are powers of two wide, with V's parts first. All query heads share it, and a program takes as many of them as its
+registers allow. A quantised pool is read in words of four bytes, and part j has the columns j, j + 4, ...
 (`triton_words`).
 """
 
@@ -31,7 +31,7 @@ from pallas_kernels.schedule import Work, query_tiles
 from pallas_kernels.triton_words import WORD, as_words, power_below, unpack
 from pallas_kernels.tuning import Programs
 
-LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
+LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
 _WIDEST = 2048  # bytes of the widest head, padded to a power of two, whose tiles fit in shared memory
@@ -47,20 +47,21 @@ class Columns(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        """Whether the last of them is beyond `end`."""
+        """Whether the last column is beyond `end`."""
         return self.begin + self.step * (self.padded - 1) >= self.end
 
     @property
     def numbers(self) -> jax.Array:
-        """i32[padded]."""
+        """The columns i32[padded]."""
         return self.begin + self.step * jnp.arange(self.padded, dtype=jnp.int32)
 
 
 def _cut(width: int, values: int | None) -> tuple[Columns, ...]:
-    """The columns of K together, those of a latent in parts: V's first, of at least the 16 that a product takes."""
+    """The columns of K together, or of a latent in parts: V's first, of at least the 16 that a product takes."""
     if values is None:
         return (Columns(0, width, pl.next_power_of_2(width)),)
-    parts, begin = [], 0
+    parts = []
+    begin = 0
     for end in (values, width):
         while begin < end:
             size = max(1 << ((end - begin).bit_length() - 1), 16)
@@ -72,15 +73,15 @@ def _cut(width: int, values: int | None) -> tuple[Columns, ...]:
 class Static(NamedTuple):
     """The static parameters of a kernel."""
 
-    shape: tuple[int, ...]  # of the pool, [N + 1, L, 2, K, P, D]
-    kv_dtype: Any  # of the pool
-    loads: tuple[Columns, ...]  # of the array that K and V are read from
-    columns: tuple[Columns, ...]  # of K
-    dtype: Any  # of the products
-    values: int | None  # columns of V in a latent
-    group: int  # G, or of a latent's query heads as many as a program takes
-    queries: int  # of a piece of work, at most
-    tile: int  # slots
+    shape: tuple[int, ...]  # the pool's, [N + 1, L, 2, K, P, D]
+    kv_dtype: Any  # the pool's
+    loads: tuple[Columns, ...]  # columns of the array with K and V
+    columns: tuple[Columns, ...]  # K's columns
+    dtype: Any  # the products'
+    values: int | None  # the number of V's columns in a latent
+    group: int  # G; for latents the number of query heads in a program
+    queries: int  # the largest number of queries in a piece of work
+    tile: int  # the number of slots
     scale: float
     window: int | None
     soft_cap: float | None
@@ -96,7 +97,7 @@ class Static(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Arrays that every kernel reads, or references to them."""
+    """The arrays read by every kernel, or references to them."""
 
     layer: Any  # i32[1]
     q: Any  # [T, Q, D]
@@ -107,20 +108,37 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The X rows of a program's products: row i is query i // G in head i % G of the group."""
+    """The X rows of a program's products. Row i is query i // G in head i % G of the group."""
 
     query: jax.Array  # i32[X]
-    head: jax.Array  # i32[X]; of q's Q
+    head: jax.Array  # i32[X]; the query head, of Q
     live: jax.Array  # bool[X]; whether there is such a query
-    columns: list[jax.Array]  # i32[padded] each; those of `Static.columns`
-    inside: list[jax.Array]  # bool[X, padded] each; live, and a column of K
+    columns: list[jax.Array]  # i32[padded] each; the columns of `Static.columns`
+    inside: list[jax.Array]  # bool[X, padded] each; whether the row is live and the column is K's
 
 
 def prefill_attention(
-    q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    scales=None, values=None, return_lse=False, stride=1, offset=0, interpret=False,
-):  # fmt: skip
-    """As `xla.prefill_attention`; `interpret` runs the kernel's Python on any platform."""
+    q,
+    pool,
+    layer,
+    tables,
+    lengths,
+    starts,
+    counts,
+    *,
+    max_count,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    scales=None,
+    values=None,
+    return_lse=False,
+    stride=1,
+    offset=0,
+    interpret=False,
+):
+    """Attends as `xla.prefill_attention`. `interpret` runs the kernel's Python on any platform."""
     if stride > 1:
         raise NotImplementedError(f"triton: got a stride of {stride}, wanted 1; xla has others")
     tokens, heads, width = q.shape
@@ -129,37 +147,64 @@ def prefill_attention(
     queries = min(max(tiles.rows * pool.shape[3] // heads, 1), max_count)
     work = query_tiles(tokens, lengths, starts, counts, max_count, queries)
     static, operands = prepare(
-        q, pool, layer, tables, tiles, queries, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
-        scales=scales, values=values, interpret=interpret,
-    )  # fmt: skip
+        q,
+        pool,
+        layer,
+        tables,
+        tiles,
+        queries,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        scales=scales,
+        values=values,
+        interpret=interpret,
+    )
     # The results of padding, which no program writes.
     blank = jnp.zeros((tokens, heads, values or width), q.dtype), jnp.zeros((tokens, heads), jnp.float32)
 
     def kernel(*refs):
-        work_refs, operand_refs, (out_ref, lse_ref) = refs[:6], refs[6:-4], refs[-2:]
-        item, head = pl.program_id(0), pl.program_id(1)
+        work_refs = refs[:6]
+        operand_refs = refs[6:-4]
+        (out_ref, lse_ref) = refs[-2:]
+        item = pl.program_id(0)
+        head = pl.program_id(1)
         piece = Work(*(ref[item] for ref in work_refs))
         rows, out, lse = attend(Operands(*operand_refs), piece, head, static)
         store(out_ref, lse_ref, piece.token + rows.query, rows, out, lse)
 
-    given = *work, *(x for x in operands if x is not None)
+    inputs = *work, *(x for x in operands if x is not None)
     out, lse = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in blank],
         grid=(work.row.shape[0], heads // static.group),
-        input_output_aliases={len(given) + i: i for i in range(2)},
+        input_output_aliases={len(inputs) + i: i for i in range(2)},
         compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="prefill_attention",
-    )(*given, *blank)
+    )(*inputs, *blank)
     return (out, lse) if return_lse else out
 
 
 def prepare(
-    q, pool, layer, tables, tiles: Programs, queries: int, *, scale, window, soft_cap, sinks, scales, values, interpret,
+    q,
+    pool,
+    layer,
+    tables,
+    tiles: Programs,
+    queries: int,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    scales,
+    values,
+    interpret,
     in_words=False,
-) -> tuple[Static, Operands]:  # fmt: skip
-    """The parameters and the operands of a kernel; NotImplementedError for what none can serve."""
+) -> tuple[Static, Operands]:
+    """The parameters and the operands of a kernel. Raises NotImplementedError if no kernel can serve."""
     _, heads, width = q.shape
     kv = as_words(pool) if in_words else pool.reshape(-1, width)
     check_reach(kv)
@@ -172,61 +217,80 @@ def prepare(
     if sum(part.padded for part in columns) > widest:
         raise NotImplementedError(f"triton: heads are {width} wide; wanted {widest} at most")
     group = heads // pool.shape[3]
-    if values is not None:  # of the heads that share a latent equal parts
+    if values is not None:  # equal parts of the heads that share a latent
         group = max(size for size in range(1, tiles.rows + 1) if heads % size == 0)
     static = Static(
-        shape=pool.shape, kv_dtype=pool.dtype, loads=loads, columns=columns, values=values, group=group,
-        dtype=jnp.float16 if in_words else q.dtype, queries=queries, tile=tiles.slots, scale=scale, window=window,
-        soft_cap=soft_cap, has_sinks=sinks is not None, has_scales=scales is not None, in_words=in_words,
+        shape=pool.shape,
+        kv_dtype=pool.dtype,
+        loads=loads,
+        columns=columns,
+        values=values,
+        group=group,
+        dtype=jnp.float16 if in_words else q.dtype,
+        queries=queries,
+        tile=tiles.slots,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        has_scales=scales is not None,
+        in_words=in_words,
         interpret=interpret,
-    )  # fmt: skip
+    )
     sinks = jnp.zeros((heads,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     scales = None if scales is None else scales.reshape(-1)
     return static, Operands(jnp.full((1,), layer, jnp.int32), q, kv, tables, sinks, scales)
 
 
 def check_reach(pool):
-    """Raises NotImplementedError on a pool that Pallas would address wrongly."""
+    """Raises NotImplementedError for a pool with offsets that Pallas would compute wrongly."""
     if pool.dtype.itemsize == 1 and 2**31 <= pool.size <= 2**32:
         raise NotImplementedError("triton: Pallas's 32-bit offsets do not reach all of a pool of 2 to 4 GiB of bytes")
 
 
 def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, list[jax.Array], jax.Array]:
-    """Attention of one piece of work, its fields i32[], and one group of query heads.
+    """Attention of a piece of work, with fields i32[], and a group of query heads.
 
     Returns:
-      The rows of the products; their results f32[X, padded] by parts of V; and their log-sum-exp f32[X].
+      The rows of the products, their results f32[X, padded] by parts of V, and their log-sum-exp f32[X].
     """
     _, _, _, kv_heads, size, _ = static.shape
     rows = _pack(head, piece.count, static)
     q, factor = _queries(refs.q, piece.token, rows, static)
     position = piece.position + rows.query
-    begin, end = piece.begin, piece.end
+    begin = piece.begin
+    end = piece.end
     if static.window is not None:
         begin = jnp.maximum(begin, first_slot(piece.position, static.window, static.tile))
     product = functools.partial(plt.dot, precision=_precision(static.dtype, static.interpret))
 
-    def step(number, carry, masked):
+    def step(tile_index, carry, masked):
         highest, total, mixed, *largest = carry
-        slot = begin + number * static.tile + jnp.arange(static.tile, dtype=jnp.int32)
+        slot = begin + tile_index * static.tile + jnp.arange(static.tile, dtype=jnp.int32)
         inside = _inside(slot, piece.position, end, static.window) if masked else None
-        at = _find(refs, piece.row, head, slot, inside, static)
-        k, k_scale = _fetch(refs, at, inside, static)
+        kv_row = _find(refs, piece.row, head, slot, inside, static)
+        k, k_scale = _fetch(refs, kv_row, inside, static)
         products = [product(*pair, trans_b=True) for pair in zip(q, k, strict=True)]
         score = _score(functools.reduce(operator.add, products), k_scale, factor, static)
         if masked:
             score = _mask(score, slot, inside, position, static.window)
-        new = jnp.maximum(highest, jnp.max(score, axis=1))
-        shrink, weight = jnp.exp2(highest - new), jnp.exp2(score - new[:, None])
+        new_highest = jnp.maximum(highest, jnp.max(score, axis=1))
+        shrink = jnp.exp2(highest - new_highest)
+        weight = jnp.exp2(score - new_highest[:, None])
         total = total * shrink + jnp.sum(weight, axis=1)
-        v, v_scale = (k, k_scale) if static.values is not None else _fetch(refs, at + kv_heads * size, inside, static)
-        if v_scale is not None:  # over the largest so far, so that float16 holds the products of scales and weights
+        v, v_scale = (
+            (k, k_scale) if static.values is not None else _fetch(refs, kv_row + kv_heads * size, inside, static)
+        )
+        if (
+            v_scale is not None
+        ):  # relative to the largest scale so far, so that float16 holds the products of scales and weights
             (before,) = largest
             largest = [jnp.maximum(before, jnp.max(v_scale))]
-            shrink, weight = shrink * (before / largest[0]), weight * (v_scale * (1 / largest[0]))[None, :]
+            shrink = shrink * (before / largest[0])
+            weight = weight * (v_scale * (1 / largest[0]))[None, :]
         updates = [product(weight.astype(static.dtype), part) for part in v[: len(mixed)]]
-        mixed = [old * shrink[:, None] + update for old, update in zip(mixed, updates, strict=True)]
-        return new, total, mixed, *largest
+        mixed = [mixed_part * shrink[:, None] + update for mixed_part, update in zip(mixed, updates, strict=True)]
+        return new_highest, total, mixed, *largest
 
     carry = _begin(refs.sinks, piece, rows, static)
     highest, total, mixed, *largest = _over_tiles(step, carry, piece.position, begin, end, static)
@@ -238,30 +302,34 @@ def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, lis
 def store(out_ref, lse_ref, index, rows: Rows, out, lse, where=True) -> None:
     """Writes the results of the live rows, and their log-sum-exp, at index i32[X]."""
     for part, column, inside in zip(out, rows.columns, rows.inside, strict=False):
-        at = index[:, None], rows.head[:, None], column[None, :]
-        plt.store(out_ref.at[at], part.astype(out_ref.dtype), mask=inside & where)
+        position = index[:, None], rows.head[:, None], column[None, :]
+        plt.store(out_ref.at[position], part.astype(out_ref.dtype), mask=inside & where)
     plt.store(lse_ref.at[index, rows.head], lse, mask=rows.live & where)
 
 
 def _pack(head, count, static: Static) -> Rows:
-    """The rows of the products of a kv head and `count` queries."""
+    """The rows of the products for a kv head and `count` queries."""
     packed = jnp.arange(max(pl.next_power_of_2(static.queries * static.group), 16), dtype=jnp.int32)
-    query, heads = packed // static.group, head * static.group + packed % static.group
-    live, columns = query < count, [part.numbers for part in static.columns]
+    query = packed // static.group
+    heads = head * static.group + packed % static.group
+    live = query < count
+    columns = [part.numbers for part in static.columns]
     inside = [
-        live[:, None] & (column < part.end)[None, :] if part.is_padded
+        live[:, None] & (column < part.end)[None, :]
+        if part.is_padded
         else jnp.broadcast_to(live[:, None], (packed.size, part.padded))
         for column, part in zip(columns, static.columns, strict=True)
-    ]  # fmt: skip
+    ]
     return Rows(query, heads, live, columns, inside)
 
 
 def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array], Any]:
-    """The parts of q [X, padded], and a factor of their scores: f32[X], or 1.
+    """The parts of q [X, padded], and a factor for their scores, f32[X] or 1.
 
-    In float16, which bfloat16 may exceed, a row is q over the power of two below its largest element.
+    bfloat16 may exceed float16. So in float16 a row is q divided by the power of two below its largest element.
     """
-    query, heads = (token + rows.query)[:, None], rows.head[:, None]
+    query = (token + rows.query)[:, None]
+    heads = rows.head[:, None]
     q = [
         plt.load(q_ref.at[query, heads, column[None, :]], mask=inside, other=0.0)
         for column, inside in zip(rows.columns, rows.inside, strict=True)
@@ -274,7 +342,7 @@ def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array],
 
 
 def _precision(dtype, interpret: bool):
-    """Products of float32 are as exact as float32, by three products of tf32, which only GPUs have."""
+    """The precision for products as exact as float32: three products of tf32, which only GPUs have."""
     exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return exact if dtype == jnp.float32 else None
 
@@ -282,40 +350,42 @@ def _precision(dtype, interpret: bool):
 def _begin(sinks_ref, piece: Work, rows: Rows, static: Static):
     """The running softmax before any score: highest f32[X], total f32[X], mixed f32[X, padded] by parts.
 
-    With scales also the largest one of V, f32[].
+    With scales also the largest scale of V so far, f32[].
     """
     shape = rows.query.shape
-    highest, total = jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.float32)
-    if static.has_sinks:  # one more score, whose value is zero; in the part that begins the row's K/V
+    highest = jnp.full(shape, LOWEST)
+    total = jnp.zeros(shape, jnp.float32)
+    if static.has_sinks:  # an additional score with a value of zero, in the first part of the row's K/V
         sink = plt.load(sinks_ref.at[rows.head], mask=rows.live, other=0.0) * _LOG2E
         is_first = piece.begin <= first_slot(piece.position, static.window, static.tile)
-        highest, total = jnp.where(is_first, sink, highest), jnp.where(is_first, 1.0, total)
+        highest = jnp.where(is_first, sink, highest)
+        total = jnp.where(is_first, 1.0, total)
     mixed = [jnp.zeros((*shape, part.padded), jnp.float32) for part in static.of_values]
     return highest, total, mixed, *([np.finfo(np.float32).tiny] if static.has_scales else [])
 
 
 def _over_tiles(step, carry, first, begin, end, static: Static):
-    """Calls step(number, carry, masked) for every tile from `begin` to `end`; masks are for tiles at an edge."""
-    last = lax.div(jnp.maximum(end - begin, 0) + (static.tile - 1), np.int32(static.tile))
-    whole = 0
-    if static.window is None:  # tiles that every query sees whole
-        seen = jnp.maximum(jnp.minimum(first + 1, end) - begin, 0)
-        whole = jnp.minimum(lax.div(seen, np.int32(static.tile)), last)
-        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
-    return lax.fori_loop(whole, last, functools.partial(step, masked=True), carry)
+    """Calls step(tile index, carry, masked) for every tile from `begin` to `end`. Only tiles at an edge are masked."""
+    num_tiles = lax.div(jnp.maximum(end - begin, 0) + (static.tile - 1), np.int32(static.tile))
+    num_unmasked = 0
+    if static.window is None:  # every query sees all of these tiles
+        num_seen = jnp.maximum(jnp.minimum(first + 1, end) - begin, 0)
+        num_unmasked = jnp.minimum(lax.div(num_seen, np.int32(static.tile)), num_tiles)
+        carry = lax.fori_loop(0, num_unmasked, functools.partial(step, masked=False), carry)
+    return lax.fori_loop(num_unmasked, num_tiles, functools.partial(step, masked=True), carry)
 
 
 def _inside(slot, first, end, window: int | None):
-    """bool[tile]; the slots i32[tile] that some query of the piece may see."""
+    """bool[tile], whether some query of the piece may see the slots i32[tile]."""
     inside = slot < end
     return inside if window is None else inside & (slot > first - window)
 
 
 def _find(refs: Operands, row, head, slot, inside, static: Static):
-    """The rows i32[tile] of K at some slots i32[tile] of a row; `inside` None: all are live."""
+    """The rows i32[tile] of K at slots i32[tile] of a row. If `inside` is None, all slots are live."""
     _, layers, parts, kv_heads, size, _ = static.shape
     head = head if static.values is None else 0
-    # Shifts make shorter loops, but keep more in registers: tiles of many queries would spill.
+    # Shifts make shorter loops, but need more registers: tiles of many queries would spill.
     divide = _shifted if static.queries == 1 and size & (size - 1) == 0 else _divided
     column, offset = divide(slot, size)
     block = plt.load(refs.tables.at[row, column], mask=inside, other=None if inside is None else 0)
@@ -323,32 +393,35 @@ def _find(refs: Operands, row, head, slot, inside, static: Static):
 
 
 def _divided(slot, size: int):
-    """Quotient and remainder of slots, which are never negative: without the handling of signs."""
+    """Quotient and remainder of slots, which are never negative, without the handling of signs."""
     return lax.div(slot, np.int32(size)), lax.rem(slot, np.int32(size))
 
 
 def _shifted(slot, size: int):
-    """The same by a power of two."""
+    """Quotient and remainder by a power of two."""
     return slot >> (size.bit_length() - 1), slot & (size - 1)
 
 
-def _fetch(refs: Operands, at, inside, static: Static):
-    """The parts of K or V [tile, padded] at rows `at`, and their scales f32[tile], or None; all if `inside` is None."""
+def _fetch(refs: Operands, kv_row, inside, static: Static):
+    """K or V [tile, padded] in parts at these rows, and scales f32[tile] or None. Loads all if `inside` is None."""
     zero = 0 if jnp.issubdtype(refs.kv.dtype, jnp.integer) else 0.0
     kv = []
     for part in static.loads:
-        column, mask = part.numbers, None
+        column = part.numbers
+        mask = None
         if part.is_padded or inside is not None:
-            live = jnp.ones(at.shape, jnp.bool_) if inside is None else inside
+            live = jnp.ones(kv_row.shape, jnp.bool_) if inside is None else inside
             mask = live[:, None] & (column < part.end)[None, :]
-        kv.append(plt.load(refs.kv.at[at[:, None], column[None, :]], mask=mask, other=None if mask is None else zero))
+        kv.append(
+            plt.load(refs.kv.at[kv_row[:, None], column[None, :]], mask=mask, other=None if mask is None else zero)
+        )
     if static.in_words:
         kv = unpack(kv[0], static.kv_dtype, static.interpret)
     else:
         kv = [_converted(part, static.dtype) for part in kv]
     if refs.scales is None:
         return kv, None
-    return kv, plt.load(refs.scales.at[at], mask=inside, other=None if inside is None else 0.0)
+    return kv, plt.load(refs.scales.at[kv_row], mask=inside, other=None if inside is None else 0.0)
 
 
 def _score(product, k_scale, factor, static: Static):
@@ -364,10 +437,10 @@ def _score(product, k_scale, factor, static: Static):
 
 def _mask(score, slot, inside, position, window: int | None):
     """Scores f32[X, tile] with -inf for the slots that a row, by its position, does not see."""
-    seen = (slot[None, :] <= position[:, None]) & inside[None, :]
+    is_seen = (slot[None, :] <= position[:, None]) & inside[None, :]
     if window is not None:
-        seen = seen & (slot[None, :] > position[:, None] - window)
-    return jnp.where(seen, score, -jnp.inf)
+        is_seen = is_seen & (slot[None, :] > position[:, None] - window)
+    return jnp.where(is_seen, score, -jnp.inf)
 
 
 def first_slot(position, window: int | None, tile: int):
@@ -378,7 +451,7 @@ def first_slot(position, window: int | None, tile: int):
 
 
 def converts_fp8() -> bool:
-    """Whether the GPU has instructions that convert float8_e4m3fn; they came with sm_89."""
+    """Whether the GPU has instructions to convert float8_e4m3fn, which need sm_89."""
     try:
         return plt.get_gpu_info().compute_capability >= 89
     except ValueError:  # no GPU at all
@@ -391,6 +464,6 @@ def _converted(x, dtype):
 
 
 def by_bits(x):
-    """float8_e4m3fn as float16, exact but for NaN: the bits shifted left are 2**-8 times the number."""
+    """Converts float8_e4m3fn to float16, exactly except for NaN: the bits shifted left are 2**-8 times the number."""
     bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16) << 7  # bits 14 and 15 are both the sign
     return lax.bitcast_convert_type(bits & np.int16(~0x4000), jnp.float16) * np.float16(256)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V of a byte an element, read in words of four: a byte at a time would cost more than the memory's time.
+"""K/V with a byte per element, read in words of four. Reading single bytes would cost more than the memory's time.
 
-Byte j of a word holds column 4 c + j of a head: attention makes a product of its own for each j, with the columns of q
-dealt out likewise. float16 holds every int8 and every float8_e4m3fn exactly.
+Byte j of a word holds column 4 c + j of a head. Attention makes a separate product for each j, with the same columns of
+q. float16 holds every int8 and every float8_e4m3fn exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def as_words(pool: jax.Array) -> jax.Array:
 
 
 def unpack(words: jax.Array, dtype, interpret: bool) -> list[jax.Array]:
-    """Four float16 arrays of the words' shape: the bytes 0 to 3 of each, as numbers of the pool's dtype."""
+    """Four float16 arrays of the words' shape: bytes 0 to 3 of each word, as numbers of the pool's dtype."""
     integer = jnp.issubdtype(dtype, jnp.integer)
     if interpret:
         parts = [((words << (24 - 8 * byte)) >> 24).astype(jnp.int8) for byte in range(WORD)]
@@ -30,9 +30,9 @@ def unpack(words: jax.Array, dtype, interpret: bool) -> list[jax.Array]:
     return [_convert(words, _INT8 if integer else _FP8, byte) for byte in range(WORD)]
 
 
-# PTX that makes two float16, $0, of byte {0} of two words, $1 and $2; {1} is 4 more. prmt gathers the two bytes.
-# With its sign flipped an int8 is b + 128, which as the last bits of the float16 1024 makes 1152 + b; lop3's table 0x6a
-# is (x & y) ^ z.
+# PTX that makes two float16, $0, from byte {0} of two words, $1 and $2. {1} is {0} + 4. prmt gathers the two bytes.
+# With its sign flipped, an int8 b is b + 128, which as the last bits of the float16 1024 makes 1152 + b. lop3's table
+# 0x6a is (x & y) ^ z.
 _INT8 = """{{ .reg .b32 offset; mov.b32 offset, 0x64806480; prmt.b32 $0, $1, $2, 0x0{1}0{0};
 lop3.b32 $0, $0, 0x00ff00ff, offset, 0x6a; sub.f16x2 $0, $0, offset; }}"""
 _FP8 = """{{ .reg .b32 pair; .reg .b16 low, high; prmt.b32 pair, $1, $2, 0x00{1}{0}; mov.b32 {{low, high}}, pair;
@@ -48,7 +48,7 @@ def _convert(words: jax.Array, ptx: str, byte: int) -> jax.Array:
 
 
 def power_below(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The power of two at most x, f32[X] of at least 0, and its inverse; for x of a size that has both."""
+    """The largest power of two up to x, f32[X] of at least 0, and its inverse, for x of a size that has both."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & np.int32(0x7F800000)
     bits = jnp.clip(bits, np.int32(1 << 23), np.int32(253 << 23))
     inverse = np.int32(254 << 23) - bits

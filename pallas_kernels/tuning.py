@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of implementation, and tile sizes, by chip and shape, with the reasons.
 
-None of it was measured on a GPU yet. The figures come from what the compiler says of registers and shared memory, and
-from what others measured; `make gpu` measures them, and other tile sizes.
+None of it has been measured on a GPU yet. The figures come from the compiler's reports of registers and shared memory,
+and from measurements by others. `make gpu` measures them, and other tile sizes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 SWITCHES = "KVJAX_KERNELS"  # the variable of `switched`
-# All that an implementation can be named for there: the functions of `pallas_kernels`, and the kernels of `kvjax.gpu`.
+# The names allowed in the variable: the functions of `pallas_kernels`, and the kernels of `kvjax.gpu`.
 _SWITCHED = {
     **dict.fromkeys(("decode_attention", "prefill_attention"), ("triton", "mosaic", "xla")),
     **dict.fromkeys(("append_kv", "rope_append", "copy_blocks", "gather_blocks", "scatter_blocks"), ("triton", "xla")),
@@ -22,22 +22,22 @@ _SWITCHED = {
 
 
 def switched(text: str) -> dict[str, str]:
-    """The implementation of each function that a variable names: "decode_attention=xla,transitions=xla".
+    """The implementation of each function named in a variable: "decode_attention=xla,transitions=xla".
 
-    It serves in place of the usual choice, for a kernel that is wrong or hangs on some machine. The variable is read
-    once, since a program that was traced before would not change.
+    It replaces the usual choice, for a kernel that is wrong or hangs on some machine. The variable is read only once,
+    since programs traced earlier would not change.
 
     Raises:
-      ValueError: naming the variable, on a function that has no such implementation.
+      ValueError: naming the variable, if a function has no such implementation.
     """
-    found = {}
+    choices = {}
     for part in filter(None, text.split(",")):
         name, _, implementation = part.partition("=")
         if implementation not in _SWITCHED.get(name, ()):
             wanted = "; ".join(f"{name}={'|'.join(kinds)}" for name, kinds in _SWITCHED.items())
             raise ValueError(f"{SWITCHES}: got {part!r}, wanted some of {wanted}")
-        found[name] = implementation
-    return found
+        choices[name] = implementation
+    return choices
 
 
 SWITCHED = switched(os.environ.get(SWITCHES, ""))
@@ -47,9 +47,9 @@ FIRST = {"prefill_attention": "mosaic", **SWITCHED}
 
 
 def chip() -> str | None:
-    """The kind of GPU that a program is being traced for; None where that is not a known GPU.
+    """The kind of GPU for which a program is being traced, or None if it is not a known GPU.
 
-    The mesh in use decides, even an abstract one; else the default device.
+    The mesh in use decides, even an abstract mesh. Without a mesh it is the default device.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
@@ -67,11 +67,11 @@ def _multiprocessors() -> int:
 
 
 def decode_programs() -> int:
-    """Pieces of work times kv heads that Mosaic's decode cuts a batch into: four to a multiprocessor."""
+    """Mosaic's decode cuts a batch into this number of pieces times kv heads: four per multiprocessor."""
     return 4 * _multiprocessors()
 
 
-# Slots of a part where a row's parts may not depend on the other rows: rows of a few thousand tokens still fill a chip.
+# Slots of a part if a row's parts may not depend on the other rows. Rows of a few thousand tokens still fill a chip.
 FIXED_SPLIT = 512
 
 # Bytes of a block that a program moves at a time: 16 for each of 128 threads, eight times.
@@ -79,7 +79,7 @@ CHUNK_BYTES = 16_384
 
 
 def move_programs() -> int:
-    """Programs that share the chunks of all blocks to move: eight to a multiprocessor."""
+    """The number of programs that share the chunks of all blocks to move: eight per multiprocessor."""
     return 8 * _multiprocessors()
 
 
@@ -87,11 +87,11 @@ class Programs(NamedTuple):
     """Triton programs.
 
     Attributes:
-      slots: of K/V in a tile.
-      rows: of the products, queries x G.
-      warps: of a program.
-      stages: of the pipeline that loads tiles ahead.
-      resident: programs that a multiprocessor runs at once, by their registers and shared memory.
+      slots: the number of slots of K/V in a tile.
+      rows: the rows of the products, queries x G.
+      warps: the number of warps in a program.
+      stages: the stages of the pipeline that loads tiles ahead.
+      resident: the number of programs that a multiprocessor runs at once, by their registers and shared memory.
     """
 
     slots: int
@@ -102,15 +102,15 @@ class Programs(NamedTuple):
 
 
 def resident_programs(programs: Programs) -> int:
-    """Programs that the GPU runs at once."""
+    """The number of programs in parallel on the GPU."""
     return programs.resident * _multiprocessors()
 
 
 def triton_decode(width: int, q_bytes: int, kv_bytes: int, in_words: bool = False) -> Programs:
-    """16 KB of K and 16 KB of V a tile, in words half of it: bytes in flight decide.
+    """16 KB of K and 16 KB of V per tile, or half of this in words: the bytes in flight decide the speed.
 
-    Five stages load two tiles ahead of the one that is worked on; an Ampere's shared memory holds fewer. With wide
-    heads or float32 longer tiles would spill, and from 1,024 on would not fit.
+    Five stages load two tiles ahead of the current tile. An Ampere's shared memory holds fewer. With wide heads or
+    float32 longer tiles would spill, and from a width of 1,024 on would not fit.
     """
     stages = 3 if chip() == "ampere" else 5
     if q_bytes > 2:
@@ -121,7 +121,7 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int, in_words: bool = Fals
         return Programs(32, 16, 4, stages, resident=2 if in_words else 1)
     if width > 128:
         return Programs(64, 16, 8, resident=1 if in_words else 2)
-    if in_words:  # 64 bytes are 16 words, too narrow for products by more than one warp
+    if in_words:  # 64 bytes are 16 words, too narrow for products by several warps
         return Programs(64, 16, 4, stages, resident=3) if width > 64 else Programs(64, 16, 1, 3, resident=8)
     return Programs(64, 16, 4, stages, resident=3) if kv_bytes > 1 else Programs(128, 16, 8)
 
@@ -129,7 +129,8 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int, in_words: bool = Fals
 def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them.
 
-    Above a width of 256 shared memory limits: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's 227.
+    Above a width of 256 shared memory is the limit: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's
+    227.
     """
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
@@ -138,13 +139,15 @@ def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     return Programs(64, 128, 8) if width <= 128 and kv_bytes > 1 else Programs(64, 64, 8)
 
 
-# Of latents, decode and prefill alike: with 64 rows or 64 slots 512 + 64 columns spill. The rows are the query heads
-# that share a read of a latent. And the most columns, padded, that do not spill, by bytes of an element of q.
-TRITON_LATENTS, WIDEST_LATENT = Programs(32, 32, 8), {2: 704, 4: 160}
+# For decode and prefill of latents: with 64 rows or 64 slots, 512 + 64 columns would spill. The rows are the query
+# heads that share a read of a latent.
+TRITON_LATENTS = Programs(32, 32, 8)
+# The largest number of columns, padded, that do not spill, by the bytes of an element of q.
+WIDEST_LATENT = {2: 704, 4: 160}
 
 
 class Tiles(NamedTuple):
-    """Slots of a K/V tile, tiles of each in shared memory at once, and warpgroups that work on them."""
+    """The slots of a K/V tile, the tiles of K and of V in shared memory at once, and the warpgroups that use them."""
 
     slots: int
     stages: int
@@ -152,7 +155,7 @@ class Tiles(NamedTuple):
 
 
 def mosaic_decode(width: int) -> Tiles:
-    """One thread block fits on a multiprocessor, so all memory that Q and the result leave is for K/V in flight."""
+    """A multiprocessor fits a single thread block, so all memory besides Q and the result holds K/V in flight."""
     return Tiles(64, 4, 1) if width <= 128 else Tiles(64, 2, 1)
 
 

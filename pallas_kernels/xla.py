@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention and block movement in plain XLA: the oracle of every other implementation, and its fallback.
 
-A pool is `[N + 1, L, 2, K, P, D]`: N blocks and one scratch block that padding may write and nobody reads; L
-layers; K and V; K kv heads; P slots to a block; head width D. Slot s is position s % P of block s // P. Block
-tables hold pool rows, all of them in 0..N: what a table holds beyond a row's length is never read. Further: R rows
-of the block tables, M blocks to a row, T tokens in a call, Q query heads.
+A pool is `[N + 1, L, 2, K, P, D]`: N blocks and a scratch block, L layers, K and V, K kv heads, P slots per block, and
+head width D. Padding may write to the scratch block, and nothing reads it. Slot s is position s % P of block s // P.
+Block tables hold pool rows, all in 0..N. Entries beyond a row's length are never read. Further: R rows of the block
+tables, M blocks per row, T tokens in a call, Q query heads.
 
 A pool of latents is `[N + 1, L, 1, 1, P, D]`: V is the first `values` columns of K, which all query heads share.
 
-A quantised pool is of int8 or float8_e4m3fn and has `scales` f32[N + 1, L, 2, K, P] beside it, one per token, head
-and K or V: the K/V are pool * scale. The functions that move blocks of a pool move those of scales too.
+A quantised pool is int8 or float8_e4m3fn, together with `scales` f32[N + 1, L, 2, K, P], a scale per token, head and K
+or V: the K/V are pool * scale. The functions that move blocks of a pool also move blocks of scales.
 
-Slots that hold no token of the row that reads them may hold anything, NaN included, and so may their scales; it never
-reaches a result.
+Slots without a token of the row that reads them may hold anything, including NaN, and so may their scales. Their
+contents never reach a result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ from pallas_kernels.rotary import rotate
 from pallas_kernels.xla_attention import decode_attention, prefill_attention
 
 __all__ = [
-    "append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "rope_append",
+    "append_kv",
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "prefill_attention",
+    "rope_append",
     "scatter_blocks",
-]  # fmt: skip
+]
 
 
 def append_kv(
@@ -42,22 +47,24 @@ def append_kv(
     slots: jax.Array,
     scales: jax.Array | None = None,
 ):
-    """Writes new K/V into their slots, in place where the pool is donated.
+    """Writes new K/V into their slots, in place if the pool is donated.
 
     Args:
       pool: [N + 1, L, 2, K, P, D].
       layer: i32[].
       k: [T, K, D].
       v: [T, K, D]; None for a pool of latents.
-      slots: i32[T]; distinct, but for those of the scratch block: what goes there is dropped.
-      scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place where donated.
+      slots: i32[T]; distinct, except for slots of the scratch block, whose tokens are dropped.
+      scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place if donated.
 
     Returns:
-      The pool with the tokens' K/V in the pool's dtype; with `scales` quantised, and the scales with theirs.
+      The pool with the tokens' K/V in the pool's dtype. With `scales` they are quantised, and the scales are returned
+      too.
     """
-    scratch, size = pool.shape[0] - 1, pool.shape[4]
+    scratch = pool.shape[0] - 1
+    size = pool.shape[4]
     block = slots // size
-    # Every dropped token gets an index of its own beyond the pool, so that XLA may take all indices as distinct.
+    # Every dropped token gets a separate index beyond the pool, so that XLA may take all indices as distinct.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
     kv = jnp.stack([k] if v is None else [k, v], axis=1)
 
@@ -85,21 +92,21 @@ def rope_append(
     """Rotates Q and K by their tokens' positions, and writes K and V into their slots as `append_kv`.
 
     Args:
-      q: [..., Q, D] of T tokens on any axes; the pairs of dimensions are (i, i + D / 2).
+      q: [..., Q, D] of T tokens on any axes. The pairs of dimensions are (i, i + D / 2).
       k: [..., K, D].
       v: [..., K, D]; not rotated.
-      cos: f32[..., 1, D / 2]; of each pair's angle.
-      sin: likewise.
+      cos: f32[..., 1, D / 2]; the cosine of each pair's angle.
+      sin: f32[..., 1, D / 2]; the sine of each pair's angle.
       pool: [N + 1, L, 2, K, P, D].
       layer: i32[].
-      slots: i32[T]; as of `append_kv`.
-      scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place where donated.
+      slots: i32[T]; see `append_kv`.
+      scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place if donated.
 
     Returns:
-      q rotated, also where K/V are dropped; the pool; and with `scales` the scales. Rotated vectors are rounded to the
-      dtype that they came in.
+      The rotated q, also for dropped tokens, the pool, and with `scales` the scales. Rotated vectors are rounded to
+      their dtype.
     """
-    # Rotated on the axes that they come with: on others XLA fuses the norms before it otherwise, with other bits.
+    # Rotated before the reshape: with other axes XLA would fuse the norms before it differently, with other bits.
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (rotate(k, (cos, sin)), v))
     written = append_kv(pool, layer, k, v, slots, scales)
     return rotate(q, (cos, sin)), *((written,) if scales is None else written)
@@ -108,14 +115,14 @@ def rope_append(
 def copy_blocks(
     pool: jax.Array, sources: jax.Array, targets: jax.Array, count: jax.Array, tokens: jax.Array | None = None
 ) -> jax.Array:
-    """Copies blocks inside a pool, in order, in place where the pool is donated. Costs `count` copies.
+    """Copies blocks inside a pool, in order, in place if the pool is donated. Costs `count` copies.
 
     Args:
       pool: [N + 1, L, 2, K, P, D], or scales [N + 1, L, 2, K, P].
       sources: i32[E]; pool rows.
       targets: i32[E]; pool rows.
-      count: i32[]; how many leading entries to execute.
-      tokens: i32[E]; how many leading slots of each block to copy. None: whole blocks.
+      count: i32[]; the number of leading entries to copy.
+      tokens: i32[E]; the number of leading slots of each block to copy. None means whole blocks.
     """
 
     def copy(i, rows):
@@ -130,20 +137,20 @@ def copy_blocks(
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
-    """A pool in the shape in which XLA copies its blocks best on CPU.
+    """A pool in the shape in which XLA copies its blocks best on a CPU.
 
-    A block as one row takes a third of the time of one of six axes. But where an axis is 1 XLA does not see that the
-    pool as rows is the pool, and copies all of it.
+    Copying a block as a row takes a third of the time of a block with six axes. But if an axis is 1, XLA does not
+    recognise the pool in its rows, and copies all of it.
     """
     return pool.reshape(pool.shape[0], -1) if min(pool.shape[1:]) > 1 else pool
 
 
 def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Blocks of a pool, one after the other.
+    """Blocks of a pool, stacked.
 
     Args:
       pool: [N + 1, L, 2, K, P, D], or scales [N + 1, L, 2, K, P].
-      blocks: i32[B]; pool rows, padding is the scratch row.
+      blocks: i32[B]; pool rows. The scratch row is padding.
 
     Returns:
       [B, L, 2, K, P, D], or [B, L, 2, K, P].
@@ -157,13 +164,13 @@ def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
 
 
 def scatter_blocks(pool: jax.Array, staged: jax.Array, blocks: jax.Array, count: jax.Array) -> jax.Array:
-    """Puts blocks back into a pool, in place where the pool is donated. Costs `count` blocks.
+    """Writes stacked blocks into a pool, in place if the pool is donated. Costs `count` blocks.
 
     Args:
       pool: [N + 1, L, 2, K, P, D], or scales [N + 1, L, 2, K, P].
       staged: [B, L, 2, K, P, D], or [B, L, 2, K, P].
       blocks: i32[B]; pool rows.
-      count: i32[]; how many leading entries to put back.
+      count: i32[]; the number of leading entries to write.
     """
     staged = staged.reshape(-1, *_as_rows(pool).shape[1:])
 

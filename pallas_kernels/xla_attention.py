@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention half of `pallas_kernels.xla`, with its shape legend: W tiles of C queries of one row each.
+"""The attention of `pallas_kernels.xla`, with its shape legend: W tiles of C queries, all of the same row.
 
-One loop over tiles of slots with a running softmax in float32. Its trip count follows the longest live length, so
-that a short row in a long table costs little; only the blocks in use are read from the pool. Where one row of a decode
-step is much longer than the mean, the rows are cut into parts of about equal length first (flash-decoding), so that the
-short rows do not go through the long one's steps.
+A single loop over tiles of slots keeps a running softmax in float32. Its trip count follows the longest live length, so
+a short row in a long table costs little. Only the blocks in use are read from the pool. If a row of a decode step is
+much longer than the mean, the rows are first cut into parts of about equal length (flash-decoding), so the short rows
+do not go through the long row's steps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from jax import lax
 from pallas_kernels.loops import fori_loop, unless_mapped, varying
 from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
 
-# The running maximum before any score: finite, so that score - maximum is never inf - inf.
+# The running maximum before any score: it is finite, so score - maximum is never inf - inf.
 _LOWEST = np.float32(-1e30)
-# Decode cuts rows into parts only where a row can have this many tiles, and where there are so many rows: of fewer the
-# longest is hardly above the mean, and of more the merge, which is quadratic in them, would cost too much.
-_TILES_IN_PARTS, _ROWS_IN_PARTS = 16, range(8, 257)
-# Queries of one row that are worked on together, at least and at most. Each such tile reads the row's K/V once.
+# Decode cuts rows into parts only if a row can have this many tiles, and for this number of rows. Among fewer rows the
+# longest is hardly above the mean. With more rows the merge, which is quadratic in them, would cost too much.
+_TILES_IN_PARTS = 16
+_ROWS_IN_PARTS = range(8, 257)
+# The smallest and largest number of a row's queries in a tile. Each tile reads the row's K/V once.
 _QUERY_TILES = 16, 64
 
 
@@ -47,45 +48,44 @@ def decode_attention(
     fixed_split: bool = False,
     attend: Callable[..., Any] | None = None,
 ):
-    """Attention of one query token per row, the row's last, over the row's paged K/V.
+    """Attention of a query token per row, the row's last token, over the row's paged K/V.
 
     Args:
       q: [R, Q, D]; query heads g * Q / K to (g + 1) * Q / K - 1 share kv head g.
       pool: [N + 1, L, 2, K, P, D].
-      layer: i32[]; which of the pool's layers.
+      layer: i32[]; the layer's index in the pool.
       tables: i32[R, M]; pool rows.
-      lengths: i32[R]; tokens that a row attends to, the query's own included. Rows of length 0 give zeros.
+      lengths: i32[R]; the number of tokens that a row attends to, including the query's. Rows of length 0 give zeros.
       scale: factor on the scores.
-      window: a token attends to the last `window` tokens, itself included. None: to all before it.
-      soft_cap: c makes every score c * tanh(score / c).
-      sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
-      scales: f32[N + 1, L, 2, K, P] of a quantised pool; None: the pool holds the K/V themselves.
-      values: of a pool of latents, V is the first `values` columns of K. None: K and V are apart.
+      window: a token attends to the last `window` tokens, itself included. None means no limit.
+      soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
+      sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
+      scales: f32[N + 1, L, 2, K, P] of a quantised pool. None means the pool is not quantised.
+      values: the number of leading columns of K that are V, for a pool of latents. None means K and V are separate.
       return_lse: whether to return the logarithm of the softmax's denominator too.
-      fixed_split: whether a row's result must be the same bits whatever the other rows are: then no row is cut into
-        parts, however long it is beside the others.
-      attend: computes the tiles; None: the loops below.
+      fixed_split: whether a row's result must have the same bits whatever the other rows are. If so, no row is cut into
+        parts, however long it is compared with the others.
+      attend: a function to compute the tiles. Defaults to the loops below.
 
     Returns:
-      [R, Q, D] like q, or [R, Q, values]; with `return_lse` also f32[R, Q], -inf where there is nothing in the
-      denominator.
+      [R, Q, D] like q, or [R, Q, values]. With `return_lse` also f32[R, Q], -inf where the denominator is empty.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "scales": scales, "values": values}
     tile = _tile_blocks(q.shape[0], pool.shape) * pool.shape[4]
 
-    def whole():
+    def uncut():
         tiles = q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32)
         return (attend or _attend)(*tiles, sinks=sinks, **options)
 
     def in_parts():
         return _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options)
 
-    most = tables.shape[1] * pool.shape[4]
-    most = most if window is None else min(most, window)
-    if attend is None and not fixed_split and q.shape[0] in _ROWS_IN_PARTS and most >= _TILES_IN_PARTS * tile:
-        out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, window)), in_parts, whole)
+    max_slots = tables.shape[1] * pool.shape[4]
+    max_slots = max_slots if window is None else min(max_slots, window)
+    if attend is None and not fixed_split and q.shape[0] in _ROWS_IN_PARTS and max_slots >= _TILES_IN_PARTS * tile:
+        out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, window)), in_parts, uncut)
     else:
-        out, lse = whole()
+        out, lse = uncut()
     return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
 
 
@@ -113,99 +113,128 @@ def prefill_attention(
     """Causal attention of each row's last tokens, any number of them, over the row's paged K/V.
 
     Args:
-      q: [T, Q, D]; row r's queries are q[starts[r] : starts[r] + counts[r]], the rest is padding.
+      q: [T, Q, D]; row r's queries are q[starts[r] : starts[r] + counts[r]]. The rest is padding.
       pool: [N + 1, L, 2, K, P, D].
       layer: i32[].
       tables: i32[R, M]; pool rows.
-      lengths: i32[R]; tokens of each row, those of its queries included.
+      lengths: i32[R]; the number of tokens of each row, including its queries.
       starts: i32[R]; ascending.
       counts: i32[R]; at most the row's length.
       max_count: static bound on counts.
-      scale: this and the following as in `decode_attention`.
-      window: tokens that a token attends to, or None.
+      scale: see `decode_attention` for this and the following arguments.
+      window: the number of tokens that a token attends to, or None.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       scales: f32[N + 1, L, 2, K, P], or None.
-      values: columns of V in a latent, or None.
+      values: the number of V's columns in a latent, or None.
       return_lse: whether to return the logarithm of the softmax's denominator too.
-      stride: slot j of a row holds its token j * stride + `offset`, so that a row's K/V can be divided among as many
-        pools; above 1 without a window.
+      stride: slot j of a row holds its token j * stride + `offset`, so a row's K/V can be divided among `stride` pools.
+        A stride above 1 excludes a window.
       offset: i32[]; from 0 to stride - 1.
-      attend: computes the tiles; None: the loops below.
+      attend: a function to compute the tiles. Defaults to the loops below.
 
     Returns:
-      [T, Q, D] like q, or [T, Q, values], zeros where q is padding; with `return_lse` also f32[T, Q], undefined where
-      q is padding.
+      [T, Q, D] like q, or [T, Q, values], zeros where q is padding. With `return_lse` also f32[T, Q], undefined where q
+      is padding.
     """
     tokens = q.shape[0]
-    least, most = _QUERY_TILES
-    width = min(max_count, max(least, min(-(-tokens // counts.shape[0]), most)))  # a row's tokens, if all have as many
+    min_width, max_width = _QUERY_TILES
+    width = min(
+        max_count, max(min_width, min(-(-tokens // counts.shape[0]), max_width))
+    )  # the mean number of a row's tokens, within these bounds
     work = query_tiles(tokens, lengths, starts, counts, max_count, width)
     token = work.token[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     out, lse = (attend or _attend)(
-        q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
-        work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, values=values,
-        stride=stride, offset=offset,
-    )  # fmt: skip
+        q.at[token].get(mode="clip", wrap_negative_indices=False),
+        pool,
+        layer,
+        tables[work.row],
+        work.position,
+        work.count,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        scales=scales,
+        values=values,
+        stride=stride,
+        offset=offset,
+    )
     # Back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
     offset = jnp.arange(tokens, dtype=jnp.int32) - starts[row]
     tiles = -(-counts // width)
     index = (jnp.cumsum(tiles, dtype=jnp.int32) - tiles)[row] * width + offset
-    real = (row >= 0) & (offset < counts[row])
+    is_query = (row >= 0) & (offset < counts[row])
     out, lse = (x.reshape(-1, *x.shape[2:]).at[index].get(mode="clip", wrap_negative_indices=False) for x in (out, lse))
-    out = jnp.where(real[:, None, None], out, jnp.zeros((), q.dtype))
+    out = jnp.where(is_query[:, None, None], out, jnp.zeros((), q.dtype))
     return (out, lse) if return_lse else out
 
 
 def _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options):
-    """`decode_attention` with long rows cut into parts of whole tiles; [R, 1, Q, D] and f32[R, 1, Q], as `_attend`."""
-    num, heads = q.shape[:2]
-    work, _ = split_lengths(lengths, tile, 2 * num, options["window"])
+    """`decode_attention` with long rows cut into parts of whole tiles: [R, 1, Q, D] and f32[R, 1, Q], as `_attend`."""
+    num_rows, heads = q.shape[:2]
+    work, _ = split_lengths(lengths, tile, 2 * num_rows, options["window"])
 
     def attend(work):
         tiles = q[work.row][:, None].astype(jnp.float32), pool, layer, tables[work.row], work.position
         count = (work.begin < work.end).astype(jnp.int32)
         return _attend(*tiles, count, part=(work.begin, work.end), sinks=None, **options)
 
-    # As many parts at a time as there are rows. Where the list has no more parts, the loops end at once.
-    out, lse = lax.map(attend, jax.tree.map(lambda x: x.reshape(-1, num), work))
-    out, lse = out.reshape(-1, *out.shape[-2:]).swapaxes(0, 1), lse.reshape(-1, heads).T
-    # The merge is one more tile: the parts are its slots, with their lse as scores, and the rows are its queries.
-    own = work.row[None] == jnp.arange(num, dtype=jnp.int32)[:, None]
-    score = jnp.where(own[None], lse[:, None], -jnp.inf)
-    start = _start(sinks, (1, heads, num, 1), out.shape[-1])
+    # R parts at a time, for R rows. After the last part of the list the loops end at once.
+    out, lse = lax.map(attend, jax.tree.map(lambda x: x.reshape(-1, num_rows), work))
+    out = out.reshape(-1, *out.shape[-2:]).swapaxes(0, 1)
+    lse = lse.reshape(-1, heads).T
+    # The merge is another tile: the parts are its slots, with their lse as scores, and the rows are its queries.
+    is_part_of_row = work.row[None] == jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    score = jnp.where(is_part_of_row[None], lse[:, None], -jnp.inf)
+    start = _start(sinks, (1, heads, num_rows, 1), out.shape[-1])
     highest, denominator, mixed = _fold(start, score[None], out[None], jnp.ones((1,), bool))
-    out, lse = _mean(mixed, denominator), highest + jnp.log(denominator)
+    out = _mean(mixed, denominator)
+    lse = highest + jnp.log(denominator)
     return out.transpose(2, 0, 1, 3).astype(q.dtype), lse.transpose(2, 0, 1)
 
 
 def _attend(
-    q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset: Any = 0,
+    q,
+    pool,
+    layer,
+    tables,
+    first,
+    count,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    scales,
+    values,
+    stride=1,
+    offset: Any = 0,
     part=None,
-):  # fmt: skip
-    """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
+):
+    """Attention of W tiles of C queries, each over the K/V of a table, tile of slots by tile of slots.
 
-    q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
-    by tables i32[W, M]; count i32[W] leading queries of a tile are real, the others return zeros. With a part, slots
-    i32[W] of its begin, where a block begins, and of its end, a tile sees no others. The rest is as in
-    `decode_attention`. Returns [W, C, Q, D], or [W, C, Q, values], and the log-sum-exp f32[W, C, Q].
+    q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D] by
+    tables i32[W, M]. The leading count i32[W] queries of a tile are real, and the others return zeros. `part` has a
+    begin, at the beginning of a block, and an end, i32[W] each: a tile sees no slots outside. See `decode_attention`
+    for the other arguments. Returns [W, C, Q, D], or [W, C, Q, values], and the log-sum-exp f32[W, C, Q].
     """
-    num, chunk, heads, width = q.shape
+    num_tiles, chunk, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
     run = _run(size, width) if values is None else size
-    split = (num, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
-    queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
-    queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
+    split = (num_tiles, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
+    queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num_tiles, chunk, kv_heads, -1, width)
+    queries = queries.swapaxes(1, 2).reshape(num_tiles, kv_heads, -1, width)
     position, length = seen_slots(first, count, chunk, window, stride, offset)
     first = first if stride == 1 else position[:, 0]
-    blocks = min(_tile_blocks(num, pool.shape), tables.shape[1])
+    blocks = min(_tile_blocks(num_tiles, pool.shape), tables.shape[1])
     tile_slots = blocks * size
-    base, length, whole, total = _extent(first, length, count, window, part, size, tile_slots)
+    base, length, num_unmasked, num_steps = _extent(first, length, count, window, part, size, tile_slots)
     tables = tables if window is None and part is None else _columns(tables, base, tables.shape[1])
 
     def fetch(row):
-        kv = rows(pool, row, run, jnp.float32).reshape(num, kv_heads, tile_slots, width)
+        kv = rows(pool, row, run, jnp.float32).reshape(num_tiles, kv_heads, tile_slots, width)
         return kv if scales is None else kv * rows(scales, row, run, jnp.float32).reshape(*kv.shape[:3], 1)
 
     def step(tile, carry, block, live, masked):
@@ -215,58 +244,62 @@ def _attend(
         score = _scores(queries, keys)
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
-        seen = _seen(slot, position, length if masked else None, window)
-        if seen is not None:
-            score = jnp.where(seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
-        # The barrier fetches V after K is used up, into the same memory: both at once would not fit a CPU's caches.
+        is_seen = _seen(slot, position, length if masked else None, window)
+        if is_seen is not None:
+            score = jnp.where(is_seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
+        # The barrier fetches V after the use of K, into the same memory: both at once would not fit a CPU's caches.
         score, row = lax.optimization_barrier((score, row))
-        v = fetch(row + stride) if values is None else keys  # its other columns too: a part would be copied
+        v = fetch(row + stride) if values is None else keys  # with its other columns: a part would be copied
         if masked:  # 0 * NaN is NaN
             v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
         return _fold(carry, score, v, live)
 
-    def whole_step(i, carry):
+    def unmasked_step(i, carry):
         block = lax.dynamic_slice_in_dim(tables, i * blocks, blocks, axis=1, allow_negative_indices=False)
-        return step(i, carry, block, i < whole, masked=False)
+        return step(i, carry, block, i < num_unmasked, masked=False)
 
     def masked_step(i, carry):
-        tile = whole + i
-        return step(tile, carry, _columns(tables, tile * blocks, blocks), tile < total, masked=True)
+        tile = num_unmasked + i
+        return step(tile, carry, _columns(tables, tile * blocks, blocks), tile < num_steps, masked=True)
 
     carry = varying((q, pool, tables, first))(_start(sinks, split, width))
-    carry = fori_loop(0, jnp.max(whole), whole_step, carry)
-    highest, denominator, mixed = fori_loop(0, jnp.max(total - whole), masked_step, carry)
-    real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
+    carry = fori_loop(0, jnp.max(num_unmasked), unmasked_step, carry)
+    highest, denominator, mixed = fori_loop(0, jnp.max(num_steps - num_unmasked), masked_step, carry)
+    is_query = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
     out = _mean(mixed, denominator).reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
     out = out if values is None else out[..., :values]
     lse = (highest + jnp.log(denominator)).reshape(split).swapaxes(1, 2).reshape(q.shape[:-1])
-    return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
+    return jnp.where(is_query, out, jnp.zeros((), q.dtype)), lse
 
 
 def _extent(first, length, count, window, part, size, tile_slots):
     """The slots that W tiles of queries go through, all i32[W], from queries at `first` and `length` slots.
 
-    They start at block `base`, the first one that the first query sees. Every query sees the first `whole` tiles of
-    slots whole, but for the window; the others, up to `total`, need masks. Returns base, length, whole and total.
+    They start at block `base`, the first that the first query sees. Apart from the window, every query sees all slots
+    of the first `num_unmasked` tiles. The other tiles, up to `num_steps`, need masks. Returns base, length,
+    num_unmasked and num_steps.
     """
     base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
     if part is not None:
         begin, end = part
-        base, first, length = jnp.maximum(base, begin // size), jnp.minimum(first, end - 1), jnp.minimum(length, end)
-    whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
-    return base, length, whole, -((base * size - length) // tile_slots)
+        base = jnp.maximum(base, begin // size)
+        first = jnp.minimum(first, end - 1)
+        length = jnp.minimum(length, end)
+    num_unmasked = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
+    return base, length, num_unmasked, -((base * size - length) // tile_slots)
 
 
 def _columns(tables, start, count):
-    """So many columns of each table i32[W, M], from start i32[W] on; the last one in place of those beyond."""
+    """The next `count` columns of each table i32[W, M] from start i32[W]. Beyond a table its last column repeats."""
     column = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     return jnp.take_along_axis(tables, column, axis=1, mode="clip")
 
 
 def seen_slots(first, count, chunk, window, stride, offset):
-    """The slots that W tiles of C queries see, of which slot j holds token j * `stride` + `offset`.
+    """The slots that W tiles of C queries see, where slot j holds token j * `stride` + `offset`.
 
-    Returns the last one i32[W, C] of each query, -1 if there is none, and i32[W], how many the real queries see.
+    Returns the last slot i32[W, C] that each query sees, or -1, and the number i32[W] of slots that the real queries
+    see.
     """
     position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     length = jnp.where(count > 0, first + count, 0)
@@ -278,14 +311,14 @@ def seen_slots(first, count, chunk, window, stride, offset):
 
 
 def _runs(shape, run, layer, block):
-    """The rows with the K of a tile of blocks i32[W, B], in a pool seen as rows of one run of slots each.
+    """The rows with the K of a tile of blocks i32[W, B], in a pool seen as rows with a run of slots each.
 
-    A tile interleaves its blocks: the first run of every block, then the second of every block, and so on. Attention
-    does not depend on the order, and reading several blocks side by side keeps more of a CPU's memory requests in
-    flight than one block after the other.
+    A tile interleaves its blocks: the first run of every block, then the second run of every block, and so on.
+    Attention does not depend on the order, and reading several blocks alternately keeps more of a CPU's memory requests
+    in flight than reading block after block.
 
     Returns:
-      Rows i32[W, K, P / run, B]; the number of rows from K to V, 0 of latents; and the tile's slots in its order,
+      Rows i32[W, K, P / run, B], the number of rows from K to V, 0 for latents, and the tile's slots in its order,
       i32[B * P].
     """
     _, layers, parts, kv_heads, size, _ = shape
@@ -298,14 +331,14 @@ def _runs(shape, run, layer, block):
 
 
 def _run(size: int, width: int) -> int:
-    """Slots in a run: the fewest that divide the block size and have 128 elements, since XLA's copy of less is slow."""
+    """The slots in a run: the fewest with 128 elements dividing the block size. XLA copies shorter runs slowly."""
     return min(run for run in range(1, size + 1) if size % run == 0 and (run * width >= 128 or run == size))
 
 
 def _scores(queries, keys):
-    """f32[W, K, X, T] from queries [W, K, X, D] and keys [W, K, T, D].
+    """Scores f32[W, K, X, T] from queries [W, K, X, D] and keys [W, K, T, D].
 
-    Up to four are multiplied one by one: for a product of two to four rows XLA's CPU code first rearranges K.
+    Up to four queries are multiplied separately: for a product of two to four rows XLA's CPU code first rearranges K.
     """
     if queries.shape[2] > 4:
         return jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
@@ -313,67 +346,71 @@ def _scores(queries, keys):
 
 
 def _fold(carry, score, values, live):
-    """Folds scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the tiles that are live bool[W]."""
+    """Folds scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the live tiles bool[W]."""
     highest, denominator, mixed = carry
-    new = jnp.maximum(highest, jnp.max(score, axis=-1))
-    weight, shrink = jnp.exp(score - new[..., None]), jnp.exp(highest - new)
+    new_highest = jnp.maximum(highest, jnp.max(score, axis=-1))
+    weight = jnp.exp(score - new_highest[..., None])
+    shrink = jnp.exp(highest - new_highest)
     update = jnp.einsum("wkqt,wktd->wkqd", weight, values, preferred_element_type=jnp.float32)
     live = live[:, None, None]
     return (
-        jnp.where(live, new, highest),
+        jnp.where(live, new_highest, highest),
         jnp.where(live, denominator * shrink + jnp.sum(weight, axis=-1), denominator),
         jnp.where(live[..., None], mixed * shrink[..., None] + update, mixed),
     )
 
 
 def _mean(mixed, denominator):
-    """The mean of the values, zero if there are none."""
+    """The mean of the values, or zero without values."""
     return mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
 
 
 def _start(sinks, split, width):
-    """Maximum, denominator and mixed values before any score; a sink is a first score whose value is zero."""
-    num, kv_heads, chunk, group = split
-    shape = (num, kv_heads, chunk * group)
+    """Maximum, denominator and mixed values before any score. A sink is a first score with a value of zero."""
+    num_tiles, kv_heads, chunk, group = split
+    shape = (num_tiles, kv_heads, chunk * group)
     if sinks is None:
-        highest, denominator = jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.float32)
+        highest = jnp.full(shape, _LOWEST)
+        denominator = jnp.zeros(shape, jnp.float32)
     else:
         sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, group)
-        highest, denominator = jnp.broadcast_to(sinks, split).reshape(shape), jnp.ones(shape, jnp.float32)
+        highest = jnp.broadcast_to(sinks, split).reshape(shape)
+        denominator = jnp.ones(shape, jnp.float32)
     return highest, denominator, jnp.zeros((*shape, width), jnp.float32)
 
 
 def _seen(slot, position, length, window):
-    """bool[W, C, T]; which slots i32[W, T] the queries at positions i32[W, C] see; None: all."""
-    slot, position = slot[:, None], position[:, :, None]
+    """Whether bool[W, C, T] the queries at positions i32[W, C] see the slots i32[W, T]. None means all."""
+    slot = slot[:, None]
+    position = position[:, :, None]
     in_window = None if window is None else slot > position - window
     if length is None:
         return in_window
-    seen = (slot <= position) & (slot < length[:, None, None])
-    return seen if in_window is None else seen & in_window
+    is_seen = (slot <= position) & (slot < length[:, None, None])
+    return is_seen if in_window is None else is_seen & in_window
 
 
 def rows(array: jax.Array, row: jax.Array, run: int, dtype) -> jax.Array:
-    """Rows of a pool, or of its scales, that is seen as a matrix with one run of slots in each row.
+    """Rows of a pool, or of its scales, seen as a matrix with a run of slots in each row.
 
-    The barrier keeps XLA from fusing later operations into the gather, whose inner loop would no longer be one long
-    run: on CPU that took up to twice as long.
+    The barrier keeps XLA from fusing later operations into the gather, whose inner loop would no longer be a long run.
+    On a CPU it would take up to twice as long.
     """
     matrix = array.reshape(-1, run * math.prod(array.shape[5:]))
     gathered = matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return lax.optimization_barrier(gathered.astype(dtype))
 
 
-def _tile_blocks(num: int, shape: tuple[int, ...]) -> int:
-    """Blocks of each of so many rows in a tile, of a pool of this shape."""
+def _tile_blocks(num_rows: int, shape: tuple[int, ...]) -> int:
+    """The number of blocks in a tile of each of `num_rows` rows, for a pool of this shape."""
     _, _, _, kv_heads, size, width = shape
-    return max(_slots_per_tile(num * kv_heads * width) // size, 1)
+    return max(_slots_per_tile(num_rows * kv_heads * width) // size, 1)
 
 
 def _slots_per_tile(elements: int) -> int:
-    """Slots of each row in a tile; over all rows and heads a slot has `elements` elements.
+    """The number of slots of each row in a tile. Over all rows and heads a slot has `elements` elements.
 
-    More would not stay in a CPU's caches, fewer would make more steps, each with a fixed cost.
+    A larger tile would not stay in a CPU's caches, and a smaller tile would make more steps, each with a fixed cost.
     """
     return min(max(2**20 // elements, 64), 128)
 

@@ -132,7 +132,7 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
             "extend over tiers": ((flags,), both),
             "adopt over tiers": ((i32(WIDTH), i32(), jax.ShapeDtypeStruct((WIDTH // 4,), jnp.bool_)), one | both),
             **{verb: ((rows,), {}) for verb in ("offload", "onboard")},
-            "watermark": ((i32(),), {"most": 5}),
+            "watermark": ((i32(),), {"max_blocks": 5}),
             **{verb: ((i32(),), {}) for verb in ("swap_out", "swap_in")},
         }
     for name, (args, kwargs) in requests.items():
@@ -146,7 +146,9 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         yield name, lambda arrays, *args, verb=verb, kw=kwargs: verb(*args, **arrays, **kw), (arrays, state, *args)
         if name == "adopt":
             _, events = jax.eval_shape(verb, state, *args, **arrays)
-            yield "land", _find("land"), (state, events.adopted, args[2])
+            finish = _find("finish_adoption")
+            if finish is not None:
+                yield "finish_adoption", finish, (state, events.adopted, args[2])
         if name == "admit over tiers":
             _, events = jax.eval_shape(lambda arrays, *args, v=verb, kw=kwargs: v(*args, **arrays, **kw),
                                        arrays, state, *args)  # fmt: skip

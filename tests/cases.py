@@ -88,7 +88,7 @@ VERBS = {
         {"": ((TEXT, 9, HAVE), {"now": 5}), "with its hits": ((TEXT, 9, HAVE), {"hits": np.arange(HAVE.size)})},
         {"on both tiers": ((TEXT, 9, HAVE), TIERS)},
     ),
-    "land": Verb("adopted arrived"),  # each of these calls is landed
+    "finish_adoption": Verb("adopted arrived"),  # each of these calls is landed
     "lookup": Verb("tokens length", {"": ((TEXT, 9), {})}),
     "extend": Verb(
         "active num_tokens",
@@ -118,7 +118,7 @@ VERBS = {
     "reset": Verb("", {"": ((), {})}),
     "offload": Verb("blocks", host_calls={"": ((IDS,), {})}),
     "onboard": Verb("blocks", host_calls={"": ((IDS,), {"group": 1})}),
-    "watermark": Verb("empty", host_calls={"": ((2,), {"most": 3})}),
+    "watermark": Verb("empty", host_calls={"": ((2,), {"max_blocks": 3})}),
     "swap_out": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),
     "swap_in": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),
     "complete": Verb("transfer ok"),  # each of the host calls is completed

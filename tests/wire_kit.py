@@ -224,7 +224,7 @@ class Grpc:
 
     @staticmethod
     def taken(source):
-        return {"port": source.port}, f"port: got {source.address}, wanted one of this machine that is not in use"
+        return {"port": source.port}, f"port: got {source.address}, wanted a free port of this machine"
 
 
 class File:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy-on-write: which rows must copy the block they are in before they write, for a whole batch at once."""
+"""Copy-on-write: finds the rows that must copy their last block before they write, for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
 class Writers(Pytree):
-    """Rows that want to write into a block that is not theirs alone, all [R]."""
+    """Rows about to write into a block, all [R]."""
 
-    block: jax.Array  # i32; the block that each row is in
-    shared: jax.Array  # bool; it has other holders, or it is findable and must keep its contents
+    block: jax.Array  # i32; the block that each row writes into
+    shared: jax.Array  # bool; the block has other holders, or it is findable and must keep its contents
     holders: jax.Array  # i32; the block's refcount
-    remaining: jax.Array  # i32; the block's holders if every such row releases it
-    last: jax.Array  # bool; the row is the last of those that leave a block without holders
-    # bool; the row takes a private copy. The last holder of a block that is not findable keeps it instead
+    remaining: jax.Array  # i32; the block's holders if every row that shares it here releases it
+    last: jax.Array  # bool; the row is the last holder to leave the block
+    # bool; the row takes a private copy. The last holder of a block that is not findable keeps the block instead
     copies: jax.Array
 
 
 def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, Writers]:
     """Finds the rows that must copy `block` i32[R] before they write, where writes bool[R].
 
-    `settle` must follow. Until then a refcount of 0 holds a mark of `last_of_each`, so that no such block looks unheld;
-    `claim`, which may come between, tells it from the marks of its victims, of which there are fewer than blocks.
+    Call `settle` afterwards. Until then a refcount of 0 holds a mark of `last_of_each`, so no such block looks
+    unheld. `claim` may come between: it tells this mark from the marks of its victims, which are fewer than the blocks.
     """
     holders = pick(group.blocks.refcount, block)
     findable = pick(group.blocks.fill, block) > 0
@@ -41,7 +41,7 @@ def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, W
 
 
 def settle(group: Group, policy: EvictionPolicy, writers: Writers, ok: jax.Array, now: jax.Array) -> Group:
-    """Completes `unshare`: if ok bool[], rows that copied release the old block; else it restores the refcounts."""
+    """Completes `unshare`: rows that copied release the old block if ok bool[], else the refcounts are restored."""
     blocks = group.blocks
     findable = pick(blocks.fill, writers.block) > 0
     fill, findable = fence(blocks.fill, findable)

@@ -14,9 +14,9 @@ from kvjax.state import COPYING, NO_BLOCK, Blocks, EvictionPolicy, Group
 
 
 def hold_source(group: Group, source: jax.Array) -> Group:
-    """Holds the block source i32[], or NO_BLOCK, from which a transition copies, until `let_go_of_sources`.
+    """Holds the block source i32[], or NO_BLOCK, from which a transition copies, until `unhold_sources`.
 
-    It counts neither as a hit nor, at the end, as a release: the block keeps its turn in the order of eviction.
+    This counts neither as a hit nor, at the end, as a release: the block keeps its place in the order of eviction.
     """
     source = source[None]
     where = source >= 0
@@ -26,8 +26,8 @@ def hold_source(group: Group, source: jax.Array) -> Group:
     return group.replace(blocks=blocks, num_cached=group.num_cached - idle)
 
 
-def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
-    """Undoes `hold_source` for sources i32[K]; a block may occur several times, NO_BLOCK is padding."""
+def unhold_sources(group: Group, sources: jax.Array) -> Group:
+    """Undoes `hold_source` for sources i32[K], where a block may occur several times and NO_BLOCK is padding."""
     where = sources >= 0
     refcount = add(group.blocks.refcount, sources, -COPYING, where, unique=False)
     first = jnp.argmax(sources[:, None] == sources[None], axis=1) == np.arange(sources.shape[0])
@@ -40,7 +40,7 @@ def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1, hit: bool = True) -> Group:
     """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K]; by=-1 undoes it.
 
-    That counts as a hit, or not (`hit`).
+    `hit`, static, says whether this counts as a hit.
     """
     idle = 0 if by > 0 else 1
     changed = count(where & (pick(group.blocks.refcount, ids) == idle) & group.on_device(ids))
@@ -53,7 +53,7 @@ def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1, hit: bo
 def give_back_shared(
     group: Group, policy: EvictionPolicy, ids: jax.Array, less: jax.Array | int, where: jax.Array, now: jax.Array
 ) -> Group:
-    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]; an id may occur several times."""
+    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]. An id may occur several times."""
     refcount = add(group.blocks.refcount, ids, -less, where, unique=False)
     refcount, freed = fence(refcount, where & (pick(refcount, ids) == 0))
     refcount, last = last_of_each(refcount, ids, freed)
@@ -64,7 +64,7 @@ def give_back_shared(
 def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
     """Takes a holder from each of ids i32[K], all different, where bool[K]; the first id is evicted first.
 
-    A block without holders stays cached if it is findable and becomes empty if not.
+    A block without holders stays cached if it is findable, else it becomes empty.
     """
     blocks = group.blocks
     freed = where & (pick(blocks.refcount, ids) == 1)
@@ -74,7 +74,8 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     blocks = blocks.replace(refcount=add(refcount, ids, -1, where))
     blocks = stamp_release(blocks, ids, cached, now)
     group = touch_host(group.replace(blocks=blocks), policy, ids, cached & ~on_device, now)
-    group, cached = push_empty(group, policy, ids, freed & ~cached), cached & on_device
+    group = push_empty(group, policy, ids, freed & ~cached)
+    cached = cached & on_device
     return group.replace(
         num_cached=group.num_cached + count(cached),
         policy=policy.touched(group.policy, group.blocks, jnp.where(cached, ids, NO_BLOCK), now),
@@ -84,15 +85,15 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
 def merge(
     group: Group,
     policy: EvictionPolicy,
-    own: jax.Array,
+    ids: jax.Array,
     target: jax.Array,
     where: jax.Array,
     first: jax.Array,
     now: jax.Array,
 ) -> Group:
-    """Moves holders from blocks own i32[K] to equal ones, target i32[K], where bool[K]; own ones become empty.
+    """Moves holders from blocks ids i32[K] to equal blocks target i32[K], where bool[K]; ids become empty.
 
-    `first` bool[K] holds for one of the entries that share a target.
+    `first` bool[K] holds for a single entry among the entries that share a target.
     """
     blocks = group.blocks
     unheld = count(where & first & (pick(blocks.refcount, target) == 0) & group.on_device(target))
@@ -102,11 +103,11 @@ def merge(
         hits=add(blocks.hits, target, 1, where, unique=False),
     )
     group = group.replace(blocks=blocks, num_cached=group.num_cached - unheld)
-    return give_back(group, policy, own, where, now)
+    return give_back(group, policy, ids, where, now)
 
 
 def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
-    """Notes when blocks ids i32[K], all different, lost their last holder, where bool[K]."""
+    """Records when blocks ids i32[K], all different, lost their last holder, where bool[K]."""
     blocks = blocks.replace(
         released=put(blocks.released, ids, blocks.clock + rank(where), where),
         clock=blocks.clock + count(where),

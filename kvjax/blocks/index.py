@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix index and the child index: two chained hash tables whose nodes are the blocks themselves.
 
-The first finds the block of a key; the second finds the children of a parent that start with a given token, for
-reuse inside a block. Both live in one pair of link arrays (`state.Links`), so that a batch of insertions or
-removals is one pass for both. A chain never loses an entry, whatever the load; blocks leave from the middle of
-chains in O(log(run of neighbours that leave together)) steps, without a loop over single blocks.
+The prefix index finds the block of a key. The child index finds the children of a parent with a given first token,
+for reuse inside a block. Both live in one pair of link arrays (`state.Links`), so a batch of insertions or removals is
+a single pass for both. A chain never loses an entry, whatever the load. Blocks leave from the middle of chains in
+O(log(run of neighbours that leave together)) steps, without a loop over single blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pallas_kernels.loops import while_loop
 
 
 def init_links(num_ids: int) -> Links:
-    """Empty tables for B = num_ids block ids, each with the next power of two of buckets."""
+    """Makes empty tables for B = num_ids block ids, each with the next power of two of buckets."""
     buckets = 1 << max(num_ids - 1, 1).bit_length()
     return Links(
         next=jnp.full((2 * num_ids + 2 * buckets,), -1, jnp.int32), prev=jnp.full((2 * num_ids,), -1, jnp.int32)
@@ -31,7 +31,7 @@ def init_links(num_ids: int) -> Links:
 
 
 def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
-    """i32[K]; the findable block of each key u32[K, 2], unique by construction; or NO_BLOCK."""
+    """i32[K]; the findable block of each key u32[K, 2], unique by construction, or NO_BLOCK."""
 
     def differs(node):
         return (node >= 0) & jnp.any(pick(blocks.key, node) != keys, axis=-1)
@@ -53,10 +53,11 @@ def longest_child(
     limit: jax.Array,
     usable: Callable[[jax.Array], jax.Array] = lambda block: block >= 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The findable child of `parent` i32[2] that shares the longest prefix with text i32[P], and how many tokens of it.
+    """Finds the child of `parent` i32[2] that shares the longest prefix with text i32[P].
 
-    Only `limit` i32[] tokens count, and only children for which `usable(block)` holds. A parent is (block, generation),
-    or (NO_BLOCK, namespace). The child is NO_BLOCK if none shares a token.
+    Only the first `limit` i32[] tokens count, and only findable children for which `usable(block)` holds. A parent is
+    (block, generation), or (NO_BLOCK, namespace). Returns the child, NO_BLOCK if none shares a token, and the number of
+    shared tokens.
     """
     num_ids, size = blocks.tokens.shape
     first = pick(links.next, child_bucket(links, parent, pick(text, 0)))
@@ -77,9 +78,10 @@ def longest_child(
 
 
 def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Links:
-    """Links the blocks ids i32[K] (where bool[K]) into both tables, by the key, parent and first token they have."""
+    """Links the blocks ids i32[K] (where bool[K]) into both tables, by their key, parent and first token."""
     num_ids = blocks.refcount.shape[0]
-    ids, where = ids[::-1], where[::-1]  # so that `longest_child` meets the newest of equally good blocks first
+    ids = ids[::-1]
+    where = where[::-1]  # so that `longest_child` meets the newest of equally good blocks first
     first = pick(blocks.text, (ids, 0))
     buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, pick(blocks.parent, ids), first)]
     nowhere = np.iinfo(np.int32).max
@@ -88,7 +90,8 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     # Entries of one bucket are now neighbours: they become a run in front of the bucket's old chain.
     live = bucket != nowhere
     joined = bucket[1:] == bucket[:-1]
-    has_before, has_after = jnp.pad(joined, (1, 0)), jnp.pad(joined, (0, 1))
+    has_before = jnp.pad(joined, (1, 0))
+    has_after = jnp.pad(joined, (0, 1))
     old = pick(links.next, bucket)
     links, old = fence(links, old)
     after = jnp.where(has_after, jnp.roll(node, -1), old)
@@ -105,26 +108,30 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
 
 
 def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> Links:
-    """Unlinks the blocks ids i32[K] (where bool[K]) from both tables; only they have `fill` 0 already."""
+    """Unlinks the blocks ids i32[K] (where bool[K]) from both tables. Only these blocks have `fill` 0 already."""
     num_ids = fill.shape[0]
-    node, where = jnp.concatenate([ids, ids + num_ids]), jnp.concatenate([where, where])
+    node = jnp.concatenate([ids, ids + num_ids])
+    where = jnp.concatenate([where, where])
 
     def leaves(x):
         return where & (x >= 0) & (x < 2 * num_ids) & (pick(fill, x % num_ids) == 0)
 
     def skip(carry):
-        # Pointer doubling over neighbours that leave together: each jumps to where its neighbour points.
+        # Pointer doubling over neighbours that leave together: each jumps to its neighbour's target.
         following, preceding, _ = carry
-        after, before = pick(following, node), pick(preceding, node)
+        after = pick(following, node)
+        before = pick(preceding, node)
         after = jnp.where(leaves(after), pick(following, after), after)
         before = jnp.where(leaves(before), pick(preceding, before), before)
         (following, preceding), after, before = fence((following, preceding), after, before)
-        following, preceding = put(following, node, after, where), put(preceding, node, before, where)
+        following = put(following, node, after, where)
+        preceding = put(preceding, node, before, where)
         return following, preceding, jnp.any(leaves(after) | leaves(before))
 
     start = jnp.any(leaves(pick(links.next, node)) | leaves(pick(links.prev, node)))
     following, preceding, _ = loop(lambda carry: carry[2], skip, (links.next, links.prev, start))
-    after, before = pick(following, node), pick(preceding, node)
+    after = pick(following, node)
+    before = pick(preceding, node)
     (following, preceding), after, before = fence((following, preceding), after, before)
     # A run's members share both neighbours and write the same values.
     return Links(
@@ -134,7 +141,7 @@ def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> L
 
 
 def findable(blocks: Blocks) -> jax.Array:
-    """i32[]; how many blocks are findable (a pass over all of them, for tests and displays)."""
+    """i32[]; the number of findable blocks (a pass over all of them, for tests and displays)."""
     return count(blocks.fill > 0)
 
 
@@ -145,7 +152,7 @@ def key_bucket(links: Links, keys: jax.Array) -> jax.Array:
 
 
 def child_bucket(links: Links, parent: jax.Array, first: Text) -> jax.Array:
-    """i32[...]; where the chain begins of the children of parent i32[..., 2] whose first token is `first` i32[...]."""
+    """i32[...]; the start of the chain of children of parent i32[..., 2] whose first token is `first` i32[...]."""
     num_handles, buckets = _sizes(links)
     words = parent.astype(jnp.uint32)
     mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + token_words(first))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys: a 64-bit hash of the prefix that ends in a block, in two u32 lanes.
+"""Keys: a 64-bit hash of the prefix up to a block, in two u32 lanes.
 
-A key finds candidates and decides nothing: every hit is confirmed by tokens, extra ids and parent links. The key of
-a prefix is the sum of one well-mixed number per block, which depends on the block's contents and depth. A prompt's
-keys are then one cumulative sum, and a block's key follows from its parent's in O(P).
+A key finds candidates and decides nothing: tokens, extra ids and parent links confirm every hit. The key of a prefix is
+the sum of one well-mixed number per block, which depends on the block's contents and depth. A prompt's keys are then a
+single cumulative sum, and a block's key follows from its parent's in O(P).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def root_key(namespace: jax.Array) -> jax.Array:
 
 
 def content_words(words: jax.Array, position, lane) -> jax.Array:
-    """u32[...]; what the token word u32[...] at `position` in its block adds to a lane of the block's key."""
+    """u32[...]; the contribution of the token word u32[...] at `position` in its block to a lane of the block's key."""
     return mix(words + (position * np.uint32(0x9E3779B1) + lane))
 
 
@@ -51,20 +51,21 @@ def prefix_keys(
     depth: jax.Array,
     so_far: Callable[[jax.Array], jax.Array] = lambda blocks: blocks,
 ) -> jax.Array:
-    """u32[..., 2]; the key of the prefix that ends in each block of text i32[..., P], of which `fill` tokens count.
+    """u32[..., 2]; the key of the prefix up to each block of text i32[..., P], of which `fill` tokens count.
 
     Args:
-      start: u32[..., 2]; key of the prefix before the block, or before the first of those that `so_far` adds up.
-      text: contents.
-      fill: i32 or i32[...].
-      depth: i32[...]; blocks before each in its sequence.
-      so_far: sums what blocks add, u32[..., 2], up to each one, such as `chain` of consecutive blocks.
+      start: u32[..., 2]; the key of the prefix before the block, or before the first summand of `so_far`.
+      text: the contents of the blocks.
+      fill: i32 or i32[...]; the number of valid tokens of each block.
+      depth: i32[...]; the number of blocks before each block in its sequence.
+      so_far: a function for the running sums of the blocks' words u32[..., 2], such as `chain`.
     """
-    size, ndim = text.tokens.shape[-1], text.tokens.ndim
-    position = np.arange(size, dtype=np.uint32)[:, None]
+    block_size = text.tokens.shape[-1]
+    ndim = text.tokens.ndim
+    position = np.arange(block_size, dtype=np.uint32)[:, None]
     words = token_words(text)[..., None]
     fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), text.tokens.shape[:-1])
-    counts = _last_axes(np.arange(size, dtype=np.int32), ndim) < fill[..., None]
+    counts = _last_axes(np.arange(block_size, dtype=np.int32), ndim) < fill[..., None]
     words = content_words(words, _last_axes(position, ndim + 1), _last_axes(LANES, ndim + 1))
     words = jnp.where(counts[..., None], words, np.uint32(0))
     content = jnp.sum(words, axis=-2, dtype=jnp.uint32)
@@ -73,7 +74,7 @@ def prefix_keys(
 
 
 def chain(blocks: jax.Array) -> jax.Array:
-    """u32[F, 2]; the sums up to each of blocks u32[F, 2]."""
+    """u32[F, 2]; the running sums of u32[F, 2]."""
     return jnp.cumsum(blocks, axis=0, dtype=jnp.uint32)
 
 
@@ -81,22 +82,23 @@ def _last_axes(x: np.ndarray, ndim: int) -> np.ndarray:
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-_VERSION = 2  # of what `Namespaces.to_dict` gives; version 1 had no number that was given back
-_WEIGHTS = "kvjax-weights:"  # the beginning of a salt that has a version of the weights in it
-_MOST_NUMBER = 2**31 - 1  # of an i32
-_lock = threading.Lock()  # of all `Namespaces`, which can be pickled
+_VERSION = 2  # of the data of `Namespaces.to_dict`; in version 1 no number could be given back
+_WEIGHTS = "kvjax-weights:"  # the beginning of a salt that contains a version of the weights
+_MAX_NUMBER = 2**31 - 1  # of an i32
+_lock = threading.Lock()  # shared by all `Namespaces`, so that they can be pickled
 
 
 class Namespaces:
-    """Interns (salt, LoRA) pairs as small numbers, on the host; equal pairs get equal numbers, others never do.
+    """Interns (salt, LoRA) pairs as small numbers on the host. Equal pairs get equal numbers, different pairs never do.
 
-    The numbers keep tenants apart, and versions of a model's weights: K/V of one are never found under another. A cache
-    knows nothing but the numbers, so a new version compiles nothing; `forget_namespaces` empties what old ones have
-    cached. A version becomes part of the salt (`salted`), and so of hashes and of published events. Whoever saves a
-    cache saves `to_dict()` with it: in the restored cache a number from a fresh `Namespaces` may be another tenant's.
+    The numbers separate tenants and versions of a model's weights: K/V of a number are never found under another
+    number. A cache knows nothing but the numbers, so a new version compiles nothing. `forget_namespaces` empties the
+    cached blocks of old versions. A version becomes part of the salt (`salted`), and so of hashes and of published
+    events. If you save a cache, save `to_dict()` with it: a number from a fresh `Namespaces` may be another tenant's in
+    the restored cache.
 
-    A number that a call gives out is its pair's for ever. A number that `lend` gives out is given back when nothing has
-    it any more, and its pair is forgotten. No number is ever given out for a second pair, so that there are 2**31.
+    A number returned by a call belongs to its pair for ever. A number returned by `lend` is given back when nothing
+    uses it any more, and its pair is forgotten. No number is ever reused for a second pair: there are 2**31 of them.
 
     Example:
       >>> namespaces = kvjax.Namespaces()
@@ -112,25 +114,26 @@ class Namespaces:
         self._pairs: dict[int, tuple[str | None, int | None]] = {0: (None, None)}
         self._numbers: dict[tuple[str | None, int | None], int] = {(None, None): 0}
         self._next = 1
-        self._lent: dict[int, int] = {}  # how many borrowers a number has that no call has given out
+        self._lent: dict[int, int] = {}  # the number of borrowers of each namespace that no call has returned
 
     def __call__(self, salt: str | None = None, lora: int | None = None, *, weights: str | int | None = None) -> int:
-        """The number of this salt, adapter and version of the weights, to pass as `namespace`.
+        """Returns the number of this salt, adapter and version of the weights, to pass as `namespace`.
 
-        None means none; adapter 0 is an adapter. A version is any text or number; 7 and "7" are the same.
+        None means no salt, adapter or version. Adapter 0 is an adapter. A version is any text or number: 7 and "7" are
+        the same version.
 
         Raises:
-          ValueError: naming the argument; also for a salt that looks as if it had a version in it.
+          ValueError: if an argument has the wrong type, or a salt looks as if it contained a version.
         """
         return self._intern(*_pair(self.salted(salt, weights), lora))
 
     def lend(self, salt: str | None) -> int:
-        """The number of a salt until `give_back`, for an engine that knows whether a block or a request has it.
+        """Returns the number of a salt until `give_back`, for an engine that knows which blocks and requests use it.
 
-        Each call is for one more borrower, and needs a `give_back` of its own.
+        Each call adds a borrower and needs a `give_back` of its own.
 
         Raises:
-          ValueError: naming the argument; as for a call.
+          ValueError: if a call of the object would raise it for this salt.
 
         Example:
           >>> namespaces = kvjax.Namespaces()
@@ -142,39 +145,39 @@ class Namespaces:
         pair = _pair(self.salted(salt), None)
         with _lock:
             is_new = pair not in self._numbers
-            number = self._add(pair)
-            if is_new or number in self._lent:
-                self._lent[number] = self._lent.get(number, 0) + 1
-            return number
+            namespace = self._add(pair)
+            if is_new or namespace in self._lent:
+                self._lent[namespace] = self._lent.get(namespace, 0) + 1
+            return namespace
 
-    def give_back(self, number: int) -> None:
-        """Gives a lent number back; the last borrower's ends it, unless a call has given it out as well.
+    def give_back(self, namespace: int) -> None:
+        """Gives a lent number back. The last borrower ends it, unless a call has returned the number as well.
 
-        No block of a cache, no request and no later `admit` may have the number.
+        Give it back only when no block of a cache, no request and no later `admit` uses the number.
         """
         with _lock:
-            if number not in self._lent:
+            if namespace not in self._lent:
                 return
-            self._lent[number] -= 1
-            if not self._lent[number]:
-                del self._lent[number], self._numbers[self._pairs.pop(number)]
+            self._lent[namespace] -= 1
+            if not self._lent[namespace]:
+                del self._lent[namespace], self._numbers[self._pairs.pop(namespace)]
 
     def numbered(self, salt: str | None, lora: int | None) -> int:
-        """The number of a pair as `describe` gives it, whose salt may have a version of the weights in it.
+        """Returns the number of a pair from `describe`, whose salt may contain a version of the weights.
 
-        For pairs that another `Namespaces` has had, not for a request's.
+        Use it for pairs of another `Namespaces`, not for a request's.
 
         Raises:
-          ValueError: naming the argument.
+          ValueError: if an argument has the wrong type.
         """
         return self._intern(*_pair(salt, lora))
 
     @staticmethod
     def salted(salt: str | None = None, weights: str | int | None = None) -> str | None:
-        """The salt with the version of the weights, as it is hashed and published; another one for each pair.
+        """Returns the salt with the version of the weights, different for each pair, as it is hashed and published.
 
         Raises:
-          ValueError: naming the argument.
+          ValueError: if an argument has the wrong type, or the salt looks as if it contained a version.
 
         Example:
           >>> kvjax.Namespaces.salted("tenant a", weights=7)
@@ -184,8 +187,8 @@ class Namespaces:
         """
         if not isinstance(salt, str | None):
             raise ValueError(f"salt: got {salt!r}, wanted a str or None")
-        if salt is not None and salt.startswith(_WEIGHTS):  # else a tenant could name another one's
-            raise ValueError(f"salt: got {reprlib.repr(salt)}, wanted one that does not begin with {_WEIGHTS!r}")
+        if salt is not None and salt.startswith(_WEIGHTS):  # else a tenant could name another tenant's namespace
+            raise ValueError(f"salt: got {reprlib.repr(salt)}, wanted a salt that does not begin with {_WEIGHTS!r}")
         if weights is None:
             return salt
         if isinstance(weights, bool) or not isinstance(weights, str | int | np.integer):
@@ -193,17 +196,18 @@ class Namespaces:
         return f"{_WEIGHTS}{len(str(weights))}:{weights}{'' if salt is None else f':{salt}'}"
 
     def _intern(self, *pair: Any) -> int:
-        """The number of a pair, for ever."""
+        """Returns the number of a pair, which it keeps for ever."""
         with _lock:
-            number = self._add(pair)
-            self._lent.pop(number, None)
-            return number
+            namespace = self._add(pair)
+            self._lent.pop(namespace, None)
+            return namespace
 
     def _add(self, pair: Any) -> int:
         if pair not in self._numbers:
-            if self._next > _MOST_NUMBER:
-                raise RuntimeError(f"all {_MOST_NUMBER + 1:,} numbers of namespaces were given out")
-            self._numbers[pair], self._pairs[self._next] = self._next, pair
+            if self._next > _MAX_NUMBER:
+                raise RuntimeError(f"all {_MAX_NUMBER + 1:,} numbers of namespaces are in use or were used")
+            self._numbers[pair] = self._next
+            self._pairs[self._next] = pair
             self._next += 1
         return self._numbers[pair]
 
@@ -211,11 +215,11 @@ class Namespaces:
         return len(self._pairs)
 
     def __contains__(self, namespace: object) -> bool:
-        """Whether this number was given out, and not given back."""
+        """Whether this number was issued and not given back."""
         return isinstance(namespace, int | np.integer) and int(namespace) in self._pairs
 
     def describe(self, namespace: int) -> tuple[str | None, int | None]:
-        """The (salt, LoRA) pair of a number, the salt as `salted` makes it; KeyError for a number without one.
+        """Returns the (salt, LoRA) pair of a number, with the salt of `salted`; KeyError for a number without a pair.
 
         Example:
           >>> namespaces = kvjax.Namespaces()
@@ -227,17 +231,22 @@ class Namespaces:
         return self._pairs[namespace]
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers and their pairs, as data that JSON can hold; `from_dict` reads it."""
+        """Returns all numbers and their pairs as data for JSON. `from_dict` reads it."""
         with _lock:
-            pairs, following = sorted(self._pairs.items()), self._next
-        return {"version": _VERSION, "namespaces": [[number, *pair] for number, pair in pairs], "next": following}
+            pairs = sorted(self._pairs.items())
+            next_number = self._next
+        return {
+            "version": _VERSION,
+            "namespaces": [[namespace, *pair] for namespace, pair in pairs],
+            "next": next_number,
+        }
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Namespaces:
-        """The numbers that `to_dict` saved, in another process too: each stays its pair's, and new pairs get new ones.
+        """Restores the numbers saved by `to_dict`, also in another process. New pairs get new numbers.
 
         Raises:
-          ValueError: for what `to_dict` cannot have written.
+          ValueError: if `to_dict` cannot have written the data.
 
         Example:
           >>> namespaces = kvjax.Namespaces()
@@ -249,24 +258,26 @@ class Namespaces:
         """
         keys = {"version", "namespaces"}
         if not isinstance(saved, Mapping) or set(saved) not in (keys, {*keys, "next"}):
-            raise ValueError(f"saved: got {reprlib.repr(saved)}, wanted what Namespaces.to_dict gives")
+            raise ValueError(f"saved: got {reprlib.repr(saved)}, wanted the result of Namespaces.to_dict")
         if type(saved["version"]) is not int or saved["version"] != (_VERSION if "next" in saved else 1):
             raise ValueError(f"saved: got version {saved['version']!r}, wanted {_VERSION} with next, or 1 without")
-        namespaces, entries = cls(), _entries(saved["namespaces"])
+        namespaces = cls()
+        entries = _entries(saved["namespaces"])
         if type(entries[0][0]) is not int or entries[0] != [0, None, None]:
             raise ValueError(f"saved: got {reprlib.repr(entries[0])}, wanted number 0 with (None, None)")
         for entry in entries[1:]:
-            number, pair = entry[0], _pair(*entry[1:])
-            is_new = type(number) is int and namespaces._next <= number <= _MOST_NUMBER
+            namespace = entry[0]
+            pair = _pair(*entry[1:])
+            is_new = type(namespace) is int and namespaces._next <= namespace <= _MAX_NUMBER
             if not is_new or pair in namespaces._numbers:
                 wanted = f"a number from {namespaces._next} with a pair that no other number has"
                 raise ValueError(f"saved: got {reprlib.repr(entry)}, wanted {wanted}")
-            namespaces._next = number
+            namespaces._next = namespace
             namespaces._add(pair)
-        following = saved.get("next", namespaces._next)
-        if type(following) is not int or not namespaces._next <= following <= _MOST_NUMBER + 1:
-            raise ValueError(f"saved: got next {following!r}, wanted an i32 above all numbers")
-        namespaces._next = following
+        next_number = saved.get("next", namespaces._next)
+        if type(next_number) is not int or not namespaces._next <= next_number <= _MAX_NUMBER + 1:
+            raise ValueError(f"saved: got next {next_number!r}, wanted an i32 above all numbers")
+        namespaces._next = next_number
         return namespaces
 
 
@@ -279,7 +290,7 @@ def _pair(salt: Any, lora: Any) -> tuple[str | None, int | None]:
 
 
 def _entries(saved: Any) -> list[Any]:
-    """The saved (number, salt, LoRA), at least that of (None, None)."""
+    """Returns the saved [number, salt, LoRA] entries, at least the entry of (None, None)."""
     is_list = isinstance(saved, list | tuple) and len(saved) > 0
     if not is_list or not all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in saved):
         raise ValueError(f"saved: got namespaces {reprlib.repr(saved)}, wanted a list of [number, salt, LoRA]")

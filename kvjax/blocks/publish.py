@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making blocks findable, and taking them out of the index."""
+"""Makes blocks findable, and takes them out of the index."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def publish(
     depth: jax.Array,
     fill: jax.Array | int,
 ) -> tuple[Group, Records]:
-    """Makes blocks ids i32[K], where bool[K], findable by their `blocks.text`: all different, none findable yet.
+    """Makes blocks ids i32[K], where bool[K], findable by their `blocks.text`. All are different and not findable yet.
 
-    Their keys u32[K, 2] are not those of any findable block. A parent i32[K, 2] is (block, namespace), where the
-    namespace counts if the block is NO_BLOCK; it may be among them. `depth` i32[K] blocks come before each, and each
+    No findable block has any of their keys u32[K, 2]. A parent i32[K, 2] is (block, namespace), where the namespace
+    counts if the block is NO_BLOCK; a parent may be among `ids`. `depth` i32[K] blocks come before each block, which
     holds `fill` tokens, i32[] or i32[K]. Also returns K records, stored.
     """
     blocks = group.blocks
@@ -43,26 +43,32 @@ def publish(
         clock=blocks.clock + count(where),
     )
     stored = record(
-        EventKind.STORED, where, block=ids, generation=pick(generation, ids), source=parent[:, 0],
-        source_generation=parent[:, 1], num_tokens=fill,
+        EventKind.STORED,
+        where,
+        block=ids,
+        generation=pick(generation, ids),
+        source=parent[:, 0],
+        source_generation=parent[:, 1],
+        num_tokens=fill,
         priority=blocks.stated_priority(ids),
-    )  # fmt: skip
+    )
     return group.replace(blocks=blocks, links=index.insert(group.links, blocks, ids, where)), stored
 
 
 def leave_index(
-    group: Group, number: int, ids: jax.Array, where: jax.Array, *, counted: bool = True
+    group: Group, group_index: int, ids: jax.Array, where: jax.Array, *, counted: bool = True
 ) -> tuple[Group, Records]:
-    """Takes findable blocks ids i32[K], all different, where bool[K], out of the index of group `number`.
+    """Takes findable blocks ids i32[K], all different, where bool[K], out of the index of group `group_index`.
 
-    Each of them has no findable children, or all of them leave too. `counted` is False after `claim`: then parents
-    count them as children no longer. Also returns K records, removed.
+    Either a block has no findable children, or all of them leave too. `counted` is False after `claim`, when parents
+    no longer count them as children. Also returns K records, removed.
     """
-    blocks, on_device = group.blocks, group.on_device(ids)
+    blocks = group.blocks
+    on_device = group.on_device(ids)
     generations, generation = fence(blocks.generation, pick(blocks.generation, ids))
-    removed = record(EventKind.REMOVED, where, group=number, block=ids, generation=generation)
+    removed = record(EventKind.REMOVED, where, group=group_index, block=ids, generation=generation)
     group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
-    if number > 0:
+    if group_index > 0:
         return windows.clear_window_blocks(group, ids, where), removed
     if counted:
         group = tiers.count_children(group, pick(blocks.parent, ids)[:, 0], -1, where, on_device)
@@ -70,38 +76,42 @@ def leave_index(
 
 
 def remove(
-    group: Group, number: int, policy: EvictionPolicy, ids: jax.Array, where: jax.Array
+    group: Group, group_index: int, policy: EvictionPolicy, ids: jax.Array, where: jax.Array
 ) -> tuple[Group, Records]:
-    """Takes blocks out of the index, as `leave_index` does, and empties those without holders."""
-    idle, on_device = where & (pick(group.blocks.refcount, ids) == 0), group.on_device(ids)
+    """Takes blocks out of the index, as `leave_index` does, and empties blocks without holders."""
+    idle = where & (pick(group.blocks.refcount, ids) == 0)
+    on_device = group.on_device(ids)
     group, idle, on_device = fence(group, idle, on_device)
-    group, removed = leave_index(group, number, ids, where)
+    group, removed = leave_index(group, group_index, ids, where)
     group = group.replace(num_cached=group.num_cached - count(idle & on_device))
     return tiers.push_empty(group, policy, ids, idle), removed
 
 
-def forget(group: Group, number: int, removed: Records) -> tuple[Group, Records]:
-    """Removes a window group's blocks whose `group0_block` is in `removed`; also returns as many records, removed."""
-    own, policy = group.in_this_group(removed.block), windows.own_policy(group.blocks)
-    return remove(group, number, policy, own, (removed.kind == EventKind.REMOVED) & (own >= 0))
+def forget(group: Group, group_index: int, removed: Records) -> tuple[Group, Records]:
+    """Removes a window group's blocks whose `group0_block` is in `removed`. Also returns as many records, removed."""
+    ids = group.in_this_group(removed.block)
+    policy = windows.own_policy(group.blocks)
+    return remove(group, group_index, policy, ids, (removed.kind == EventKind.REMOVED) & (ids >= 0))
 
 
-def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheState, list[Records]]:
-    """Removes the window groups' blocks of the prefixes `removed` from group `number`, if it is the first group.
+def forget_all(state: CacheState, group_index: int, removed: Records) -> tuple[CacheState, list[Records]]:
+    """Removes the window groups' blocks of the prefixes `removed` from group `group_index`, if it is the first group.
 
-    Also returns records, removed: those of the window groups, then `removed`.
+    Also returns records, removed, of the window groups and then of this group.
     """
-    if number > 0:
+    if group_index > 0:
         return state, [removed]
-    groups, records = [state.groups[0]], [removed]
-    for other, group in enumerate(state.window_groups, 1):
-        group, gone = forget(group, other, removed)
-        groups, records = [*groups, group], [gone, *records]
+    groups = [state.groups[0]]
+    records = [removed]
+    for window_index, group in enumerate(state.window_groups, 1):
+        group, left_index = forget(group, window_index, removed)
+        groups.append(group)
+        records.insert(0, left_index)
     return state.replace(groups=tuple(groups)), records
 
 
 def descendants(blocks: Blocks, marked: jax.Array, when: jax.Array | bool = True) -> jax.Array:
-    """bool[B]; marked bool[B] and, when bool[], all their findable descendants; one pass over all blocks a level."""
+    """bool[B]; marked bool[B] and, when bool[], all their findable descendants, by a pass over all blocks a level."""
     parent = blocks.parent[:, 0]
 
     def children(marked: jax.Array) -> jax.Array:

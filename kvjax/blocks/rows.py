@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing the rows of the block table."""
+"""Reads and writes the rows of the block table."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from kvjax.state import NO_BLOCK, CacheState, Group, Sequences, Text
 
 
 class Prompt(NamedTuple):
-    """A checked prompt: text in blocks i32[F, P], length and namespace i32[], valid bool[] (values are in range)."""
+    """A checked prompt."""
 
-    text: Text
-    length: jax.Array
-    namespace: jax.Array
-    valid: jax.Array
+    text: Text  # i32[F, P]
+    length: jax.Array  # i32[]
+    namespace: jax.Array  # i32[]
+    valid: jax.Array  # bool[]; whether all values are in range
 
 
 class Chunk(NamedTuple):
-    """Writes of rows i32[R]: text i32[R, T] at positions start..end-1 i32[R]; `done` bool[R]: nothing is wrong."""
+    """Tokens written by rows."""
 
-    rows: jax.Array
-    start: jax.Array
-    end: jax.Array
-    done: jax.Array
-    text: Text
+    rows: jax.Array  # i32[R]
+    start: jax.Array  # i32[R]; the first position of each row
+    end: jax.Array  # i32[R]; the position after the last
+    done: jax.Array  # bool[R]; whether the row's write is valid
+    text: Text  # i32[R, T]
 
     @property
     def span(self) -> Span:
-        """The positions it covers, without the text."""
+        """The positions of the chunk, without the text."""
         return Span(self.rows, self.start, self.end, self.text.tokens.shape[1])
 
 
 class Span(NamedTuple):
-    """Positions start..end-1 i32[R] of rows i32[R], at most `most` of each (static)."""
+    """Positions start..end-1 of rows."""
 
-    rows: jax.Array
-    start: jax.Array
-    end: jax.Array
-    most: int
+    rows: jax.Array  # i32[R]
+    start: jax.Array  # i32[R]
+    end: jax.Array  # i32[R]
+    max_tokens: int  # static; the largest number of positions of a row
 
-    def most_filled(self, size: int) -> int:
-        """The most blocks of `size` tokens that end there."""
-        return self.rows.shape[0] * -(-self.most // size)
+    def most_filled(self, block_size: int) -> int:
+        """The largest number of blocks that can end in the span."""
+        return self.rows.shape[0] * -(-self.max_tokens // block_size)
 
 
-def most_columns(num_tokens: int, size: int) -> int:
-    """The most columns of a row's table, of blocks of `size` tokens, that its next tokens are in."""
-    return (num_tokens + size - 2) // size + 1
+def most_columns(num_tokens: int, block_size: int) -> int:
+    """The largest number of columns of a row's table that its next `num_tokens` tokens can be in."""
+    return (num_tokens + block_size - 2) // block_size + 1
 
 
 class Row(Pytree):
     """One row of the block tables."""
 
-    exists: jax.Array  # bool[]; whether the row's number is in range
+    exists: jax.Array  # bool[]; whether the row's index is in range
     metadata: Sequences  # the row's part of `Sequences`, without the axis S
     tables: tuple[jax.Array, ...]  # i32[M]; the row's blocks, for each group
 
@@ -69,7 +69,7 @@ class Row(Pytree):
 
 
 def read_row(state: CacheState, seq: jax.Array) -> Row:
-    """Row `seq` i32[]; some row with `exists` False if seq is out of range."""
+    """Reads row `seq` i32[]. If seq is out of range, it returns some row with `exists` False."""
     exists = (seq >= 0) & (seq < state.spec.max_seqs)
     return Row(exists, pick(state.seqs, seq), tuple(pick(group.table, seq) for group in state.groups))
 
@@ -77,8 +77,10 @@ def read_row(state: CacheState, seq: jax.Array) -> Row:
 def write_row(
     state: CacheState, seq: jax.Array, ok: jax.Array, metadata: Sequences, tables: Sequence[jax.Array]
 ) -> CacheState:
-    """Writes row `seq` where `ok` bool[]; tables i32[...], one for each group, are cut or padded to M."""
-    seq, ok, width = jnp.atleast_1d(seq), jnp.atleast_1d(ok), state.spec.max_blocks_per_seq
+    """Writes row `seq` where `ok` bool[]; tables i32[...], one per group, are cut or padded to M."""
+    seq = jnp.atleast_1d(seq)
+    ok = jnp.atleast_1d(ok)
+    width = state.spec.max_blocks_per_seq
     metadata = jax.tree.map(lambda x: jnp.asarray(x)[None], metadata)
     groups = [
         group.replace(table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))
@@ -87,14 +89,14 @@ def write_row(
     return state.replace(groups=tuple(groups), seqs=put(state.seqs, seq, metadata, ok))
 
 
-def fit(x: jax.Array, size: int, fill: int) -> jax.Array:
+def fit(x: jax.Array, num_entries: int, fill: int) -> jax.Array:
     """Cuts or pads x to `size` entries."""
-    padding = [(0, max(size - x.shape[0], 0))] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x[:size], padding, constant_values=fill)
+    padding = [(0, max(num_entries - x.shape[0], 0))] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x[:num_entries], padding, constant_values=fill)
 
 
 def table_entry(group: Group, rows, column: jax.Array) -> jax.Array:
-    """table[rows, column] i32[...]; NO_BLOCK before the first column, some entry beyond the last."""
+    """i32[...]; table[rows, column], NO_BLOCK before the first column, and any entry beyond the last."""
     ids = pick(group.table, (rows, column))
     return jnp.where(column >= 0, ids, NO_BLOCK)
 
@@ -113,8 +115,8 @@ def copy_text(group: Group, block: jax.Array, source: jax.Array, where: jax.Arra
 
 def write_text(group: Group, rows, start: jax.Array, end: jax.Array, text: Text) -> Group:
     """Stores text i32[R, T] in the rows' blocks at positions start..end-1 i32[R]."""
-    size = group.blocks.tokens.shape[1]
+    block_size = group.blocks.tokens.shape[1]
     position = runs(start, text.tokens.shape[1])
     where = position < end[:, None]
-    at = (table_entry(group, rows[:, None], position // size), position % size)
-    return group.replace(blocks=group.blocks.replace(text=put(group.blocks.text, at, text, where)))
+    entry = (table_entry(group, rows[:, None], position // block_size), position % block_size)
+    return group.replace(blocks=group.blocks.replace(text=put(group.blocks.text, entry, text, where)))

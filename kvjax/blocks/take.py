@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking blocks: empty ones first, then victims of the policy."""
+"""Takes blocks: empty blocks first, then victims of the policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 def take(
     group: Group,
-    number: int,
+    group_index: int,
     policy: EvictionPolicy,
     need: jax.Array,
     size: int,
@@ -31,47 +31,52 @@ def take(
     extra: jax.Array | int = 0,
     stays: bool = False,
 ) -> Taken:
-    """Takes `need` i32[] blocks for one holder each, all or none: empty ones, then victims of the policy.
+    """Takes `need` i32[] blocks for a holder each, all or none: empty blocks first, then victims of the policy.
 
-    With `priorities` i32[B] (`tiers.priorities`), between loops, victims are offloaded to the host, or removed if their
-    priority is below `min_priority`; `onboarded` i32[size], different findable blocks on the host, packed, come back
-    from it (`transfers.py`). Without, the host is never touched, and a device block with descendants on the host is not
-    evicted. `extra` i32[] more blocks are emptied. With `stays`, static, all that go to the host stay there.
-    `size`, static, is the most blocks that need, onboarded and extra may be together. The group is unchanged unless all
-    of `need` can be taken.
+    Pass `priorities` i32[B] (`tiers.priorities`) between loops. Victims are then offloaded to the host, or removed if
+    their priority is below `min_priority`, and `onboarded` i32[size] blocks, different, findable, on the host and
+    packed, come back (`transfers.py`). `extra` i32[] more blocks are emptied. With `stays`, static, all offloaded
+    blocks stay on the host.
+
+    Without priorities, `take` never touches the host, and no device block with descendants on the host is evicted.
+
+    `size`, static, is the largest sum of need, onboarded and extra. The group is unchanged unless all of `need` can be
+    taken.
     """
     if priorities is not None:
         onboarded = jnp.full((size,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
         return take_over_tiers(
-            group, number, policy, need, size, now, priorities, min_priority, onboarded, extra, stays
+            group, group_index, policy, need, size, now, priorities, min_priority, onboarded, extra, stays
         )
     index = np.arange(size, dtype=np.int32)
-    from_stack = jnp.minimum(need, group.num_empty)
-    wanted = jnp.where(need <= group.available, need - from_stack, 0)
+    num_from_stack = jnp.minimum(need, group.num_empty)
+    num_victims = jnp.where(need <= group.available, need - num_from_stack, 0)
     before = group.blocks
 
     def eligible(ids: jax.Array) -> jax.Array:
         return group.evictable(ids) & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
-    victims, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
-    claimed = (index < wanted) & eligible(victims)
+    victims, pstate = policy.chosen(group.policy, before, eligible, num_victims, now, size)
+    claimed = (index < num_victims) & eligible(victims)
     (refcount, fill), victims, claimed = fence((before.refcount, before.fill), victims, claimed)
     blocks, claimed = claim(before.replace(refcount=refcount, fill=fill), victims, claimed)
-    ok = (need <= group.available) & (count(claimed) == wanted)
+    ok = (need <= group.available) & (count(claimed) == num_victims)
     blocks = unclaim(blocks, victims, claimed & ~ok)
-    from_stack, wanted = jnp.where(ok, from_stack, 0), jnp.where(ok, wanted, 0)
-    is_empty, is_victim = from_stack > index, wanted > index
-    group, removed = leave_index(group.replace(blocks=blocks), number, victims, is_victim, counted=False)
-    stacked = pick(group.empty, group.num_empty - 1 - index)
-    empty, stacked = fence(group.empty, stacked)
-    ids = jnp.where(is_empty, stacked, pick(victims, index - from_stack))
+    num_from_stack = jnp.where(ok, num_from_stack, 0)
+    num_victims = jnp.where(ok, num_victims, 0)
+    is_empty = num_from_stack > index
+    is_victim = num_victims > index
+    group, removed = leave_index(group.replace(blocks=blocks), group_index, victims, is_victim, counted=False)
+    from_stack_ids = pick(group.empty, group.num_empty - 1 - index)
+    empty, from_stack_ids = fence(group.empty, from_stack_ids)
+    ids = jnp.where(is_empty, from_stack_ids, pick(victims, index - num_from_stack))
     blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, is_empty))
     group = group.replace(
         blocks=advance_time(blocks, now, ok & (need > 0)),
         empty=empty,
-        num_empty=group.num_empty - from_stack,
-        num_cached=group.num_cached - wanted,
+        num_empty=group.num_empty - num_from_stack,
+        num_cached=group.num_cached - num_victims,
         policy=either(ok, pstate, group.policy),
     )
-    ids = jnp.where(index < from_stack + wanted, ids, NO_BLOCK)
+    ids = jnp.where(index < num_from_stack + num_victims, ids, NO_BLOCK)
     return Taken(group, ids, ok, removed, updated=no_records(), orders=no_moves())

@@ -17,7 +17,7 @@ from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Hos
 
 
 def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax.Array:
-    """bool[B]; marked bool[B] and their ancestors within their tier; `on_device` bool[B] tells the tiers apart."""
+    """bool[B]; marked bool[B] and their ancestors on the same tier. `on_device` bool[B] tells the tiers apart."""
     blocks = group.blocks
     parent = blocks.parent[:, 0]
     follows = (blocks.fill > 0) & (parent >= 0) & (on_device == pick(on_device, parent))
@@ -29,14 +29,16 @@ def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax
 
 
 def host_space(group: Group) -> jax.Array:
-    """i32[]; blocks that the host has space for: its empty blocks, and the cached blocks that may leave it."""
-    blocks, host, on_device = group.blocks, host_of(group), group.on_device(group.ids)
+    """i32[]; blocks that the host has space for: its empty blocks and the cached blocks that may leave it."""
+    blocks = group.blocks
+    host = host_of(group)
+    on_device = group.on_device(group.ids)
     moving = with_ancestors(group, host.pending_transfer != 0, on_device)
     return host.num_empty + count(~on_device & ~moving & (blocks.refcount == 0) & (blocks.fill > 0))
 
 
 def find_unevictable(group: Group) -> Group:
-    """The group with `Host.unevictable` up to date; a pass over all blocks for each level of the longest chain."""
+    """Updates `Host.unevictable` by a pass over all blocks for each level of the longest chain."""
 
     def find(host: Host) -> Host:
         on_device = host.pool_row < group.empty.shape[0]
@@ -51,55 +53,64 @@ def _mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.
 
     def step(carry):
         unevictable, ids, where = carry
-        unevictable, above = put(unevictable, ids, True, where, unique=False), pick(parent, ids)
+        unevictable = put(unevictable, ids, True, where, unique=False)
+        above = pick(parent, ids)
         return unevictable, above, where & (above >= 0) & ~pick(unevictable, above)
 
     return loop(lambda carry: jnp.any(carry[2]), step, (host.unevictable, ids, where))[0]
 
 
 def take_over(
-    group: Group, number: int, policy: EvictionPolicy, own: jax.Array, target: jax.Array, where: jax.Array
+    group: Group, group_index: int, policy: EvictionPolicy, ids: jax.Array, target: jax.Array, where: jax.Array
 ) -> tuple[Group, Records]:
-    """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
+    """Gives host blocks target i32[K], where bool[K], the device rows of equal blocks ids i32[K], all different.
 
-    Comes before `merge`: K/V that have just been computed need not come from the host. Children that stay on the host
-    keep the block and its ancestors from being evicted inside a loop. Also returns K records, updated; none without a
-    host tier.
+    Call it before `merge`: newly computed K/V need not come from the host. Children that stay on the host
+    keep the block and its ancestors from being evicted inside a loop. Also returns K records, updated, or no records
+    without a host tier.
     """
-    blocks, host = group.blocks, group.host
+    blocks = group.blocks
+    host = group.host
     if host is None:
         return group, no_records()
     where = where & ~group.on_device(target)
-    device_row, host_row = pick(host.pool_row, own), pick(host.pool_row, target)
+    device_row = pick(host.pool_row, ids)
+    host_row = pick(host.pool_row, target)
     parent = pick(blocks.parent, target)[:, 0]
     idle = where & (pick(blocks.refcount, target) == 0)
-    updated = updates(blocks, number, target, where, 0)
+    updated = updates(blocks, group_index, target, where, 0)
     (pool_row, pending_transfer), device_row, host_row, idle, updated = fence(
         (host.pool_row, host.pending_transfer), device_row, host_row, idle, updated
     )
     has_parent = where & (parent >= 0)
     host = host.replace(
-        pool_row=put(put(pool_row, own, host_row, where), target, device_row, where),
+        pool_row=put(put(pool_row, ids, host_row, where), target, device_row, where),
         pending_transfer=put(pending_transfer, target, 0, where),
         num_host_children=add(host.num_host_children, parent, -1, has_parent, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
-    above, stays = blocks.parent[:, 0], where & (pick(host.num_host_children, target) > 0)
+    above = blocks.parent[:, 0]
+    stays = where & (pick(host.num_host_children, target) > 0)
     host = host.replace(unevictable=_mark_unevictable(host, above, target, stays))
     blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
-def updates(blocks: Blocks, number: int, ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
-    """Records of blocks ids i32[K] of group `number` that come to a level (0 device, 1 host), where bool[K]."""
+def updates(blocks: Blocks, group_index: int, ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
+    """Records that blocks ids i32[K], where bool[K], come to a level (0 device, 1 host)."""
     return record(
-        EventKind.UPDATED, where, group=number, block=ids, generation=pick(blocks.generation, ids),
-        priority=blocks.stated_priority(ids), level=level,
-    )  # fmt: skip
+        EventKind.UPDATED,
+        where,
+        group=group_index,
+        block=ids,
+        generation=pick(blocks.generation, ids),
+        priority=blocks.stated_priority(ids),
+        level=level,
+    )
 
 
 def keep_host_policy(empty: Group, group: Group, policy: EvictionPolicy) -> Group:
-    """The empty group with the host policy's state of `group`, after `forget` of all blocks."""
+    """Gives the empty group the host policy's state of `group`, after `forget` of all blocks."""
     return with_host(empty, lambda host: host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
 
 
@@ -112,14 +123,15 @@ def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
 def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
     """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
     on_device = group.on_device(ids)
-    on_host, on_device = where & ~on_device, where & on_device
+    on_host = where & ~on_device
+    on_device = where & on_device
 
     def push(host: Host) -> Host:
-        (stack, pstate), block, emptied, leaves = fence((host.empty, host.policy), ids, on_host, where)
+        (empty, pstate), block, emptied, leaves = fence((host.empty, host.policy), ids, on_host, where)
         return host.replace(
-            empty=put(stack, host.num_empty + rank(emptied), block, emptied),
+            empty=put(empty, host.num_empty + rank(emptied), block, emptied),
             num_empty=host.num_empty + count(emptied),
-            pending_transfer=put(host.pending_transfer, block, 0, leaves),  # K/V that still arrive belong to no block
+            pending_transfer=put(host.pending_transfer, block, 0, leaves),  # K/V still on the move belong to no block
             unevictable=put(host.unevictable, block, False, leaves),
             policy=policy.forgot(pstate, jnp.where(emptied, block, NO_BLOCK)),
         )
@@ -132,41 +144,46 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
 
 
 def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("device", "host")) -> list[Any]:
-    """For each group i32[B], the priorities of its blocks at `now`; in a window group, those of `group0_blocks`.
+    """i32[B] for each group; the priorities of its blocks at `now`, in a window group those of its `group0_blocks`.
 
-    None where blocks stay on their tier: the group has only one, or `tiers` names only one.
+    An entry is None if blocks stay on their tier: the group has a single tier, or `tiers` names a single tier.
     """
     if "host" not in tiers:
         return [None] * len(state.groups)
-    blocks, ids = state.groups[0].blocks, state.groups[0].ids
+    blocks = state.groups[0].blocks
+    ids = state.groups[0].ids
     of_group0 = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
     return [pick(of_group0, group.group0_blocks(group.ids)) if group.tiered else None for group in state.groups]
 
 
 def with_host(group: Group, change: Callable[[Host], Host]) -> Group:
-    """The group with its host tier changed, if it has one."""
+    """Changes the group's host tier, if there is any."""
     return group if group.host is None else group.replace(host=change(group.host))
 
 
 def host_of(group: Group) -> Host:
-    """The host tier of a group that has one."""
+    """Returns the host tier of a tiered group."""
     assert group.host is not None
     return group.host
 
 
 def order_copy(
-    group: Group, number: int, source: jax.Array, block: jax.Array, where: jax.Array, prefix: jax.Array
+    group: Group, group_index: int, source: jax.Array, block: jax.Array, where: jax.Array, prefix: jax.Array
 ) -> tuple[Group, Transfer]:
-    """Orders a copy from source i32[] on the host to block i32[1], where bool[], as a move of that block.
+    """Orders a copy from source i32[] on the host to block i32[1], where bool[], as a move of the block.
 
     No loop may evict the prefix i32[.] of a moving block.
     """
     host = host_of(group)
     move = next_move(host)
     ordered = orders(
-        where[None], group=number, block=block, number=move, source=group.pool_row(source),
+        where[None],
+        group=group_index,
+        block=block,
+        move_id=move,
+        source=group.pool_row(source),
         target=group.pool_row(block),
-    )  # fmt: skip
+    )
     host = host.replace(
         pending_transfer=put(host.pending_transfer, block, move, where[None]),
         num_moves=jnp.where(where, move, host.num_moves),
@@ -176,13 +193,14 @@ def order_copy(
 
 
 def next_move(host: Host) -> jax.Array:
-    """i32[]; the number of the next move; wrapping leaves out 0, which means none."""
+    """i32[]; the id of the next move. Wrapping skips 0, which means no move."""
     return jnp.where(host.num_moves == -1, 1, host.num_moves + 1)
 
 
 def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, on_device: jax.Array) -> Group:
-    """Adds `by` to the count of children of each parent i32[K], where bool[K], on the tier of the child."""
-    blocks, where = group.blocks, where & (parent >= 0)
+    """Adds `by` to the number of children of each parent i32[K], where bool[K], on the tier of the child."""
+    blocks = group.blocks
+    where = where & (parent >= 0)
     blocks = blocks.replace(children=add(blocks.children, parent, by, where & on_device, unique=False))
 
     def on_host(host: Host) -> Host:

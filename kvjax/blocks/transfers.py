@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers: blocks change tier, in one group.
+"""Transfers: blocks of a group change tier.
 
-A block keeps its id when it moves, so that no table, link or index changes: only its pool row does. A call sorts
-blocks into parts, by where they come from and where they end:
+A block keeps its id when it moves: no table, link or index changes, only its pool row. A call sorts blocks into parts
+by their start and their end:
 
                   device             host                nowhere
-    offloaded     3, 4  ---------->  3, 4                          found there from then on
+    offloaded     3, 4  ---------->  3, 4                          findable on the host from then on
     evicted       5, 6  ------------------------------>  5, 6      6 would go to the host, but is its victim at once
     dropped                          7, 8  ----------->  7, 8      7 is a descendant of 5, 8 a victim for lack of space
     onboarded     9     <----------  9
 
-Their pool rows are assigned anew, in one go: device rows to onboarded blocks, host rows to offloaded blocks, and what
-is left to the blocks that are empty now. So an evicted block may become an empty block of the host, where a transfer
-needs its device row.
+All pool rows are assigned together: device rows to onboarded blocks, host rows to offloaded blocks, and the remaining
+rows to the empty blocks. So an evicted block may become an empty block of the host if a transfer needs its
+device row.
 
-Nothing here runs inside a jitted loop, so that passes over all blocks are allowed; loops use `take` of `take.py`.
+Nothing here runs inside a jitted loop, so passes over all blocks are allowed. Loops use `take` of `take.py`.
 
 Source: TensorRT-LLM's offloading and onboarding, which swap the memory slots of two block objects.
 """
@@ -34,40 +34,40 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
 
 
 class Outgoing(Pytree, static=("held", "stays")):
-    """Device blocks that have to leave their pool rows, all [A]."""
+    """Device blocks leaving their pool rows, all [A]."""
 
-    ids: jax.Array  # i32; children before parents, subtracted from the parents' `children` already
+    ids: jax.Array  # i32; children before parents, and no longer counted in the parents' `children`
     where: jax.Array  # bool; the entries that count
-    to_host: jax.Array  # bool; goes to the host; the others are evicted
-    held: bool = False  # static; whether rows hold the blocks and keep them (a swap), or nobody does
-    stays: bool = False  # static; whether all that go to the host stay there, so that its victims are others
+    to_host: jax.Array  # bool; whether the block goes to the host or is evicted
+    held: bool = False  # static; whether rows hold the blocks and keep them (a swap)
+    stays: bool = False  # static; whether all blocks that go to the host stay there, so that it has other victims
 
 
 class Transfers(Pytree):
     """The parts of a call; see the drawing at the top."""
 
-    offloaded: jax.Array  # bool[A]; those of `Outgoing.ids` that end on the host
+    offloaded: jax.Array  # bool[A]; whether a block of `Outgoing.ids` ends on the host
     # i32[2A]; host blocks that leave the index: descendants of evicted blocks, then the host's victims
     dropped: jax.Array
-    removed: jax.Array  # i32[3A]; evicted and dropped blocks, children before parents; then NO_BLOCK
+    removed: jax.Array  # i32[3A]; evicted and dropped blocks, children before parents, then NO_BLOCK
     onboarded: jax.Array  # i32[C]
     host_tier: Host  # after the choice of its victims, before any block has moved
-    ok: jax.Array  # bool[]; whether it can be done
+    ok: jax.Array  # bool[]; whether the transfers can be done
 
 
 class Rows(Pytree):
     """The pool row of each block after a call."""
 
-    pool_row: jax.Array  # i32[B]; as in `Host`
+    pool_row: jax.Array  # i32[B]; see `Host`
     free: jax.Array  # i32[.]; blocks without holders and contents, packed: first those with pool rows on the device
-    num_on_device: jax.Array  # i32[]; how many free blocks have pool rows on the device
-    num_free: jax.Array  # i32[]; how many blocks are free
-    num_popped: jax.Array  # i32[]; how many free blocks were on the host's stack
+    num_on_device: jax.Array  # i32[]; free blocks with pool rows on the device
+    num_free: jax.Array  # i32[]; free blocks
+    num_popped: jax.Array  # i32[]; free blocks that were on the host's stack
 
 
 def take_over_tiers(
     group: Group,
-    number: int,
+    group_index: int,
     policy: EvictionPolicy,
     need: jax.Array,
     size: int,
@@ -78,8 +78,9 @@ def take_over_tiers(
     extra: jax.Array | int,
     stays: bool,
 ) -> Taken:
-    """Takes `need` blocks for one holder each and brings blocks back, offloading the policy's victims; see `take`."""
-    host, before = host_of(group), group.blocks
+    """Takes `need` blocks for a holder each and brings blocks back, offloading the policy's victims; see `take`."""
+    host = host_of(group)
+    before = group.blocks
     device_rows = group.empty.shape[0]
     total = need + count(onboarded >= 0) + extra
     popped = jnp.minimum(need + count(onboarded >= 0), group.num_empty)
@@ -97,16 +98,19 @@ def take_over_tiers(
     fits = (total <= group.available) & (count(claimed) == num_victims)
     outgoing = Outgoing(ids, claimed, claimed & (pick(priorities, ids) >= min_priority), stays=stays)
     group_after_claim = group.replace(blocks=blocks, policy=pstate)
-    taken = transfer(group_after_claim, number, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped)
+    taken = transfer(
+        group_after_claim, group_index, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped
+    )
     ok = fits & taken.ok
-    group, ids = either(ok, taken.group, group), jnp.where(ok, taken.ids, NO_BLOCK)[:size]
+    group = either(ok, taken.group, group)
+    ids = jnp.where(ok, taken.ids, NO_BLOCK)[:size]
     removed, updated = (records.only(ok) for records in (taken.removed, taken.updated))
     return Taken(group, ids, ok, removed, updated, taken.orders.only(ok))
 
 
 def transfer(
     group: Group,
-    number: int,
+    group_index: int,
     policy: EvictionPolicy,
     outgoing: Outgoing,
     now: jax.Array,
@@ -115,24 +119,29 @@ def transfer(
     need: jax.Array | None = None,
     popped: jax.Array | None = None,
 ) -> Taken:
-    """Lets `outgoing` blocks leave the device, brings `onboarded` i32[C] back, and takes `need` i32[] empty ones.
+    """Moves `outgoing` blocks off the device, brings `onboarded` i32[C] back, and takes `need` i32[] empty blocks.
 
-    The outgoing blocks of group `number` are claimed. `popped` i32[] blocks that are empty before are used too. What
-    was taken is valid only if `ok`, with records for all that can happen.
+    The outgoing blocks are claimed. The call may also use `popped` i32[] empty blocks. The taken
+    blocks are valid only if `ok`; the lists of records have room for every possible change.
     """
     onboarded = jnp.full((1,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
     need, popped = (jnp.int32(0) if blocks is None else blocks for blocks in (need, popped))
     transfers = plan_transfers(group, policy, outgoing, onboarded, now)
     rows = assign_rows(group, outgoing, transfers, popped)
-    return apply_transfers(group, number, policy, outgoing, transfers, rows, need, popped, now)
+    return apply_transfers(group, group_index, policy, outgoing, transfers, rows, need, popped, now)
 
 
 def plan_transfers(
     group: Group, policy: EvictionPolicy, outgoing: Outgoing, onboarded: jax.Array, now: jax.Array
 ) -> Transfers:
-    """Decides which of the outgoing blocks end on the host, and which blocks of the host leave the index for that."""
-    blocks, host, ids, num_ids = group.blocks, host_of(group), outgoing.ids, group.blocks.fill.shape[0]
-    size, to_host, parent = ids.shape[0], outgoing.where & outgoing.to_host, pick(blocks.parent, ids)[:, 0]
+    """Decides which outgoing blocks end on the host, and which blocks of the host leave the index to make room."""
+    blocks = group.blocks
+    host = host_of(group)
+    ids = outgoing.ids
+    num_ids = blocks.fill.shape[0]
+    size = ids.shape[0]
+    to_host = outgoing.where & outgoing.to_host
+    parent = pick(blocks.parent, ids)[:, 0]
     has_parent = (pick(blocks.fill, ids) > 0) & (parent >= 0)
     host = host.replace(num_host_children=add(host.num_host_children, parent, 1, to_host & has_parent, unique=False))
 
@@ -146,7 +155,7 @@ def plan_transfers(
     pulled_down = jnp.nonzero(doomed & ~is_outgoing, size=size, fill_value=NO_BLOCK)[0].astype(jnp.int32)
     ok = ok & (count(doomed & ~is_outgoing) <= size)
 
-    # The host's victims are chosen as if all blocks had arrived, so that these may be among them unless they must stay.
+    # The host's victims are chosen as if all blocks had arrived: an arrival may be a victim unless it must stay.
     offloaded = to_host & ~pick(doomed, ids)
     capacity = host.num_empty + count(pulled_down >= 0) + count(onboarded >= 0)
     overflow = jnp.maximum(count(offloaded) - capacity, 0)
@@ -171,8 +180,10 @@ def _host_victims(
     overflow: jax.Array,
     now: jax.Array,
 ) -> tuple[jax.Array, Host]:
-    """The host's victims i32[A], `overflow` of them if there are so many; and the host without them."""
-    blocks, size, num_ids = group.blocks, outgoing.ids.shape[0], group.blocks.fill.shape[0]
+    """Chooses the host's victims i32[A], at most `overflow`. Also returns the host without them."""
+    blocks = group.blocks
+    size = outgoing.ids.shape[0]
+    num_ids = group.blocks.fill.shape[0]
     incoming = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
     exempt = is_among(num_ids, onboarded, onboarded >= 0) | doomed
     exempt = exempt | incoming if outgoing.stays else exempt
@@ -195,13 +206,16 @@ def _host_victims(
 def assign_rows(group: Group, outgoing: Outgoing, transfers: Transfers, popped: jax.Array) -> Rows:
     """Assigns the pool rows of all blocks that leave a tier, and of `popped` i32[] empty device blocks.
 
-    Device rows go to onboarded blocks, then to free ones; host rows to offloaded blocks, then to free ones.
+    Device rows go to onboarded blocks, then to free blocks. Host rows go to offloaded blocks, then to free blocks.
     """
-    host, onboarded, offloaded, dropped = (
-        transfers.host_tier, transfers.onboarded, transfers.offloaded, transfers.dropped
-    )  # fmt: skip
-    pool_row, size = host.pool_row, max(outgoing.ids.shape[0], onboarded.shape[0])
-    num_onboarded, num_offloaded = count(onboarded >= 0), count(offloaded)
+    host = transfers.host_tier
+    onboarded = transfers.onboarded
+    offloaded = transfers.offloaded
+    dropped = transfers.dropped
+    pool_row = host.pool_row
+    size = max(outgoing.ids.shape[0], onboarded.shape[0])
+    num_onboarded = count(onboarded >= 0)
+    num_offloaded = count(offloaded)
     index = jnp.arange(size, dtype=jnp.int32)
     num_popped = jnp.maximum(num_offloaded - num_onboarded - count(dropped >= 0), 0)
     from_stack = jnp.where(index < popped, pick(group.empty, group.num_empty - 1 - index), NO_BLOCK)
@@ -225,7 +239,7 @@ def assign_rows(group: Group, outgoing: Outgoing, transfers: Transfers, popped: 
 
 def apply_transfers(
     group: Group,
-    number: int,
+    group_index: int,
     policy: EvictionPolicy,
     outgoing: Outgoing,
     transfers: Transfers,
@@ -234,18 +248,27 @@ def apply_transfers(
     popped: jax.Array,
     now: jax.Array,
 ) -> Taken:
-    """Moves the blocks to their rows, orders the moves of their bytes and takes `need` free ones; see `transfer`."""
-    blocks, host, onboarded, offloaded = group.blocks, transfers.host_tier, transfers.onboarded, transfers.offloaded
-    free, index = rows.free, jnp.arange(rows.free.shape[0], dtype=jnp.int32)
+    """Moves the blocks to their rows, orders the moves of their bytes and takes `need` free blocks; see `transfer`."""
+    blocks = group.blocks
+    host = transfers.host_tier
+    onboarded = transfers.onboarded
+    offloaded = transfers.offloaded
+    free = rows.free
+    index = jnp.arange(rows.free.shape[0], dtype=jnp.int32)
     moved = jnp.concatenate([jnp.where(offloaded, outgoing.ids, NO_BLOCK), onboarded])
     level = (jnp.arange(moved.shape[0], dtype=jnp.int32) < offloaded.shape[0]).astype(jnp.int32)
-    updated = updates(blocks, number, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
+    updated = updates(blocks, group_index, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
     ordered = orders(
-        moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.pool_row, moved),
+        moved >= 0,
+        group=group_index,
+        block=moved,
+        move_id=next_move(host),
+        source=pick(host.pool_row, moved),
         target=pick(rows.pool_row, moved),
-    )  # fmt: skip
+    )
 
-    removed, parent = transfers.removed, pick(blocks.parent, onboarded)[:, 0]
+    removed = transfers.removed
+    parent = pick(blocks.parent, onboarded)[:, 0]
     idle = (onboarded >= 0) & (pick(blocks.refcount, onboarded) == 0)
     has_parent = (onboarded >= 0) & (pick(blocks.fill, onboarded) > 0) & (parent >= 0)
     refcount = put(blocks.refcount, removed, 0, removed >= 0)
@@ -275,7 +298,7 @@ def apply_transfers(
         num_empty=group.num_empty - popped + count(on_stack),
         num_cached=group.num_cached - (0 if outgoing.held else count(outgoing.where)) + count(idle),
     )
-    group, left_index = leave_index(group, number, removed, removed >= 0, counted=False)
+    group, left_index = leave_index(group, group_index, removed, removed >= 0, counted=False)
     pstate = policy.touched(pstate, group.blocks, jnp.where(idle, onboarded, NO_BLOCK), now)
     group = find_unevictable(group.replace(policy=pstate))
     ids = jnp.where(index < need, free, NO_BLOCK)

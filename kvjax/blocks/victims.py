@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claiming the blocks that a policy has named."""
+"""Claims the blocks named by a policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Taken(Pytree):
     """The result of `take`."""
 
     group: Group  # the group after `take`
-    ids: jax.Array  # i32[.]; the taken blocks, NO_BLOCK after them
-    ok: jax.Array  # bool[]; whether all were taken; if not, nothing has changed
+    ids: jax.Array  # i32[.]; the taken blocks, then NO_BLOCK
+    ok: jax.Array  # bool[]; whether all blocks were taken; if not, nothing has changed
     removed: Records  # records of blocks that are no longer findable
     updated: Records  # records of blocks that changed tier
     orders: Transfer  # the moves between tiers
@@ -38,8 +38,8 @@ def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax
 
     def reject(carry):
         children, claimed = carry
-        bad = claimed & (pick(children, ids) != 0)
-        return add(children, parent, 1, bad & (parent >= 0), unique=False), claimed & ~bad
+        rejected = claimed & (pick(children, ids) != 0)
+        return add(children, parent, 1, rejected & (parent >= 0), unique=False), claimed & ~rejected
 
     children, claimed = loop(lambda carry: jnp.any(carry[1] & (pick(carry[0], ids) != 0)), reject, (children, in_order))
     refcount = put(refcount, ids, claimed.astype(jnp.int32), named)

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window groups: blocks that layers with a sliding attention window share, or recurrent layers.
+"""Window groups: blocks of layers with a sliding attention window, or of recurrent layers.
 
 The first group holds all blocks of every sequence: it compares contents, links prefixes and finds them, once for all
-groups. A window group has blocks of its own for the positions that its layers can still see. Each is linked to
+groups. A window group has blocks of its own for the positions its layers can still see. Each is linked to
 the block of the first group with the same prefix, its `group0_block`:
 
     first group   table 2 0 3 7    root <- 2 <- 0 <- 3       7 being filled
     window group  table - - 5 1    group0_block of 5: 3            1 being filled
 
-A block is found through that block, and leaves the index with it, so hits are exact here too. Victims are chosen by age
-alone: the front of a sequence leaves before its end, since no block depends on another.
+A window block is found through its `group0_block` and leaves the index with it, so hits are exact in every group.
+Victims are chosen by age alone: the front of a sequence leaves before its end, since no window block depends on
+another.
 
-A recurrent layer is a window of 2: the next token needs the block of the token before, which holds the state after it,
-a snapshot. Snapshots with one child, which a row has gone past, leave before those with none or several: what stays are
-the ends of conversations and the prefixes that prompts share.
+A recurrent layer is a window of 2: the next token needs the block of the token before, which holds a snapshot, the
+state after that token. A snapshot that a row has gone past and that has a single child leaves before snapshots with no
+child or with several. The ends of conversations and the shared prefixes of prompts stay longest.
 
 Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
 """
@@ -45,69 +46,84 @@ WINDOWS = lru()
 SNAPSHOTS = by_class(_is_wanted, classes=2, name="snapshots")
 
 
-def policy_of(state: CacheState, number: int) -> EvictionPolicy:
-    """The policy that chooses a group's victims: the cache's in the first group, in others their own."""
-    return state.policy if number == 0 else own_policy(state.groups[number].blocks)
+def policy_of(state: CacheState, group_index: int) -> EvictionPolicy:
+    """Returns the policy of a group: the cache's for the first group, else `own_policy`."""
+    return state.policy if group_index == 0 else own_policy(state.groups[group_index].blocks)
 
 
 def own_policy(blocks: Blocks) -> EvictionPolicy:
-    """The policy of a window group: by age alone, of snapshots those first that a row has gone past."""
+    """Returns the policy of a window group: by age, but snapshots passed by a row leave first."""
     return WINDOWS if blocks.passed is None else SNAPSHOTS
 
 
 def link_blocks(
-    group: Group, number: int, tree: Blocks, own: jax.Array, target: jax.Array, where: jax.Array, fill: jax.Array | int
+    group: Group,
+    group_index: int,
+    tree: Blocks,
+    ids: jax.Array,
+    target: jax.Array,
+    where: jax.Array,
+    fill: jax.Array | int,
 ) -> tuple[Group, Records]:
-    """Links blocks own i32[K] to blocks target i32[K] of the first group, where bool[K]: they become findable.
+    """Makes blocks ids i32[K] findable, where bool[K], by linking them to blocks target i32[K] of the first group.
 
-    All are different. Own ones are not findable yet, and hold `fill` tokens; targets are findable, and without a block
-    in this group, whose number is `number`. `tree` has the blocks of the first group. Also returns K records, stored.
+    All are different. Blocks `ids` are not findable yet, and hold `fill` tokens. Targets are findable and have no block
+    in this group. `tree` has the blocks of the first group. Also returns K records, stored.
     """
-    (group0_block, window_block), blocks = _group0_and_window_blocks(group), group.blocks
-    generation, parent = add(blocks.generation, own, 1, where), pick(tree.parent, target)
+    group0_block, window_block = _group0_and_window_blocks(group)
+    blocks = group.blocks
+    generation = add(blocks.generation, ids, 1, where)
+    parent = pick(tree.parent, target)
     stored = record(
-        EventKind.STORED, where, group=number, block=own, generation=pick(generation, own), source=parent[:, 0],
-        source_generation=parent[:, 1], num_tokens=fill,
-    )  # fmt: skip
-    passed = None if blocks.passed is None else put(blocks.passed, own, False, where)
+        EventKind.STORED,
+        where,
+        group=group_index,
+        block=ids,
+        generation=pick(generation, ids),
+        source=parent[:, 0],
+        source_generation=parent[:, 1],
+        num_tokens=fill,
+    )
+    passed = None if blocks.passed is None else put(blocks.passed, ids, False, where)
     group = group.replace(
         blocks=blocks.replace(
             generation=generation,
-            fill=put(blocks.fill, own, fill, where),
-            hits=put(blocks.hits, own, 0, where),
+            fill=put(blocks.fill, ids, fill, where),
+            hits=put(blocks.hits, ids, 0, where),
             passed=passed,
         ),
-        group0_block=put(group0_block, own, target, where),
-        window_block=put(window_block, target, own, where),
+        group0_block=put(group0_block, ids, target, where),
+        window_block=put(window_block, target, ids, where),
     )
     return group, stored
 
 
-def note(group: Group, own: jax.Array, target: jax.Array) -> Group:
-    """Notes the first group's blocks target i32[K] of blocks own i32[K], NO_BLOCK for none, which are not findable."""
+def set_group0_blocks(group: Group, ids: jax.Array, target: jax.Array) -> Group:
+    """Sets the `group0_block` of blocks ids i32[K], NO_BLOCK for none, to target i32[K]; they are not findable."""
     group0_block, window_block = fence(*_group0_and_window_blocks(group))  # `clear_window_blocks` has read the former
-    return group.replace(group0_block=put(group0_block, own, target, own >= 0), window_block=window_block)
+    return group.replace(group0_block=put(group0_block, ids, target, ids >= 0), window_block=window_block)
 
 
 def follow(
-    group: Group, number: int, tree: Blocks, dedup: Dedup, filled: Filled, now: jax.Array
+    group: Group, group_index: int, tree: Blocks, dedup: Dedup, filled: Filled, now: jax.Array
 ) -> tuple[Group, Records, Records]:
-    """Publishes or merges a window group's blocks in the filled columns [K], as `dedup` [K] of the first group says.
+    """Publishes or merges a window group's blocks in the filled columns [K], according to `dedup` [K].
 
-    Also returns K records, stored; and records, updated.
+    `dedup` is the outcome for the first group, whose blocks are `tree`. Also returns K records, stored, and records,
+    updated.
     """
     where = (filled.row, filled.column)
-    own = pick(group.table, where)
-    good = (dedup.publish | dedup.merge) & group.arrived(own)
-    missing = good & dedup.first & (group.in_this_group(dedup.target) < 0)
-    group, own, missing, good = fence(group, own, missing, good)
-    group, stored = link_blocks(group, number, tree, own, dedup.target, missing, tree.tokens.shape[1])
+    ids = pick(group.table, where)
+    accepted = (dedup.publish | dedup.merge) & group.arrived(ids)
+    missing = accepted & dedup.first & (group.in_this_group(dedup.target) < 0)
+    group, ids, missing, accepted = fence(group, ids, missing, accepted)
+    group, stored = link_blocks(group, group_index, tree, ids, dedup.target, missing, tree.tokens.shape[1])
     duplicate = group.in_this_group(dedup.target)
-    swap = good & (duplicate >= 0) & (duplicate != own)
+    swap = accepted & (duplicate >= 0) & (duplicate != ids)
     group, duplicate, swap = fence(group, duplicate, swap)
     policy = own_policy(group.blocks)
-    group, updated = take_over(group, number, policy, own, duplicate, swap & dedup.first)
-    group = merge(group, policy, own, duplicate, swap, dedup.first, now)
+    group, updated = take_over(group, group_index, policy, ids, duplicate, swap & dedup.first)
+    group = merge(group, policy, ids, duplicate, swap, dedup.first, now)
     table = put(group.table, where, duplicate, swap)
     return group.replace(table=table), stored, updated
 
@@ -119,7 +135,7 @@ def clear_window_blocks(group: Group, ids: jax.Array, where: jax.Array) -> Group
 
 
 def _group0_and_window_blocks(group: Group) -> tuple[jax.Array, jax.Array]:
-    """`group0_block` of a window group, and its inverse, `window_block`."""
+    """Returns `group0_block` of a window group and its inverse, `window_block`."""
     assert group.group0_block is not None and group.window_block is not None
     return group.group0_block, group.window_block
 
@@ -131,27 +147,29 @@ def slide(
     start: jax.Array,
     end: jax.Array,
     max_tokens: int,
-    size: int,
+    block_size: int,
     now,
 ) -> Group:
     """Releases blocks of different rows i32[R] that leave the window when written tokens grow from start to end i32[R].
 
-    A row can have grown by at most `max_tokens`, which is static.
+    A row can have grown by at most `max_tokens`, static.
     """
-    columns = runs(spec.first_column(start, size), -(-max_tokens // size))
+    columns = runs(spec.first_column(start, block_size), -(-max_tokens // block_size))
     where = (jnp.broadcast_to(rows[:, None], columns.shape), columns)
     ids = pick(group.table, where)
-    leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], size)
+    leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], block_size)
     table, ids, leave = fence(group.table, ids, leave)
-    group, ids, leave = group.replace(table=put(table, where, NO_BLOCK, leave)), ids.reshape(-1), leave.reshape(-1)
+    group = group.replace(table=put(table, where, NO_BLOCK, leave))
+    ids = ids.reshape(-1)
+    leave = leave.reshape(-1)
     return give_back_shared(group, own_policy(group.blocks), ids, 1, leave, now)
 
 
 def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Group:
-    """Notes which snapshots rows have gone past, among blocks that were just filled and their parents.
+    """Marks the snapshots passed by rows, among newly filled blocks and their parents.
 
-    With its first child a snapshot is among those that leave first, and with its second one, where prompts part, among
-    the others. `tree` is the first group, and `dedup` [K] what it did with the filled blocks.
+    With its first child a snapshot becomes one of the first to leave. With its second child, where prompts part,
+    it no longer is. `tree` is the first group, and `dedup` [K] its outcome for the filled blocks.
     """
     if group.blocks.passed is None:
         return group
@@ -160,18 +178,22 @@ def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Grou
 
 
 def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
-    """`mark_passed` for blocks ids i32[K] of the first group, where bool[K]; one may occur several times."""
+    """Applies `mark_passed` to blocks ids i32[K] of the first group, where bool[K]. A block may occur several times."""
     passed = group.blocks.passed
     if passed is None:
         return group
-    ids, is_passed = group.in_this_group(ids), tree.num_children(ids) == 1
+    window_ids = group.in_this_group(ids)
+    is_passed = tree.num_children(ids) == 1
+    ids = window_ids
     where = where & (ids >= 0) & (pick(passed, ids) != is_passed)
     holders = pick(group.blocks.refcount, ids)
     group, ids, is_passed, where, holders = fence(group, ids, is_passed, where, holders)
     refcount, changed = last_of_each(group.blocks.refcount, ids, where)
-    refcount, passed = put(refcount, ids, holders, changed), put(group.blocks.passed, ids, is_passed, changed)
+    refcount = put(refcount, ids, holders, changed)
+    passed = put(group.blocks.passed, ids, is_passed, changed)
     group = group.replace(blocks=group.blocks.replace(refcount=refcount, passed=passed))
-    idle, on_device = changed & (holders == 0), group.on_device(ids)
+    idle = changed & (holders == 0)
+    on_device = group.on_device(ids)
     group = touch_host(group, SNAPSHOTS, ids, idle & ~on_device, now)
     ids = jnp.where(idle & on_device, ids, NO_BLOCK)
     return group.replace(policy=SNAPSHOTS.touched(group.policy, group.blocks, ids, now))
@@ -180,17 +202,17 @@ def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.A
 def regain(
     groups: Sequence[Group], tables: Sequence[jax.Array], lacking: Sequence[jax.Array], ok: jax.Array
 ) -> tuple[jax.Array, list[Group], list[jax.Array]]:
-    """Holds again the blocks that a row's windows lack, where ok bool[], if all of them are on the device; else none.
+    """Holds the blocks that a row's windows lack again, where ok bool[], if all of them are on the device; else none.
 
-    The tables i32[M] are the row's in all groups; for each window group `lacking` bool[M] has the columns to fill.
-    Returns whether it was done, the window groups, and the tables of all groups.
+    `tables` i32[M] are the row's tables in all groups. `lacking` bool[M], for each window group, has the columns to
+    fill. Returns whether it was done, the window groups, and the tables of all groups.
     """
-    own = [
+    group_blocks = [
         jnp.where(columns, group.in_this_group(tables[0]), NO_BLOCK)
         for group, columns in zip(groups, lacking, strict=True)
     ]
-    for group, columns, blocks in zip(groups, lacking, own, strict=True):
+    for group, columns, blocks in zip(groups, lacking, group_blocks, strict=True):
         ok = ok & ~jnp.any(columns & ~group.reachable(blocks, ("device",)))
-    held = [hold(group, blocks, ok & (blocks >= 0)) for group, blocks in zip(groups, own, strict=True)]
-    found = [jnp.where(ok & (table < 0), ids, table) for table, ids in zip(tables[1:], own, strict=True)]
-    return ok, held, [tables[0], *found]
+    held = [hold(group, blocks, ok & (blocks >= 0)) for group, blocks in zip(groups, group_blocks, strict=True)]
+    filled = [jnp.where(ok & (table < 0), ids, table) for table, ids in zip(tables[1:], group_blocks, strict=True)]
+    return ok, held, [tables[0], *filled]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at a cache: whether it is sound, what it holds, in text, numbers and pictures."""
+"""Inspects a cache: its soundness and its contents, as text, numbers and pictures."""
 
 from kvjax.debug.counts import Stats, stats
 from kvjax.debug.invariants import RequestError, check, checked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting a cache on the host: what its blocks and its events add up to."""
+"""Counts of a cache on the host: blocks, slots and rows."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from kvjax.state import CacheState
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Totals of a state. `print` it for one line. Slots are token positions, `block_size` to a block.
+    """Totals of a state. `print` shows them in a line. Slots are token positions, `block_size` to a block.
 
     Attributes:
-      block_size: P.
-      num_blocks: blocks in use on the device: active + cached + empty; 0 if it was out of range (see `init`).
-      active_blocks: blocks that rows or pins hold.
-      cached_blocks: blocks without holders whose contents can be reused.
+      block_size: tokens of a block, P.
+      num_blocks: blocks in use on the device: active + cached + empty, or 0 after an invalid number (see `init`).
+      active_blocks: blocks held by rows or pins.
+      cached_blocks: blocks with reusable contents and without holders.
       empty_blocks: blocks without contents. New tokens can take cached and empty blocks.
-      num_rows: S.
-      active_rows: rows that hold a sequence.
-      row_tokens: written tokens in the rows' blocks on the device; a shared token counts once for each row. With a
-        window a row has only blocks that its next token sees.
-      written_slots: slots of active blocks whose K/V are written; a shared slot counts once.
-      reserved_slots: slots of active blocks that some row has reserved and that are not yet written.
-      cached_slots: slots of cached blocks that hold contents.
-      host_blocks: H: active + cached + empty; the slots above are those of the device alone.
-      host_active_blocks: blocks on the host that swapped-out rows or pins hold.
-      host_cached_blocks: blocks on the host whose contents can be reused.
+      num_rows: rows of the cache, S.
+      active_rows: rows with a sequence.
+      row_tokens: written tokens in the rows' blocks on the device. A shared token counts once for each row. With a
+        window a row has only the blocks that its next token sees.
+      written_slots: written slots of active blocks. A shared slot counts once.
+      reserved_slots: slots of active blocks reserved by a row and not yet written.
+      cached_slots: slots of cached blocks with contents.
+      host_blocks: blocks on the host: active + cached + empty. The slots above are on the device.
+      host_active_blocks: blocks on the host held by swapped-out rows or by pins.
+      host_cached_blocks: blocks on the host with reusable contents.
       host_empty_blocks: blocks on the host without contents.
-      in_transit_blocks: blocks on the move, counted on the tier that they move to.
+      in_transit_blocks: blocks on the move, counted on their new tier.
     """
 
     block_size: int
@@ -63,51 +63,51 @@ class Stats:
 
     @property
     def filled_slots(self) -> int:
-        """Slots that hold K/V in use or for reuse."""
+        """Slots with K/V in use or for reuse."""
         return self.written_slots + self.cached_slots
 
     @property
     def active_share(self) -> float:
-        """Share of the blocks that are active: 1.0 means that nothing more can be admitted."""
+        """Share of the blocks that are active. At 1.0 nothing more can be admitted."""
         return self.active_blocks / self.num_blocks if self.num_blocks else 1.0
 
     @property
     def filled_share(self) -> float:
-        """Share of all slots that hold K/V in use or for reuse."""
+        """Share of all slots with K/V in use or for reuse."""
         return self.filled_slots / self.total_slots if self.total_slots else 0.0
 
     @property
     def unused_share(self) -> float:
-        """Share of the active blocks' slots that hold nothing: allocated but not (or not yet) written."""
+        """Share of the active blocks' slots without contents: allocated, but not (or not yet) written."""
         allocated = self.active_blocks * self.block_size
         return 1 - self.written_slots / allocated if allocated else 0.0
 
     @property
     def sharing(self) -> float:
-        """Rows that read the average written slot: 1.0 means that nothing is shared."""
+        """Number of rows that read the average written slot. At 1.0 nothing is shared."""
         return self.row_tokens / self.written_slots if self.written_slots else 1.0
 
     @property
     def lines(self) -> list[str]:
-        """Counts in words, of the device and of the host if there is one."""
+        """Counts in words, of the device and of the host if there is a host tier."""
         return count_lines(self)
 
     def __str__(self) -> str:
-        """One line of counts."""
+        """Counts in a line."""
         return "; ".join(self.lines)
 
 
 @on_state
 def stats(state: CacheState, group: int = 0) -> Stats:
-    """Counts one group of a state on the host.
+    """Counts a group of a state on the host.
 
     Args:
-      state: the cache; not traced.
-      group: number of the group.
+      state: the cache, not traced.
+      group: index of the group.
 
     Returns:
-      Counts of blocks, slots and rows as they stand. What happened so far (tokens queried and reused, copies,
-      evictions) is in the events, not in the state.
+      Counts of the present blocks, slots and rows. The events, not the state, have the history: tokens queried and
+      reused, copies, evictions.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -123,59 +123,72 @@ def stats(state: CacheState, group: int = 0) -> Stats:
 
 def tally(state: CacheState, seen: Inspection) -> Stats:
     """Counts of an inspected group of `state`."""
-    active, cached = (seen.condition == kind for kind in (Condition.ACTIVE, Condition.CACHED))
+    active = seen.condition == Condition.ACTIVE
+    cached = seen.condition == Condition.CACHED
     _, *device, host_empty, host_cached, host_active = np.bincount(seen.condition, minlength=len(Condition)).tolist()
     return Stats(
-        block_size=state.spec.block_size, num_rows=state.spec.max_seqs, active_rows=int(np.sum(seen.length > 0)),
-        num_blocks=sum(device), empty_blocks=device[0], cached_blocks=device[1], active_blocks=device[2],
-        row_tokens=int(np.sum(seen.held)), written_slots=int(np.sum(seen.written[active])),
+        block_size=state.spec.block_size,
+        num_rows=state.spec.max_seqs,
+        active_rows=int(np.sum(seen.length > 0)),
+        num_blocks=sum(device),
+        empty_blocks=device[0],
+        cached_blocks=device[1],
+        active_blocks=device[2],
+        row_tokens=int(np.sum(seen.held)),
+        written_slots=int(np.sum(seen.written[active])),
         reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
-        cached_slots=int(np.sum(seen.fill[cached])), host_blocks=host_empty + host_cached + host_active,
-        host_empty_blocks=host_empty, host_cached_blocks=host_cached, host_active_blocks=host_active,
+        cached_slots=int(np.sum(seen.fill[cached])),
+        host_blocks=host_empty + host_cached + host_active,
+        host_empty_blocks=host_empty,
+        host_cached_blocks=host_cached,
+        host_active_blocks=host_active,
         in_transit_blocks=int(np.sum(seen.moving)),
-    )  # fmt: skip
+    )
 
 
 def count_lines(stats: Stats, since: Stats | None = None) -> list[str]:
-    """Counts in words, of the device and of the host if there is one; with `since`, earlier counts, their changes."""
+    """Counts in words, of the device and of the host if there is a host tier. Shows changes since earlier counts."""
     if since is None and not stats.num_blocks:
         return ["num_blocks out of range: no block is in use"]
-    number = lambda name: change(getattr(since or stats, name), getattr(stats, name))  # noqa: E731
+    count = lambda name: change(getattr(since or stats, name), getattr(stats, name))  # noqa: E731
     blocks, on_host = (
-        ", ".join(f"{number(f'{tier}{kind}_blocks')} {kind}" for kind in ("active", "cached", "empty"))
+        ", ".join(f"{count(f'{tier}{kind}_blocks')} {kind}" for kind in ("active", "cached", "empty"))
         for tier in ("", "host_")
     )
     slots = "" if since else f"; {stats.filled_slots:,} of {stats.total_slots:,} slots filled"
-    rows = f"{number('active_rows')} of {stats.num_rows:,} rows in use"
-    lines = [f"{number('num_blocks')} blocks: {blocks}{slots}; {rows}"]
+    rows = f"{count('active_rows')} of {stats.num_rows:,} rows in use"
+    lines = [f"{count('num_blocks')} blocks: {blocks}{slots}; {rows}"]
     if stats.host_blocks:
-        moving = number("in_transit_blocks")
+        moving = count("in_transit_blocks")
         lines.append(f"on the host {stats.host_blocks:,} blocks: {on_host}; {moving} on the move")
     return lines
 
 
 def change(old: int, new: int) -> str:
-    """The new number, behind the old one if that differs."""
+    """The new number, preceded by the old number if it differs."""
     return f"{new:,}" if old == new else f"{old:,} -> {new:,}"
 
 
 @own_transfers()
 def one_line(owner: Any, state: Any, *sizes: str) -> str:
-    """One line for a state or for its owner, traced or donated too: shapes, sizes, and counts if it has any."""
-    spec, why = state.spec, uncounted(owner, state)
+    """A line for a state or its owner, even if traced or donated: shapes, sizes, and counts if possible."""
+    spec = state.spec
+    reason = uncounted(owner, state)
     line = f"blocks of {spec.block_size:,} tokens, {spec.max_seqs:,} rows of up to {spec.max_blocks_per_seq:,} blocks"
     line = ", ".join([line, *sizes])
-    for number, group in enumerate(spec.groups):
+    for group_index, group in enumerate(spec.groups):
         host = f" and {group.num_host_blocks:,} on the host" if group.num_host_blocks else ""
-        counts = f"{group.num_blocks:,} blocks{host}" if why else str(tally(state, inspect_group(state, number)))
-        line += f"; {spec.group_name(number)}{counts}"
-    return f"{type(owner).__name__}({line}{f'; {why}' if why else ''})"
+        counts = (
+            f"{group.num_blocks:,} blocks{host}" if reason else str(tally(state, inspect_group(state, group_index)))
+        )
+        line += f"; {spec.group_name(group_index)}{counts}"
+    return f"{type(owner).__name__}({line}{f'; {reason}' if reason else ''})"
 
 
 def uncounted(owner: Any, state: Any) -> str:
-    """Why the blocks of an owner's state cannot be counted; "" if they can."""
-    if why := unreadable((state, getattr(owner, "pools", None), getattr(owner, "host", None))):
-        return why
+    """The reason that the blocks of an owner's state cannot be counted, or ""."""
+    if reason := unreadable((state, getattr(owner, "pools", None), getattr(owner, "host", None))):
+        return reason
     shapes = [state.seqs.length.shape, *(group.blocks.refcount.shape for group in state.groups)]
     if shapes == [(state.spec.max_seqs,), *((group.num_ids,) for group in state.spec.groups)]:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at a state from the host: is it sound, what does it hold, and was a request done?"""
+"""Checks of a state on the host: invariants, and the status of a request."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from kvjax.state import LOST, NO_BLOCK, CacheState
 
 
 class RequestError(ValueError):
-    """A request that a checked verb did not do; `row` and `status` say which and why."""
+    """A request refused by a checked verb, with the `row` and the `status`."""
 
     def __init__(self, verb: str, row: int, status: Status):
         super().__init__(f"{verb}: row {row} of the request was refused with {status.name}")
-        self.row, self.status = row, status
+        self.row = row
+        self.status = status
 
 
 def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any, Events]]:
-    """Wraps a verb, jitted or not, so that it raises where a precondition is broken; reads the status on the host.
+    """Wraps a verb, jitted or not. The wrapper reads the status on the host, and raises for broken preconditions.
 
     A full pool or row is not an error: NO_BLOCKS and ROW_FULL come back as data.
 
     Raises:
-      RequestError: naming the row and the status, BAD_REQUEST or HELD.
+      RequestError: for BAD_REQUEST or HELD, with the row and the status.
 
     Example:
       >>> admit = kvjax.debug.checked(kvjax.admit)
@@ -61,11 +62,11 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
     """Verifies every invariant of a state, on the host.
 
     Args:
-      state: the cache; not traced.
-      rows: those that may be in use, such as none after a run that should have released its rows; None: any.
+      state: the cache, not traced.
+      rows: rows that may be in use, such as none after a run that releases all of its rows; None means any.
 
     Raises:
-      AssertionError: naming the invariants that are broken, with a drawing of the state.
+      AssertionError: for broken invariants, with their names and a drawing of the state.
 
     Example:
       >>> state = kvjax.init(kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4))
@@ -76,18 +77,18 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
       ...     print(str(error).splitlines()[0])
       broken: tables hold blocks for their length; entries of a row differ
     """
-    host: Any = jax.device_get(state)  # numpy arrays, which the type checker takes for arrays of jax
+    host: Any = jax.device_get(state)  # numpy arrays; the type checker would expect arrays of jax
     used = set(np.flatnonzero(host.seqs.length).tolist())
-    left = sorted(used - set(used if rows is None else rows))
-    broken = [f"{seqs(left)} in use, wanted none but {sorted(rows or ())}"] if left else []
-    own_rules = [_check_prefixes, *[_check_group0_blocks] * (len(host.groups) - 1)]
-    for number, (group, check_own) in enumerate(zip(host.groups, own_rules, strict=True)):
-        found = ["num_blocks out of range"] if group.num_blocks == 0 else []
-        found += _check_rows(host, number) + _check_counts(host, group)
-        found += check_own(host, group)
+    unexpected = sorted(used - set(used if rows is None else rows))
+    broken = [f"{seqs(unexpected)} in use, wanted none but {sorted(rows or ())}"] if unexpected else []
+    checks = [_check_prefixes, *[_check_group0_blocks] * (len(host.groups) - 1)]
+    for group_index, (group, check_group) in enumerate(zip(host.groups, checks, strict=True)):
+        failures = ["num_blocks out of range"] if group.num_blocks == 0 else []
+        failures += _check_rows(host, group_index) + _check_counts(host, group)
+        failures += check_group(host, group)
         for policy, is_device in ((group.policy, True), (getattr(group.host, "policy", None), False)):
-            found += _check_ring(group, policy, is_device) if isinstance(policy, Ring) else []
-        broken += found if len(host.groups) == 1 else [f"{rule} (group {number})" for rule in found]
+            failures += _check_ring(group, policy, is_device) if isinstance(policy, Ring) else []
+        broken += failures if len(host.groups) == 1 else [f"{rule} (group {group_index})" for rule in failures]
     if broken:
         raise AssertionError("broken: " + "; ".join(broken) + "\n" + show(state))
 
@@ -96,9 +97,12 @@ def _failures(**rules: Any) -> list[str]:
     return [name.replace("_", " ") for name, holds in rules.items() if not np.all(holds)]
 
 
-def _check_rows(state: Any, number: int) -> list[str]:
-    seqs, size, group = state.seqs, state.spec.block_size, state.groups[number]
-    held, keeps = -(-seqs.length // size), state.spec.groups[number].keeps
+def _check_rows(state: Any, group_index: int) -> list[str]:
+    seqs = state.seqs
+    size = state.spec.block_size
+    group = state.groups[group_index]
+    held = -(-seqs.length // size)
+    keeps = state.spec.groups[group_index].keeps
     columns = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (columns[None] < held[:, None]) & np.asarray(keeps(columns[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
@@ -116,7 +120,7 @@ def _check_rows(state: Any, number: int) -> list[str]:
 
 
 def _inside(ids: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """The ids clipped to indices of the array; the caller masks those that were out of range."""
+    """The ids clipped to indices of the array. The caller masks ids out of range."""
     return np.clip(ids, 0, len(array) - 1)
 
 
@@ -125,7 +129,9 @@ def _on_device(group: Any) -> np.ndarray:
 
 
 def _check_counts(state: Any, group: Any) -> list[str]:
-    blocks, num_ids, size = group.blocks, group.blocks.refcount.shape[0], len(group.empty)
+    blocks = group.blocks
+    num_ids = blocks.refcount.shape[0]
+    size = len(group.empty)
     holders = np.bincount(group.table[(group.table >= 0) & (group.table < num_ids)], minlength=num_ids)
     on_device = _on_device(group)
     cached = (blocks.refcount == 0) & (blocks.fill > 0) & on_device
@@ -143,9 +149,9 @@ def _check_counts(state: Any, group: Any) -> list[str]:
 
 
 def _after(later: Any, earlier: Any) -> np.ndarray:
-    """The distance from one 32-bit counter to another; both may have wrapped."""
-    by = np.asarray(later, np.int64) - np.asarray(earlier, np.int64)
-    return (by + 2**31) % 2**32 - 2**31
+    """The distance from a 32-bit counter to another. Both may have wrapped."""
+    distance = np.asarray(later, np.int64) - np.asarray(earlier, np.int64)
+    return (distance + 2**31) % 2**32 - 2**31
 
 
 def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
@@ -153,8 +159,12 @@ def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
 
 
 def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
-    blocks, host, ids = group.blocks, group.host, np.arange(len(group.host.pool_row))
-    on_host, parent, findable = ~_on_device(group), blocks.parent[:, 0], blocks.fill > 0
+    blocks = group.blocks
+    host = group.host
+    ids = np.arange(len(host.pool_row))
+    on_host = ~_on_device(group)
+    parent = blocks.parent[:, 0]
+    findable = blocks.fill > 0
     child = np.flatnonzero(findable & (parent >= 0) & (parent < len(ids)))
     below = np.bincount(parent[child[on_host[child]]], minlength=len(ids))
     return {
@@ -169,16 +179,18 @@ def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, 
 
 
 def _check_prefixes(state: Any, group: Any) -> list[str]:
-    """The rules of the first group alone."""
+    """The rules of the first group."""
     return _check_tree(group) + _check_links(group)
 
 
 def _check_tree(group: Any) -> list[str]:
-    blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    blocks = group.blocks
+    num_ids = blocks.refcount.shape[0]
     findable = np.flatnonzero(blocks.fill > 0)
     parent, generation = blocks.parent[findable].T
     has_parent = (parent >= 0) & (parent < num_ids)
-    above, below = parent[has_parent], findable[has_parent]
+    above = parent[has_parent]
+    below = findable[has_parent]
     on_device = _on_device(group)
     held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
     text = np.stack(jax.tree.leaves(blocks.text))
@@ -195,10 +207,12 @@ def _check_tree(group: Any) -> list[str]:
 
 
 def _check_group0_blocks(state: Any, group: Any) -> list[str]:
-    tree, blocks = state.groups[0], group.blocks
-    findable, own = np.flatnonzero(blocks.fill > 0), _inside(group.table, blocks.fill)
+    tree = state.groups[0]
+    blocks = group.blocks
+    findable = np.flatnonzero(blocks.fill > 0)
+    held = _inside(group.table, blocks.fill)
     group0_blocks = _inside(group.group0_block[findable], tree.blocks.fill)
-    rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[own] > 0)
+    rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[held] > 0)
     return _failures(
         group0_blocks_are_blocks=group0_blocks == group.group0_block[findable],
         group0_blocks_hold_as_many_tokens=tree.blocks.fill[group0_blocks] == blocks.fill[findable],
@@ -206,20 +220,24 @@ def _check_group0_blocks(state: Any, group: Any) -> list[str]:
         every_window_block_is_findable=np.sum(group.window_block >= 0) == len(findable),
         a_held_block_has_a_held_group0_block=(blocks.refcount[findable] == 0)
         | (tree.blocks.refcount[group0_blocks] > 0),
-        rows_hold_blocks_of_the_same_prefixes=(group.group0_block[own] == tree.table) | ~rows,
+        rows_hold_blocks_of_the_same_prefixes=(group.group0_block[held] == tree.table) | ~rows,
     )
 
 
 def _check_links(group: Any) -> list[str]:
-    blocks, links, num_ids = group.blocks, group.links, group.blocks.refcount.shape[0]
-    chain: dict[int, int] = {}  # which bucket each handle was reached from
+    blocks = group.blocks
+    links = group.links
+    num_ids = blocks.refcount.shape[0]
+    chain: dict[int, int] = {}  # the bucket that leads to each handle
     consistent = True
     for bucket in range(2 * num_ids, len(links.next)):
-        before, node = bucket, links.next[bucket]
+        before = bucket
+        node = links.next[bucket]
         while 0 <= node < 2 * num_ids and node not in chain:
             chain[int(node)] = bucket
             consistent &= bool(links.prev[node] == before)
-            before, node = node, links.next[node]
+            before = node
+            node = links.next[node]
         consistent &= bool(node == -1)
     findable = np.flatnonzero(blocks.fill > 0)
     wanted = [
@@ -240,9 +258,9 @@ def _check_ring(group: Any, ring: Ring, device: bool) -> list[str]:
     blocks = group.blocks
     in_tier = _on_device(group) == device
     held = int(_after(ring.tail, ring.head))
-    at = int(ring.head) + np.arange(max(min(held, len(ring.order)), 0))
-    ids = ring.order[at & (len(ring.order) - 1)]
-    live = (_after(ring.stamp[ids], at) == 0) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
+    position = int(ring.head) + np.arange(max(min(held, len(ring.order)), 0))
+    ids = ring.order[position & (len(ring.order) - 1)]
+    live = (_after(ring.stamp[ids], position) == 0) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
     cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & in_tier)
     return _failures(
         the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),

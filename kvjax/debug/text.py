@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks; or what has changed."""
+"""Draws a cache as text: counts, rows, the tree of its contents, and a map of its blocks. It also draws changes."""
 
 from __future__ import annotations
 
@@ -18,42 +18,54 @@ from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.spec import Kind
 from kvjax.state import NO_BLOCK, CacheState
 
-_ALONE = 4  # rows without company that each get a line, at one branching
-_Branch = tuple[int, list[int], list[int]]  # depth, blocks, rows; without blocks these go on alone
-_MANY = 9  # the most holders that one digit shows
+_MAX_SINGLES = 4  # rows without company that get a line each, after a branching
+_Branch = tuple[int, list[int], list[int]]  # depth, blocks, rows; no blocks if each row goes on alone
+_MAX_DIGIT = 9  # the most holders of a block that a digit shows
 _SIGNS = {
-    Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a",
-    Condition.ON_HOST_EMPTY: "-", Condition.ON_HOST_CACHED: "h", Condition.ON_HOST_ACTIVE: "s",
-}  # fmt: skip
-_TO_DEVICE, _TO_HOST = "<", ">"
+    Condition.UNUSED: " ",
+    Condition.EMPTY: ".",
+    Condition.CACHED: "c",
+    Condition.ACTIVE: "a",
+    Condition.ON_HOST_EMPTY: "-",
+    Condition.ON_HOST_CACHED: "h",
+    Condition.ON_HOST_ACTIVE: "s",
+}
+_TO_DEVICE = "<"
+_TO_HOST = ">"
 _ALIKE = {
-    Condition.EMPTY: "empty", Condition.ON_HOST_EMPTY: "empty, on the host", Condition.UNUSED: "not in use",
-}  # fmt: skip
+    Condition.EMPTY: "empty",
+    Condition.ON_HOST_EMPTY: "empty, on the host",
+    Condition.UNUSED: "not in use",
+}
 _WORDS = {
-    Condition.UNUSED: "not in use", Condition.EMPTY: "empty", Condition.CACHED: "cached",
-    Condition.ON_HOST_EMPTY: "empty", Condition.ON_HOST_CACHED: "cached",
-}  # fmt: skip
+    Condition.UNUSED: "not in use",
+    Condition.EMPTY: "empty",
+    Condition.CACHED: "cached",
+    Condition.ON_HOST_EMPTY: "empty",
+    Condition.ON_HOST_CACHED: "cached",
+}
 
 
 @on_state
 def show(state: CacheState, *, since: CacheState | None = None, width: int = 100, max_lines: int = 16) -> str:
-    """Draws a cache in text, a broken one too: `check` puts the drawing into its message.
+    """Draws a cache as text, even a broken cache: `check` puts the drawing into its message.
 
-    A loop that runs has donated its arrays: another thread draws a copy, such as `progress.state` of a `stream`.
+    A running loop has donated its arrays. In another thread, draw a copy, such as `progress.state` of a `stream`.
 
     Args:
-      state: the cache; not traced.
-      since: an earlier state of the same spec: then only what has changed since is drawn, its rows and its blocks.
-      width: columns to stay within.
-      max_lines: the most lines for each part of a group; the rest is counted, and a map draws several blocks as one.
+      state: the cache, not traced.
+      since: an earlier state of the same spec, to draw only rows and blocks changed since. None draws everything.
+      width: maximum width in columns.
+      max_lines: maximum number of lines for each part of a group. Further rows and blocks are only counted, and the
+        characters of a map stand for several blocks.
 
     Returns:
-      Several lines. The tree of contents is left out of a group with more blocks in use (active or cached) than
-      `max_lines`, and a line says so. It and the tree of what rows share are left out of all groups with windows, whose
-      blocks hold the same tokens as the first group's.
+      Several lines. If a group has more active and cached blocks than `max_lines`, a line says so in place of the tree
+      of contents. Groups with windows never have this tree, nor the tree of shared prefixes, because their blocks hold
+      the same tokens as the first group's.
 
     Raises:
-      ValueError: if `since` is no state, or one of another spec.
+      ValueError: if `since` is no state, or a state of another spec.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -78,20 +90,20 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
     if since is not None:
         return _changes(since, state, width, max_lines)
     drawings = []
-    for number, group in enumerate(state.spec.groups):
-        seen = inspect_group(state, number)
+    for group_index, group in enumerate(state.spec.groups):
+        seen = inspect_group(state, group_index)
         shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
         parts = [_rows(seen, width, max_lines)]
         if group.kind is Kind.FULL:
             parts.append(_shared(seen, width, max_lines))
             parts.append(_contents(seen, width, max_lines))
-        heads = state.spec.group_name(number) + shape, *tally(state, seen).lines
+        heads = (state.spec.group_name(group_index) + shape, *tally(state, seen).lines)
         drawings.append(_drawing(heads, [*parts, _map(seen, width, max_lines)], width))
     return "\n\n".join(drawings)
 
 
 def _drawing(heads: Iterable[str], parts: Iterable[Iterable[str]], width: int) -> str:
-    """The heads, and the parts that are not empty, in lines of a width."""
+    """The heads, and the parts with any lines, wrapped to a width."""
     lines = [words for head in heads for words in textwrap.wrap(head, width)]
     for part in map(list, parts):
         lines += ["", *part] if part else []
@@ -99,24 +111,26 @@ def _drawing(heads: Iterable[str], parts: Iterable[Iterable[str]], width: int) -
 
 
 def page(cache: Any) -> str:
-    """The line of a state, or of its owner, for a notebook; with a drawing where there are counts."""
-    state, drawing = (cache if isinstance(cache, CacheState) else cache.state), ""
+    """The line of a state, or of its owner, for a notebook, with a drawing if its blocks can be counted."""
+    state = cache if isinstance(cache, CacheState) else cache.state
+    drawing = ""
     if not uncounted(cache, state):
         drawing = "\n\n" + show(state)
     return f"<pre>{html.escape(repr(cache) + drawing)}</pre>"
 
 
-# A state shows itself, and imports nothing of this room.
+# Lets a state show itself without an import of this room.
 setattr(CacheState, "__repr__", lambda state: one_line(state, state))  # noqa: B010
 setattr(CacheState, "_repr_html_", page)  # noqa: B010
 
 
 def _rows(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """One line per row in use: tokens, tokens written, block table."""
+    """Lines for the rows in use: tokens, written tokens, block table."""
     used = np.flatnonzero(seen.in_use)
     digits = len(str(len(seen.length) - 1))
     for seq in used[:max_lines]:
-        length, committed = int(seen.length[seq]), int(seen.committed[seq])
+        length = int(seen.length[seq])
+        committed = int(seen.committed[seq])
         written = "" if committed == length else f" ({committed:,} written)"
         swapped_out = ", swapped out" if seen.swapped[seq] else ""
         head = f"seq {seq:>{digits}}  {length:,} tokens{written}{swapped_out}  blocks "
@@ -130,15 +144,15 @@ def _rows(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
 
 
 def _shared(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """The shared prefixes and their branches, one line each: blocks, rows, tokens; nothing if no row shares a block."""
+    """Lines for the shared prefixes and their branches: blocks, rows, tokens. Empty if no row shares a block."""
     tables = {seq: row[row >= 0].tolist() for seq, row in enumerate(seen.table) if (row >= 0).any()}
-    together = [rows for rows in _by_block(tables, list(tables), 0) if len(rows) > 1]
-    branches = itertools.chain.from_iterable(_branches(tables, rows, 0, 0) for rows in together)
-    found = list(itertools.islice(branches, max_lines + 1))
-    if not found:
+    shared_rows = [rows for rows in _by_block(tables, list(tables), 0) if len(rows) > 1]
+    all_branches = itertools.chain.from_iterable(_branches(tables, rows, 0, 0) for rows in shared_rows)
+    branches = list(itertools.islice(all_branches, max_lines + 1))
+    if not branches:
         return
     yield "shared prefixes and their branches:"
-    drawn = found[:max_lines]
+    drawn = branches[:max_lines]
     indents = ["   " * depth for depth, *_ in drawn]
     heads = [
         indent + (fit(runs(blocks), width // 2 - len(indent)) if blocks else "...")
@@ -149,12 +163,12 @@ def _shared(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
     for (_, blocks, _), head, owner in zip(drawn, heads, owners, strict=True):
         line = f"{head:<{first}}  {fit(owner.split(' '), width // 2):<{second}}  "
         yield line + (_text(seen, blocks, width - len(line)) if blocks else "")
-    if len(found) > max_lines:
+    if len(branches) > max_lines:
         yield "and more branches"
 
 
 def _by_block(tables: dict[int, list[int]], rows: Sequence[int], column: int) -> list[list[int]]:
-    """The rows that reach a column, those with the same block there together."""
+    """The rows with a block in a column, grouped by this block."""
     parts: dict[int, list[int]] = {}
     for seq in rows:
         if len(tables[seq]) > column:
@@ -163,21 +177,21 @@ def _by_block(tables: dict[int, list[int]], rows: Sequence[int], column: int) ->
 
 
 def _branches(tables: dict[int, list[int]], rows: list[int], start: int, depth: int) -> Iterator[_Branch]:
-    """The prefix that the rows share from a column on, then what goes on from there, shared parts first."""
+    """The shared prefix of rows from a column on, then the branches after it, shared branches first."""
     end = start
     while len(parts := _by_block(tables, rows, end)) == 1 and len(parts[0]) == len(rows):
         end += 1
     yield depth, tables[rows[0]][start:end], rows
-    alone = [part for part in parts if len(part) == 1]
+    singles = [part for part in parts if len(part) == 1]
     for part in sorted(parts, key=len, reverse=True):
-        if len(part) > 1 or len(alone) <= _ALONE:
+        if len(part) > 1 or len(singles) <= _MAX_SINGLES:
             yield from _branches(tables, part, end, depth + 1)
-    if len(alone) > _ALONE:
-        yield depth + 1, [], [seq for (seq,) in alone]
+    if len(singles) > _MAX_SINGLES:
+        yield depth + 1, [], [seq for (seq,) in singles]
 
 
 def _text(seen: Inspection, blocks: list[int], width: int) -> str:
-    """The tokens that are written in blocks, or as many as fit."""
+    """The written tokens of blocks, as many as fit."""
     inside = np.clip(blocks, 0, len(seen.tokens) - 1)
     tokens = [str(token) for block in inside for token in seen.tokens[block, : seen.written[block]]]
     count = f"{len(tokens):,} tokens  " if tokens else "nothing written"
@@ -185,7 +199,7 @@ def _text(seen: Inspection, blocks: list[int], width: int) -> str:
 
 
 def _contents(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """The findable blocks as trees of prefixes, then the blocks that rows are still filling."""
+    """The findable blocks as trees of prefixes, then the blocks still being filled by rows."""
     if (num_used := int(np.sum(seen.used))) > max_lines:
         text = f"the tree of {num_used:,} blocks is left out; show(state, max_lines={num_used}) draws it"
         yield from textwrap.wrap(text, width)
@@ -218,7 +232,7 @@ def _contents(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
 
 
 def _parent(seen: Inspection, block: int) -> int:
-    """The findable block before this one, NO_BLOCK at a root, -2 where the link leads nowhere."""
+    """The findable block before a block, NO_BLOCK at a root, -2 for a dangling link."""
     parent, generation = map(int, seen.parent[block])
     if parent == NO_BLOCK:
         return NO_BLOCK
@@ -227,8 +241,9 @@ def _parent(seen: Inspection, block: int) -> int:
 
 
 def _block(seen: Inspection, block: int, indent: str, width: int) -> str:
-    """One block with its tokens; a dot for an unwritten slot."""
-    size, written = seen.tokens.shape[1], int(seen.written[block])
+    """A block with its tokens, and a dot for each unwritten slot."""
+    size = seen.tokens.shape[1]
+    written = int(seen.written[block])
     count = int(seen.refcount[block])
     tail = f"  {holders(str(count)) if count else 'cached'}{tier_of(seen, block)}"
     head = f"{indent}{block:>3} ["
@@ -237,7 +252,7 @@ def _block(seen: Inspection, block: int, indent: str, width: int) -> str:
 
 
 def _map(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """One character per block, or per run of blocks where too many are used; lines without used blocks in words."""
+    """A character for each block, or for each run of blocks if many are used. Unused lines are in words."""
     num_blocks = len(seen.condition)
     digits = len(f"{num_blocks - 1:,}")
     columns = max((width - digits - 1) // 11 * 10, 10)  # tens, with a blank before each
@@ -246,7 +261,7 @@ def _map(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
         per_cell *= 2
     host = bool((seen.condition >= Condition.ON_HOST_EMPTY).any())
     if per_cell == 1:
-        legend = f"digit: holders (+: more than {_MANY}), c: cached, .: empty"
+        legend = f"digit: holders (+: more than {_MAX_DIGIT}), c: cached, .: empty"
     else:
         legend = f"a character for {per_cell:,} blocks; most of them a: active, c: cached, .: empty"
     if host:
@@ -258,12 +273,12 @@ def _map(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
         if alike:
             yield f"{start:>{digits},} to {end - 1:,}: {alike}"
             continue
-        cells = "".join(_cell(seen, range(at, min(at + per_cell, end))) for at in range(start, end, per_cell))
+        cells = "".join(_cell(seen, range(cell, min(cell + per_cell, end))) for cell in range(start, end, per_cell))
         yield f"{start:>{digits},} " + " ".join(cells[i : i + 10] for i in range(0, len(cells), 10))
 
 
 def _parts(seen: Inspection, size: int) -> list[tuple[int, int, str]]:
-    """(from, to, "") for each line of `size` blocks; two or more lines in one where all are empty, or out of use."""
+    """(from, to, "") for each line of `size` blocks. Several empty or unused lines are joined to (from, to, words)."""
     parts: list[tuple[int, int, str]] = []
     for start in range(0, len(seen.condition), size):
         end = min(start + size, len(seen.condition))
@@ -276,48 +291,51 @@ def _parts(seen: Inspection, size: int) -> list[tuple[int, int, str]]:
 
 
 def _cell(seen: Inspection, blocks: range) -> str:
-    """The character of a block, or of the condition that most of several have."""
+    """The character of a block, or of the most frequent condition of several blocks."""
     if len(blocks) > 1:
         conditions = seen.condition[blocks.start : blocks.stop]
         return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=len(Condition)))))]
     block = blocks.start
-    condition, count = int(seen.condition[block]), int(seen.refcount[block])
+    condition = int(seen.condition[block])
+    count = int(seen.refcount[block])
     if seen.moving[block]:
         return _TO_HOST if condition >= Condition.ON_HOST_EMPTY else _TO_DEVICE
     if condition != Condition.ACTIVE:
         return _SIGNS[Condition(condition)]
-    return str(count) if count <= _MANY else "+"
+    return str(count) if count <= _MAX_DIGIT else "+"
 
 
 def _changes(before: Any, after: CacheState, width: int, max_lines: int) -> str:
-    """Draws the differences of two states of one spec; see `show`."""
+    """Draws the differences of two states of the same spec. See `show`."""
     if not isinstance(before, CacheState):
         raise ValueError(f"since: got a {type(before).__name__}, wanted a CacheState, such as an earlier cache.state")
     if before.spec != after.spec:
-        raise ValueError("since: got a state of another spec, wanted one of the spec of `state`")
+        raise ValueError("since: got a state of another spec, wanted a state of the same spec as `state`")
     drawings = []
-    for number in range(len(after.groups)):
-        old, new = inspect_group(before, number), inspect_group(after, number)
+    for group_index in range(len(after.groups)):
+        old = inspect_group(before, group_index)
+        new = inspect_group(after, group_index)
         parts = [[*_changed_rows(old, new, width, max_lines)], [*_changed_blocks(old, new, width, max_lines)]]
         counts = [tally(before, old), tally(after, new)]
         if counts[0] != counts[1] or any(parts):
             first, *others = count_lines(counts[1], counts[0])
-            drawings.append(_drawing([after.spec.group_name(number) + first, *others], parts, width))
+            drawings.append(_drawing([after.spec.group_name(group_index) + first, *others], parts, width))
     return "\n\n".join(drawings) or "\n".join(textwrap.wrap(_nothing(before, after), width))
 
 
 def _nothing(before: CacheState, after: CacheState) -> str:
-    """Whether states with equal rows and blocks are equal in all arrays."""
+    """A line about states with equal rows and blocks: whether all their arrays are equal."""
     leaves = lambda state: jax.tree_util.tree_leaves_with_path(jax.device_get(state))  # noqa: E731
     old, new = ({jax.tree_util.keystr(path): leaf for path, leaf in leaves(state)} for state in (before, after))
-    other = [name for name in old | new if not (name in old and name in new and np.array_equal(old[name], new[name]))]
-    if not other:
+    is_equal = lambda name: name in old and name in new and np.array_equal(old[name], new[name])  # noqa: E731
+    changed = [name for name in old | new if not is_equal(name)]
+    if not changed:
         return "nothing has changed"
-    return f"no row and no block has changed, but {fit(other, 200)}"
+    return f"no row and no block has changed, but {fit(changed, 200)}"
 
 
 def _changed_rows(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """One line per row that has changed: tokens, tokens written, blocks gained and lost."""
+    """Lines for the changed rows: tokens, written tokens, blocks gained and lost."""
     fields = ("length", "committed", "swapped")
     differs = np.any([getattr(old, name) != getattr(new, name) for name in fields], axis=0)
     changed = np.flatnonzero(differs | np.any(old.table != new.table, axis=1))
@@ -338,8 +356,8 @@ def _tokens(old: Inspection, new: Inspection, seq: int) -> str:
         return f"free, had {int(old.length[seq]):,} tokens"
     came = not old.in_use[seq]
     since = new if came else old
-    lengths = int(since.length[seq]), int(new.length[seq])
-    written = int(since.committed[seq]), int(new.committed[seq])
+    lengths = (int(since.length[seq]), int(new.length[seq]))
+    written = (int(since.committed[seq]), int(new.committed[seq]))
     tokens = f"{'new, ' if came else ''}{change(*lengths)} tokens"
     if written != lengths:
         tokens += f" ({change(*written)} written)"
@@ -353,7 +371,7 @@ def _without(blocks: np.ndarray, others: np.ndarray) -> list[int]:
 
 
 def _changed_blocks(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """One line for the blocks that changed from one condition to another; empty ones that change the tier have none."""
+    """Lines for the blocks with the same change of condition. Empty blocks that change the tier have none."""
     replaced = (old.fill > 0) & (new.fill > 0) & (old.generation != new.generation)
     fields = ("condition", "moving", "refcount")
     differs = np.any([getattr(old, name) != getattr(new, name) for name in fields], axis=0)
@@ -361,15 +379,15 @@ def _changed_blocks(old: Inspection, new: Inspection, width: int, max_lines: int
     out_of_use = (old.condition == Condition.UNUSED) != (new.condition == Condition.UNUSED)
     differs |= replaced | ((old.fill > 0) != (new.fill > 0))
     for block in np.flatnonzero(differs & (old.used | new.used | out_of_use)).tolist():
-        what = _condition(old, block), _condition(new, block) + (", other contents" if replaced[block] else "")
-        changes.setdefault(what, []).append(block)
+        pair = (_condition(old, block), _condition(new, block) + (", other contents" if replaced[block] else ""))
+        changes.setdefault(pair, []).append(block)
     first, second = (max((len(pair[i]) for pair in changes), default=0) for i in range(2))
     for was, now in list(changes)[:max_lines]:
         line = f"{was:>{first}} -> {now:<{second}}  "
         yield line + fit(runs(changes[was, now]), width - len(line))
     if len(changes) > max_lines:
-        left = sum(map(len, list(changes.values())[max_lines:]))
-        yield f"and {left:,} more blocks"
+        num_more = sum(map(len, list(changes.values())[max_lines:]))
+        yield f"and {num_more:,} more blocks"
 
 
 def _condition(seen: Inspection, block: int) -> str:
@@ -382,18 +400,18 @@ def _condition(seen: Inspection, block: int) -> str:
 
 
 def runs(ids: Iterable[int]) -> list[str]:
-    """Block ids with runs of three or more, upwards or downwards, and gaps shortened: 2 7-9 - x12, 4."""
-    found: list[list[int]] = []
+    """Block ids in short form: runs of three or more, upwards or downwards, and gaps, as in 2 7-9 - x12, 4."""
+    id_runs: list[list[int]] = []
     for block in map(int, ids):
-        run = found[-1] if found else []
+        run = id_runs[-1] if id_runs else []
         step = block - run[-1] if run else 0
         straight = abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step)
         if straight or (run and block == run[0] == NO_BLOCK):
             run.append(block)
         else:
-            found.append([block])
+            id_runs.append([block])
     words: list[str] = []
-    for run in found:
+    for run in id_runs:
         if run[0] == NO_BLOCK:
             words += ["-"] if len(run) == 1 else [f"- x{len(run)},"]
         else:
@@ -402,27 +420,28 @@ def runs(ids: Iterable[int]) -> list[str]:
 
 
 def fit(words: list[str], width: int) -> str:
-    """The words joined by blanks; where they are too wide, the middle is left out."""
-    number, text = len(words), " ".join(words)
-    while len(text) > max(width, 12) and number > 2:
-        number -= 1
-        text = " ".join([*words[: number - 1], "...", words[-1]])
+    """The words joined by blanks, without the middle if they are too wide."""
+    num_words = len(words)
+    text = " ".join(words)
+    while len(text) > max(width, 12) and num_words > 2:
+        num_words -= 1
+        text = " ".join([*words[: num_words - 1], "...", words[-1]])
     return text
 
 
-def seqs(numbers: Iterable[int]) -> str:
-    """Rows by number: seq 2, seqs 0 1 3."""
-    numbers = list(numbers)
-    return f"seq{'s' if len(numbers) > 1 else ''} {' '.join(runs(numbers))}"
+def seqs(rows: Iterable[int]) -> str:
+    """Rows in words: seq 2, seqs 0 1 3."""
+    rows = list(rows)
+    return f"seq{'s' if len(rows) > 1 else ''} {' '.join(runs(rows))}"
 
 
-def holders(number: str) -> str:
-    """1 holder, 2 holders."""
-    return f"{number} holder{'' if number == '1' else 's'}"
+def holders(count: str) -> str:
+    """Holders in words: 1 holder, 2 holders."""
+    return f"{count} holder{'' if count == '1' else 's'}"
 
 
 def tier_of(seen: Inspection, block: int) -> str:
-    """The tier of a block, if it is not plainly on the device."""
+    """The tier of a block in words, or "" if it is on the device and not moving."""
     on_host = seen.condition[block] >= Condition.ON_HOST_EMPTY
     if seen.moving[block]:
         return ", on its way to the host" if on_host else ", on its way to the device"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what a transition did, as data: orders that move bytes, and what everybody else is to know.
+"""Events: the changes of a transition, as data. They order moves of bytes, and tell all readers of the index.
 
-Inside `jit` events are arrays of a fixed size with padding between; on the host they are a list of dicts. Their law:
-`fold(events)` gives exactly the index of the state that came with them, from any snapshot, for any interleaving.
+Inside `jit` events are arrays of a fixed size with padding; on the host they are a list of dicts. Their law:
+`fold(events)` gives exactly the index of the state returned with them, from any snapshot and for any interleaving.
 """
 
 from kvjax.events.host_events import HostEvents, listened
@@ -15,6 +15,23 @@ from kvjax.events.totals import Totals, counts
 from kvjax.events.transfer import Transfer
 
 __all__ = [
-    "EventKind", "EventLog", "Events", "HostEvents", "Listeners", "Mirror", "NodeMap", "Status", "Totals", "Transfer",
-    "append", "counts", "fold", "index_of", "init_log", "listened", "snapshot", "snapshot_log", "to_list",
-]  # fmt: skip
+    "EventKind",
+    "EventLog",
+    "Events",
+    "HostEvents",
+    "Listeners",
+    "Mirror",
+    "NodeMap",
+    "Status",
+    "Totals",
+    "Transfer",
+    "append",
+    "counts",
+    "fold",
+    "index_of",
+    "init_log",
+    "listened",
+    "snapshot",
+    "snapshot_log",
+    "to_list",
+]

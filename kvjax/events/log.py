@@ -18,10 +18,10 @@ class EventLog(Records):
 
     Attributes:
       text: i32[C, P]; the contents of stored blocks.
-      appended: i32[]; events that were appended, with those that did not fit.
-      queried: i32[]; prompt tokens that were looked up by the admissions whose events it holds.
-      cached: i32[]; queried tokens that were found.
-      unusable: i32[]; as in `Events`, or None.
+      appended: i32[]; appended events, including lost events.
+      queried: i32[]; prompt tokens looked up by the logged admissions.
+      cached: i32[]; queried tokens found in the cache.
+      unusable: i32[]; cached tokens without a usable snapshot, as in `Events`, or None.
     """
 
     text: Text
@@ -37,12 +37,12 @@ class EventLog(Records):
 
     @property
     def lost(self) -> jax.Array:
-        """i32[]; events that did not fit: an index that follows the log is wrong if there are any."""
+        """i32[]; events beyond the capacity. Above 0, an index built from the log is wrong."""
         return self.appended - self.size
 
     @property
     def num_free(self) -> jax.Array:
-        """i32[]; events that still fit; a loop goes on while this is at least its step's worst case."""
+        """i32[]; further events that fit. A loop may go on while this is at least its step's worst case."""
         return self.records.shape[0] - self.size
 
     tokens = property(lambda self: self.text.tokens)
@@ -56,16 +56,22 @@ class EventLog(Records):
         return one_line(self, size)
 
 
-Log = EventLog | None  # None: nobody wants the events
+Log = EventLog | None  # None disables the log
 
 
 def num_free(log: Log) -> jax.Array:
-    """i32[]; events that still fit: any number where nobody wants them."""
+    """i32[]; further events that fit. A large number without a log."""
     return jnp.int32(1 << 30) if log is None else log.num_free
 
 
 def init_log(capacity: int, block_size: int, extra_ids: bool = False, recurrent: bool = False) -> EventLog:
-    """An empty log for `capacity` events; `recurrent`: of a cache with recurrent layers.
+    """An empty log for `capacity` events.
+
+    Args:
+      capacity: the maximum number of events.
+      block_size: tokens of a block.
+      extra_ids: whether tokens have extra ids.
+      recurrent: whether the cache has recurrent layers.
 
     Example:
       >>> log = kvjax.events.init_log(16, block_size=4)
@@ -77,16 +83,16 @@ def init_log(capacity: int, block_size: int, extra_ids: bool = False, recurrent:
         return jnp.zeros((capacity, block_size), jnp.int32)
 
     text = Text(empty(), empty() if extra_ids else None)
-    zero = [jnp.int32(0) for _ in range(4)]
+    zeros = [jnp.int32(0) for _ in range(4)]
     return EventLog(
-        jnp.zeros((capacity, len(COLUMNS)), jnp.int32), text, *zero[:3], unusable=zero[3] if recurrent else None
+        jnp.zeros((capacity, len(COLUMNS)), jnp.int32), text, *zeros[:3], unusable=zeros[3] if recurrent else None
     )
 
 
 def append(log: EventLog, *events: Events) -> EventLog:
-    """Adds the events of transitions to the log, in one pass.
+    """Adds the events of transitions to the log, in a single pass.
 
-    The caller has checked `log.num_free`: events that do not fit are lost, and counted (`log.lost`).
+    Check `log.num_free` first: events beyond it are lost, and `log.lost` counts them.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -99,22 +105,23 @@ def append(log: EventLog, *events: Events) -> EventLog:
     """
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))
     records, text = jax.tree.map(padded, (joined(*events), text))
-    real = records.kind != EventKind.NONE
-    before, number = ranked(real, small=True)
-    index = log.appended + before
-    where = real & (index < log.records.shape[0])
+    is_event = records.kind != EventKind.NONE
+    num_before, num_events = ranked(is_event, small=True)
+    index = log.appended + num_before
+    where = is_event & (index < log.records.shape[0])
     return EventLog(
         records=put(log.records, index, records.records, where),
         text=put(log.text, index, text, where),
-        appended=log.appended + number,
+        appended=log.appended + num_events,
         **lookups(log, events),
     )
 
 
 def lookups(log: EventLog, events: Iterable[Events]) -> dict[str, jax.Array]:
-    """The log's `queried`, `cached` and `unusable` with those of transitions."""
+    """The log's `queried`, `cached` and `unusable`, plus the counts of transitions."""
 
-    def total(name: str) -> jax.Array:  # verbs that admit nobody add zeros, constants that XLA folds away
-        return sum((jnp.sum(getattr(one, name), dtype=jnp.int32) for one in events), getattr(log, name))
+    def total(name: str) -> jax.Array:  # verbs that admit nothing add zeros, which XLA folds away
+        counts = (jnp.sum(getattr(transition, name), dtype=jnp.int32) for transition in events)
+        return sum(counts, getattr(log, name))
 
     return {name: total(name) for name in ("queried", "cached", "unusable") if getattr(log, name) is not None}

@@ -23,9 +23,9 @@ _LEVELLED = frozenset({int(EventKind.STORED), int(EventKind.UPDATED)})
 
 @own_transfers()
 def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
-    """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node.
+    """Decodes events on the host: a dict for each event, stored blocks with their tokens and parent node.
 
-    Events that a full log has lost are not among them: `EventLog.lost` counts these.
+    Padding is dropped. The list lacks the events lost by a full log, which `EventLog.lost` counts.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -37,34 +37,39 @@ def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
       stored 0 None [0, 1, 2, 3]
       stored 1 (0, 1) [4, 5, 6, 7]
     """
-    records, size = np.asarray(events.records).reshape(-1, len(COLUMNS)), events.tokens.shape[-1]
+    size = events.tokens.shape[-1]
+    records = np.asarray(events.records).reshape(-1, len(COLUMNS))
     records = records[: int(events.appended) if isinstance(events, EventLog) else None]
-    used, stored = np.flatnonzero(records[:, 0]), np.flatnonzero(records[:, 0] == EventKind.STORED)
+    used = np.flatnonzero(records[:, 0])
+    stored = np.flatnonzero(records[:, 0] == EventKind.STORED)
     parts = {name: np.asarray(x).reshape(-1, size)[stored].tolist() for name, x in events.text.parts().items()}
     texts = zip(*parts.values(), strict=True)
     return [_decode(record, parts, texts) for record in records[used].tolist()]
 
 
 def _decode(record: list[int], parts: Iterable[str], texts: Iterator[tuple[list[int], ...]]) -> dict[str, Any]:
-    """The event of a record; a stored one takes the next of `texts`, whose parts have these names."""
+    """The event of a record. A stored record takes the next of `texts`, whose parts have these names."""
     kind, group, block, generation, source, source_generation, num_tokens, level, priority = record
     event: dict[str, Any] = {"kind": _KINDS[kind], "group": group}
     if kind in _ABOUT_GROUPS:
         return event
     event["block"] = block
     if kind == EventKind.COPIED:
-        event["source"], event["num_tokens"] = source, num_tokens
+        event["source"] = source
+        event["num_tokens"] = num_tokens
         return event
     event["generation"] = generation
     if kind == EventKind.STORED:
         if source < 0:
-            event["parent"], event["namespace"] = None, source_generation
+            event["parent"] = None
+            event["namespace"] = source_generation
         else:
             event["parent"] = source, source_generation
         for name, part in zip(parts, next(texts), strict=True):
             event[name] = part[:num_tokens]
     if kind in _LEVELLED:
-        event["level"], event["priority"] = level, priority
+        event["level"] = level
+        event["priority"] = priority
     return event
 
 
@@ -74,7 +79,7 @@ Entry = tuple[int, tuple, int, int]  # namespace, token path, level, priority
 
 @dataclasses.dataclass(frozen=True)
 class Mirror:
-    """The cache's index as a reader has it from the events alone.
+    """The cache's index, as known from the events alone.
 
     Attributes:
       nodes: {(group, block, generation): (namespace, token path, level, priority)}.
@@ -84,18 +89,18 @@ class Mirror:
 
     @property
     def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
-        """{(group, namespace, token path): (level, stated priority)}; with extra ids a path has pairs (token, id)."""
+        """{(group, namespace, token path): (level, priority)}. With extra ids a path has pairs (token, id)."""
         return {(node[0], ns, path): (level, priority) for node, (ns, path, level, priority) in self.nodes.items()}
 
 
-_LACKS = "wanted one that the mirror has: fold(events, mirror), with the mirror of all events before these"
+_LACKS = "wanted a node of the mirror: fold(events, mirror), with the mirror of all events before these"
 
 
 def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirror:
-    """Replays decoded events on a mirror (default: of an empty cache) and returns the new mirror.
+    """Replays decoded events on a mirror and returns the new mirror. The default mirror is empty.
 
     Raises:
-      ValueError: if the events cannot have come from a cache in the mirror's state.
+      ValueError: if a cache in the mirror's state cannot have made these events.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -126,23 +131,23 @@ def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirr
 
 
 def decoded(events: Any) -> Iterable[dict[str, Any]]:
-    """The events, which must be decoded."""
+    """The events. Arrays of events are an error."""
     if isinstance(events, Events | EventLog):
-        raise ValueError(f"events: got {type(events).__name__}, wanted the list that to_list makes of it")
+        raise ValueError(f"events: got {type(events).__name__}, wanted a list from to_list")
     return events
 
 
 def node_of(event: dict[str, Any], nodes: Mapping[Node, Any], lacks: str) -> Node:
-    """The node that a stored, removed or updated event is about; `lacks` ends the error of one that is not there."""
+    """The node of a stored, removed or updated event. `lacks` ends the error message for a missing node."""
     node = (event["group"], event["block"], event["generation"])
     if (node in nodes) != (event["kind"] != "stored"):
-        wanted = "wanted one that is new" if node in nodes else lacks
+        wanted = "wanted a new node" if node in nodes else lacks
         raise ValueError(f"events: got {event['kind']} of node {node}, {wanted}")
     return node
 
 
 def parent_of[E](event: dict[str, Any], nodes: Mapping[Node, E], lacks: str) -> E | None:
-    """The parent of a stored event, as far as the events say; None at a root."""
+    """The entry of a stored event's parent, or None at a root."""
     if event["parent"] is None:
         return None
     parent = (0, *event["parent"])  # the first group links prefixes for all groups
@@ -163,7 +168,7 @@ def _stored(event: dict[str, Any], nodes: dict[Node, Entry]) -> Entry:
 
 @on_state
 def snapshot(state: CacheState) -> list[dict[str, Any]]:
-    """The events that would build the cache's index, for a reader who joins late: created, then stored.
+    """The events to build the cache's index: created, then stored. For a reader who joins late.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -181,7 +186,7 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
 @own_transfers()
 @on_state
 def snapshot_log(state: CacheState) -> EventLog:
-    """The same on the host as an `EventLog`, whatever its reader has: created, cleared, then stored.
+    """A snapshot on the host as an `EventLog`, for any reader: created, cleared, then stored.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -191,22 +196,25 @@ def snapshot_log(state: CacheState) -> EventLog:
       EventLog(4 of 4; 1 created, 1 cleared, 2 stored)
     """
     host: Any = jax.device_get(state.groups)
-    begin = [(kind, number) for kind in (EventKind.CREATED, EventKind.CLEARED) for number in range(len(host))]
+    begin = [(kind, group_index) for kind in (EventKind.CREATED, EventKind.CLEARED) for group_index in range(len(host))]
     parts = [np.pad(np.array(begin, np.int32), ((0, 0), (0, len(COLUMNS) - 2)))]
-    text_blocks = [np.zeros(len(begin), np.int32)]  # of the first group, which has the text of each record
-    for number, group in enumerate(host):
-        blocks, found = group.blocks, np.flatnonzero(group.blocks.fill > 0)
-        age = (blocks.clock - blocks.stored)[found].astype(np.int64)
-        ids = found[np.argsort(-age, kind="stable")].astype(np.int32)  # parents before children
+    group0_ids = [np.zeros(len(begin), np.int32)]  # blocks of the first group, which has the text of each record
+    for group_index, group in enumerate(host):
+        blocks = group.blocks
+        findable = np.flatnonzero(blocks.fill > 0)
+        age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
+        ids = findable[np.argsort(-age, kind="stable")].astype(np.int32)  # parents before children
         columns = group.group0_blocks(ids), group.on_device(ids), blocks.stated_priority(ids)
         group0_blocks, on_device, priority = jax.device_get(columns)
-        kinds = np.full((len(ids), 2), (EventKind.STORED, number))
+        kinds = np.full((len(ids), 2), (EventKind.STORED, group_index))
         node = ids, blocks.generation[ids], *host[0].blocks.parent[group0_blocks].T
         parts.append(np.column_stack((kinds, *node, blocks.fill[ids], ~on_device, priority)).astype(np.int32))
-        text_blocks.append(group0_blocks)
-    records, of_blocks, zero = np.concatenate(parts), np.concatenate(text_blocks), np.zeros((), np.int32)
+        group0_ids.append(group0_blocks)
+    records = np.concatenate(parts)
+    text_ids = np.concatenate(group0_ids)
     is_text = np.arange(state.spec.block_size) < records[:, COLUMNS.index("num_tokens"), None]
-    text = jax.tree.map(lambda x: np.where(is_text, x[of_blocks], 0), host[0].blocks.text)
+    text = jax.tree.map(lambda x: np.where(is_text, x[text_ids], 0), host[0].blocks.text)
+    zero = np.zeros((), np.int32)
     unusable = zero if state.spec.has_recurrent else None
     arrays: Any = records, text, np.array(len(records), np.int32), zero, zero, unusable
     return EventLog(*arrays)
@@ -214,14 +222,14 @@ def snapshot_log(state: CacheState) -> EventLog:
 
 @on_state
 def index_of(state: CacheState) -> dict[tuple[int, int, tuple], tuple[int, int]]:
-    """{(group, namespace, token path): (level, stated priority)} of everything that is findable.
+    """{(group, namespace, token path): (level, priority)} of every findable block.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> state, prompt = kvjax.init(spec), np.arange(10)
       >>> state, _ = kvjax.admit(state, 0, prompt, 10)
       >>> state, _ = kvjax.commit(state, prompt[None], [6], seqs=[0])
-      >>> kvjax.events.index_of(state)  # on the device, of the default priority
+      >>> kvjax.events.index_of(state)  # on the device, with the default priority
       {(0, 0, (0, 1, 2, 3)): (0, 35)}
     """
     return fold(snapshot(state), Mirror()).index

@@ -19,7 +19,7 @@ from kvjax.state import DEFAULT_PRIORITY, Text
 
 
 class Named(enum.IntEnum):
-    """Numbers that print as their names, also in messages: `assert events.ok, Status(...)`."""
+    """Integers that print as their names, also in messages: `assert events.ok, Status(...)`."""
 
     def __str__(self) -> str:
         return self.name
@@ -41,7 +41,7 @@ class EventKind(Named):
 
 
 class Status(Named):
-    """Why a row's request was done (OK) or not; a request that was not done has changed nothing.
+    """The outcome of a row's request: OK, or the reason for a refusal. A refused request changes nothing.
 
     Example:
       >>> state = kvjax.init(kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4))
@@ -58,25 +58,34 @@ class Status(Named):
 
 
 COLUMNS = (
-    "kind", "group", "block", "generation", "source", "source_generation", "num_tokens", "level", "priority",
-)  # fmt: skip
+    "kind",
+    "group",
+    "block",
+    "generation",
+    "source",
+    "source_generation",
+    "num_tokens",
+    "level",
+    "priority",
+)
 
 
 class Records(Pytree):
-    """Changes of blocks, one record each.
+    """Changes of blocks, each as a record.
 
     Attributes:
-      records: i32[E, 9]; the columns below, each also a property; records of kind NONE are padding.
+      records: i32[E, 9]; one record for each change, with the columns below, each also a property. Records of kind
+        NONE are padding.
 
     Columns:
       kind: an `EventKind`.
-      group: which attention window.
-      block, generation: the node that the event is about; for a copy, the pool row to copy to.
-      source, source_generation: for a stored block, its parent node in the first group, or (NO_BLOCK, namespace) at a
-        root; for a copy, the pool row to copy from.
+      group: index of the group of layers.
+      block, generation: the changed node, or the pool row to copy to.
+      source, source_generation: the pool row to copy from, or the parent node of a stored block in the first group,
+        or (NO_BLOCK, namespace) at a root.
       num_tokens: tokens stored, or leading tokens to copy.
       level: 0 on the device, 1 on the host.
-      priority: the stated retention priority.
+      priority: the requested retention priority.
     """
 
     records: jax.Array
@@ -92,28 +101,28 @@ class Records(Pytree):
     priority = property(lambda self: self.records[..., 8])
 
     def only(self, where: jax.Array) -> Self:
-        """These records where bool[], else padding."""
+        """These records where bool[] holds, else padding."""
         return self.replace(records=jnp.where(where, self.records, 0))
 
 
 class Adopted(Pytree):
-    """The blocks that `adopt` has reserved for a prefix, for the bytes' writer and for `land`.
+    """The blocks that `adopt` has reserved for a prefix, for the writer of the bytes and for `finish_adoption`.
 
     Attributes:
-      text: i32[F, P]; of the prefix, and beyond.
-      fill: i32[F]; tokens of each of its blocks, 0 behind them.
-      namespace: i32[].
-      held: i32[F]; the first group's blocks that were found, and are held.
-      blocks: i32[G, F]; each group's reserved blocks, NO_BLOCK for none.
-      pool_rows: i32[G, F]; where their bytes go; the scratch row for none.
-      hits: i32[F]; the `Blocks.hits` that each block begins with; merges count there, too.
-      stamps: i32[G]; tell these reservations from later ones of the same blocks.
+      text: i32[F, P]; the prefix's text, padded.
+      fill: i32[F]; tokens of each block of the prefix, 0 after its end.
+      namespace: i32[]; the prefix's namespace.
+      pinned: i32[F]; cached blocks of the first group, pinned for this adoption.
+      blocks: i32[G, F]; each group's reserved blocks, or NO_BLOCK.
+      pool_rows: i32[G, F]; the pool rows to write, or the scratch row.
+      hits: i32[F]; initial `Blocks.hits` of each block. Merged duplicates add theirs.
+      stamps: i32[G]; distinguish these reservations from later reservations of the same blocks.
     """
 
     text: Text
     fill: jax.Array
     namespace: jax.Array
-    held: jax.Array
+    pinned: jax.Array
     blocks: jax.Array
     pool_rows: jax.Array
     hits: jax.Array
@@ -126,13 +135,13 @@ class Events(Records):
     Attributes:
       text: i32[E, P]; the contents of stored blocks.
       status: i32[R]; a `Status` for each row of the request.
-      queried: i32[R]; prompt tokens that were looked up.
-      cached: i32[R]; queried tokens that were found.
-      unusable: i32[R]; further ones that the first group has, but no snapshot of the recurrent layers; None without
-        such layers.
-      shortfall: i32[]; blocks that were missing.
-      transfer: moves between tiers to execute before anything else; None where there can be none.
-      adopted: of `adopt`; None in all other verbs.
+      queried: i32[R]; prompt tokens looked up in the cache.
+      cached: i32[R]; queried tokens found in the cache.
+      unusable: i32[R]; further tokens that the first group has cached, but the recurrent layers have no snapshot for.
+        None without recurrent layers.
+      shortfall: i32[]; the number of missing blocks.
+      transfer: moves between tiers, to be executed before all else; None without a host tier.
+      adopted: the reserved blocks after `adopt`; None after all other verbs.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -157,19 +166,19 @@ class Events(Records):
     @property
     @own_transfers()
     def ok(self) -> jax.Array:
-        """bool[]; whether every row of the request was done."""
+        """bool[]; whether every row of the request succeeded."""
         return jnp.all(self.status == Status.OK)
 
     @property
     def moves(self) -> Transfer:
-        """The moves between tiers: those of `transfer`, or none."""
+        """The moves of `transfer`, or no moves."""
         return no_moves() if self.transfer is None else self.transfer
 
     tokens = property(lambda self: self.text.tokens)
     extra_ids = property(lambda self: self.text.extra_ids)
 
     def followed_by(self, later: Events) -> Events:
-        """These and those of a later transition that copies nothing, as of one request, whose status is this one."""
+        """The events of this transition and of a later one without copies, with the status of this transition."""
         records, text = jax.tree.map(
             lambda *parts: jnp.concatenate(parts), (self.records, self.text), (later.records, later.text)
         )
@@ -185,14 +194,15 @@ class Events(Records):
 
 
 def one_line(events: Any, begin: Callable[[Any], str]) -> str:
-    """One line for `Events` or an `EventLog`, whose own beginning is `begin`; or why there are no counts."""
-    text, shape = unreadable(events), np.shape(events.records)
+    """A line about `Events` or an `EventLog`: its `begin`, then counts, or the reason for their absence."""
+    text = unreadable(events)
+    shape = np.shape(events.records)
     if not text and shape[1:] != (len(COLUMNS),):
         text = f"batched, {list(shape[:-2])}" if shape[2:] else "of other shapes"
     if not text:
         host = jax.device_get(events)
-        queried, cached = np.sum(host.queried), np.sum(host.cached)
-        parts = [begin(host), f"{cached:,} of {queried:,} tokens cached" if queried else ""]
+        queried = np.sum(host.queried)
+        parts = [begin(host), f"{np.sum(host.cached):,} of {queried:,} tokens cached" if queried else ""]
         parts.append(_tally(EventKind, host.kind[host.kind != EventKind.NONE]).lower() or "no events")
         text = "; ".join(filter(None, parts))
     return f"{type(events).__name__}({text})"
@@ -201,12 +211,12 @@ def one_line(events: Any, begin: Callable[[Any], str]) -> str:
 def _tally(names: type[Named], values: Any) -> str:
     """The number of occurrences of each value, by name."""
     labels = {member.value: member.name for member in names}
-    found = Counter(np.ravel(values).tolist())
-    return ", ".join(f"{number:,} {labels.get(value, value)}" for value, number in found.items())
+    tally = Counter(np.ravel(values).tolist())
+    return ", ".join(f"{count:,} {labels.get(value, value)}" for value, count in tally.items())
 
 
 def record(kind: EventKind, where: jax.Array, **columns: jax.Array | int) -> Records:
-    """One record for each entry of where bool[K], of kind NONE where it does not hold."""
+    """A record for each entry of where bool[K]. Its kind is NONE where the entry is false."""
     values = {"kind": jnp.where(where, np.int32(kind), 0), "priority": DEFAULT_PRIORITY, **columns}
     arrays = [jnp.broadcast_to(jnp.asarray(values.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
     return Records(jnp.stack(arrays, axis=-1))

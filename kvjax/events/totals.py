@@ -14,14 +14,14 @@ from kvjax.events.records import EventKind, Events
 
 
 def counts(events: Events | EventLog) -> dict[str, jax.Array]:
-    """The number of events of each kind, as i32[] scalars; works under `jit`.
+    """The number of events of each kind, as i32[] scalars. Works under `jit`.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> state, prompt = kvjax.init(spec), np.arange(10)
       >>> state, _ = kvjax.admit(state, 0, prompt, 10)
       >>> _, events = kvjax.commit(state, prompt[None], [10], seqs=[0])
-      >>> {kind: int(number) for kind, number in kvjax.events.counts(events).items() if number}
+      >>> {kind: int(count) for kind, count in kvjax.events.counts(events).items() if count}
       {'stored': 2}
     """
     kinds = events.kind
@@ -30,18 +30,18 @@ def counts(events: Events | EventLog) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Totals of the events so far, added up on the host transition by transition.
+    """Totals of the events so far, added up on the host, transition by transition.
 
     Attributes:
-      queried_tokens: prompt tokens that were looked up.
-      reused_tokens: queried tokens that were found, and so need no computation.
-      unusable_tokens: further ones that could not be used, since no snapshot of the recurrent layers was there.
-      stored_blocks: blocks that became findable.
-      removed_blocks: blocks that stopped being findable, by eviction or because a row was cut inside them.
+      queried_tokens: prompt tokens looked up in the cache.
+      reused_tokens: queried tokens found in the cache, which need no computation.
+      unusable_tokens: further cached tokens for which the recurrent layers have no snapshot.
+      stored_blocks: blocks made findable.
+      removed_blocks: blocks no longer findable, after an eviction or because a row was cut inside them.
       copied_blocks: blocks copied on the device, for partial reuse or before a write into a shared block.
-      offloaded_blocks: ordered moves to the host; a block that leaves both tiers at once counts as removed alone.
+      offloaded_blocks: ordered moves to the host. A block evicted from both tiers at once counts only as removed.
       onboarded_blocks: ordered moves to the device, including copies of part of a block on the host.
-      refused: rows whose request was not done.
+      refused: rows whose request was refused.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -67,11 +67,11 @@ class Totals:
 
     @property
     def reused_share(self) -> float:
-        """Share of the queried tokens that were found."""
+        """Share of the queried tokens found in the cache."""
         return self.reused_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def add(self, events: Events | EventLog) -> Totals:
-        """These totals plus `events`, which may have leading axes (of a scan, of a vmap)."""
+        """These totals plus `events`, which may have leading axes of a scan or a vmap."""
         events = jax.device_get(events)
         kinds = events.kind
         new = {
@@ -83,7 +83,7 @@ class Totals:
             "copied_blocks": np.sum(kinds == EventKind.COPIED),
         }
         if isinstance(events, Events):
-            moves = events.moves  # between tiers, so that the greater pool row is on the host
+            moves = events.moves  # the host has the greater pool rows
             new["offloaded_blocks"] = np.sum((moves.block >= 0) & (moves.target > moves.source))
             new["onboarded_blocks"] = np.sum((moves.block >= 0) & (moves.target < moves.source))
             new["refused"] = np.sum(events.status != 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of a transition in a program: one kernel on a GPU where a kernel serves the cache, or plain jax."""
+"""Chooses the version of a transition: a kernel on a GPU where it serves the cache, or plain jax."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from kvjax.policies.ring import lru
 from kvjax.state import CacheState
 from pallas_kernels import tuning
 
-MAX_ROWS = 1024  # a kernel has a lane for each, or two
-MAX_RECORDS = 4 * MAX_ROWS  # likewise of a transition's events
+MAX_ROWS = 1024  # a kernel has a lane or two for each row
+MAX_RECORDS = 4 * MAX_ROWS  # of a transition's events, with a lane for each record
 
 _interpreted = jax.make_user_context(False)  # a part of the keys of jax's caches
 
 
 def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
-    """Whether the kernels serve a cache, for `rows` rows with at most num_tokens tokens each; all of it static."""
+    """Whether the kernels serve a cache, for `rows` rows with at most num_tokens tokens each. All of this is static."""
     spec = state.spec
-    more = len(spec.groups) > 1, spec.has_host, spec.retention, state.policy != lru()
-    few = 0 < num_tokens <= spec.block_size and 0 < rows <= MAX_ROWS and spec.max_seqs <= MAX_ROWS
-    return few and not any(more)
+    other_features = len(spec.groups) > 1, spec.has_host, spec.retention, state.policy != lru()
+    fits = 0 < num_tokens <= spec.block_size and 0 < rows <= MAX_ROWS and spec.max_seqs <= MAX_ROWS
+    return fits and not any(other_features)
 
 
 def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T:
-    """kernel(*args) in a program for a CUDA GPU; plain(*args), which is equal, on other platforms and under `vmap`.
+    """Calls kernel(*args) in a program for a CUDA GPU. Other platforms and `vmap` get plain(*args), with equal results.
 
-    The kernel, which takes `interpret` as well, is traced only if this process has such a GPU, or within
-    `lowering_for`; not if `tuning.switched` has it off, or jax lacks Triton. The arguments are pytrees of all arrays
-    that both use.
+    The kernel, which also takes `interpret`, is traced only if this process has such a GPU, or within `lowering_for`.
+    It is not traced if `tuning.switched` disables it, or if jax lacks Triton. The arguments are pytrees of all arrays
+    for both.
     """
     if _interpreted.value:
         return kernel(*args, interpret=True)
@@ -52,11 +52,11 @@ def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T
     @call.def_vmap
     def _batched(axis_size, in_batched, *leaves):
         # A kernel is one program for one cache; a grid of them would wait for the slowest, and share no memory.
-        def one(*leaves):
+        def call_plain(*leaves):
             return plain(*jax.tree.unflatten(tree, leaves))
 
         in_axes = [0 if batched else None for batched in in_batched]
-        out = jax.vmap(one, in_axes=in_axes, axis_size=axis_size)(*leaves)
+        out = jax.vmap(call_plain, in_axes=in_axes, axis_size=axis_size)(*leaves)
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*leaves)
@@ -64,7 +64,7 @@ def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T
 
 @functools.cache
 def _has_triton() -> bool:
-    """Whether jax still has Pallas's Triton, which it has deprecated."""
+    """Whether jax still has Pallas's Triton, which is deprecated."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
@@ -73,5 +73,5 @@ def _has_triton() -> bool:
 
 
 def interpreted() -> contextlib.AbstractContextManager[None]:
-    """A context whose traces have the kernels, run as plain jax on any platform: for tests."""
+    """A context for tests: its traces have the kernels, run as plain jax on any platform."""
     return _interpreted(True)

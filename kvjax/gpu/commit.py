@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verbs/commit` as one kernel."""
+"""`verbs/commit` as a kernel."""
 
 from __future__ import annotations
 
@@ -19,24 +19,42 @@ from kvjax.gpu.publish import merge, publish
 from kvjax.state import DEFAULT_PRIORITY, CacheState
 
 CHANGED = (
-    *TEXT, "committed", "refcount", "fill", "key", "generation", "parent", "children", "depth", "hits", "stored",
-    "clock", "next", "prev", "empty", "num_empty", "num_cached", "table",
-)  # fmt: skip
+    *TEXT,
+    "committed",
+    "refcount",
+    "fill",
+    "key",
+    "generation",
+    "parent",
+    "children",
+    "depth",
+    "hits",
+    "stored",
+    "clock",
+    "next",
+    "prev",
+    "empty",
+    "num_empty",
+    "num_cached",
+    "table",
+)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "spare", "interpret"))
 def fill_rows(
     state: CacheState, chunk: Chunk, batch: int, spare: int = 0, interpret: bool = False
 ) -> tuple[CacheState, Records]:
-    """As `verbs/commit.write`, for a state that `choice.serves`, exactly the same; also returns R records, stored.
+    """Equals `verbs/commit.write` exactly, for a state that `choice.serves`. Also returns R stored records.
 
-    A chunk has at most a block's tokens of each row. The kernel looks at `batch` filled blocks in a pass, as plain jax
-    does, and returns `spare` records more, of kind NONE.
+    A chunk has at most a block's tokens of each row. The kernel handles `batch` filled blocks in a pass, like plain
+    jax, and returns `spare` additional records, of kind NONE.
     """
     rows, start, end, done, text = chunk
-    total, size = rows.shape[0], np.int32(state.spec.block_size)
-    lanes, per_block = lanes_of(total), (lanes_of(batch),)
-    exchanged = {f"lane{number}": per_block for number in range(5)}  # `lanes.exchange` has five values at once
+    num_rows = rows.shape[0]
+    size = np.int32(state.spec.block_size)
+    lanes = lanes_of(num_rows)
+    per_block = (lanes_of(batch),)
+    exchanged = {f"lane{i}": per_block for i in range(5)}  # `lanes.exchange` has five values at once
     reads = {"rows": rows, "start": start, "end": end, "done": done.astype(jnp.int32)}
     result = run(
         functools.partial(_fill, lanes=lanes, batch=batch, size=size),
@@ -44,39 +62,41 @@ def fill_rows(
         lanes=lanes,
         reads=reads | arrays_of(state, ("namespace",)) | {f"new_{name}": part for name, part in text.parts().items()},
         changes=arrays_of(state, CHANGED),
-        makes={"records": (total + spare, len(COLUMNS)), "queue": (total,), "peers": per_block, **exchanged},
+        makes={"records": (num_rows + spare, len(COLUMNS)), "queue": (num_rows,), "peers": per_block, **exchanged},
         interpret=interpret,
     )
     return with_arrays(state, result), Records(result["records"])
 
 
 def _fill(memory: Memory, *, lanes: int, batch: int, size: np.int32) -> None:
-    """The kernel: a lane for each row while it writes, then one for each of a pass of blocks that were filled."""
-    number = _write(memory, lanes, size)
+    """The kernel: a lane for each row during the writes, then a lane for each filled block of a pass."""
+    num_filled = _write(memory, lanes, size)
 
     def step(done: jax.Array) -> jax.Array:
-        filled = Filled.of(memory, done, number, batch, size)
+        filled = Filled.of(memory, done, num_filled, batch, size)
         dedup = resolve(memory, filled, size)
         memory.when(count(dedup.publish) > 0, lambda: publish(memory, filled, dedup, size))
         memory.when(count(dedup.merge) > 0, lambda: merge(memory, filled, dedup))
         _record(memory, done, filled, dedup, size)
         return done + batch
 
-    memory.loop(lambda done: done < number, step, jnp.int32(0))
+    memory.loop(lambda done: done < num_filled, step, jnp.int32(0))
 
 
 def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
-    """Writes the rows' tokens, and the queue of those that filled a block; returns how many these are."""
-    lane, (rows, columns) = numbered(lanes), memory.shape("table")
-    real = lane < memory.shape("rows")[0]
-    start, end = memory.pick("start", lane, real), memory.pick("end", lane, real)
-    row = jnp.clip(memory.pick("rows", lane, real), 0, rows - 1)
-    memory.put("committed", row, end, real & (memory.pick("done", lane, real) > 0))
+    """Writes the rows' tokens, and queues the rows that filled a block. Returns the number of queued rows."""
+    lane = numbered(lanes)
+    (rows, columns) = memory.shape("table")
+    is_row = lane < memory.shape("rows")[0]
+    start = memory.pick("start", lane, is_row)
+    end = memory.pick("end", lane, is_row)
+    row = jnp.clip(memory.pick("rows", lane, is_row), 0, rows - 1)
+    memory.put("committed", row, end, is_row & (memory.pick("done", lane, is_row) > 0))
 
     first = lax.div(start, size)
-    turn = (first + 1) * size  # where a row's second block begins
+    second_start = (first + 1) * size  # where a row's second block begins
     blocks = [
-        memory.pick("table", (row, jnp.minimum(first + i, columns - 1)), real & (end > turn + (i - 1) * size))
+        memory.pick("table", (row, jnp.minimum(first + i, columns - 1)), is_row & (end > second_start + (i - 1) * size))
         for i in (0, 1)
     ]
     steps = memory.shape("new_tokens")[1]
@@ -85,18 +105,20 @@ def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
     def write(done: jax.Array) -> jax.Array:
         step = (done + numbered(width))[None]
         position = start[:, None] + step
-        where, second = position < end[:, None], position >= turn[:, None]
-        block = jnp.where(second, blocks[1][:, None], blocks[0][:, None])
-        slot = position - turn[:, None] + jnp.where(second, 0, size)
+        is_token = position < end[:, None]
+        in_second = position >= second_start[:, None]
+        block = jnp.where(in_second, blocks[1][:, None], blocks[0][:, None])
+        slot = position - second_start[:, None] + jnp.where(in_second, 0, size)
         for name in TEXT:
             if name in memory:
-                memory.put(name, (block, slot), memory.pick(f"new_{name}", (lane[:, None], step), where), where)
+                memory.put(name, (block, slot), memory.pick(f"new_{name}", (lane[:, None], step), is_token), is_token)
         return done + width
 
     memory.loop(lambda done: done < steps, write, jnp.int32(0))
-    fills = real & (end >= turn)
+    fills = is_row & (end >= second_start)
     memory.put("queue", rank(fills), lane, fills)
-    column, records = numbered(16)[None], memory.shape("records")[0]
+    column = numbered(16)[None]
+    records = memory.shape("records")[0]
 
     def clear(done: jax.Array) -> jax.Array:
         index = (done + lane)[:, None]
@@ -108,14 +130,18 @@ def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
 
 
 def _record(memory: Memory, done: jax.Array, filled: Filled, dedup: Dedup, size: np.int32) -> None:
-    """The records of a pass, stored; those of kind NONE say what plain jax says there."""
-    lane, column = numbered(filled.own.shape[0]), numbered(16)[None]
+    """Writes a pass's stored records. Records of kind NONE are the same as in plain jax."""
+    lane = numbered(filled.block.shape[0])
+    column = numbered(16)[None]
     values = {
-        "kind": jnp.where(dedup.publish, int(EventKind.STORED), 0), "block": filled.own,
-        "generation": memory.pick("generation", jnp.maximum(filled.own, 0)), "source": filled.before,
-        "source_generation": filled.link(memory), "num_tokens": jnp.full_like(lane, size),
+        "kind": jnp.where(dedup.publish, int(EventKind.STORED), 0),
+        "block": filled.block,
+        "generation": memory.pick("generation", jnp.maximum(filled.block, 0)),
+        "source": filled.before,
+        "source_generation": filled.link(memory),
+        "num_tokens": jnp.full_like(lane, size),
         "priority": jnp.full_like(lane, DEFAULT_PRIORITY),
-    }  # fmt: skip
+    }
     records = jnp.zeros((lane.shape[0], column.shape[1]), jnp.int32)
     for name, value in values.items():
         records = jnp.where(column == COLUMNS.index(name), value[:, None], records)

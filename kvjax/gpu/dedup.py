@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`blocks/dedup.py` in a kernel: which of the blocks that have just been filled equal others. Each row filled one."""
+"""`blocks/dedup.py` in a kernel: finds newly filled blocks that equal others. Each row filled a single block."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ Key = tuple[jax.Array, jax.Array]  # u32[lanes] each
 
 
 class Filled(NamedTuple):
-    """Blocks that a pass looks at, a lane each; other lanes say of row 0 what plain jax says of its padding."""
+    """The blocks of a pass, a lane each. Other lanes have the values of row 0, like the padding of plain jax."""
 
-    inside: jax.Array  # bool; the lane belongs to the pass
-    row: jax.Array  # i32; the block's row, one that exists
-    column: jax.Array  # i32; its column there
-    own: jax.Array  # i32; the block
+    inside: jax.Array  # bool; whether the lane belongs to the pass
+    row: jax.Array  # i32; the block's row, always valid
+    column: jax.Array  # i32; the block's column in the row's table
+    block: jax.Array  # i32; the block's id
     before: jax.Array  # i32; the block before it, or NO_BLOCK
-    namespace: jax.Array  # i32; of the row
-    where: jax.Array  # bool; the block was filled, and can become findable
+    namespace: jax.Array  # i32; the row's namespace
+    where: jax.Array  # bool; whether the block was filled, and can become findable
 
     @classmethod
-    def of(cls, memory: Memory, done: jax.Array, number: jax.Array, batch: int, size: np.int32) -> Filled:
-        """The next `batch` of the `number` i32[] blocks in the queue, of which so many are done."""
-        lane, (rows, columns) = numbered(lanes_of(batch)), memory.shape("table")
+    def of(cls, memory: Memory, done: jax.Array, num_filled: jax.Array, batch: int, size: np.int32) -> Filled:
+        """The next `batch` of the `num_filled` i32[] blocks in the queue, after `done` blocks."""
+        lane = numbered(lanes_of(batch))
+        (rows, columns) = memory.shape("table")
         inside = lane < batch
-        queued = inside & (done + lane < number)
-        entry = memory.pick("queue", done + lane, queued)
-        row = jnp.clip(memory.pick("rows", entry), 0, rows - 1)
-        column = lax.div(memory.pick("start", entry), size)
-        own = memory.pick("table", (row, jnp.minimum(column, columns - 1)))
+        queued = inside & (done + lane < num_filled)
+        queued_row = memory.pick("queue", done + lane, queued)
+        row = jnp.clip(memory.pick("rows", queued_row), 0, rows - 1)
+        column = lax.div(memory.pick("start", queued_row), size)
+        block = memory.pick("table", (row, jnp.minimum(column, columns - 1)))
         before = memory.pick("table", (row, jnp.minimum(column, columns) - 1), column > 0)
         before = jnp.where(column > 0, before, NO_BLOCK)
         findable = (before < 0) | (memory.pick("fill", before, before >= 0) > 0)
-        return cls(inside, row, column, own, before, memory.pick("namespace", row), queued & findable)
+        return cls(inside, row, column, block, before, memory.pick("namespace", row), queued & findable)
 
     def link(self, memory: Memory) -> jax.Array:
-        """The generation of the block before, or the row's namespace: with `before` the parent of the block."""
+        """The generation of the block before, or the row's namespace. With `before` it is the block's parent."""
         return jnp.where(self.before >= 0, memory.pick("generation", self.before, self.before >= 0), self.namespace)
 
 
 class Dedup(NamedTuple):
-    """The outcome for them, as `blocks/dedup.Dedup`."""
+    """The outcome for each block, as in `blocks/dedup.Dedup`."""
 
     target: jax.Array
     publish: jax.Array
@@ -62,70 +63,78 @@ class Dedup(NamedTuple):
 
 
 def resolve(memory: Memory, filled: Filled, size: np.int32) -> Dedup:
-    """`dedup.resolve`: to publish each block, or to merge it with an equal one, cached or filled just now."""
-    own, before, namespace, where = filled.own, filled.before, filled.namespace, filled.where
+    """Decides as `dedup.resolve` to publish each block, or to merge it with an equal block, cached or just filled."""
+    block = filled.block
+    before = filled.before
+    namespace = filled.namespace
+    where = filled.where
     key = key_of(memory, filled, size)
-    found = _find(memory, key, where)
+    cached_block = _find(memory, key, where)
     digest = (mix(key[0] ^ mix(key[1])) >> np.uint32(1)).astype(jnp.int32)
-    lane = numbered(own.shape[0])
+    lane = numbered(block.shape[0])
     earliest = jnp.where(where, peers(memory, digest, where, "first").first, lane)
-    equal, link = [_signed(part) for part in key], filled.link(memory)
-    duplicate, *others = exchange(memory, earliest, own, *equal, before, namespace)
+    key_parts = [_signed(part) for part in key]
+    link = filled.link(memory)
+    duplicate, *duplicate_values = exchange(memory, earliest, block, *key_parts, before, namespace)
 
     # So far equal keys counted as equal contents; now compare.
-    is_cached = where & (found >= 0)
-    as_found = is_cached & (memory.pick("fill", found, is_cached) == size)
-    for number, its in enumerate((before, link)):
-        as_found &= memory.pick("parent", (found, number), is_cached) == its
-    as_duplicate = where & ~is_cached
-    for value, its in zip((*equal, before, namespace), others, strict=True):
-        as_duplicate &= value == its
-    other = jnp.where(is_cached, found, duplicate)
-    broken = where & ~((as_found | as_duplicate) & _same_text(memory, own, other, as_found | as_duplicate, size))
-    (of_duplicate,) = exchange(memory, earliest, broken.astype(jnp.int32))
-    good = where & ~broken & (of_duplicate == 0)  # a block that depends on a broken one is broken
+    is_cached = where & (cached_block >= 0)
+    matches_cached = is_cached & (memory.pick("fill", cached_block, is_cached) == size)
+    for i, parent_part in enumerate((before, link)):
+        matches_cached &= memory.pick("parent", (cached_block, i), is_cached) == parent_part
+    matches_duplicate = where & ~is_cached
+    for value, duplicate_value in zip((*key_parts, before, namespace), duplicate_values, strict=True):
+        matches_duplicate &= value == duplicate_value
+    target = jnp.where(is_cached, cached_block, duplicate)
+    broken = where & ~(
+        (matches_cached | matches_duplicate)
+        & _same_text(memory, block, target, matches_cached | matches_duplicate, size)
+    )
+    (duplicate_broken,) = exchange(memory, earliest, broken.astype(jnp.int32))
+    is_valid = where & ~broken & (duplicate_broken == 0)  # a block that depends on a broken block is broken
     first = earliest == lane
-    return Dedup(other, good & ~is_cached & first, good & (other != own), first, key)
+    return Dedup(target, is_valid & ~is_cached & first, is_valid & (target != block), first, key)
 
 
 def key_of(memory: Memory, filled: Filled, size: np.int32) -> Key:
-    """The key of each block, where it was filled (`keys.prefix_keys`)."""
-    own, where = filled.own[:, None], filled.where[:, None]
-    width = min(memory.tile(own.shape[0]), lanes_of(int(size)))
+    """The key of each filled block (`keys.prefix_keys`)."""
+    block = filled.block[:, None]
+    where = filled.where[:, None]
+    width = min(memory.tile(block.shape[0]), lanes_of(int(size)))
     memory.settle(*TEXT)
 
     def step(i: jax.Array, content: Key) -> Key:
         position = (i * width + numbered(width))[None]
-        counts = where & (position < size)
-        words = token_words(text_at(memory, own, position, counts))
+        is_token = where & (position < size)
+        words = token_words(text_at(memory, block, position, is_token))
         parts = [content_words(words, position.astype(jnp.uint32), lane) for lane in LANES]
-        mixed = [_signed(jnp.where(counts, part, np.uint32(0))) for part in parts]
+        mixed = [_signed(jnp.where(is_token, part, np.uint32(0))) for part in parts]
         total = [jnp.sum(part, axis=1, dtype=jnp.int32) for part in mixed]
         return content[0] + _unsigned(total[0]), content[1] + _unsigned(total[1])
 
-    none = jnp.zeros(own.shape[:1], jnp.uint32)
-    contents = lax.fori_loop(np.int32(0), np.int32(-(-int(size) // width)), step, (none, none))
+    zeros = jnp.zeros(block.shape[:1], jnp.uint32)
+    contents = lax.fori_loop(np.int32(0), np.int32(-(-int(size) // width)), step, (zeros, zeros))
     has_before = filled.where & (filled.before >= 0)
     position_words = block_words(filled.column, jnp.full_like(filled.column, size))
     keys = []
-    for number, (content, lane) in enumerate(zip(contents, LANES, strict=True)):
+    for key_index, (content, lane) in enumerate(zip(contents, LANES, strict=True)):
         root = mix(filled.namespace.astype(jnp.uint32) + lane)
-        start = jnp.where(has_before, memory.pick("key", (filled.before, number), has_before), root)
+        start = jnp.where(has_before, memory.pick("key", (filled.before, key_index), has_before), root)
         keys.append(start + mix(content ^ mix(position_words + lane)))
     return keys[0], keys[1]
 
 
 def _find(memory: Memory, key: Key, where: jax.Array) -> jax.Array:
-    """`index.find`, where bool[lanes]; else NO_BLOCK."""
+    """`index.find`, where bool[lanes]. NO_BLOCK for other lanes."""
 
     def differs(node: jax.Array) -> jax.Array:
         inside = node >= 0
-        first, second = (memory.pick("key", (node, number), inside) for number in (0, 1))
+        first, second = (memory.pick("key", (node, i), inside) for i in (0, 1))
         return inside & ((first != key[0]) | (second != key[1]))
 
     def follow(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        node, wrong = carry
-        node = jnp.where(wrong, memory.pick("next", node, wrong), node)
+        node, is_different = carry
+        node = jnp.where(is_different, memory.pick("next", node, is_different), node)
         return node, differs(node)
 
     node = jnp.where(where, memory.pick("next", key_bucket(memory, key), where), NO_BLOCK)
@@ -139,23 +148,25 @@ def key_bucket(memory: Memory, key: Key) -> jax.Array:
 
 
 def table_sizes(memory: Memory) -> tuple[int, int]:
-    """Handles of both tables together, and buckets of each."""
+    """The number of handles in both tables, and of buckets in each table."""
     (handles,) = memory.shape("prev")
     return handles, (memory.shape("next")[0] - handles) // 2
 
 
-def _same_text(memory: Memory, one: jax.Array, other: jax.Array, where: jax.Array, size: np.int32) -> jax.Array:
+def _same_text(memory: Memory, block: jax.Array, other_block: jax.Array, where: jax.Array, size: np.int32) -> jax.Array:
     """bool[lanes]; whether two blocks have equal text, where bool[lanes]."""
-    one, other, where = one[:, None], other[:, None], where[:, None]
-    width = min(memory.tile(one.shape[0]), lanes_of(int(size)))
+    block = block[:, None]
+    other_block = other_block[:, None]
+    where = where[:, None]
+    width = min(memory.tile(block.shape[0]), lanes_of(int(size)))
 
     def step(i: jax.Array, different: jax.Array) -> jax.Array:
         position = (i * width + numbered(width))[None]
-        counts = where & (position < size)
-        same = text_at(memory, one, position, counts).equals(text_at(memory, other, position, counts))
+        is_token = where & (position < size)
+        same = text_at(memory, block, position, is_token).equals(text_at(memory, other_block, position, is_token))
         return different + jnp.sum((~same).astype(jnp.int32), axis=1, dtype=jnp.int32)
 
-    start = jnp.zeros(one.shape[:1], jnp.int32)
+    start = jnp.zeros(block.shape[:1], jnp.int32)
     return lax.fori_loop(np.int32(0), np.int32(-(-int(size) // width)), step, start) == 0
 
 

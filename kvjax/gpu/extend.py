@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verbs/extend.grow` as one kernel."""
+"""`verbs/extend.grow` as a kernel."""
 
 from __future__ import annotations
 
@@ -20,9 +20,22 @@ from kvjax.gpu.take import take
 from kvjax.state import CacheState
 
 CHANGED = (
-    "refcount", "fill", "children", "released", "clock", *TEXT, "next", "prev", "num_empty",
-    "num_cached", "table", "order", "stamp", "head", "tail",
-)  # fmt: skip
+    "refcount",
+    "fill",
+    "children",
+    "released",
+    "clock",
+    *TEXT,
+    "next",
+    "prev",
+    "num_empty",
+    "num_cached",
+    "table",
+    "order",
+    "stamp",
+    "head",
+    "tail",
+)
 READ = ("parent", "generation", "empty", "length", "committed")
 
 
@@ -30,13 +43,15 @@ READ = ("parent", "generation", "empty", "length", "committed")
 def grow_rows(
     state: CacheState, grown: jax.Array, max_tokens: int, interpret: bool = False
 ) -> tuple[CacheState, jax.Array, Records, Records, jax.Array]:
-    """As `verbs/extend.grow`, for a state that `choice.serves`: all rows or none, exactly the same.
+    """Equals `verbs/extend.grow` exactly, for a state that `choice.serves`: all rows grow, or no row.
 
-    Also returns bool[], whether every row could grow; records, removed and copied; and i32[], missing blocks.
+    Also returns whether all rows could grow bool[], the removed records, the copied records, and the missing blocks
+    i32[].
     """
     spec = state.spec
     width = most_columns(max_tokens, spec.block_size)
-    rows, most = spec.max_seqs, min(spec.max_seqs * width, spec.groups[0].num_blocks)
+    rows = spec.max_seqs
+    max_blocks = min(spec.max_seqs * width, spec.groups[0].num_blocks)
     lanes = lanes_of(rows * width)
     done = run(
         functools.partial(_grow, size=np.int32(spec.block_size), width=np.int32(width), lanes=lanes),
@@ -45,12 +60,22 @@ def grow_rows(
         reads=arrays_of(state, READ) | {"grown": grown},
         changes=arrays_of(state, CHANGED),
         makes={
-            "ok": (1,), "shortfall": (1,), "victims": (most,), "removed": (most,), "generations": (most,),
-            "copies": (rows,), "ids": (rows,), "source": (rows,), "written": (rows,), "holders": (rows,),
-            "remaining": (rows,), "taken": (most,), "peers": (lanes,),
+            "ok": (1,),
+            "shortfall": (1,),
+            "victims": (max_blocks,),
+            "removed": (max_blocks,),
+            "generations": (max_blocks,),
+            "copies": (rows,),
+            "ids": (rows,),
+            "source": (rows,),
+            "written": (rows,),
+            "holders": (rows,),
+            "remaining": (rows,),
+            "taken": (max_blocks,),
+            "peers": (lanes,),
         },
         interpret=interpret,
-    )  # fmt: skip
+    )
     removed = record(EventKind.REMOVED, done["removed"] > 0, block=done["victims"], generation=done["generations"])
     copied = record(
         EventKind.COPIED, done["copies"] > 0, block=done["ids"], source=done["source"], num_tokens=done["written"]
@@ -62,37 +87,38 @@ def _grow(memory: Memory, *, size: np.int32, width: np.int32, lanes: int) -> Non
     """The kernel: a lane for each of the `width` columns that a row may write, in the order of the rows."""
     span = _Span.of(memory, size, width, lanes)
     copies = _unshare(memory, span, span.begins & (span.grown > span.length) & (span.first * size < span.length))
-    need = count(span.beyond | copies)
-    lack = need - (memory.number("num_empty") + memory.number("num_cached"))
-    ok = take(memory, jnp.where(lack <= 0, need, 0), lanes) & (lack <= 0)
+    num_needed = count(span.beyond | copies)
+    num_missing = num_needed - (memory.number("num_empty") + memory.number("num_cached"))
+    ok = take(memory, jnp.where(num_missing <= 0, num_needed, 0), lanes) & (num_missing <= 0)
     span = _Span.of(memory, size, width, lanes)
     _settle(memory, span, ok)
     _hand_out(memory, span, ok, size)
     memory.set_number("ok", ok)
-    memory.set_number("shortfall", jnp.where(ok, 0, jnp.maximum(lack, 1)))
+    memory.set_number("shortfall", jnp.where(ok, 0, jnp.maximum(num_missing, 1)))
 
 
 class _Span(NamedTuple):
-    """The growth of each row, a lane for each column; worked out twice, since registers are few."""
+    """The growth of each row, a lane for each column. Computed twice, since registers are few."""
 
     row: jax.Array  # i32
-    begins: jax.Array  # bool; the lane of a row's first column
-    length: jax.Array  # i32; tokens that the row has reserved
-    grown: jax.Array  # i32; and those that it asks for
-    first: jax.Array  # i32; the row's first column, the one that it is in
+    begins: jax.Array  # bool; whether the lane is at a row's first column
+    length: jax.Array  # i32; the row's reserved tokens
+    grown: jax.Array  # i32; the reserved tokens that the row asks for
+    first: jax.Array  # i32; the column that the row is in
     column: jax.Array  # i32
-    beyond: jax.Array  # bool; the column needs a block that the row does not have
+    beyond: jax.Array  # bool; whether the column needs a new block
 
     @classmethod
     def of(cls, memory: Memory, size: np.int32, width: np.int32, lanes: int) -> _Span:
         lane = numbered(lanes)
         row = lax.div(lane, width)
-        real = row < memory.shape("table")[0]
-        length, grown = memory.pick("length", row, real), memory.pick("grown", row, real)
+        is_row = row < memory.shape("table")[0]
+        length = memory.pick("length", row, is_row)
+        grown = memory.pick("grown", row, is_row)
         first = lax.div(length, size)
         column = first + lane - row * width
-        beyond = real & (column * size < grown) & (column * size >= length)
-        return cls(row, real & (lane == row * width), length, grown, first, column, beyond)
+        beyond = is_row & (column * size < grown) & (column * size >= length)
+        return cls(row, is_row & (lane == row * width), length, grown, first, column, beyond)
 
     def block(self, memory: Memory) -> jax.Array:
         """The block that each row is in, at its first lane."""
@@ -101,10 +127,10 @@ class _Span(NamedTuple):
 
 
 def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
-    """`copy_on_write.unshare`: which rows must copy the block that they are in before they write, where bool[lanes].
+    """`copy_on_write.unshare`: decides where bool[lanes] a row must copy the block that it is in before it writes.
 
-    Of the rows that share a block the last one notes the block's `holders`, and how many are `remaining` if the others
-    release it. Leaves the same marks as plain jax in the refcounts of blocks that nobody would hold any more.
+    The last of the rows that share a block notes the block's `holders`, and the `remaining` holders if the others
+    release it. Leaves the same marks as plain jax in the refcounts of blocks without any remaining holder.
     """
     block = span.block(memory)
     holders = memory.pick("refcount", block, writes)
@@ -112,8 +138,9 @@ def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
     shared = writes & ((holders > 1) | findable)
 
     def mark() -> tuple[jax.Array, jax.Array]:
-        sharers = peers(memory, block, shared, "after", "number")
-        remaining, final = holders - sharers.number, shared & sharers.last
+        sharers = peers(memory, block, shared, "after", "size")
+        remaining = holders - sharers.size
+        final = shared & sharers.last
         mark = -1 - memory.shape("refcount")[0] - span.row
         memory.put("refcount", block, jnp.where(remaining == 0, mark, remaining), final)
         return remaining, final
@@ -128,13 +155,15 @@ def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
 
 
 def _settle(memory: Memory, span: _Span, ok: jax.Array) -> None:
-    """`copy_on_write.settle`, by what `_unshare` has noted."""
+    """`copy_on_write.settle`, with the notes of `_unshare`."""
     holders = memory.pick("holders", span.row, span.begins)
 
     def release() -> None:
-        block, remaining = span.block(memory), memory.pick("remaining", span.row, span.begins)
+        block = span.block(memory)
+        remaining = memory.pick("remaining", span.row, span.begins)
         memory.put("refcount", block, jnp.where(ok, remaining, holders), holders > 0)
-        cached, clock = ok & (holders > 0) & (remaining == 0), memory.number("clock")
+        cached = ok & (holders > 0) & (remaining == 0)
+        clock = memory.number("clock")
         memory.put("released", block, clock + rank(cached), cached)
         memory.set_number("clock", clock + count(cached))
         memory.set_number("num_cached", memory.number("num_cached") + count(cached))
@@ -144,8 +173,9 @@ def _settle(memory: Memory, span: _Span, ok: jax.Array) -> None:
 
 
 def _hand_out(memory: Memory, span: _Span, ok: jax.Array, size: np.int32) -> None:
-    """Gives the rows the blocks `taken` if ok bool[], with the text of those that they copy; makes the records."""
-    block, copies = span.block(memory), memory.pick("copies", span.row, span.begins) > 0
+    """Gives the rows the blocks `taken` if ok bool[], with the text of blocks to copy, and makes the records."""
+    block = span.block(memory)
+    copies = memory.pick("copies", span.row, span.begins) > 0
     wanted = span.beyond | copies
     ids = memory.pick("taken", jnp.minimum(rank(wanted), memory.shape("taken")[0] - 1))
     memory.put("table", (span.row, span.column), ids, wanted & ok)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`events/log.append` as one kernel."""
+"""`events/log.append` as a kernel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvjax.state import Text
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def append_events(log: EventLog, events: Sequence[Events], interpret: bool = False) -> EventLog:
-    """As `events/log.append`, exactly the same."""
+    """Equals `events/log.append` exactly."""
     lanes = [lanes_of(transition.kind.shape[0]) for transition in events]
     reads = {}
-    for number, transition in enumerate(events):
+    for i, transition in enumerate(events):
         parts = {"records": transition.records, **transition.text.parts()}
-        reads |= {f"{name}{number}": part for name, part in parts.items()}
+        reads |= {f"{name}{i}": part for name, part in parts.items()}
     done = run(
         functools.partial(_append, lanes=lanes),
         "append_events",
@@ -37,16 +37,17 @@ def append_events(log: EventLog, events: Sequence[Events], interpret: bool = Fal
 
 
 def _append(memory: Memory, *, lanes: Sequence[int]) -> None:
-    """The kernel: a lane for each record of a transition, one transition after the other."""
-    capacity, appended = memory.shape("records")[0], memory.number("appended")
-    for number, width in enumerate(lanes):
+    """The kernel: a lane for each record of a transition, transition by transition."""
+    capacity = memory.shape("records")[0]
+    appended = memory.number("appended")
+    for i, width in enumerate(lanes):
         lane = numbered(width)
-        inside = lane < memory.shape(f"records{number}")[0]
-        real = memory.pick(f"records{number}", (lane, 0), inside) != int(EventKind.NONE)
-        index = appended + rank(real)
-        where = real & (index < capacity)
+        inside = lane < memory.shape(f"records{i}")[0]
+        is_event = memory.pick(f"records{i}", (lane, 0), inside) != int(EventKind.NONE)
+        index = appended + rank(is_event)
+        fits = is_event & (index < capacity)
         for name in ("records", *TEXT):
             if name in memory:
-                copy_rows(memory, [(f"{name}{number}", name)], lane, index, where)
-        appended = appended + count(real)
+                copy_rows(memory, [(f"{name}{i}", name)], lane, index, fits)
+        appended = appended + count(is_event)
     memory.set_number("appended", appended)

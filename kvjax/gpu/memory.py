@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's arrays, and when its threads have to wait for one another.
+"""A kernel's arrays, and the barriers at which its threads wait for each other.
 
-A kernel is one program of one or more warps. A value in it is a tensor with an entry for each lane. Warps do not run in
-step: what one has stored, another may load only after a barrier at which both arrive. `Memory` puts a barrier wherever
-one array would otherwise be both loaded and stored, or stored twice, without any between; tests/unit/gpu/races.py
-verifies the kernels without it.
+A kernel is a program of at least a warp. A value in it is a tensor with an entry for each lane. Warps do not run in
+step: a warp may load an entry stored by another warp only after a barrier at which both arrive. `Memory` adds a barrier
+wherever an array would otherwise be both loaded and stored, or stored twice, without a barrier in between.
+tests/unit/gpu/races.py verifies the kernels without it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from jax.experimental.pallas import triton as plt
 from kvjax.state import CacheState, Text
 
 TEXT = ("tokens", "extra_ids")
-_LINKS, _RING, _SEQS = ("next", "prev"), ("order", "stamp", "head", "tail"), ("length", "committed", "namespace")
+_LINKS = ("next", "prev")
+_RING = ("order", "stamp", "head", "tail")
+_SEQS = ("length", "committed", "namespace")
 _GROUP = ("empty", "num_empty", "num_cached", "table")
 WARP = 32  # threads
-LANES_PER_THREAD = 16  # of a tile: what a thread can hold in its registers beside everything else
+LANES_PER_THREAD = 16  # of a tile, which a thread can hold in its registers with everything else
 
 
 class Memory:
-    """The arrays of a kernel by name; `warps`, static, is the number of warps that run it."""
+    """The arrays of a kernel by name. `warps`, static, is the number of its warps."""
 
     def __init__(self, refs: Mapping[str, Any], warps: int, interpret: bool):
         self.warps = warps
-        self._refs, self._interpret = refs, interpret
-        self._loaded, self._stored = set[str](), set[str]()  # since the last barrier
+        self._refs = refs
+        self._interpret = interpret
+        self._loaded = set[str]()  # since the last barrier
+        self._stored = set[str]()  # since the last barrier
 
     def __contains__(self, name: str) -> bool:
         return name in self._refs
@@ -44,13 +48,13 @@ class Memory:
         return self._refs[name].shape
 
     def tile(self, lanes: int) -> int:
-        """Columns of a tile with so many rows: a power of two."""
+        """The number of columns of a tile with `lanes` rows: a power of two."""
         return max(self.warps * WARP * LANES_PER_THREAD // lanes, 1)
 
     def pick(self, name: str, index: Any, where: jax.Array | None = None) -> jax.Array:
-        """x[index] of array `name`, and 0 where bool[...] does not hold; an index that counts is in range.
+        """Loads x[index] of array `name` where bool[...] holds, and 0 elsewhere. Used indices must be in range.
 
-        The index is i32[...], or a tuple of them for all axes, which are broadcast.
+        The index is i32[...], or a tuple of such arrays for all axes, which are broadcast.
         """
         if name in self._stored:
             self._barrier()
@@ -61,31 +65,33 @@ class Memory:
         return plt.load(self._refs[name].at[index], mask=where, other=np.zeros((), self._refs[name].dtype))
 
     def put(self, name: str, index: Any, values: Any, where: jax.Array | None = None) -> None:
-        """Writes `values` at `index`, all different or with equal values, where bool[...] holds; see `pick`."""
+        """Writes `values` at `index` where bool[...] holds, as in `pick`. Equal indices must have equal values."""
         if name in self._loaded | self._stored:
             self._barrier()
         self._stored.add(name)
-        ref, (first, *others) = self._refs[name], _each_axis(index)
+        ref = self._refs[name]
+        (first, *others) = _each_axis(index)
         shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in (first, *others)))
         values = jnp.broadcast_to(jnp.asarray(values, ref.dtype), shape)
         if where is None:
             plt.store(ref.at[(first, *others)], values)
-        else:  # the interpreter stores an old value where a mask does not hold: beyond the end it is dropped
-            first, where = jnp.broadcast_to(first, shape), jnp.broadcast_to(where, shape)
+        else:  # outside of a mask the interpreter stores an old value: beyond the end it is dropped
+            first = jnp.broadcast_to(first, shape)
+            where = jnp.broadcast_to(where, shape)
             plt.store(ref.at[(jnp.where(where, first, ref.shape[0]), *others)], values, mask=where)
 
     def number(self, name: str) -> jax.Array:
-        """The only number of array `name`."""
+        """Loads the only element of array `name`."""
         return self.pick(name, 0)
 
     def set_number(self, name: str, value: jax.Array) -> None:
-        """Writes the only number of array `name`."""
+        """Writes the only element of array `name`."""
         self.put(name, 0, value)
 
     def loop[T](self, going: Callable[[T], jax.Array], step: Callable[[T], T], start: T, *, barrier: bool = True) -> T:
-        """`while_loop` for a step that stores; one that only loads is a loop of `lax`, perhaps behind `settle`.
+        """Runs `while_loop` for a step with stores. For a step with loads alone, use a loop of `lax` after `settle`.
 
-        `barrier`, static: whether there has to be one between a step and the next.
+        `barrier`, static, is whether a barrier has to separate consecutive steps.
         """
         before = self._loaded.copy(), self._stored.copy()
 
@@ -99,25 +105,26 @@ class Memory:
         return end
 
     def when[T](self, where: jax.Array, do: Callable[[], T], otherwise: T = None) -> T:
-        """The result of `do` if where bool[] holds; else `otherwise`, and `do` is not called."""
+        """Returns the result of `do` if where bool[] holds. Otherwise returns `otherwise`, without a call of `do`."""
         before = self._loaded.copy(), self._stored.copy()
         result = lax.cond(where, do, lambda: otherwise)
         self._since(before)
         return result
 
     def settle(self, *names: str) -> None:
-        """Lets the arrays be loaded by a loop of `lax`."""
+        """Makes the arrays ready to be loaded by a loop of `lax`."""
         if self._stored & set(names):
             self._barrier()
 
     def _since(self, before: tuple[set[str], set[str]]) -> None:
-        """Behind a part that may have been left out: what was done before it is not over."""
+        """Restores accesses before a part that may be skipped, since its barriers may be skipped too."""
         self._loaded |= before[0]
         self._stored |= before[1]
 
     def _barrier(self) -> None:
-        self._loaded, self._stored = set(), set()
-        if not self._interpret:  # there lanes do run in step
+        self._loaded = set()
+        self._stored = set()
+        if not self._interpret:  # the interpreter runs lanes in step
             plt.debug_barrier()
 
 
@@ -135,45 +142,47 @@ def run(
     makes: Mapping[str, Sequence[int]],
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel as one program, as plain jax on any platform with `interpret`; `name` is for profiles.
+    """Runs a kernel as a single program, or as plain jax on any platform with `interpret`. `name` is for profiles.
 
-    It has tensors of `lanes` entries, mostly. It only reads `reads`, and changes `changes`, in place if they are
-    donated. `makes` are shapes of further i32 arrays, with any contents: results, or values that other lanes need.
-    Returns the arrays of `changes` and `makes` afterwards.
+    Most of its tensors have `lanes` entries. It only reads `reads`, and changes `changes`, in place if they are
+    donated. `makes` are shapes of further i32 arrays with undefined contents, for results or for values to exchange
+    between lanes. Returns the arrays of `changes` and `makes` afterwards.
     """
     warps = min(max(lanes // WARP, 1), 8)
-    whole = {key: value.reshape(value.shape or 1) for key, value in changes.items()}
-    out_shape = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in whole.values()]
+    changed = {key: value.reshape(value.shape or 1) for key, value in changes.items()}
+    out_shape = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in changed.values()]
     out_shape += [jax.ShapeDtypeStruct(tuple(shape), jnp.int32) for shape in makes.values()]
 
     def body(*refs: Any) -> None:
-        inputs, outputs = refs[: len(reads)], refs[len(reads) + len(whole) :]  # a changed array is an output alone
-        kernel(Memory(dict(zip([*reads, *whole, *makes], [*inputs, *outputs], strict=True)), warps, interpret))
+        inputs = refs[: len(reads)]
+        outputs = refs[len(reads) + len(changed) :]  # a changed array is only an output
+        kernel(Memory(dict(zip([*reads, *changed, *makes], [*inputs, *outputs], strict=True)), warps, interpret))
 
     outputs = pl.pallas_call(
         body,
         out_shape=out_shape,
         grid=(1,),
-        input_output_aliases={len(reads) + i: i for i in range(len(whole))},
+        input_output_aliases={len(reads) + i: i for i in range(len(changed))},
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*reads.values(), *whole.values())
-    found = dict(zip([*whole, *makes], outputs, strict=True))
-    return {key: value.reshape(changes[key].shape) if key in changes else value for key, value in found.items()}
+    )(*reads.values(), *changed.values())
+    arrays = dict(zip([*changed, *makes], outputs, strict=True))
+    return {key: value.reshape(changes[key].shape) if key in changes else value for key, value in arrays.items()}
 
 
 def arrays_of(state: CacheState, names: Sequence[str]) -> dict[str, jax.Array]:
-    """The arrays with these names of a state with one group and the policy `lru()`; extra ids if there are any."""
+    """The named arrays of a state with a single group and the policy `lru()`, without missing extra ids."""
     (group,) = state.groups
-    homes = vars(group.blocks) | group.blocks.text.parts() | vars(group.links) | group.policy._asdict()
-    homes |= {name: getattr(group, name) for name in _GROUP} | {name: getattr(state.seqs, name) for name in _SEQS}
-    return {name: homes[name] for name in names if name in homes}
+    all_arrays = vars(group.blocks) | group.blocks.text.parts() | vars(group.links) | group.policy._asdict()
+    all_arrays |= {name: getattr(group, name) for name in _GROUP} | {name: getattr(state.seqs, name) for name in _SEQS}
+    return {name: all_arrays[name] for name in names if name in all_arrays}
 
 
 def with_arrays(state: CacheState, arrays: Mapping[str, jax.Array]) -> CacheState:
-    """The state with those of its arrays replaced that are among these; the inverse of `arrays_of`."""
-    (group,), blocks = state.groups, state.groups[0].blocks
+    """Replaces arrays of the state by the arrays of these names. The inverse of `arrays_of`."""
+    (group,) = state.groups
+    blocks = state.groups[0].blocks
 
     def changed(home: Mapping[str, object] | Sequence[str]) -> dict[str, jax.Array]:
         return {name: arrays[name] for name in home if name in arrays}

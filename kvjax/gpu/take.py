@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`blocks/take.py` in a kernel: empty blocks first, then those that were released longest ago."""
+"""`blocks/take.py` in a kernel: empty blocks first, then the least recently released blocks."""
 
 from __future__ import annotations
 
@@ -13,71 +13,75 @@ from kvjax.gpu.memory import Memory
 from kvjax.state import NO_BLOCK
 
 
-def take(memory: Memory, need: jax.Array, lanes: int) -> jax.Array:
-    """Takes `need` i32[] blocks, no more than are empty or cached, for one holder each; whether all could be taken.
+def take(memory: Memory, num_blocks: jax.Array, lanes: int) -> jax.Array:
+    """Takes `num_blocks` i32[] blocks, empty or cached, for a holder each. Returns whether all could be taken.
 
-    Writes the blocks to `taken`, NO_BLOCK after them or if not all could be taken; to `victims` and `generations` those
-    that were chosen to leave, and to `removed` which of them have left the index.
+    Writes the blocks to `taken`, followed by NO_BLOCK, or only NO_BLOCK if not all could be taken. Writes the chosen
+    victims to `victims` and `generations`, and to `removed` whether a victim has left the index.
     """
-    lane, (most,) = numbered(lanes), memory.shape("taken")
-    inside = lane < most
+    lane = numbered(lanes)
+    (max_blocks,) = memory.shape("taken")
+    inside = lane < max_blocks
     num_empty = memory.number("num_empty")
-    from_stack = jnp.minimum(need, num_empty)
-    wanted = need - from_stack
+    from_stack = jnp.minimum(num_blocks, num_empty)
+    num_evicted = num_blocks - from_stack
     memory.put("victims", lane, NO_BLOCK, inside)
     memory.put("removed", lane, 0, inside)
-    ok = memory.when(wanted > 0, lambda: _evict(memory, wanted, lanes), wanted == 0)
+    ok = memory.when(num_evicted > 0, lambda: _evict(memory, num_evicted, lanes), num_evicted == 0)
     chosen = memory.pick("victims", lane, inside)
     memory.put("generations", lane, memory.pick("generation", jnp.maximum(chosen, 0)), inside)
     pops = ok & (lane < from_stack)
     stacked = memory.pick("empty", num_empty - 1 - lane, pops)
     memory.put("refcount", stacked, 1, pops)
-    evicted = memory.pick("victims", lane - from_stack, ok & (lane >= from_stack) & (lane < need))
-    ids = jnp.where(pops, stacked, jnp.where(ok & (lane < need), evicted, NO_BLOCK))
+    evicted = memory.pick("victims", lane - from_stack, ok & (lane >= from_stack) & (lane < num_blocks))
+    ids = jnp.where(pops, stacked, jnp.where(ok & (lane < num_blocks), evicted, NO_BLOCK))
     memory.put("taken", lane, ids, inside)
     memory.set_number("num_empty", num_empty - jnp.where(ok, from_stack, 0))
-    memory.set_number("num_cached", memory.number("num_cached") - jnp.where(ok, wanted, 0))
+    memory.set_number("num_cached", memory.number("num_cached") - jnp.where(ok, num_evicted, 0))
     return ok
 
 
-def _evict(memory: Memory, wanted: jax.Array, lanes: int) -> jax.Array:
-    """Evicts `wanted` i32[] cached blocks, all or none; whether it did."""
+def _evict(memory: Memory, num_evicted: jax.Array, lanes: int) -> jax.Array:
+    """Evicts `num_evicted` i32[] cached blocks, all or none. Returns whether it did."""
     lane = numbered(lanes)
-    head = ring.pop(memory, wanted, lanes)
-    named = lane < wanted
-    victim = memory.pick("victims", lane, named)
-    named = named & (victim >= 0)
-    parent = memory.pick("parent", (victim, 0), named)
-    claimed = _claim(memory, victim, parent, named)
-    ok = count(claimed) == wanted
+    head = ring.pop(memory, num_evicted, lanes)
+    is_victim = lane < num_evicted
+    victim = memory.pick("victims", lane, is_victim)
+    is_victim = is_victim & (victim >= 0)
+    parent = memory.pick("parent", (victim, 0), is_victim)
+    claimed = _claim(memory, victim, parent, is_victim)
+    ok = count(claimed) == num_evicted
     add(memory, ("children",), parent, 1, claimed & ~ok & (parent >= 0))
-    gone = claimed & ok
-    memory.put("refcount", victim, gone.astype(jnp.int32), named)
-    memory.put("fill", victim, 0, gone)
-    memory.put("removed", lane, 1, gone)
+    is_evicted = claimed & ok
+    memory.put("refcount", victim, is_evicted.astype(jnp.int32), is_victim)
+    memory.put("fill", victim, 0, is_evicted)
+    memory.put("removed", lane, 1, is_evicted)
     memory.set_number("head", jnp.where(ok, head, memory.number("head")))
-    _unlink(memory, victim, gone)
+    _unlink(memory, victim, is_evicted)
     return ok
 
 
-def _claim(memory: Memory, victim: jax.Array, parent: jax.Array, named: jax.Array) -> jax.Array:
-    """bool[lanes]; which of the named victims have all their findable children among the victims before them.
+def _claim(memory: Memory, victim: jax.Array, parent: jax.Array, is_victim: jax.Array) -> jax.Array:
+    """bool[lanes]; the victims whose findable children are all among the victims before them.
 
-    Subtracts those from the `children` of parent i32[lanes]. Leaves a mark in the refcount of each that is named.
+    Subtracts these from the `children` of parent i32[lanes]. Leaves a mark in the refcount of each victim.
     """
-    mark, has_parent = -1 - numbered(victim.shape[0]), parent >= 0
-    memory.put("refcount", victim, mark, named)
-    above = memory.pick("refcount", parent, named & has_parent)  # a parent among the victims has a mark of its own
-    claimed = named & ((above >= 0) | (above < mark))
+    mark = -1 - numbered(victim.shape[0])
+    has_parent = parent >= 0
+    memory.put("refcount", victim, mark, is_victim)
+    parent_mark = memory.pick(
+        "refcount", parent, is_victim & has_parent
+    )  # a parent among the victims has a mark of its own
+    claimed = is_victim & ((parent_mark >= 0) | (parent_mark < mark))
     add(memory, ("children",), parent, -1, claimed & has_parent)
 
     def refused(claimed: jax.Array) -> jax.Array:
         return claimed & (memory.pick("children", victim, claimed) != 0)
 
     def refuse(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        claimed, bad = carry
-        add(memory, ("children",), parent, 1, bad & has_parent)
-        claimed = claimed & ~bad
+        claimed, is_refused = carry
+        add(memory, ("children",), parent, 1, is_refused & has_parent)
+        claimed = claimed & ~is_refused
         return claimed, refused(claimed)
 
     start = claimed, refused(claimed)
@@ -85,7 +89,7 @@ def _claim(memory: Memory, victim: jax.Array, parent: jax.Array, named: jax.Arra
 
 
 def _unlink(memory: Memory, ids: jax.Array, where: jax.Array) -> None:
-    """Takes blocks ids i32[lanes], where bool[lanes], out of both tables (`blocks/index.py`); they have fill 0 already.
+    """Removes blocks ids i32[lanes], where bool[lanes], from both tables (`blocks/index.py`). Their fill is 0 already.
 
     Works on tiles [lanes, 2]: a block's handle in either table.
     """
@@ -98,7 +102,7 @@ def _unlink(memory: Memory, ids: jax.Array, where: jax.Array) -> None:
         return where & (memory.pick("fill", jnp.where(node < num_ids, node, node - num_ids), where) == 0)
 
     def beyond(links: str) -> jax.Array:
-        """The first neighbour on one side that stays."""
+        """The first remaining neighbour in a direction."""
         neighbour = memory.pick(links, node, where)
         memory.settle("fill")
 
@@ -112,8 +116,9 @@ def _unlink(memory: Memory, ids: jax.Array, where: jax.Array) -> None:
 
         return lax.while_loop(going, skip, (neighbour, leaves(neighbour, where)))[0]
 
-    after, before = beyond("next"), beyond("prev")
-    # A block that has left keeps the neighbours that it would have. A run of such blocks writes the same values.
+    after = beyond("next")
+    before = beyond("prev")
+    # A removed block keeps links to its remaining neighbours. A run of removed blocks writes the same values.
     memory.put("next", node, after, where)
     memory.put("prev", node, before, where)
     memory.put("next", before, after, where)

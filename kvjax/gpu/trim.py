@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verbs/trim` as one kernel."""
+"""`verbs/trim` as a kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.state import NO_BLOCK, CacheState
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def trim_rows(state: CacheState, length: jax.Array, interpret: bool = False) -> CacheState:
-    """As `verbs/trim.cut`, for a state that `choice.serves` and rows that lose a block at most, exactly the same."""
+    """Equals `verbs/trim.cut` exactly, for a state that `choice.serves`. Rows lose a block at most."""
     rows = state.spec.max_seqs
     done = run(
         functools.partial(_trim, lanes=lanes_of(rows), rows=rows, size=np.int32(state.spec.block_size)),
@@ -33,12 +33,14 @@ def trim_rows(state: CacheState, length: jax.Array, interpret: bool = False) -> 
 def _trim(memory: Memory, *, lanes: int, rows: int, size: np.int32) -> None:
     """The kernel: a lane for each row."""
     row = numbered(lanes)
-    real = row < rows
-    wanted, length = memory.pick("wanted", row, real), memory.pick("length", row, real)
-    column = lax.div(wanted + (size - 1), size)  # of the first block that is not wanted
+    is_row = row < rows
+    wanted_length = memory.pick("wanted", row, is_row)
+    length = memory.pick("length", row, is_row)
+    column = lax.div(wanted_length + (size - 1), size)  # of the first unused block
     beyond = column * size < length
-    block, height = memory.pick("table", (row, column), beyond), memory.number("num_empty")
-    memory.put("length", row, wanted, real)
+    block = memory.pick("table", (row, column), beyond)
+    height = memory.number("num_empty")
+    memory.put("length", row, wanted_length, is_row)
     memory.put("table", (row, column), NO_BLOCK, beyond)
     memory.put("refcount", block, 0, beyond)
     memory.put("empty", height + rank(beyond), block, beyond)

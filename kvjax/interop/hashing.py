@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of cached prefixes that are the same in every process, from events.
+"""Hashes of cached prefixes, equal in every process, from events.
 
-`blocks/hashes.py` says what they are made of. A reader of events keeps those of what is cached, as `fold` its mirror:
-
+`blocks/hashes.py` defines their content. A reader of events keeps the hashes of the cached blocks, as `fold` keeps its
+mirror:
     hashes = hashing.block_hashes(kvjax.events.snapshot(state), names=names)
     events, hashes = hashing.with_hashes(kvjax.to_list(events), hashes, names=names)
 """
@@ -26,15 +26,15 @@ from kvjax.events.mirror import Node, decoded, node_of, parent_of
 
 __all__ = ["Hashing", "block_hash", "block_hashes", "root_hash", "salt_hash", "with_hashes"]
 
-_LACKS = "wanted one that `hashes` has: the hashes after all events before these"
+_LACKS = "wanted a node of `hashes`: the hashes after all events before these"
 
 
 def salt_hash(salt: str, *, key: bytes = b"") -> str:
-    """A hash of a salt's UTF-8: 32 hexadecimal digits. Without a `key` a short salt can be guessed from it.
+    """A hash of a salt's UTF-8: 32 hexadecimal digits. Without a `key` a short salt can be guessed from its hash.
 
     Args:
-      salt: the tenant's, as in `Namespaces`.
-      key: as for `root_hash`.
+      salt: a tenant's salt, as in `Namespaces`.
+      key: a secret, as for `root_hash`.
 
     Example:
       >>> from kvjax.interop.hashing import salt_hash
@@ -47,14 +47,14 @@ def salt_hash(salt: str, *, key: bytes = b"") -> str:
 
 
 def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
-    """A salt as it is published."""
+    """A salt in its published form."""
     return salt if salt is None or salts == "plain" else salt_hash(salt, key=key)
 
 
 def block_hashes(
     events: Iterable[dict[str, Any]], hashes: Mapping[Node, bytes] | None = None, **options: Any
 ) -> dict[Node, bytes]:
-    """{(group, block, generation): hash of the whole prefix} of all that is cached after events, by `with_hashes`.
+    """{(group, block, generation): hash of the whole prefix} of all cached blocks after events, by `with_hashes`.
 
     Example:
       >>> from kvjax.interop.hashing import block_hash, block_hashes, root_hash
@@ -79,19 +79,19 @@ def with_hashes(
     model: str | None = None,
     key: bytes = b"",
 ) -> tuple[list[dict[str, Any]], dict[Node, bytes]]:
-    """Adds hashes to decoded events, and keeps the hashes of what is cached.
+    """Adds hashes to decoded events, and updates the hashes of the cached blocks.
 
     Args:
-      events: from `to_list`, in their order, or from `snapshot`, for a reader who begins late.
-      hashes: those before these events; None: of an empty cache. They are left as they are.
-      names: the `Namespaces` of the cache, for salts and LoRAs; None: all prompts had namespace 0.
-      loras: adapter number to name, for each adapter in use. Two adapters need two names: their K/V differ.
-      model: as for `root_hash`.
-      key: as for `root_hash`.
+      events: from `to_list`, in their order, or from `snapshot` for a reader who joins late.
+      hashes: the hashes before these events, which this call leaves unchanged; None for an empty cache.
+      names: the `Namespaces` of the cache, for salts and LoRAs; None if all prompts had namespace 0.
+      loras: the name of each adapter in use, by number. Two adapters need two names, because their K/V differ.
+      model: the model's name, as for `root_hash`.
+      key: a secret, as for `root_hash`.
 
     Returns:
-      The events: stored, updated and removed ones have "block_hash" too, stored ones "parent_hash", which at a root is
-      that of the empty prefix; and the hashes after the events, as from `block_hashes`.
+      The events, and the hashes after them, as from `block_hashes`. Stored, updated and removed events also have
+      "block_hash". Stored events also have "parent_hash", the hash of the empty prefix at a root.
 
     Example:
       >>> from kvjax.interop.hashing import with_hashes
@@ -104,10 +104,11 @@ def with_hashes(
     """
     adapters = checked_loras("loras", loras)
     names = Namespaces() if names is None else names
-    after, found = dict(hashes or {}), []
+    after = dict(hashes or {})
+    hashed = []
     for event in decoded(events):
         if event["kind"] == "cleared":
-            after = {node: one for node, one in after.items() if node[0] != event["group"]}
+            after = {node: value for node, value in after.items() if node[0] != event["group"]}
         if event["kind"] in ("stored", "updated", "removed"):
             node = node_of(event, after, _LACKS)
             if event["kind"] == "stored":
@@ -119,5 +120,5 @@ def with_hashes(
             event = {**event, "block_hash": after[node]}
             if event["kind"] == "removed":
                 del after[node]
-        found.append(event)
-    return found, after
+        hashed.append(event)
+    return hashed, after

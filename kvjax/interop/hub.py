@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners of a cache's events: several together, and those that send from a thread of their own.
+"""Combined listeners of a cache's events, and listeners with a sender thread.
 
-    caller    publish: events are copied to the host, folded into the index, and what they change is queued
-    thread    encodes and sends what is queued, and something else when idle
+    caller    publish: copies events to the host, folds them into the index, and queues the changes
+    thread    encodes and sends queued changes, and a heartbeat when idle
 
-When the queue is full, a snapshot of the index takes the place of all that is in it, and of what follows until the
-thread comes to it. Everything in the queue is a copy: the thread never reads the index.
+When the queue is full, a snapshot of the index replaces its contents, and all further changes until the thread sends
+the snapshot. Everything in the queue is a copy: the thread never reads the index.
 """
 
 from __future__ import annotations
@@ -30,81 +30,86 @@ from kvjax.state import CacheState
 log = logging.getLogger("kvjax.interop")
 
 
-def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
-    """One listener for several: events are copied to the host, read, and folded into an index once for all of them.
+def combine_listeners(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
+    """Combines listeners: they share events copied to the host, decoded, and folded into an index only once.
 
-    One that raises costs the others nothing, see `kvjax.events.Listeners`.
+    A listener that raises does not disturb the others, see `kvjax.events.Listeners`.
 
     Args:
-      spec: of the cache.
-      listeners: methods of what `kvjax.interop` has, such as `Log.write` and `Publisher.publish`: they get
-        `HostEvents`. Those that have equal indices by now share one, with its hashes if their `key` and names agree.
+      spec: the spec of the cache.
+      listeners: methods of `kvjax.interop`'s objects, such as `Log.write` and `Publisher.publish`, or other functions
+        of `HostEvents`. Listeners with equal indices share them, including the hashes if their keys and names agree.
 
     Returns:
-      The listener; in a loop of your own its `catch_up(state)` brings back those that have failed.
+      The combined listener. In your own loop, call its `catch_up(state)` to bring back failed listeners.
 
     Example:
       >>> from kvjax.events import NodeMap
-      >>> from kvjax.interop import together
+      >>> from kvjax.interop import combine_listeners
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> nodes, stored = NodeMap(spec), []
-      >>> listener = together(spec, nodes.fold, lambda events: stored.append(len(events.text)))
+      >>> listener = combine_listeners(spec, nodes.fold, lambda events: stored.append(len(events.text)))
       >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
       >>> state, events = kvjax.commit(state, np.arange(10)[None], [10], seqs=[0])
       >>> listener(events)
       >>> stored, len(nodes.index)
       ([2], 2)
     """
-    return _Together(spec, listeners)
+    return _CombinedListeners(spec, listeners)
 
 
-class _Together(Listeners):
-    """The listener of `together`."""
+class _CombinedListeners(Listeners):
+    """The listener of `combine_listeners`."""
 
     def __init__(self, spec: CacheSpec, listeners: Sequence[Callable[[Any], object]]):
         super().__init__(*listeners)
         self._spec = spec
         owners = [getattr(listener, "__self__", None) for listener in listeners]
         maps = [owner if isinstance(owner, NodeMap) else getattr(owner, "nodes", None) for owner in owners]
-        self._maps = [one if isinstance(one, NodeMap) else None for one in maps]
-        share([one for one in self._maps if one is not None])
+        self._maps = [candidate if isinstance(candidate, NodeMap) else None for candidate in maps]
+        share([nodes for nodes in self._maps if nodes is not None])
 
     def _read(self, events: Any, *, is_shared: bool) -> HostEvents:
         return dataclasses.replace(listened(events, self._spec), is_shared=is_shared)
 
-    def _fall_behind(self, number: int) -> None:
-        if (nodes := self._maps[number]) is not None:
+    def _fall_behind(self, index: int) -> None:
+        if (nodes := self._maps[index]) is not None:
             nodes.part()
 
 
 class PublisherThread[E: EventEncoder](abc.ABC):
-    """The side of a wire that takes a cache's events. A subclass makes what it needs to send, then starts `_thread`."""
+    """The sending part of a wire. A subclass opens its sockets, then starts `_thread`."""
 
-    _name = "publisher"  # as errors and the thread call it
+    _name = "publisher"  # in errors, and of the thread
 
     def __init__(self, encoder: E, *, queue_bytes: int, heartbeat: float | None):
         for name, value in (("heartbeat", heartbeat), ("queue_bytes", queue_bytes)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: got {value!r}, wanted more than 0")
-        self._encoder, self._heartbeat, self._queue_bytes = encoder, heartbeat, queue_bytes
+        self._encoder = encoder
+        self._heartbeat = heartbeat
+        self._queue_bytes = queue_bytes
         self._queue: collections.deque[list[Change] | NodeMap] = collections.deque([encoder.nodes.copy()])
-        self._queued, self._closing, self._busy = 0, False, True
+        self._queued = 0
+        self._closing = False
+        self._busy = True
         self._error: Exception | None = None
-        self._callers, self._wake = threading.Lock(), threading.Condition()  # taken in this order
+        self._callers = threading.Lock()
+        self._wake = threading.Condition()  # taken after `_callers`
         self._counts = {"overflows": 0, "ignored": 0}
         self._thread = threading.Thread(target=self._run, name=f"kvjax-{self._name}", daemon=True)
 
-    nodes = property(lambda self: self._encoder.nodes)  # what is cached by the events so far
+    nodes = property(lambda self: self._encoder.nodes)  # the blocks cached after the events so far
 
     def publish(self, events: Any) -> None:
-        """Publishes events; their arrays may be donated afterwards.
+        """Publishes events. You may donate their arrays afterwards.
 
-        Events that cannot have happened never reach the caller: readers get an empty index, the log of
-        `kvjax.interop` has it once, and what follows is ignored until `attach`, or until events that begin with groups
-        that are cleared: a run's `kvjax.events.Listeners` send such a snapshot. Without it `close` raises the error.
+        Impossible events raise nothing here: readers get an empty index, the log of `kvjax.interop` has the error once,
+        and further events are ignored until `attach`, or until events that begin with cleared groups, such as the
+        snapshots of a run's `kvjax.events.Listeners`. Without either, `close` raises the error.
 
         Args:
-          events: `Events`, an `EventLog` or decoded events (`progress.events`); each once, in their order.
+          events: `Events`, an `EventLog` or decoded events (`progress.events`), each once, in their order.
         """
         read = host_events(events, self._encoder.nodes.spec)
         if not len(read.records):
@@ -118,20 +123,20 @@ class PublisherThread[E: EventEncoder](abc.ABC):
                 changes = self._encoder.follow(read)
             except Exception as error:
                 return self._fail(error)
-            if read.begins_anew:  # readers may have anything
+            if read.begins_anew:  # readers may have any contents
                 self._begin_anew()
             else:
                 self._push(changes)
 
     @property
     def is_behind(self) -> bool:
-        """Whether events are ignored, after some that cannot have happened."""
+        """Whether events are ignored, after impossible events."""
         return self._error is not None
 
     def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
+        """Takes over the index of a cache that is not empty, was restored, or made impossible events.
 
-        What is queued is dropped, as it is part of the state; readers get the whole of it.
+        Queued changes are part of the state and are dropped. Readers get the whole state.
         """
         with self._callers:
             self._refuse_closed()
@@ -139,32 +144,32 @@ class PublisherThread[E: EventEncoder](abc.ABC):
             self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Queues the whole index, whatever was wrong before."""
+        """Queues the whole index, and forgets any error."""
         with self._wake:
             self._error = None
             self._replace(self._encoder.nodes.copy())
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until what was published is sent, at most `timeout` seconds; whether it is."""
+        """Waits at most `timeout` seconds for all published events to be sent. Returns whether they were."""
         with self._wake:
             return self._wake.wait_for(lambda: not (self._queue or self._busy), timeout)
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the changes that wait for the thread."""
+        """Bytes of the changes in the queue."""
         return self._queued
 
     @property
     def counts(self) -> dict[str, int]:
-        """Overflows of the queue, calls ignored after an error, and blocks left out."""
-        return {**self._counts, **self._encoder.left_out}
+        """Overflows of the queue, calls ignored after an error, and unpublished blocks."""
+        return {**self._counts, **self._encoder.unpublished_counts}
 
     def close(self, timeout: float = 5.0) -> None:
-        """Sends what is queued, for at most `timeout` seconds, and ends.
+        """Sends queued events, for at most `timeout` seconds, and stops the thread.
 
         Raises:
-          ValueError: what was wrong with events that cannot have happened, if `attach` has not mended it.
-          TimeoutError: if not all could be sent.
+          ValueError: the error of impossible events, unless `attach` has followed.
+          TimeoutError: if events were left unsent.
         """
         deadline = time.monotonic() + timeout
         with self._wake:
@@ -174,14 +179,14 @@ class PublisherThread[E: EventEncoder](abc.ABC):
             self._wake.notify_all()
         self._thread.join(timeout)
         with self._wake:
-            left = len(self._queue)
+            num_unsent = len(self._queue)
             self._queue.clear()
-        self._thread.join()  # of what it sends at present
+        self._thread.join()  # waits for the batch in progress
         self._end(max(0, deadline - time.monotonic()))
         if self._error is not None:
             raise self._error
-        if left:
-            raise TimeoutError(f"close: got {timeout} s, wanted more: {left} batches were not sent")
+        if num_unsent:
+            raise TimeoutError(f"close: timed out after {timeout} s with {num_unsent} batches unsent")
 
     def __enter__(self) -> Self:
         return self
@@ -199,7 +204,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
             raise ValueError(f"publish: got events after `close`, wanted an open {self._name}")
 
     def _push(self, changes: list[Change]) -> None:
-        """Queues changes; or, if they do not fit, a snapshot in place of all that is queued."""
+        """Queues changes. If they do not fit, queues a snapshot in place of everything."""
         size = sum(change.nbytes for change in changes)
         with self._wake:
             if self._error is not None:
@@ -211,13 +216,13 @@ class PublisherThread[E: EventEncoder](abc.ABC):
             else:
                 self._counts["overflows"] += 1
                 nodes = self._queue.popleft() if self._queue else None
-                if isinstance(nodes, NodeMap):  # to bring it up to date costs less than another copy
+                if isinstance(nodes, NodeMap):  # updating this snapshot costs less than another copy
                     for change in itertools.chain(*self._queue, changes):  # pyright: ignore[reportArgumentType]
                         nodes.write(change)
                 self._replace(nodes if isinstance(nodes, NodeMap) else self._encoder.nodes.copy())
 
     def _replace(self, nodes: NodeMap) -> None:
-        """Queues a snapshot in place of all that is queued."""
+        """Queues a snapshot in place of everything queued."""
         with self._wake:
             self._queue.clear()
             self._queue.append(nodes)
@@ -225,43 +230,43 @@ class PublisherThread[E: EventEncoder](abc.ABC):
             self._wake.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Ends publishing, for events that cannot have happened or an `extra_name` that raises."""
-        log.error("events cannot be published any more, until `attach` or a snapshot: %s", error)
+        """Stops publishing, after impossible events or an error in `extra_name`."""
+        log.error("events can no longer be published, until `attach` or a snapshot: %s", error)
         with self._wake:
             self._error = error
             self._replace(NodeMap(self._encoder.nodes.spec))
 
-    # The thread.
+    # Methods of the thread.
 
     def _run(self) -> None:
         while True:
             with self._wake:
                 self._busy = False
                 self._wake.notify_all()
-                self._wake.wait_for(lambda: self._queue or self._closing, self._patience())
+                self._wake.wait_for(lambda: self._queue or self._closing, self._idle_seconds())
                 if self._closing and not self._queue:
                     return
                 self._busy = bool(self._queue)
-                some = self._queue.popleft() if self._queue else None
-                if not isinstance(some, NodeMap | None):
-                    self._queued -= sum(change.nbytes for change in some)
+                entry = self._queue.popleft() if self._queue else None
+                if not isinstance(entry, NodeMap | None):
+                    self._queued -= sum(change.nbytes for change in entry)
             try:
-                if some is None:
+                if entry is None:
                     self._idle()
-                elif isinstance(some, NodeMap):
-                    self._resync(some)
+                elif isinstance(entry, NodeMap):
+                    self._resync(entry)
                 else:
-                    self._send(some)
+                    self._send(entry)
             except Exception as error:
-                if some is None or (isinstance(some, NodeMap) and not len(some)):
+                if entry is None or (isinstance(entry, NodeMap) and not len(entry)):
                     raise
                 self._fail(error)
 
-    def _patience(self) -> float | None:
-        """Seconds without events after which the thread is idle."""
+    def _idle_seconds(self) -> float | None:
+        """Seconds without events until the thread is idle."""
         return self._heartbeat
 
-    # What each wire does, on the thread.
+    # Each wire's part, on the thread.
 
     @abc.abstractmethod
     def _send(self, changes: list[Change]) -> None:
@@ -269,12 +274,12 @@ class PublisherThread[E: EventEncoder](abc.ABC):
 
     @abc.abstractmethod
     def _resync(self, nodes: NodeMap) -> None:
-        """Sends readers an index, which takes the place of what they have."""
+        """Sends an index, which replaces the readers' contents."""
 
     @abc.abstractmethod
     def _idle(self) -> None:
-        """Shows readers that it is there."""
+        """Shows readers that the cache is alive."""
 
     @abc.abstractmethod
     def _end(self, seconds: float) -> None:
-        """Lets readers get what was sent, for at most some seconds, and ends."""
+        """Waits at most some seconds for readers to get the sent messages, and closes the wire."""

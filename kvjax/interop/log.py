@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events as they happen, in a file of JSON lines. `python -m kvjax.research log FILE` prints a report of it.
+"""A log of events, in a file of JSON lines. `python -m kvjax.research log FILE` prints a report of it.
 
-A line for each transition: ts in seconds since 1970, events as `to_list` gives them, queried, cached.
+Each transition is a line: ts in seconds since 1970, events in the form of `to_list`, queried, cached.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Log", "entry"]
 
 
 class Log:
-    """Writes a cache's events to a file; `write` is a listener of `generate`, `stream` and `run_batch`.
+    """Writes a cache's events to a file. Use `write` as a listener of `generate`, `stream` and `run_batch`.
 
-    The file has prompts in clear.
+    The file has prompts as plain text.
 
     Args:
-      file: a text file, which the caller closes.
-      clock: gives the time in seconds.
+      file: a text file. You close it yourself.
+      clock: returns the time in seconds.
 
     Example:
       >>> import io
@@ -44,19 +44,20 @@ class Log:
     """
 
     def __init__(self, file: TextIO, *, clock: Callable[[], float] = time.time):
-        self._file, self._clock = LineFile(file), clock
+        self._file = LineFile(file)
+        self._clock = clock
 
     def write(self, events: Events | EventLog) -> None:
-        """Writes a line: a listener."""
+        """Writes a line; for use as a listener."""
         self._file.write([json.dumps(entry(events, self._clock()))])
 
     def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty: writes a line of what would build its index."""
+        """Takes over a cache that is not empty: writes a line with the events that build its index."""
         self.write(snapshot_log(state))
 
 
 def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]:
-    """The fields of a line, of a transition or of a jitted loop; `now` is the ts, None: by the clock.
+    """The fields of a line, for a transition or a jitted loop. Without `now`, the ts is the present time.
 
     Example:
       >>> from kvjax.interop.log import entry

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers about a cache for Prometheus, and a dashboard for Grafana.
+"""Metrics of a cache for Prometheus, and a dashboard for Grafana.
 
-A scrape reads numbers that are there already, never an array of a device.
+A scrape reads existing counters on the host, never an array on a device.
 `python -m kvjax.interop.metrics --dashboard` prints the dashboard.
 """
 
@@ -40,37 +40,40 @@ except ImportError as error:
 
 __all__ = ["Metrics", "dashboard"]
 
-Counter, Gauge, Histogram = core.CounterMetricFamily, core.GaugeMetricFamily, core.HistogramMetricFamily
+Counter = core.CounterMetricFamily
+Gauge = core.GaugeMetricFamily
+Histogram = core.HistogramMetricFamily
 BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
 _TIERS = ("device", "host")  # by level
 _TOTALS = {
-    "queried_tokens": "Prompt tokens that were looked up.",
-    "reused_tokens": "Prompt tokens that were found.",
-    "unusable_tokens": "Prompt tokens that only layers without a state had.",
-    "stored_blocks": "Blocks that became findable.",
-    "removed_blocks": "Blocks that stopped being findable.",
+    "queried_tokens": "Looked-up prompt tokens.",
+    "reused_tokens": "Prompt tokens found in the cache.",
+    "unusable_tokens": "Cached prompt tokens without a usable state of the recurrent layers.",
+    "stored_blocks": "Blocks made findable.",
+    "removed_blocks": "Blocks no longer findable.",
     "copied_blocks": "Blocks copied on the device.",
     "offloaded_blocks": "Ordered moves to the host.",
     "onboarded_blocks": "Ordered moves to the device.",
-    "refused": "Rows whose request was not done.",
+    "refused": "Rows whose request was refused.",
 }
 assert _TOTALS.keys() == {field.name for field in dataclasses.fields(Totals)}
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as the JSON that Grafana imports; it asks for the data source."""
+    """The dashboard as JSON, for import into Grafana, which asks for the data source."""
     return json.loads(importlib.resources.files("kvjax.interop").joinpath("dashboard.json").read_text(encoding="utf-8"))
 
 
 class Lifetimes:
-    """The times for which the blocks of a group were findable: how many lasted up to each of `BOUNDS`, or longer."""
+    """The lifetimes of a group's findable blocks: a count up to each of `BOUNDS`, and a count of longer lifetimes."""
 
     def __init__(self, num_ids: int):
-        self.counts, self.seconds = np.zeros(len(BOUNDS) + 1, np.int64), 0.0  # by the least bound; in all
-        self.since = np.full(num_ids, np.nan)  # when blocks were stored, NaN for those whose beginning nobody saw
+        self.counts = np.zeros(len(BOUNDS) + 1, np.int64)  # by the lowest bound above
+        self.seconds = 0.0  # the sum of all lifetimes
+        self.since = np.full(num_ids, np.nan)  # the time of storing, NaN if it was not observed
 
     def end(self, blocks: np.ndarray, now: float) -> None:
-        """Blocks are removed."""
+        """Ends the lifetimes of removed blocks."""
         lasted = now - self.since[blocks]
         lasted = lasted[~np.isnan(lasted)]
         self.counts += np.bincount(np.searchsorted(BOUNDS, lasted), minlength=len(self.counts))
@@ -79,67 +82,74 @@ class Lifetimes:
 
 
 class Observed:
-    """Adds up events on the host; it counts what it has seen, whatever came before, and also impossible events."""
+    """Adds up events on the host. It counts only the given events, and accepts impossible events."""
 
     def __init__(self, spec: CacheSpec):
-        self.spec, self.totals = spec, Totals()
-        self.hits = dict.fromkeys(_TIERS, 0)  # tokens that admissions found
-        self.moved = {(number, tier): 0 for number in range(len(spec.groups)) for tier in _TIERS}  # bytes
+        self.spec = spec
+        self.totals = Totals()
+        self.hits = dict.fromkeys(_TIERS, 0)  # tokens found by admissions
+        self.moved = {(group_index, tier): 0 for group_index in range(len(spec.groups)) for tier in _TIERS}  # bytes
         self.lifetimes = [Lifetimes(group.num_ids) for group in spec.groups]
         self._block_bytes = [sum(p.block_bytes(spec.block_size) for p in group.pools) for group in spec.groups]
-        # Of the first group that has K/V: all that an admission finds, or what a window still sees of it.
+        # The first group with K/V: either all that an admission finds, or the part inside a window.
         self._first = int(spec.bare)
         self._fill = np.full(spec.groups[self._first].num_ids, spec.block_size)
         self.levels = np.zeros(spec.groups[self._first].num_ids, np.int64)
 
     def add(self, events: Events | EventLog, now: float) -> None:
-        """Adds events, at a time in seconds."""
+        """Adds events observed at a time in seconds."""
         read = listened(events, self.spec)
         events = arrays(read)
-        if isinstance(events, Events):  # nothing is computed on a device
+        if isinstance(events, Events):  # keeps the moves off the device
             events = events.replace(transfer=jax.device_get(events.moves))
         self.totals = self.totals.add(events)
-        back = sum(self._follow(kind, records, now) for kind, records, _ in read.steps)
-        found, from_host = int(np.sum(events.cached)), 0  # a jitted loop finds nothing on the host
+        onboarded = sum(self._follow(kind, records, now) for kind, records, _ in read.steps)
+        cached = int(np.sum(events.cached))
+        from_host = 0  # a jitted loop finds nothing on the host
         if isinstance(events, Events):
-            from_host, moves = min(back, found), events.moves
-            for number, size in enumerate(self._block_bytes):  # between tiers the greater pool row is on the host
-                of_group = (moves.block >= 0) & (moves.group == number)
-                self.moved[number, "host"] += size * int(np.sum(of_group & (moves.target > moves.source)))
-                self.moved[number, "device"] += size * int(np.sum(of_group & (moves.target < moves.source)))
+            from_host = min(onboarded, cached)
+            self._add_moves(events)
         self.hits["host"] += from_host
-        self.hits["device"] += found - from_host
+        self.hits["device"] += cached - from_host
+
+    def _add_moves(self, events: Events) -> None:
+        moves = events.moves
+        for group_index, num_bytes in enumerate(self._block_bytes):  # the host has the greater pool rows
+            in_group = (moves.block >= 0) & (moves.group == group_index)
+            self.moved[group_index, "host"] += num_bytes * int(np.sum(in_group & (moves.target > moves.source)))
+            self.moved[group_index, "device"] += num_bytes * int(np.sum(in_group & (moves.target < moves.source)))
 
     def _follow(self, kind: int, records: np.ndarray, now: float) -> int:
-        """Follows records i32[n, 9] of one kind. The tokens in blocks of the first group that left the host."""
-        back = 0
-        for number, lives in enumerate(self.lifetimes):
-            in_group = (records[:, 1] == number) & (records[:, 2] >= 0) & (records[:, 2] < len(lives.since))
+        """Follows records i32[n, 9] of the same kind. Returns the tokens of the first group's onboarded blocks."""
+        onboarded = 0
+        for group_index, lives in enumerate(self.lifetimes):
+            in_group = (records[:, 1] == group_index) & (records[:, 2] >= 0) & (records[:, 2] < len(lives.since))
             blocks, fill, levels = records[in_group][:, [2, 6, 7]].T
             if kind == EventKind.CLEARED and len(blocks):
                 lives.end(np.arange(len(lives.since)), now)
             elif kind == EventKind.REMOVED:
                 lives.end(blocks, now)
             elif kind == EventKind.STORED:
-                lives.since[blocks] = now  # it begins
-                if number == self._first:
-                    self.levels[blocks], self._fill[blocks] = levels, fill
-            elif kind == EventKind.UPDATED and number == self._first:
-                back = int(self._fill[np.unique(blocks[(levels == 0) & (self.levels[blocks] == 1)])].sum())
+                lives.since[blocks] = now
+                if group_index == self._first:
+                    self.levels[blocks] = levels
+                    self._fill[blocks] = fill
+            elif kind == EventKind.UPDATED and group_index == self._first:
+                onboarded = int(self._fill[np.unique(blocks[(levels == 0) & (self.levels[blocks] == 1)])].sum())
                 self.levels[blocks] = levels
-        return back
+        return onboarded
 
 
 class Metrics:
-    """Exports numbers about a cache: what its events add up to, and how its blocks stood when it was last set.
+    """Exports metrics of a cache: the totals of its events, and the condition of its blocks at the last `set`.
 
-    `observe` is a listener of `generate`, `stream` and `run_batch`. A listener gets no state, and who holds a block is
-    no event: the host calls `set` when it likes, and the age of the last one is exported.
+    Use `observe` as a listener of `generate`, `stream` and `run_batch`. A listener gets no state, and no event tells
+    the holders of a block. Call `set` from time to time to export these; the age of the last `set` is exported too.
 
     Args:
-      registry: a `prometheus_client.CollectorRegistry`, which this registers with; each cache needs its own.
-      spec: of the cache.
-      wires: publishers and agents whose queues are exported, by name.
+      registry: a `prometheus_client.CollectorRegistry` to register with. Each cache needs its own.
+      spec: the spec of the cache.
+      wires: publishers and agents, by name; their queues are exported.
 
     Example:
       >>> import prometheus_client
@@ -153,47 +163,54 @@ class Metrics:
     """
 
     def __init__(self, registry: Any, spec: CacheSpec, *, wires: Mapping[str, PublisherThread] | None = None):
-        self._registry, self._wires = registry, dict(wires or {})
-        self._lock, self._seen = threading.Lock(), Observed(spec)
-        self._groups, self._size = range(int(spec.bare), len(spec.groups)), spec.block_size
-        self._gauges: list[tuple[str, str, list[str], dict[Any, int]]] = []  # of the state that was set, and when
+        self._registry = registry
+        self._wires = dict(wires or {})
+        self._lock = threading.Lock()
+        self._seen = Observed(spec)
+        self._groups = range(int(spec.bare), len(spec.groups))
+        self._size = spec.block_size
+        self._gauges: list[tuple[str, str, list[str], dict[Any, int]]] = []  # of the state at the last `set`
         self._set_at = 0.0
         self._open = contextlib.ExitStack()
         registry.register(self)
         self._open.callback(registry.unregister, self)
 
     def observe(self, events: Events | EventLog) -> None:
-        """Adds events, each once and in their order: a listener. Those that cannot have happened do no harm."""
+        """Adds events, each once and in their order; for use as a listener. Impossible events do no harm."""
         with self._lock:
             self._seen.add(events, time.monotonic())
 
     def set(self, state: CacheState) -> None:
-        """Reads how the blocks of a state stand; call it between transitions, on the thread that makes them."""
+        """Reads the condition of a state's blocks. Call it between transitions, on the thread that makes them."""
         gauges, levels = _read(state, self._groups)
         with self._lock:
-            self._gauges, self._set_at = gauges, time.monotonic()
-            self._seen.levels[:] = levels  # not all events may have been observed
+            self._gauges = gauges
+            self._set_at = time.monotonic()
+            self._seen.levels[:] = levels  # some events may not have been observed
 
     def serve(self, port: int, host: str = "127.0.0.1") -> str:
-        """Answers scrapes from a thread of its own, until `close`.
+        """Answers scrapes on a thread, until `close`.
 
         Args:
-          port: 0 chooses one.
-          host: the address of the machine to listen at.
+          port: the port to listen at; 0 chooses a free port.
+          host: the address of this machine to listen at.
 
         Returns:
-          What Prometheus is pointed at. A port in use is an OSError.
+          The URL to configure in Prometheus.
+
+        Raises:
+          OSError: if the port is in use.
         """
         try:
             server, thread = prometheus_client.start_http_server(port, host, self._registry)
         except OSError as error:
             raise OSError(f"port: {host}:{port}: {error.strerror}") from error
-        for end in (thread.join, server.server_close, server.shutdown):  # the last one is called first
+        for end in (thread.join, server.server_close, server.shutdown):  # called in reverse
             self._open.callback(end)
         return f"http://{host}:{server.server_port}/metrics"
 
     def close(self) -> None:
-        """Answers no more, and leaves the registry."""
+        """Stops answering, and leaves the registry."""
         self._open.close()
 
     def __enter__(self) -> Self:
@@ -203,28 +220,28 @@ class Metrics:
         self.close()
 
     def describe(self) -> Iterator[Any]:
-        """The metrics' names, by which a registry refuses a second cache."""
+        """The metrics, by whose names a registry refuses a second cache."""
         return self.collect()
 
     def collect(self) -> Iterator[Any]:
         """The metrics of a scrape."""
         with self._lock:
-            families = list(self._of_cache())
-        return itertools.chain(families, self._of_wires())
+            families = list(self._cache_families())
+        return itertools.chain(families, self._wire_families())
 
-    def _of_cache(self) -> Iterator[Any]:
+    def _cache_families(self) -> Iterator[Any]:
         seen = self._seen
         for name, text in _TOTALS.items():
             yield Counter(f"kvjax_{name}", text, value=getattr(seen.totals, name))
-        yield _family(Counter, "kvjax_hit_tokens", "Prompt tokens that were found, by tier.", ["tier"], seen.hits)
+        yield _family(Counter, "kvjax_hit_tokens", "Prompt tokens found in the cache, by tier.", ["tier"], seen.hits)
         moved = {key: num_bytes for key, num_bytes in seen.moved.items() if key[0] in self._groups}
         yield _family(Counter, "kvjax_moved_bytes", "Bytes of moves to a tier.", ["group", "to"], moved)
         text = "From stored to removed, of blocks whose storing was observed."
         lives = Histogram("kvjax_block_lifetime_seconds", text, labels=["group"])
-        for number in self._groups:
-            counts = np.cumsum(seen.lifetimes[number].counts).tolist()
+        for group_index in self._groups:
+            counts = np.cumsum(seen.lifetimes[group_index].counts).tolist()
             buckets = list(zip([*map(str, map(float, BOUNDS)), "+Inf"], counts, strict=True))
-            lives.add_metric([str(number)], buckets, seen.lifetimes[number].seconds)
+            lives.add_metric([str(group_index)], buckets, seen.lifetimes[group_index].seconds)
         yield lives
         yield Gauge("kvjax_block_size", "Token positions of a block.", value=self._size)
         for gauge in self._gauges:
@@ -233,19 +250,19 @@ class Metrics:
             age = time.monotonic() - self._set_at
             yield Gauge("kvjax_state_age_seconds", "Since blocks and rows were read.", value=age)
 
-    def _of_wires(self) -> Iterator[Any]:
+    def _wire_families(self) -> Iterator[Any]:
         queued = {name: wire.queued_bytes for name, wire in self._wires.items()}
-        yield _family(Gauge, "kvjax_wire_queued_bytes", "Events that wait for a wire.", ["wire"], queued)
-        for what, text in {
-            "overflows": "Events that did not fit a wire's queue, so that a snapshot took their place.",
-            "ignored": "Events that a wire ignored after impossible ones.",
+        yield _family(Gauge, "kvjax_wire_queued_bytes", "Events queued for a wire.", ["wire"], queued)
+        for name, text in {
+            "overflows": "Events replaced by a snapshot because they did not fit a wire's queue.",
+            "ignored": "Events ignored by a wire after impossible events.",
         }.items():
-            counts = {name: wire.counts[what] for name, wire in self._wires.items()}
-            yield _family(Counter, f"kvjax_wire_{what}", text, ["wire"], counts)
+            counts = {wire_name: wire.counts[name] for wire_name, wire in self._wires.items()}
+            yield _family(Counter, f"kvjax_wire_{name}", text, ["wire"], counts)
 
 
 def _family(kind: Any, name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> Any:
-    """A family of metrics, whose values have the label or the tuple of labels as their key."""
+    """A family of metrics. The keys of its values are a label or a tuple of labels."""
     family = kind(name, text, labels=labels)
     for key, value in values.items():
         family.add_metric([str(part) for part in (key if isinstance(key, tuple) else (key,))], value)
@@ -254,18 +271,21 @@ def _family(kind: Any, name: str, text: str, labels: list[str], values: Mapping[
 
 @on_state
 def _read(state: CacheState, groups: range) -> tuple[list[Any], np.ndarray]:
-    """(name, text, labels, values) of gauges of the groups that have K/V, and the levels i64[B] of the first one."""
-    blocks, slots, moving, rows = {}, {}, {}, {}
-    inspected = {number: inspect_group(state, number) for number in groups}
-    for number, seen in inspected.items():
-        group = state.spec.groups[number]
+    """(name, text, labels, values) of gauges of groups with K/V, and the levels i64[B] of the first group's blocks."""
+    blocks = {}
+    slots = {}
+    moving = {}
+    rows = {}
+    inspected = {group_index: inspect_group(state, group_index) for group_index in groups}
+    for group_index, seen in inspected.items():
+        group = state.spec.groups[group_index]
         for tier, prefix in zip(_TIERS, ("", "ON_HOST_")[: 1 + bool(group.num_host_blocks)], strict=False):
             for name in ("active", "cached", "empty"):
-                of = seen.condition == Condition[prefix + name.upper()]
-                blocks[number, tier, name] = int(np.sum(of))
-                slots[number, tier, name] = int(np.sum(seen.written[of]))
+                has_condition = seen.condition == Condition[prefix + name.upper()]
+                blocks[group_index, tier, name] = int(np.sum(has_condition))
+                slots[group_index, tier, name] = int(np.sum(seen.written[has_condition]))
         stats = tally(state, seen)
-        moving[number] = stats.in_transit_blocks
+        moving[group_index] = stats.in_transit_blocks
         rows = {"active": stats.active_rows, "free": stats.num_rows - stats.active_rows}
     levels = (inspected[groups.start].condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
     labels = ["group", "tier", "condition"]
@@ -281,6 +301,6 @@ def _read(state: CacheState, groups: range) -> tuple[list[Any], np.ndarray]:
 if __name__ == "__main__":
     about = "Prints a dashboard for Grafana. python -m kvjax.interop.metrics --dashboard > kvjax.json"
     parser = argparse.ArgumentParser(prog="python -m kvjax.interop.metrics", description=about)
-    parser.add_argument("--dashboard", action="store_true", required=True, help="print the JSON that Grafana imports")
+    parser.add_argument("--dashboard", action="store_true", required=True, help="print the JSON to import into Grafana")
     parser.parse_args()
     print(json.dumps(dashboard(), indent=1))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache on a time axis: Chrome's trace JSON, which Perfetto (https://ui.perfetto.dev) and Chrome open.
+"""A trace of a cache on a time axis, in Chrome's JSON. Open it in Perfetto (https://ui.perfetto.dev) or Chrome.
 
-    slices     admissions, jitted loops, moves, and other transitions: from the call of the listener before to this one
-    instants   evictions, at the end of the slice that made them
-    counters   findable blocks of each group and tier, whole and partly filled, by the events; with `set(state)` also
-               active, cached and empty ones
-    prompts    a track for each prompt of a `stream`, by `show`: which turns gave it tokens
+    slices     admissions, jitted loops, moves, and other transitions; each begins at the listener's previous call
+    instants   evictions, at the end of their slice
+    counters   findable blocks of each group and tier, whole and partly filled, from the events; with `set(state)` also
+               active, cached and empty blocks
+    prompts    a track for each prompt of a `stream`, from `show`: the turns with tokens for the prompt
 
 Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -32,20 +32,22 @@ from kvjax.state import CacheState
 
 __all__ = ["Trace"]
 
-_CACHE, _PROMPTS = 1, 2  # processes: groups of tracks
+# Processes: groups of tracks.
+_CACHE = 1
+_PROMPTS = 2
 _TRACKS = {"admission": "admissions", "loop": "loops", "move": "moves", "transition": "other transitions"}
 _LEVELS = ("device", "host")
 
 
 class Trace:
-    """Writes a trace; `write` is a listener of `generate`, `stream` and `run_batch`.
+    """Writes a trace. Use `write` as a listener of `generate`, `stream` and `run_batch`.
 
-    `close`, or the end of a `with`, ends the file; one that was not closed is read too.
+    `close`, or the end of a `with`, ends the file. Viewers open an unfinished file too.
 
     Args:
-      spec: of the cache, which is empty; see `attach` for others.
-      file: a text file, which the caller closes.
-      clock: gives the time in seconds.
+      spec: the spec of the cache, which must be empty; otherwise call `attach`.
+      file: a text file. You close it yourself.
+      clock: returns the time in seconds.
 
     Example:
       >>> import io, json
@@ -60,74 +62,88 @@ class Trace:
     """
 
     def __init__(self, spec: CacheSpec, file: TextIO, *, clock: Callable[[], float] = time.perf_counter):
-        self.nodes, self._file, self._clock = NodeMap(spec), file, clock
+        self.nodes = NodeMap(spec)
+        self._file = file
+        self._clock = clock
         self._groups = range(int(spec.bare), len(spec.groups))
         self._tiers = [  # group, level, name
-            (number, level, f"{_LEVELS[level]}{f', group {number}' if len(self._groups) > 1 else ''}")
-            for number in self._groups
-            for level in range(1 + bool(spec.groups[number].num_host_blocks))
+            (group_index, level, f"{_LEVELS[level]}{f', group {group_index}' if len(self._groups) > 1 else ''}")
+            for group_index in self._groups
+            for level in range(1 + bool(spec.groups[group_index].num_host_blocks))
         ]
         self._begin = self._turn = self._start = clock()
         self._prompts: set[int] = set()
         self._file.write("[\n")
-        self._separator, self._closed = "", False
+        self._separator = ""
+        self._closed = False
         self._event(ph="M", name="process_name", pid=_CACHE, tid=0, args={"name": "cache"})
         for track, name in enumerate(_TRACKS.values(), 1):
             self._name_track(name, _CACHE, track)
 
     def write(self, events: Events | EventLog) -> None:
-        """Writes a slice that ends now, with its evictions and counters: a listener. The events must be possible."""
+        """Writes a slice up to now, with its evictions and counters; for use as a listener.
+
+        Args:
+          events: `Events` or an `EventLog`, possible after all events so far.
+        """
         read = listened(events, self.nodes.spec)
         self.nodes.fold(read)
         events = arrays(read)
-        now, begin, records = self._clock(), self._begin, records_of(events)
-        self._begin, args = now, _args_of(events, records)
+        now = self._clock()
+        begin = self._begin
+        records = records_of(events)
+        args = _args_of(events, records)
+        self._begin = now
         name = _name_of(events, args)
         track = [*_TRACKS].index(name) + 1
         self._slice(name, begin, now, _CACHE, track, args)
         removed = records[records[:, 0] == EventKind.REMOVED]
-        for number in sorted(set(removed[:, 1].tolist())):
-            blocks = removed[removed[:, 1] == number, 2].tolist()
-            args = {"group": number, "count": len(blocks), "blocks": blocks}
+        for group_index in sorted(set(removed[:, 1].tolist())):
+            blocks = removed[removed[:, 1] == group_index, 2].tolist()
+            args = {"group": group_index, "count": len(blocks), "blocks": blocks}
             self._event(ph="i", name="evicted", ts=self._us(now), pid=_CACHE, tid=track, s="t", args=args)
         self._count(now)
 
     def show(self, progress: Progress[Any]) -> None:
-        """Writes the tokens of a `stream`'s prompts, from each `Progress` as it comes; the next slice begins then."""
+        """Writes the tokens of a `stream`'s prompts. Call it with each new `Progress`; the next slice begins now."""
         now = self._clock()
-        for number, tokens in progress.new.items():
-            output = progress.outputs[number]
-            first = len(output.tokens) == len(tokens)  # prompts of the next stream have the same numbers
-            if number not in self._prompts:
-                self._prompts.add(number)
+        for prompt_index, tokens in progress.new.items():
+            output = progress.outputs[prompt_index]
+            first = len(output.tokens) == len(tokens)  # prompts of the next stream have the same indices
+            track = prompt_index + 1
+            if prompt_index not in self._prompts:
+                self._prompts.add(prompt_index)
                 if len(self._prompts) == 1:
                     self._event(ph="M", name="process_name", pid=_PROMPTS, tid=0, args={"name": "prompts"})
-                self._name_track(f"prompt {number}", _PROMPTS, number + 1)
+                self._name_track(f"prompt {prompt_index}", _PROMPTS, track)
             args = {"tokens": len(tokens), "prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
             args |= {} if output.finish is None else {"finish": output.finish}
-            self._slice("prefill and decode" if first else "decode", self._turn, now, _PROMPTS, number + 1, args)
+            self._slice("prefill and decode" if first else "decode", self._turn, now, _PROMPTS, track, args)
         self.mark()
 
     def set(self, state: CacheState) -> None:
-        """Counts the blocks of a state by tier and condition, which are no events; the next slice begins then."""
-        now, found = self._clock(), {number: stats(state, number) for number in self._groups}
-        for number, level, name in self._tiers:
-            fields = {of: f"{('', 'host_')[level]}{of}_blocks" for of in ("active", "cached", "empty")}
-            self._counter(f"blocks, {name}", now, {of: getattr(found[number], field) for of, field in fields.items()})
+        """Counts the blocks of a state by tier and condition, which no event has. The next slice begins now."""
+        now = self._clock()
+        group_stats = {group_index: stats(state, group_index) for group_index in self._groups}
+        for group_index, level, name in self._tiers:
+            prefix = ("", "host_")[level]
+            fields = {condition: f"{prefix}{condition}_blocks" for condition in ("active", "cached", "empty")}
+            values = {condition: getattr(group_stats[group_index], field) for condition, field in fields.items()}
+            self._counter(f"blocks, {name}", now, values)
         self.mark()
 
     def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty, was restored, or goes on without its events."""
+        """Takes over the index of a cache that is not empty, was restored, or whose events were missed."""
         self.nodes.attach(state)
         self.mark()
         self._count(self._begin)
 
     def mark(self) -> None:
-        """The next slice begins now, and not at the call before: after a pause."""
+        """Begins the next slice now, instead of at the previous call. Call it after a pause."""
         self._begin = self._turn = self._clock()
 
     def close(self) -> None:
-        """Ends the list."""
+        """Ends the JSON list."""
         if not self._closed:
             self._file.write("\n]\n")
             self._closed = True
@@ -139,30 +155,30 @@ class Trace:
         self.close()
 
     def _count(self, now: float) -> None:
-        """Counters of the findable blocks."""
-        for number, level, name in self._tiers:
-            table = self.nodes.groups[number].table
+        """Writes counters of the findable blocks."""
+        for group_index, level, name in self._tiers:
+            table = self.nodes.groups[group_index].table
             fill = table[table[:, col.LEVEL] == level, col.FILL]
-            whole = np.count_nonzero(fill == self.nodes.spec.block_size)
-            filled = {"whole": whole, "partly filled": np.count_nonzero(fill) - whole}
+            num_whole = np.count_nonzero(fill == self.nodes.spec.block_size)
+            filled = {"whole": num_whole, "partly filled": np.count_nonzero(fill) - num_whole}
             self._counter(f"findable blocks, {name}", now, filled)
 
     def _slice(self, name: str, begin: float, end: float, process: int, track: int, args: dict[str, Any]) -> None:
         length = max(self._us(end) - self._us(begin), 0)
         self._event(ph="X", name=name, ts=self._us(begin), dur=length, pid=process, tid=track, args=args)
 
-    def _counter(self, name: str, now: float, numbers: Mapping[str, Any]) -> None:
-        args = {what: int(number) for what, number in numbers.items()}
+    def _counter(self, name: str, now: float, values: Mapping[str, Any]) -> None:
+        args = {key: int(value) for key, value in values.items()}
         self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=args)
 
     def _name_track(self, name: str, process: int, track: int) -> None:
-        """Names a track, and has viewers sort it by number: by name, 10 comes before 2."""
+        """Names a track, and lets viewers sort tracks by index: sorted by name, 10 would come before 2."""
         self._event(ph="M", name="thread_name", pid=process, tid=track, args={"name": name})
         self._event(ph="M", name="thread_sort_index", pid=process, tid=track, args={"sort_index": track})
 
     def _event(self, **fields: Any) -> None:
         if self._closed:
-            raise ValueError("write: got events for a trace that is closed, wanted an open one")
+            raise ValueError("write: got events for a closed trace, wanted an open trace")
         self._file.write(self._separator + json.dumps(fields))
         self._separator = ",\n"
 
@@ -171,9 +187,10 @@ class Trace:
 
 
 def _args_of(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:
-    """The arguments of a slice: events of each kind, tokens looked up and reused, moves, refusals; no zeros."""
+    """The arguments of a slice: events of each kind, tokens looked up and reused, moves, refusals. Omits zeros."""
     kinds = np.bincount(records[:, 0], minlength=len(EventKind)).tolist()
-    args, totals = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}, Totals().add(events)
+    args = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}
+    totals = Totals().add(events)
     args |= {"queried": totals.queried_tokens, "cached": totals.reused_tokens}
     args |= {"to_host": totals.offloaded_blocks, "to_device": totals.onboarded_blocks, "refused": totals.refused}
     return {name: count for name, count in args.items() if count}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: which blocks leave when some are needed. A policy only chooses; the core rechecks every choice.
+"""Eviction policies: they choose the blocks to evict when blocks run short. The core rechecks every choice.
 
-A policy in one line (the lowest score leaves first; see `state.Blocks` for what a score can use):
+A policy in a line. The block of the lowest score leaves first, and a score can use all of `state.Blocks`:
 
     smallest_first = by_score(lambda blocks: blocks.fill)
 """
@@ -12,6 +12,17 @@ from kvjax.policies.ring import lru, vllm_v1
 from kvjax.policies.scores import by_score, cost_aware, fifo, lfu_da, priority, random, trt_leaf
 
 __all__ = [
-    "Retention", "TokenRange", "by_class", "by_score", "cost_aware", "fifo", "lfu", "lfu_da", "lru", "priority",
-    "random", "trt_leaf", "vllm_v1",
-]  # fmt: skip
+    "Retention",
+    "TokenRange",
+    "by_class",
+    "by_score",
+    "cost_aware",
+    "fifo",
+    "lfu",
+    "lfu_da",
+    "lru",
+    "priority",
+    "random",
+    "trt_leaf",
+    "vllm_v1",
+]

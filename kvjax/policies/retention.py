@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention: the priorities of the parts of a sequence once nobody holds them, and for how long.
+"""Retention: the priorities of a sequence's parts after their release, and for how long.
 
-Each block has a priority from 0 to 100 and perhaps a time to live, counted from its last release; when that is over,
-its priority is the default, 35. Needs a spec made with `retention=True` and a policy such as `policies.priority`.
+Each block has a priority from 0 to 100 and perhaps a time to live, counted from its last release. After that time its
+priority is the default, 35. Needs a spec made with `retention=True` and a policy such as `policies.priority`.
 
-`now` is 32 bits of ms, which wrap after 49 days. The cache extends it to 64 bits, so that a time to live that is over
-stays over. For that, verbs that take, release or move blocks must come less than 24 days apart.
+`now` is 32 bits of ms, which wrap after 49 days. The cache extends it to 64 bits, so an expired time to live stays
+expired, if verbs take, release or move blocks at least every 24 days.
 
 Source: TensorRT-LLM's KvCacheRetentionConfig.
 """
@@ -22,18 +22,18 @@ import numpy as np
 from kvjax._arrays import Pytree, fence, pick, put
 from kvjax.state import DEFAULT_PRIORITY, Blocks
 
-UNSTATED = -1  # a priority that a request leaves as it is; a time to live that never ends
+UNSTATED = -1  # as a priority: keep the block's own; as a time to live: no limit
 HIGHEST_PRIORITY = 100
 
 
 class TokenRange(NamedTuple):
-    """Tokens start..end-1 of a prompt (end None: all from start on), and the retention of their blocks.
+    """Tokens start..end-1 of a prompt, and the retention of their blocks.
 
     Attributes:
-      start: the first token.
-      end: the token after the last one, or None.
+      start: index of the first token.
+      end: index after the last token; None means the end of the prompt.
       priority: 0 to 100.
-      ttl: ms from the release on, or None for ever.
+      ttl: time to live in ms after the release; None means no limit.
 
     Example:
       >>> kvjax.policies.TokenRange(start=0, end=400, priority=90)  # a system prompt
@@ -47,7 +47,7 @@ class TokenRange(NamedTuple):
 
 
 class Retention(Pytree):
-    """Priorities and times to live of a request's blocks, as arrays; made by `Retention.of`.
+    """Priorities and times to live of a request's blocks, as arrays. Make it with `Retention.of`.
 
     Attributes:
       ranges: i32[K, 4]; start, end, priority, ttl of token ranges, padded with empty ranges.
@@ -65,47 +65,48 @@ class Retention(Pytree):
         decode_ttl: int | None = None,
         max_ranges: int | None = None,
     ) -> Retention:
-        """States the priorities of a sequence's blocks: a prompt's block takes the range that holds its first token.
+        """States the priorities of a sequence's blocks. The first token of a prompt's block decides on its range.
 
-        Blocks outside every range have priority 35, or keep their own if they are found in the cache.
+        Blocks outside every range get priority 35 if they are new, and keep their own if they are cached.
 
         Args:
-          ranges: in ascending order.
-          decode_priority: of blocks whose first token is generated, 0 to 100.
-          decode_ttl: their time to live in ms, or None.
-          max_ranges: pads to so many ranges, so that one compiled program serves any number; None: no padding.
+          ranges: token ranges, in ascending order.
+          decode_priority: 0 to 100, for blocks whose first token is generated.
+          decode_ttl: time to live of these blocks in ms; None means no limit.
+          max_ranges: pads to this many ranges, so a single compiled program serves any number; None disables padding.
 
         Raises:
-          ValueError: naming it, on a range that overlaps, is reversed, or is open but not the last; on a priority
-            outside 0..100 or a negative time.
+          ValueError: for overlapping or reversed ranges, an open range before the last, a priority outside 0..100, or
+            for a negative time; the message names the argument.
 
         Example:
           >>> retention = kvjax.Retention.of([(0, 400, 90), (400, None, 40, 60_000)], decode_priority=10)
-          >>> retention.ranges[0].tolist(), retention.decode.tolist()  # a time to live of -1 is for ever
+          >>> retention.ranges[0].tolist(), retention.decode.tolist()  # a time to live of -1 means no limit
           ([0, 400, 90, -1], [10, -1])
         """
         checked: list[tuple[int, int, int, int]] = []
         for i, entry in enumerate(ranges):
             start, end, priority, ttl = TokenRange._make([*entry, None][:4])
-            name, before = f"ranges[{i}]", checked[-1][1] if checked else 0
+            name = f"ranges[{i}]"
+            before = checked[-1][1] if checked else 0
             if end is None and i + 1 < len(ranges):
-                raise ValueError(f"{name}: got an open range, which only the last may be")
+                raise ValueError(f"{name}: got an open range, which must be the last")
             end = np.iinfo(np.int32).max if end is None else end
             if start < before:
-                raise ValueError(f"{name}.start: got {start}, wanted at least {before}, where the range before ends")
+                raise ValueError(f"{name}.start: got {start}, wanted at least {before}, the end of the range before")
             if end <= start:
-                raise ValueError(f"{name}.end: got {end}, wanted more than its start {start}")
+                raise ValueError(f"{name}.end: got {end}, wanted more than the start {start}")
             checked.append((start, end, _priority(f"{name}.priority", priority), _time(f"{name}.ttl", ttl)))
-        size = len(checked) if max_ranges is None else max_ranges
-        if len(checked) > size:
-            raise ValueError(f"ranges: got {len(checked)}, wanted at most max_ranges={size}")
-        filled = [*checked, *[(0, 0, UNSTATED, UNSTATED)] * (size - len(checked))]
-        decode = _priority("decode_priority", decode_priority), _time("decode_ttl", decode_ttl)
+        num_ranges = len(checked) if max_ranges is None else max_ranges
+        if len(checked) > num_ranges:
+            raise ValueError(f"ranges: got {len(checked)}, wanted at most max_ranges={num_ranges}")
+        filled = [*checked, *[(0, 0, UNSTATED, UNSTATED)] * (num_ranges - len(checked))]
+        decode = (_priority("decode_priority", decode_priority), _time("decode_ttl", decode_ttl))
         return Retention(np.array(filled, np.int32).reshape(-1, 4), np.array(decode, np.int32))
 
 
 def is_retention(tree: Any) -> bool:
-    """For `jax.tree.map` over what may be None: whether this is a retention, as a whole."""
+    """Whether a tree is a `Retention`, for `jax.tree.map` over retentions or None."""
     return isinstance(tree, Retention)
 
 
@@ -121,14 +122,14 @@ def _time(name: str, value: int | None) -> int:
     return UNSTATED if value is None else value
 
 
-def by_column(request: Retention | None, length: jax.Array, size: int, num_columns: int) -> jax.Array:
-    """i32[num_columns, 2]; priority and ttl of a row's blocks of P = `size` tokens.
+def by_column(request: Retention | None, length: jax.Array, block_size: int, num_columns: int) -> jax.Array:
+    """i32[num_columns, 2]; priority and ttl of the blocks of a row with a prompt of length i32[].
 
-    UNSTATED for those of a prompt of length i32[] outside every range, and for all of them without a request.
+    UNSTATED for the prompt's blocks outside every range, and for all of them without a request.
     """
     if request is None:
         request = Retention.of()
-    first = np.arange(num_columns, dtype=np.int32) * size
+    first = np.arange(num_columns, dtype=np.int32) * block_size
     ranges = jnp.asarray(request.ranges, jnp.int32)
     stated = jnp.full((num_columns, 2), UNSTATED, jnp.int32)
     if ranges.shape[0]:
@@ -137,21 +138,21 @@ def by_column(request: Retention | None, length: jax.Array, size: int, num_colum
     return jnp.where((first < length)[:, None], stated, jnp.asarray(request.decode, jnp.int32)[None])
 
 
-def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array | None:
+def cut_off(stated: jax.Array | None, length: jax.Array, block_size: int) -> jax.Array | None:
     """Retention i32[M + 1, 2] of a row cut to length i32[]: blocks after the cut count as generated.
 
-    None where the spec asks for no retention.
+    None if the spec has no retention.
     """
 
     def cut(stated: jax.Array) -> jax.Array:
-        is_left = np.arange(stated.shape[0], dtype=np.int32) * size < length
-        return jnp.where(is_left[:, None], stated, stated[-1:])
+        is_prompt = np.arange(stated.shape[0], dtype=np.int32) * block_size < length
+        return jnp.where(is_prompt[:, None], stated, stated[-1:])
 
     return jax.tree.map(cut, stated)
 
 
 def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array | None, where: jax.Array) -> Blocks:
-    """Gives blocks ids i32[K], where bool[K], the priority and ttl stated i32[K, 2], or the default if UNSTATED.
+    """Gives blocks ids i32[K], where bool[K], the priority and ttl in stated i32[K, 2], or the default if UNSTATED.
 
     Without retention `stated` and the blocks' retention are None, and nothing changes.
     """
@@ -160,15 +161,16 @@ def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array | None, wh
         default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
         return put(retention, ids, jnp.where(stated[..., :1] < 0, default, stated), where)
 
-    retention, expiry = fence(blocks.retention, blocks.expiry)  # expiry may have just been computed from retention
+    retention, expiry = fence(blocks.retention, blocks.expiry)  # the caller may have just derived expiry from retention
     return blocks.replace(retention=jax.tree.map(give, retention, stated), expiry=expiry)
 
 
 def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
-    """i32[B]; each block's priority at `now`: the stated one, or 35 when its time to live is over."""
+    """i32[B]; each block's priority at `now`: the requested priority, or 35 after its time to live."""
     if blocks.retention is None or blocks.expiry is None or blocks.time is None:
-        raise ValueError("retention: the spec was made with retention=False, so blocks have no priorities")
-    (high, low), expiry = time_at(blocks.time, now), blocks.expiry
+        raise ValueError("retention: got a spec made with retention=False, wanted retention=True")
+    high, low = time_at(blocks.time, now)
+    expiry = blocks.expiry
     reached = (high > expiry[:, 0]) | ((high == expiry[:, 0]) & (low >= expiry[:, 1]))
     return jnp.where(reached & (blocks.retention[:, 1] >= 0), DEFAULT_PRIORITY, blocks.retention[:, 0])
 
@@ -187,7 +189,7 @@ def later(time: jax.Array, ms: jax.Array) -> jax.Array:
 
 
 def set_expiry(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
-    """Starts the time to live of blocks ids i32[K], all different, where bool[K], at `now`; see `apply_retention`."""
+    """Starts the time to live of distinct blocks ids i32[K], where bool[K], at `now`. See `apply_retention`."""
 
     def begin(expiry: jax.Array, retention: jax.Array, time: jax.Array) -> jax.Array:
         return put(expiry, ids, later(time_at(time, now), pick(retention, ids)[:, 1]), where)
@@ -197,7 +199,7 @@ def set_expiry(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array)
 
 
 def advance_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
-    """Advances `Blocks.time` to `now` where bool[]; a time before the latest one changes nothing."""
+    """Advances `Blocks.time` to `now` where bool[] holds. A time before the latest changes nothing."""
 
     def advance(time: jax.Array) -> jax.Array:
         return jnp.where(where & (now - time[1] > 0), time_at(time, now), time)

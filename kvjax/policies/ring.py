@@ -18,17 +18,17 @@ from pallas_kernels.loops import while_loop
 class Ring(NamedTuple):
     """Cached blocks in order of release. An entry is live while its block is cached and was not released since."""
 
-    order: jax.Array  # i32[R]; block ids, R a power of two of at least 2B; position p is kept at p mod R
+    order: jax.Array  # i32[R]; block ids; R is a power of two of at least 2B; position p is at index p mod R
     stamp: jax.Array  # i32[B]; position of each block's newest entry
-    head: jax.Array  # i32[]; the entries are at head..tail-1, compared by difference so that they may wrap
-    tail: jax.Array  # i32[]; likewise, the position after the newest entry
+    head: jax.Array  # i32[]; position of the oldest entry; positions are compared by difference and may wrap
+    tail: jax.Array  # i32[]; position after the newest entry
 
 
 @functools.cache
 def lru() -> EvictionPolicy:
-    """Evicts the least recently released block; costs O(blocks touched).
+    """Evicts the least recently released block. Costs O(blocks touched).
 
-    Parents are released after their children, so the order of release has leaves first.
+    Parents are released after their children, so leaves come first in the order of release.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -52,37 +52,40 @@ def _init_ring(num_ids: int) -> Ring:
 
 
 def _read(ring: Ring, blocks: Blocks, start: jax.Array, size: int):
-    """Positions start..start+size-1: (position, block, whether the entry is live), each [size]."""
+    """Reads `size` positions from `start` on: (position, block, whether the entry is live), each [size]."""
     position = start + np.arange(size, dtype=np.int32)
     ids = pick(ring.order, position & (ring.order.shape[0] - 1))
-    idle = pick(blocks.refcount, ids) % COPYING == 0  # a block that is copied keeps its turn
+    idle = pick(blocks.refcount, ids) % COPYING == 0  # a block that is being copied keeps its turn
     live = (pick(ring.stamp, ids) == position) & idle & (pick(blocks.fill, ids) > 0)
     return position, ids, live & (position - ring.tail < 0)
 
 
 def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
     del now
-    new = ids >= 0
-    before, number = ranked(new)
-    capacity, chunk = ring.order.shape[0], min(1024, ring.order.shape[0])
+    is_new = ids >= 0
+    num_before, num_new = ranked(is_new)
+    capacity = ring.order.shape[0]
+    chunk = min(1024, capacity)
 
     def squeeze(carry):
-        # Moves live entries forward over dead ones, a chunk at a time; the write end never passes the read end.
+        # Moves live entries forward over dead entries, a chunk at a time. The write end never passes the read end.
         order, stamp, read, write = carry
         _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
         live = live & full
-        before, number = ranked(live, small=True)
-        position = write + before
-        order, stamp = put(order, position & (capacity - 1), block, live), put(stamp, block, position, live)
-        return order, stamp, read + chunk, write + number
+        num_before, num_live = ranked(live, small=True)
+        position = write + num_before
+        order = put(order, position & (capacity - 1), block, live)
+        stamp = put(stamp, block, position, live)
+        return order, stamp, read + chunk, write + num_live
 
-    full = ring.tail - ring.head + number > capacity
+    full = ring.tail - ring.head + num_new > capacity
     start = (ring.order, ring.stamp, ring.head, ring.head)
     order, stamp, _, end = loop(lambda carry: full & (carry[2] - ring.tail < 0), squeeze, start)
     tail = jnp.where(full, end, ring.tail)
-    position = tail + before
-    order, stamp = put(order, position & (capacity - 1), ids, new), put(stamp, ids, position, new)
-    return Ring(order, stamp, ring.head, tail + number)
+    position = tail + num_before
+    order = put(order, position & (capacity - 1), ids, is_new)
+    stamp = put(stamp, ids, position, is_new)
+    return Ring(order, stamp, ring.head, tail + num_new)
 
 
 def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int):
@@ -90,20 +93,20 @@ def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now:
     chunk = min(max(size, 16), ring.order.shape[0])
 
     def scan(carry):
-        read, found, ids, head, passed_over = carry
+        read, num_victims, ids, head, passed_over = carry
         position, block, live = _read(ring, blocks, read, chunk)
         free = live & eligible(block)
-        index = found + rank(free)
+        index = num_victims + rank(free)
         take = free & (index < wanted)
         ids = put(ids, index, block, take)
-        # The head stops at the first live entry that may not be named now, so that the entry keeps its turn.
+        # The head stops at the first live but ineligible entry, so that the entry keeps its turn.
         spared = live & ~free & (index < wanted)
         first = jnp.min(jnp.where(spared, position - read, chunk))
         head = jnp.where(passed_over, head, read + first)
-        found = found + count(take)
-        read = jnp.where(found < wanted, read + chunk, jnp.max(jnp.where(take, position - read, -1)) + 1 + read)
+        num_victims = num_victims + count(take)
+        read = jnp.where(num_victims < wanted, read + chunk, jnp.max(jnp.where(take, position - read, -1)) + 1 + read)
         passed_over = passed_over | jnp.any(spared)
-        return read, found, ids, jnp.where(passed_over, head, read), passed_over
+        return read, num_victims, ids, jnp.where(passed_over, head, read), passed_over
 
     start = (ring.head, jnp.int32(0), jnp.full((size,), -1, jnp.int32), ring.head, jnp.bool_(False))
     _, _, ids, head, _ = while_loop(lambda c: (c[1] < wanted) & (c[0] - ring.tail < 0), scan, start)
@@ -115,10 +118,10 @@ def _drop(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def vllm_v1() -> EvictionPolicy:
-    """The order of vLLM v1, for study, which is exactly `lru()`: one queue, each request's tail before its head.
+    """The order of vLLM v1, for study. It equals `lru()`: a single queue, each request's tail before its head.
 
-    Exact for a vLLM that puts blocks without contents in front of the queue (0.33), since kvjax takes empty blocks
-    first too. An older one (0.11) put them at its end, so that cached blocks left in the same order, but sooner.
+    It is exact for vLLM 0.33, which puts blocks without contents at the front of the queue, as kvjax takes empty blocks
+    first. vLLM 0.11 put them at the end, so cached blocks left in the same order, but sooner.
 
     Source: vLLM's FreeKVCacheBlockQueue.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that are a score: the lowest leaves first."""
+"""Policies defined by a score: the block of the lowest score leaves first."""
 
 from __future__ import annotations
 
@@ -30,14 +30,9 @@ def by_score(
     touch: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> EvictionPolicy:
-    """Evicts the leaf of the lowest score, again and again; NaN leaves last.
+    """Evicts the leaf with the lowest score, again and again. NaN leaves last.
 
-    Costs one pass over all blocks in a call that evicts. There are two cliffs. Only `lru()` has GPU kernels: with any
-    other policy, a decode step on a GPU runs as many small kernels. And window groups always use `lru`.
-
-    Made again of the same functions it is an equal policy, which reuses compiled programs: what else the functions read
-    must not change. Functions that can be imported let it pickle. A score may have a state, here how often each block
-    was released:
+    A score may have a state, here the number of releases of each block:
 
         often = by_score(
             lambda blocks, seen: seen,
@@ -45,23 +40,30 @@ def by_score(
             touch=lambda seen, blocks, ids, now: seen.at[jnp.where(ids >= 0, ids, len(seen))].add(1, mode="drop"),
         )
 
-    A learned score keeps its weights in that state: `init(spec, policy, policy_state=weights)`. Numbers that make a
-    policy another one are bound by name, as in `by_score(functools.partial(fn, scale=3), name="scaled")`, which reads
-    `scaled(scale=3)`; two such partials of equal numbers make equal policies.
+    A learned score keeps its weights in such a state: `init(spec, policy, policy_state=weights)`.
+
+    A call that evicts makes a pass over all blocks. Mind two limits: only `lru()` has GPU kernels, so with any other
+    policy a decode step on a GPU runs as many small kernels. And window groups always use `lru`.
+
+    Two policies of the same functions are equal, and share compiled programs, so nothing else that the functions read
+    may change. A policy pickles if you can import its functions. Bind numbers by name to get a different policy:
+    `by_score(functools.partial(fn, scale=3), name="scaled")` prints as `scaled(scale=3)`, and two such partials with
+    equal numbers make equal policies.
 
     Args:
-      fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9), no coarser or unsigned numbers; with
-        `init` it takes the policy's state too, `fn(blocks, pstate)`. Of equal scores the lower block id leaves first,
-        and a parent takes the place of its last child; `blocks.released - blocks.clock` in a score breaks ties by age.
-      timed: whether fn takes the time, i32[] ms, too, as its last argument.
-      init: num_ids to the policy's state, a pytree of arrays; None: no state. Block ids may be reused for other
-        contents; `blocks.generation` tells.
-      touch: (pstate, blocks, ids i32[K], now i32[]) to the policy's state after a release, as in `EvictionPolicy`;
-        None: nothing changes it.
-      name: what `repr` shows; None: the qualified name of fn.
+      fn: from `Blocks` to a score per block, f32[B] or i32[B], exact up to 2.1e9, of no coarser or unsigned dtype.
+        With `init` it also takes the policy's state: `fn(blocks, policy_state)`. Among equal scores the lower block id
+        leaves first, and a parent takes the place of its last child. Add `blocks.released - blocks.clock` to a score to
+        break ties by age.
+      timed: whether fn also takes the time, i32[] ms, as its last argument.
+      init: from num_ids to the policy's state, a pytree of arrays; None for no state. Block ids may be reused for
+        other contents, with another `blocks.generation`.
+      touch: from (policy_state, blocks, ids i32[K], now i32[]) to the state after a release, as in `EvictionPolicy`;
+        None keeps the state.
+      name: the name that `repr` shows; defaults to the qualified name of fn.
 
     Raises:
-      ValueError: for `touch` without `init`; for a function that cannot be hashed.
+      ValueError: for `touch` without `init`, or for a function without a hash.
 
     Example:
       >>> from kvjax import research
@@ -75,16 +77,20 @@ def by_score(
       least_reused() [[0, 1, 0, 0, 1]]
     """
     if touch is not None and init is None:
-        raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
+        raise ValueError("touch: got a function, wanted None (without init= there is no state to change)")
     score = Bound.of("fn", fn)
     check_functions(init=init, touch=touch)
     check_hash("init", init)
     check_hash("touch", touch)
     lowest = _Lowest(score, timed, init is not None)
     return EvictionPolicy(
-        init or _no_state, touch or _untouched, lowest,
-        idle=touch is None, name=name or score.name, parameters=score.parameters,
-    )  # fmt: skip
+        init or _no_state,
+        touch or _untouched,
+        lowest,
+        idle=touch is None,
+        name=name or score.name,
+        parameters=score.parameters,
+    )
 
 
 def _no_state(num_ids: int) -> tuple[()]:
@@ -92,25 +98,26 @@ def _no_state(num_ids: int) -> tuple[()]:
     return ()
 
 
-def _untouched(pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
+def _untouched(policy_state: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
     del blocks, ids, now
-    return pstate
+    return policy_state
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A function and what it takes by name, as a value: partials are equal to nothing else, their parts may be."""
+    """A function and its keyword arguments, as a value. Partials never equal each other, but their parts may."""
 
     fn: Callable[..., jax.Array]
     parameters: tuple[tuple[str, Any], ...]
-    types: tuple[type, ...]  # of the parameters; 1, 1.0 and True are equal, but may give different programs
+    types: tuple[type, ...]  # of the parameters: 1, 1.0 and True are equal, but may give different programs
 
     @classmethod
     def of(cls, argument: str, fn: Callable[..., jax.Array]) -> Bound:
-        """The parts of a partial; one that binds by position, or an array, stays a function like any other."""
+        """The parts of a partial. A partial of positional arguments or of arrays is used like any other function."""
         parameters: tuple[tuple[str, Any], ...] = ()
         if isinstance(fn, functools.partial) and not fn.args and _is_hashable(tuple(fn.keywords.values())):
-            fn, parameters = fn.func, tuple(sorted(fn.keywords.items()))
+            parameters = tuple(sorted(fn.keywords.items()))
+            fn = fn.func
         if not callable(fn):
             raise ValueError(f"{argument}: got {fn!r:.80}, wanted a function")
         check_hash(argument, fn)
@@ -135,34 +142,38 @@ def _is_hashable(value: Any) -> bool:
 
 
 def check_hash(argument: str, function: Any) -> None:
-    """Raises a ValueError for a function that cannot be part of a policy."""
+    """Refuses a function that cannot be part of a policy.
+
+    Raises:
+      ValueError: if the function has no hash.
+    """
     if not _is_hashable(function):
         raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Lowest:
-    """`victims` by score, as a value: a closure would be equal to no other closure over the same function."""
+    """`victims` by score, as a value: a closure would not equal another closure over the same function."""
 
     fn: Bound  # the score
     timed: bool  # whether fn takes the time
     has_state: bool  # whether fn takes the policy's state
 
     def __call__(
-        self, pstate: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
+        self, policy_state: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
     ) -> tuple[jax.Array, Any]:
         """See `EvictionPolicy.victims`."""
 
         def choose():
-            extra = [*([pstate] if self.has_state else []), *([now] if self.timed else [])]
+            extra = [*([policy_state] if self.has_state else []), *([now] if self.timed else [])]
             score = ordered(self.fn.name, self.fn(blocks, *extra), blocks.fill.shape)
             return _pop_leaves(score, blocks, eligible, wanted, size)
 
-        return lax.cond(in_any(wanted > 0), choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
+        return lax.cond(in_any(wanted > 0), choose, lambda: jnp.full((size,), -1, jnp.int32)), policy_state
 
 
 def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: jax.Array, size: int) -> jax.Array:
-    """i32[size]; the `wanted` lowest, leaf by leaf; a removal can make the parent a leaf."""
+    """i32[size]; the `wanted` lowest blocks, leaf by leaf. A removal can make the parent a leaf."""
     num_ids = score.shape[0]
     leaf = eligible(jnp.arange(num_ids, dtype=jnp.int32)) & (blocks.children == 0)
     _, front = lax.top_k(jnp.where(leaf, -score, -jnp.inf), min(size, num_ids))
@@ -170,24 +181,25 @@ def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: ja
 
     def step(i, carry):
         front, ids = carry
-        at = jnp.argmin(jnp.where(front >= 0, pick(score, front), jnp.inf))
-        block = front[at]
+        lowest = jnp.argmin(jnp.where(front >= 0, pick(score, front), jnp.inf))
+        block = front[lowest]
         ids = ids.at[i].set(block)
         parent = pick(blocks.parent, block)[0]
         gone = count((ids >= 0) & (pick(blocks.parent, ids)[:, 0] == parent))
         exposed = (block >= 0) & (parent >= 0) & eligible(parent) & (pick(blocks.children, parent) == gone)
-        return front.at[at].set(jnp.where(exposed, parent, -1)), ids
+        return front.at[lowest].set(jnp.where(exposed, parent, -1)), ids
 
     return fori_loop(0, jnp.minimum(wanted, size), step, (front, jnp.full((size,), -1, jnp.int32)))[1]
 
 
 def ordered(name: str, score: Any, shape: tuple[int, ...]) -> jax.Array:
-    """f32 in the same order, NaN last. Integers become the bits of floats: a conversion is exact up to 2^24 only.
+    """f32 in the same order, NaN last. Integers become the bits of floats, since a conversion is exact only to 2^24.
 
     Raises:
-      ValueError: naming the function, unless it is a score of this shape, f32 or i32; or 64 bits wide, which is cut.
+      ValueError: naming the function, unless the score has this shape and is f32, i32, f64 or i64.
     """
-    largest, wanted = np.float32(np.finfo(np.float32).max), f"f32{list(shape)} or i32{list(shape)}"
+    largest = np.float32(np.finfo(np.float32).max)
+    wanted = f"f32{list(shape)} or i32{list(shape)}"
     score = array_of(f"score of {name}", score, wanted)
     if score.shape != shape or score.dtype not in (jnp.float32, jnp.int32, jnp.float64, jnp.int64):
         raise ValueError(f"score of {name}: got {score.dtype}{list(score.shape)}, wanted {wanted}")
@@ -202,15 +214,15 @@ def ordered(name: str, score: Any, shape: tuple[int, ...]) -> jax.Array:
 
 @functools.lru_cache(maxsize=None, typed=True)  # a balance of 1.0 is not one of 1
 def cost_aware(balance: float = 24_576) -> EvictionPolicy:
-    """Evicts the lowest cost / age, where cost = fill * (balance + position): what a block's tokens took to compute.
+    """Evicts the block of the lowest cost / age, where cost = fill * (balance + position): the work to compute it.
 
-    The cost of a token is that of the layers that see it alone plus that of attention, which grows with its position:
-    a block that costs twice as much may stay twice as long. Among equal costs the least recently released leaves first;
-    a tail of few tokens leaves early, since it takes a whole block. This is GreedyDual without a state: in GreedyDual
-    too a block of cost c leaves after c turnovers of the pool.
+    The cost of a token is a constant for the layers without attention, plus the cost of attention, which grows with the
+    token's position. A block that costs twice as much may stay twice as long. Among equal costs the least recently
+    released block leaves first. A tail of few tokens leaves early, since it takes a whole block. This is GreedyDual
+    without a state: in GreedyDual too a block of cost c leaves after c turnovers of the pool.
 
     Args:
-      balance: the position at which attention costs as much as all else; about six times the model's width.
+      balance: the position at which attention costs as much as all else, about six times the model's width.
 
     Example:
       >>> from kvjax import policies
@@ -231,7 +243,7 @@ def _cost_by_age(blocks: Blocks, *, balance: float) -> jax.Array:
 
 @functools.cache
 def fifo() -> EvictionPolicy:
-    """Evicts the block that was stored first."""
+    """Evicts the block stored first."""
     return by_score(_stored, name="fifo")
 
 
@@ -240,7 +252,7 @@ def _stored(blocks: Blocks) -> jax.Array:
 
 
 def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
-    """i32[B]; a score that orders by rank i32[B], 0..120, and among equals by age, the oldest release first.
+    """i32[B]; a score by rank i32[B], 0..120, and among equal ranks by age, the oldest release first.
 
     Ranks up to 120 keep it exact (2.1e9). Blocks released over 16.7 million releases ago count as equally old.
     """
@@ -249,20 +261,20 @@ def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 class Counts(NamedTuple):
-    """Counts of uses, which `lfu_da` compares."""
+    """Counts of uses, for `lfu_da`."""
 
-    of_block: jax.Array  # i32[B]; uses of each block's contents, and the age of the cache when it was released last
-    age: jax.Array  # i32[]; the largest count of a block that was evicted
+    block_counts: jax.Array  # i32[B]; uses of each block's contents, plus the age of the cache at its last release
+    age: jax.Array  # i32[]; the largest count of an evicted block
 
 
 @functools.cache
 def lfu_da() -> EvictionPolicy:
-    """Evicts the block that was used least often, where uses long ago count less: LFU with dynamic aging.
+    """Evicts the block used least often, where uses long ago count less: LFU with dynamic aging.
 
-    A block's uses are added to the age of the cache when it is released, and the age is the largest such count that was
-    evicted. So new blocks pass the ones that were popular once. Of equal blocks, and of those that are over 120 ahead
-    of the age, the least recently released leaves first. The policy hears of evictions because `victims` returns its
-    state too. Costs a pass over all blocks in a call that evicts.
+    On release, a block's count becomes its uses plus the age of the cache. The age is the largest count of an evicted
+    block, so new blocks overtake formerly popular blocks. Among equal blocks, and among blocks more than 120 ahead of
+    the age, the least recently released leaves first. The policy learns of evictions because `victims` returns its
+    state too. A call that evicts makes a pass over all blocks.
 
     Source: Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content management techniques for Web proxy
     caches" (2000).
@@ -281,24 +293,26 @@ def _no_counts(num_ids: int) -> Counts:
 
 def _recount(counts: Counts, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Counts:
     del now
-    return counts._replace(of_block=put(counts.of_block, ids, counts.age + pick(blocks.hits, ids) + 1, ids >= 0))
+    return counts._replace(
+        block_counts=put(counts.block_counts, ids, counts.age + pick(blocks.hits, ids) + 1, ids >= 0)
+    )
 
 
 def _count_then_age(blocks: Blocks, counts: Counts) -> jax.Array:
-    return then_age(jnp.clip(counts.of_block - counts.age, 0, 120), blocks)  # a difference, since counts may wrap
+    return then_age(jnp.clip(counts.block_counts - counts.age, 0, 120), blocks)  # a difference, since counts may wrap
 
 
 def _evict_and_age(
     counts: Counts, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
 ) -> tuple[jax.Array, Counts]:
     ids, counts = _least_count().victims(counts, blocks, eligible, wanted, now, size)
-    ahead = jnp.max(jnp.where(ids >= 0, pick(counts.of_block, ids) - counts.age, 0), initial=0)
+    ahead = jnp.max(jnp.where(ids >= 0, pick(counts.block_counts, ids) - counts.age, 0), initial=0)
     return ids, counts._replace(age=counts.age + ahead)
 
 
 @functools.cache
 def random() -> EvictionPolicy:
-    """Evicts any leaf, by a hash of when it was released: the same history gives the same victims."""
+    """Evicts any leaf, chosen by a hash of its release: the same history gives the same victims."""
     return by_score(_mixed, name="random")
 
 
@@ -308,10 +322,10 @@ def _mixed(blocks: Blocks) -> jax.Array:
 
 @functools.cache
 def priority() -> EvictionPolicy:
-    """Evicts the block of the lowest priority, among equals the least recently released; needs a spec with `retention`.
+    """Evicts the block of the lowest priority, among equals the least recently released. Needs `retention` in the spec.
 
-    A parent outlives its cached children, so a tail of high priority protects its whole prefix. Blocks that were
-    released more than 16.7 million releases ago count as equally old.
+    A parent outlives its cached children, so a tail of high priority protects its whole prefix. Blocks released more
+    than 16.7 million releases ago count as equally old.
 
     Source: TensorRT-LLM's LRUEvictionPolicy, one queue for each priority.
     """
@@ -324,12 +338,12 @@ def _priority_then_age(blocks: Blocks, now: jax.Array) -> jax.Array:
 
 @functools.cache
 def trt_leaf() -> EvictionPolicy:
-    """The order of TensorRT-LLM, for study: that of `priority()`, but a time to live that ends counts as a release.
+    """The order of TensorRT-LLM, for study: `priority()`, but the end of a time to live counts as a release.
 
-    A block whose time is over goes to the back of the queue of priority 35 and begins to age there; `priority()` counts
-    on from its release. A call that evicts sorts all blocks; needs a spec with `retention`.
+    When its time is over, a block goes to the back of the queue of priority 35 and begins to age there; `priority()`
+    counts on from its release. A call that evicts sorts all blocks. Needs `retention` in the spec.
 
-    Source: TensorRT-LLM's LRUEvictionPolicy that evicts leaves alone, with `refresh` before every request.
+    Source: TensorRT-LLM's LRUEvictionPolicy, evicting leaves alone, with `refresh` before every request.
     """
     return by_score(_queue_position, timed=True, name="trt_leaf")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes, on the device and on the host; they follow the events."""
+"""The bytes of a cache, on the device and on the host. They follow the events."""
 
 from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, apply, init_pools, write
@@ -9,6 +9,19 @@ from kvjax.pools.rotary import rope_write
 from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
-    "HostPools", "Pools", "TransferError", "View", "apply", "attend", "init_host_pools", "init_pools", "mixed", "move",
-    "ragged", "recur", "rope_write", "view", "write",
-]  # fmt: skip
+    "HostPools",
+    "Pools",
+    "TransferError",
+    "View",
+    "apply",
+    "attend",
+    "init_host_pools",
+    "init_pools",
+    "mixed",
+    "move",
+    "ragged",
+    "recur",
+    "rope_write",
+    "view",
+    "write",
+]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front door to paged attention: checks a call once, chooses an implementation and hands it plain arrays."""
+"""Paged attention: checks a call once, chooses an implementation and passes it plain arrays."""
 
 from __future__ import annotations
 
@@ -32,38 +32,41 @@ def attend(
     return_lse: bool = False,
     implementation: str | None = None,
 ):
-    """Causal attention of a view's tokens over their rows' paged K/V, softmax in float32.
+    """Causal attention of a view's tokens over their rows' paged K/V, with the softmax in float32.
 
-    Each token attends to those before it in its row and to itself: call `write` first. With C = 1 this is decode;
-    with more, and in a ragged view, chunked prefill from any offset; of a mixed view each part is served as what it is.
-    Over latents all query heads share one kv head, and V is the first columns of K: the queries are absorbed ones, and
-    so are the results.
+    Each token attends to itself and to the earlier tokens of its row, so call `write` first. With C = 1 this is decode.
+    With a larger C, and in a ragged view, it is chunked prefill from any offset. In a mixed view the first part is
+    decode and the second is prefill.
 
-    jax differentiates it with respect to q, sinks and the pools. XLA computes the derivative, over all slots of the
-    block tables, and the result too unless a kernel is named.
+    Over latents, all query heads share a kv head, and V is the first columns of K. You pass absorbed queries, and get
+    absorbed results.
+
+    jax differentiates it with respect to q, sinks and the pools. XLA computes the derivative over all slots of the
+    block tables. It computes the result of a differentiated call too, unless you name a kernel.
 
     Args:
-      q: [R, C, Q, D]; [1, T, Q, D] for a flat view, ragged or mixed. Query heads g * Q / K to
-        (g + 1) * Q / K - 1 share kv head g.
-      pools: the K/V, those of the view's tokens written.
-      layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
-      view: where the tokens are.
-      index: i32[]; the layer's index in its pool, as in `write`: clamped if it is out of range. None: the layer's own.
-      scale: factor on the scores; None: 1 / sqrt(D). Over latents a model has one of its own.
-      window: a token attends to the last `window` tokens, itself included. None: to all before it.
-      soft_cap: c makes every score c * tanh(score / c).
-      sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
+      q: [R, C, Q, D]; [1, T, Q, D] for a flat view, ragged or mixed. Query heads g * Q / K to (g + 1) * Q / K - 1 share
+        kv head g.
+      pools: the K/V, already written for the view's tokens.
+      layer: the model's layer number. It may be traced, i32[], if the spec has a single pool.
+      view: the positions of the tokens.
+      index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None uses the layer's index.
+      scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
+      window: a token attends to the last `window` tokens, itself included. None means no limit.
+      soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
+      sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
       return_lse: whether to return the logarithm of the softmax's denominator too.
-      implementation: one of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
+      implementation: an entry of `IMPLEMENTATIONS`, which serves the call or raises. None chooses the first able to
+        serve.
 
     Returns:
-      [R, C, Q, D] like q, [R, C, Q, values] over latents; zeros where the view has padding. With `return_lse` also
-      f32[R, C, Q], undefined there.
+      [R, C, Q, D] like q, or [R, C, Q, values] over latents, with zeros where the view has padding. With `return_lse`
+      also f32[R, C, Q], undefined at padding.
 
     Raises:
-      ValueError: on an argument that does not fit, while tracing; on a view of a cache with another spec; on a
-        recurrent layer; on query heads of latents that a mesh cannot divide; on a window that the layer's spec lacks,
-        where a mesh divides blocks.
+      ValueError: while tracing, if an argument does not fit, the view is of a cache with another spec, the layer is
+        recurrent, a mesh cannot divide the query heads of latents, or a mesh divides blocks and the layer's spec lacks
+        the window.
       NotImplementedError: if the named implementation cannot serve this call.
 
     Example:
@@ -78,20 +81,29 @@ def attend(
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)
-    context, q = pools.context(group), floats("q", q)
+    context = pools.context(group)
+    q = floats("q", q)
     window = None if window is None else static_int("window", window, 1)
     sinks = None if sinks is None else floats("sinks", sinks)
     _check(q, array, view, window, soft_cap, sinks, layer, context)
-    shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1
-    decodes = q.shape[0] if is_decode else view.decodes
+    shape = q.shape
+    is_decode = view.starts is None and q.shape[1] == 1
+    decodes = view.num_decode_rows
     call = functools.partial(
-        pallas_kernels.call, scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window, soft_cap=soft_cap,
-        values=spec.values, return_lse=return_lse or context is not None, implementation=implementation,
-    )  # fmt: skip
+        pallas_kernels.call,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        soft_cap=soft_cap,
+        values=spec.values,
+        return_lse=return_lse or context is not None,
+        implementation=implementation,
+    )
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
-        q, parts = q.reshape(-1, *q.shape[2:]), []
-        options = {"scales": scales, "sinks": sinks if context is None else None}  # the merge has them once
+        q = q.reshape(-1, *q.shape[2:])
+        parts = []
+        # Where devices divide blocks the merge adds the sinks, once.
+        options = {"scales": scales, "sinks": sinks if context is None else None}
         if decodes:
             first = slice(0, decodes)
             rows = table[first], lengths[first] if context is None else context.own_lengths(lengths[first])
@@ -113,25 +125,32 @@ def attend(
         return (out, lse) if return_lse else out
 
     operands = {
-        "q": q, "pool": array, "index": index, "table": view.tables[group], "scales": pools.scales_of(group, pool),
-        "sinks": sinks, "lengths": view.lengths,
+        "q": q,
+        "pool": array,
+        "index": index,
+        "table": view.tables[group],
+        "scales": pools.scales_of(group, pool),
+        "sinks": sinks,
+        "lengths": view.lengths,
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
-    }  # fmt: skip
+    }
     with jax.named_scope("attend"):
-        own, of_results = spec.mesh_axes, MeshAxes(1)
-        axes = {"q": MeshAxes(2), "pool": own, "scales": own, "sinks": MeshAxes(0)}
-        result = pools.over_devices(group, compute, operands, axes, (of_results,) * 2 if return_lse else of_results)
+        pool_axes = spec.mesh_axes
+        result_axes = MeshAxes(1)
+        axes = {"q": MeshAxes(2), "pool": pool_axes, "scales": pool_axes, "sinks": MeshAxes(0)}
+        result = pools.over_devices(group, compute, operands, axes, (result_axes,) * 2 if return_lse else result_axes)
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 
 
 def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
-    kv_heads, width = array.shape[3], array.shape[5]
+    kv_heads = array.shape[3]
+    width = array.shape[5]
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")
     if context is not None and window is not None:
-        whole = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
-        raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {whole}")
+        wanted = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
+        raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {wanted}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap: got {soft_cap!r}, wanted None or a positive number")
     if sinks is not None and sinks.shape != q.shape[2:3]:

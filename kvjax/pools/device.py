@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K/V bytes: pools that are donated, updated in place, and obey the events.
+"""The K/V bytes on the device: donated pools, updated in place, which follow the events.
 
-A pool is one array `[N + 1, L, 2, K, P, D]`: one block is one contiguous run, to copy or to move between tiers, and
-inside it each (layer, K or V, head) is one contiguous tile `[P, D]`, to read in attention. The last pool row is
-scratch: padding is written there, and nobody reads it. Never slice a layer out of a pool: that copies it. A scan over
+A pool is an array `[N + 1, L, 2, K, P, D]`. A block is a contiguous run, to copy or to move between tiers. Inside a
+block each (layer, K or V, head) is a contiguous tile `[P, D]`, to read in attention. The last pool row is scratch:
+padding is written there, and nothing reads it. Never slice a layer out of a pool, since a slice copies it. A scan over
 layers carries the pools, and names a layer by its index in its pool.
-The scales of a quantised pool are in a sibling array, which is copied and moved with the pool. A pool of latents is
-`[N + 1, L, 1, 1, P, D]`. The pool of recurrent layers is a dict of arrays, each `[N + 1, L, ...]`: a block is a
-snapshot, the state of a sequence after some token (`pools/recurrent.py`).
+
+The scales of a quantised pool are in a sibling array, which is copied and moved together with the pool. A pool of
+latents is `[N + 1, L, 1, 1, P, D]`. The pool of recurrent layers is a dict of arrays, each `[N + 1, L, ...]`: a block
+is a snapshot, the state of a sequence after some token (`pools/recurrent.py`).
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
 
 
 class Pools(Pytree, static=("spec", "placement")):
-    """The K/V of a cache. Valid only beside the state made with it.
+    """The K/V of a cache. Valid only together with its state.
 
     Attributes:
-      arrays: per group, per pool [N + 1, L, 2, K, P, D], of latents [N + 1, L, 1, 1, P, D]; of recurrent layers
+      arrays: per group and pool [N + 1, L, 2, K, P, D], or [N + 1, L, 1, 1, P, D] for latents; for recurrent layers
         {name: [N + 1, L, ...]}.
       spec: static; shapes.
-      scales: per group, per pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
-      placement: static; how the kv heads are divided among devices, and the tokens of blocks, whose P then has them in
-        another order (`pools/context.py`). None: not at all.
+      scales: per group and pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
+      placement: static; divides the kv heads among devices, and the tokens of blocks, which then have another order
+        along P (`pools/context.py`). None means a single device.
     """
 
     arrays: tuple[tuple[Any, ...], ...]
@@ -54,22 +55,23 @@ class Pools(Pytree, static=("spec", "placement")):
     placement: Placement | None = None
 
     def at(self, layer: int | jax.Array, index: ArrayLike | None = None) -> tuple[int, int, int | jax.Array, Any]:
-        """(group, pool in the group, index in the pool, the pool's arrays) of a model's layer.
+        """Locates a model's layer: (group index, pool index in the group, layer index in the pool, the pool's arrays).
 
-        With `index` the layer only names the pool, and the index is this one, clamped to the pool's layers.
+        With `index`, the layer only selects the pool, and the index is clamped to the pool's layers.
         """
         if isinstance(layer, Tracer):
             layer, traced = self._in_only_pool(layer)
             index = traced if index is None else index
-        group, pool, own = self.spec.locate(layer)
+        group, pool, layer_index = self.spec.locate(layer)
         array = self.arrays[group][pool]
         if index is not None:
-            index, num_layers = _scalar("index", index), len(self.spec.groups[group].pools[pool].layers)
-            own = jnp.clip(index, 0, min(num_layers - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
-        return group, pool, own, array
+            index = _scalar("index", index)
+            num_layers = len(self.spec.groups[group].pools[pool].layers)
+            layer_index = jnp.clip(index, 0, min(num_layers - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
+        return group, pool, layer_index, array
 
     def _in_only_pool(self, layer: jax.Array) -> tuple[int, jax.Array]:
-        """A static layer of the spec's only pool; and a traced one's index in it, the last if the pool lacks it."""
+        """A static layer of the spec's only pool, and a traced layer's index in it, the last if the pool lacks it."""
         pools = [pool for group in self.spec.groups for pool in group.pools]
         if len(pools) != 1:
             raise ValueError(
@@ -77,8 +79,9 @@ class Pools(Pytree, static=("spec", "placement")):
                 "for the position in it"
             )
         layers = pools[0].layers
-        index_of, last = {number: i for i, number in enumerate(layers)}, len(layers) - 1
-        table = np.array([index_of.get(number, last) for number in range(max(layers) + 2)], np.int32)
+        index_of = {layer_number: i for i, layer_number in enumerate(layers)}
+        last = len(layers) - 1
+        table = np.array([index_of.get(layer_number, last) for layer_number in range(max(layers) + 2)], np.int32)
         return layers[0], pick(jnp.asarray(table), _scalar("layer", layer))
 
     def scales_of(self, group: int, pool: int) -> jax.Array | None:
@@ -93,18 +96,18 @@ class Pools(Pytree, static=("spec", "placement")):
         axes: dict[str, MeshAxes],
         out_axes: Any,
     ) -> Any:
-        """`function(**operands)`, on each device with its own part of a group; see `Placement.over_devices`."""
+        """Calls `function(**operands)` on each device with its part of a group (`Placement.over_devices`)."""
         if self.placement is None:
             return function(**operands)
         placement = self.placement.of_group(self.spec.groups[group])
         return placement.over_devices(function, operands, axes, out_axes)
 
     def context(self, group: int) -> Context | None:
-        """The mesh axis that divides the blocks of a group; None: they are whole."""
+        """The mesh axis along which a group's blocks are divided. None means whole blocks."""
         return None if self.placement is None else self.placement.of_group(self.spec.groups[group]).context
 
     def with_pool(self, group: int, pool: int, array: Any, scales: jax.Array | None = None) -> Pools:
-        """These pools with another array for one pool, and its scales if it has any."""
+        """Replaces the array of a pool, and its scales if it has any."""
         pools = self.replace(arrays=_with(self.arrays, group, pool, array))
         if self.scales is None or scales is None:
             return pools
@@ -114,7 +117,7 @@ class Pools(Pytree, static=("spec", "placement")):
 def attention_pool(
     pools: Pools, layer: int | jax.Array, index: ArrayLike | None
 ) -> tuple[int, int, int | jax.Array, jax.Array, PoolSpec]:
-    """As `Pools.at`, and the pool's spec; a ValueError for a recurrent layer."""
+    """Locates a layer as `Pools.at` does, and its pool's spec. Raises a ValueError for a recurrent layer."""
     group, pool, index, array = pools.at(layer, index)
     spec = pools.spec.groups[group].pools[pool]
     if spec.arrays:
@@ -133,7 +136,7 @@ def check_fit(pools: Any, view: Any) -> None:
 
 
 def checked_kv(view: View, array: jax.Array, layer: Any, **new: jax.Array | None) -> list[jax.Array]:
-    """A view's new K, V or latents as arrays; a ValueError that names one that is not floating, or not of its shape."""
+    """A view's new K, V or latents as arrays. A ValueError names an array with a wrong shape or dtype."""
     shape = (*view.positions.shape, array.shape[3], array.shape[5])  # of one device, where the caller maps the step
     for name, x in new.items():
         if x is None or np.shape(x) != shape:
@@ -143,7 +146,7 @@ def checked_kv(view: View, array: jax.Array, layer: Any, **new: jax.Array | None
 
 
 def own_slots(slots: jax.Array, pool: jax.Array, context: Context | None) -> jax.Array:
-    """A view's slots as i32[T]; where a mesh divides blocks, those in this device's part of the pool."""
+    """A view's slots as i32[T], in this device's part of the pool if a mesh divides blocks."""
     slots = slots.reshape(-1)
     return slots if context is None else context.own_slots(slots, pool)
 
@@ -164,9 +167,9 @@ def _difference(got: Any, wanted: Any, name: str = "") -> str:
         return f"{len(got)} in {name}, wanted {len(wanted)}"
     elif isinstance(wanted, tuple):
         parts = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(got, wanted, strict=True))]
-    for part, one, other in parts:
-        if one != other:
-            return _difference(one, other, part)
+    for part, got_part, wanted_part in parts:
+        if got_part != wanted_part:
+            return _difference(got_part, wanted_part, part)
     return f"{name}={got!r}, wanted {wanted!r}"
 
 
@@ -187,19 +190,19 @@ def _with(arrays, group: int, pool: int, array: Any):
 def init_pools(
     spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None = None, context: str | None = None
 ) -> Pools:
-    """Pools of zeros, all of them separate arrays, so that they can be donated.
+    """Pools of zeros. All arrays are separate, so you can donate them.
 
     Args:
       spec: shapes.
-      mesh: the devices among which the kv heads are divided; None: one device has all of them.
-      heads: the mesh's axis that divides them. Along other axes the pools are copies of each other.
-      context: another axis, which divides the tokens of each block of layers with full attention: for models with
-        fewer kv heads than devices, and for sequences that are longer than a device can hold. Blocks of layers with
-        windows or states stay whole. None: none.
+      mesh: the devices among which the kv heads are divided. None means a single device.
+      heads: the mesh axis to divide the kv heads. Along other axes the pools are copies of each other.
+      context: another mesh axis, which divides the tokens of each block of layers with full attention. Use it for
+        models with fewer kv heads than devices, and for sequences longer than a device can hold. Blocks of layers with
+        windows or states stay whole. None disables it.
 
     Raises:
-      ValueError: if `mesh` lacks one of the axes, or its size does not divide the kv heads of a layer, or the tokens
-        of a block.
+      ValueError: if `mesh` lacks an axis, or if its size does not divide the kv heads of a layer or the tokens of a
+        block.
 
     Example:
       >>> spec = kvjax.make_spec([kvjax.LayerSpec(2, 16)] * 3, num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -218,20 +221,21 @@ def init_pools(
         rows = group.num_blocks + 1, len(pool.layers)
         return jax.tree.map(
             lambda block, axes: zeros(group, (*rows, *block.shape), block.dtype, axes),
-            pool.block_shape(spec.block_size), pool.mesh_axes,
-        )  # fmt: skip
+            pool.block_shape(spec.block_size),
+            pool.mesh_axes,
+        )
 
     def scales(group: GroupSpec, pool: PoolSpec) -> jax.Array | None:
-        if not pool.quantised:  # the states of recurrent layers never are
+        if not pool.quantised:  # the states of recurrent layers never are quantised
             return None
         shape = group.num_blocks + 1, len(pool.layers), *pool.block_shape(spec.block_size).shape[:-1]
         return zeros(group, shape, jnp.float32, pool.mesh_axes)
 
-    def each(make: Callable[[GroupSpec, PoolSpec], Any]) -> Any:
+    def per_pool(make: Callable[[GroupSpec, PoolSpec], Any]) -> Any:
         return tuple(tuple(make(group, pool) for pool in group.pools) for group in spec.groups)
 
     quantised = any(pool.quantised for group in spec.groups for pool in group.pools)
-    return Pools(each(arrays), spec, each(scales) if quantised else None, placement)
+    return Pools(per_pool(arrays), spec, per_pool(scales) if quantised else None, placement)
 
 
 def write(
@@ -244,31 +248,30 @@ def write(
     index: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> Pools:
-    """Writes one layer's K/V, or latents, of a view's tokens into their slots.
+    """Writes a layer's K/V, or latents, of a view's tokens into their slots.
 
-    In place if the caller donates the pools; the view's padding is dropped. The K/V become findable later, by
-    `commit`. jax differentiates it as it does `attend`; rounding to int8 or fp8 has no derivative.
+    If you donate the pools, they are updated in place. The view's padding is dropped. The K/V become findable later, by
+    `commit`. jax differentiates it as it does `attend`, but rounding to int8 or fp8 has no derivative.
 
     Args:
       pools: the K/V so far.
-      layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
-      k: [R, C, K, D]; [1, T, K, D] for a ragged view; with K = 1 the latents of a layer of these.
-      v: likewise; None for a layer of latents.
-      view: where the tokens are.
+      layer: the model's layer number. It may be traced, i32[], if the spec has a single pool.
+      k: [R, C, K, D], or [1, T, K, D] for a ragged view; for a layer of latents the latents, with K = 1.
+      v: shaped like k; None for a layer of latents.
+      view: the slots of the tokens.
       index: i32[]; the layer's index in its pool (`CacheSpec.locate`), for a scan over layers. `layer` then names any
-        layer of that pool. Out of range it is clamped: beyond the pool's last layer to the last, below 0 to the first.
-        None: the layer's own.
-      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+        layer of the pool. An index out of range is clamped: beyond the pool's last layer to the last, below 0 to the
+        first. None uses the layer's index.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
 
     Returns:
-      The pools with the tokens' K/V, in the pool's dtype; a quantised pool gets one scale per token and head.
+      The pools with the tokens' K/V, in the pool's dtype. A quantised pool gets a scale per token and head.
 
     Raises:
-      ValueError: on a view of a cache with another spec; on K/V that are not floating, or whose shapes do not fit the
-        pool or the view, V of a layer of latents included; on a recurrent layer, and on a traced one where the spec
-        has several pools.
-      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of
-        rounding; `jax.lax.stop_gradient` of k and v does without it.
+      ValueError: if the view is of a cache with another spec, the K/V are not floating or do not fit the pool or the
+        view, V is given for latents, the layer is recurrent, or it is traced and the spec has several pools.
+      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of rounding.
+        `jax.lax.stop_gradient` of k and v avoids the derivative.
 
     Example:
       >>> layers = [kvjax.LayerSpec(kv_heads=1, head_dim=2)]
@@ -284,9 +287,13 @@ def write(
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     if v is not None and spec.values is not None:
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
-    new = {"k": k, "v": v} if spec.values is None else {"k": k}
-    k, v, *_ = *checked_kv(view, array, layer, **new), None
-    scales, slots, context = pools.scales_of(group, pool), view.slots[group], pools.context(group)
+    if spec.values is None:
+        k, v = checked_kv(view, array, layer, k=k, v=v)
+    else:
+        (k,) = checked_kv(view, array, layer, k=k)
+    scales = pools.scales_of(group, pool)
+    slots = view.slots[group]
+    context = pools.context(group)
     operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 
     def append(pool, scales, index, k, v, slots):
@@ -296,47 +303,50 @@ def write(
 
     quantised = operands["scales"] is not None
     with jax.named_scope("write"):
-        own, of_tokens = spec.mesh_axes, MeshAxes(2 if spec.values is None else None)
-        axes = {"pool": own, "scales": own, "k": of_tokens, "v": of_tokens}
-        written = pools.over_devices(group, append, operands, axes, (own, own) if quantised else own)
+        pool_axes = spec.mesh_axes
+        token_axes = MeshAxes(2 if spec.values is None else None)
+        axes = {"pool": pool_axes, "scales": pool_axes, "k": token_axes, "v": token_axes}
+        written = pools.over_devices(group, append, operands, axes, (pool_axes, pool_axes) if quantised else pool_axes)
     return pools.with_pool(group, pool, *(written if quantised else (written,)))
 
 
 @own_transfers()
 def apply(pools: Pools, events: Events, *, implementation: str | None = None) -> Pools:
-    """Executes the copies that a transition ordered, each of a whole block in all layers.
+    """Copies blocks as a transition ordered, each a whole block in all layers.
 
-    In place if the caller donates the pools. No copy's target is the source of another copy of the same transition,
-    so order does not matter. The cost follows the number of copies, not the capacity of the events.
+    If you donate the pools, they are updated in place. No copy's target is the source of another copy of the same
+    transition, so order does not matter. The cost follows the number of copies, not the capacity of the events.
 
     Args:
-      pools: the K/V before.
-      events: what the transition returned.
-      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+      pools: the K/V before the copies.
+      events: the transition's events.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
 
     Raises:
-      ValueError: on anything else in place of the pools.
+      ValueError: if `pools` is anything else.
     """
     _check_pools(pools)
 
     def copy(pool, sources, targets, num_copies):
         return pallas_kernels.call("copy_blocks", pool, sources, targets, num_copies, implementation=implementation)
 
-    def copied(array: jax.Array, axes: MeshAxes, number: int, copies: dict[str, jax.Array]) -> jax.Array:
-        return given.over_devices(number, copy, {"pool": array, **copies}, {"pool": axes}, axes)
+    def copied(array: jax.Array, axes: MeshAxes, group_index: int, copies: dict[str, jax.Array]) -> jax.Array:
+        return original_pools.over_devices(group_index, copy, {"pool": array, **copies}, {"pool": axes}, axes)
 
-    given, records = pools, Records(padded(events.records))
-    for number, group in enumerate(pools.spec.groups):
-        wanted = (records.kind == EventKind.COPIED) & (records.group == number)
-        # Indices of the wanted records, packed to the front.
-        order = put(jnp.zeros(wanted.size, jnp.int32), rank(wanted), np.arange(wanted.size, dtype=np.int32), wanted)
-        sources, targets = pick(records.source, order), pick(records.block, order)
-        copies = {"sources": sources, "targets": targets, "num_copies": count(wanted)}
-        each = functools.partial(copied, number=number, copies=copies)
+    original_pools = pools
+    records = Records(padded(events.records))
+    for group_index, group in enumerate(pools.spec.groups):
+        is_copy = (records.kind == EventKind.COPIED) & (records.group == group_index)
+        # Indices of the copies among the records, packed to the front.
+        order = put(jnp.zeros(is_copy.size, jnp.int32), rank(is_copy), np.arange(is_copy.size, dtype=np.int32), is_copy)
+        sources = pick(records.source, order)
+        targets = pick(records.block, order)
+        copies = {"sources": sources, "targets": targets, "num_copies": count(is_copy)}
+        copy_array = functools.partial(copied, group_index=group_index, copies=copies)
         for pool, spec in enumerate(group.pools):
-            scales = pools.scales_of(number, pool)
+            scales = pools.scales_of(group_index, pool)
             with jax.named_scope("copy_blocks"):
-                array = jax.tree.map(each, pools.arrays[number][pool], spec.mesh_axes)
-                scales = None if scales is None else each(scales, spec.mesh_axes)
-            pools = pools.with_pool(number, pool, array, scales)
+                array = jax.tree.map(copy_array, pools.arrays[group_index][pool], spec.mesh_axes)
+                scales = None if scales is None else copy_array(scales, spec.mesh_axes)
+            pools = pools.with_pool(group_index, pool, array, scales)
     return pools

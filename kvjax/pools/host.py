@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of the host tier: blocks that move between the device's pools and pools in pinned host memory.
+"""The bytes of the host tier: blocks move between the device's pools and pools in pinned host memory.
 
-This is the only file that knows of memory kinds. A host pool has the shape of the device pool beside it, less the
-scratch row, and a move copies one block out of one array into the other, in place:
+This is the only file with memory kinds. A host pool has the shape of its device pool, without the scratch row. A move
+copies a block out of an array into another, in place:
 
     for each move of a batch:  target = dynamic_update_slice(target, dynamic_slice(source, row), row)
 
-Why so (`benchmarks.offload` measures it, tests/unit/pools/test_host_pool.py compiles it for a GPU):
-- On CPU a block costs one copy at the speed of memory. Collecting a batch in an array of its own first, as a
-  `jax.device_put` of it does too, takes five times as long: the system has to hand out fresh pages.
-- For a GPU, XLA makes each update of a host pool a kernel that writes to the host's memory, on a stream of its own, and
-  aliases the pool. A scatter, or an index that lies in host memory, becomes code for the host instead. A loop whose
-  length the compiler does not know asks the host before each turn, hence batches of fixed sizes.
-- On CPU a program that reshapes a pool to `[N + 1, -1]` copies all of it where L, K or P is 1: keep the axes.
+The reasons (`benchmarks.offload` measures them, tests/unit/pools/test_host_pool.py compiles the move for a GPU):
+- On a CPU a block costs a copy at the speed of memory. Collecting a batch in an array first, as `jax.device_put` of a
+  batch does too, takes five times as long, since the system has to hand out fresh pages.
+- For a GPU, XLA makes each update of a host pool a kernel on a stream of its own, which writes to the host's memory and
+  aliases the pool. A scatter, or an index in host memory, becomes code for the host instead. A loop of unknown length
+  asks the host before each turn, hence batches of fixed sizes.
+- On a CPU a program with a reshape of a pool to `[N + 1, -1]` copies all of it where L, K or P is 1: keep the axes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK
 
-# Moves of one program, the largest first. Any number of moves is a sum of these, so that nothing is padded.
+# Moves of one program, the largest first. Any number of moves is a sum of these sizes, so that nothing is padded.
 BATCHES = (64, 16, 4, 1)
 
 
 class HostPools(Pytree, static=("spec",)):
-    """The K/V of the host tier, in pinned host memory. Valid only beside the state and the pools used with it.
+    """The K/V of the host tier, in pinned host memory. Valid only together with the state and the pools used with it.
 
     Attributes:
-      arrays: per group, per pool [H, L, 2, K, P, D]; index h is pool row N + h.
+      arrays: per group and pool [H, L, 2, K, P, D]; index h is pool row N + h.
       spec: static; shapes.
-      scales: per group, per pool f32[H, L, 2, K, P] if it is quantised, else None.
+      scales: per group and pool f32[H, L, 2, K, P] if it is quantised, else None.
     """
 
     arrays: tuple[tuple[jax.Array, ...], ...]
@@ -51,39 +51,42 @@ class HostPools(Pytree, static=("spec",)):
 
 
 class TransferError(RuntimeError):
-    """Moves that failed; the state learns of it by `complete(state, transfer, ok=False)`.
+    """Moves that failed. Report the failure to the state by `complete(state, transfer, ok=False)`.
 
     Attributes:
-      pools: the device's pools to go on with: those given to `move` may be gone. What the targets hold is undefined.
-      host: likewise, the host's pools.
-      overwritten: bool[K]; moves whose source is also the target of a move, so that their bytes may be lost.
+      pools: the device's pools to continue with, since the pools given to `move` may be gone. The contents of the
+        targets are undefined.
+      host: the host's pools to continue with.
+      overwritten: bool[K]; moves whose source is also the target of a move, their bytes may be lost.
     """
 
     def __init__(self, message: str, pools: Pools, host: HostPools, overwritten: np.ndarray):
         super().__init__(message)
-        self.pools, self.host, self.overwritten = pools, host, overwritten
+        self.pools = pools
+        self.host = host
+        self.overwritten = overwritten
 
 
 @own_transfers()
 def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
-    """Host pools, divided among devices as the device's pools are; their contents are undefined.
+    """Host pools, divided among devices like the device's pools. Their contents are undefined.
 
-    The device's pools come back committed to their devices, as moves leave them, without a copy: jax compiles a program
-    anew for committed arrays, and a decode step should not recompile when the first block comes back. A program's
-    results are committed if an argument is, so commit a state that shares a program with the pools.
+    The device's pools come back committed to their devices, as moves leave them, without a copy. jax recompiles a
+    program for committed arrays, and a decode step should not recompile when the first block comes back. A program's
+    results are committed if an argument is, so commit a state used in the same programs as the pools.
 
     Args:
-      pools: the device's pools, to be replaced by the returned ones; their spec has the host blocks of each group.
+      pools: the device's pools, to be replaced by the returned pools. Their spec has the host blocks of each group.
 
     Returns:
-      The pools, and those of the host.
+      The device's pools and the host's.
     """
     pools = jax.tree.map(lambda x: jax.device_put(x, x.sharding), pools)
 
     host = HostPools(pools.arrays, pools.spec, pools.scales)
-    for number, group in enumerate(pools.spec.groups):
+    for group_index, group in enumerate(pools.spec.groups):
         allocate = functools.partial(_allocate, num_blocks=group.num_host_blocks)
-        host = _with(host, number, jax.tree.map(allocate, arrays_of(pools, number)))
+        host = _with(host, group_index, jax.tree.map(allocate, arrays_of(pools, group_index)))
     return pools, host
 
 
@@ -91,78 +94,82 @@ def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
 def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, HostPools]:
     """Copies blocks between the tiers as a transition ordered.
 
-    Both pools are donated and updated in place, after the programs that use them already and before later ones. For
-    host code, not under `jit`: reading the orders waits for the transition that gave them, and for no copy. A device
-    that fails during a copy shows when the pools are awaited, as for any step.
+    Both pools are donated and updated in place, after the programs already using them and before later programs. Call
+    it from host code, not under `jit`: it reads the orders, which waits for their transition but for no copy. If a
+    device fails during a copy, the error is raised when the pools are awaited, as for any step.
 
     Args:
       pools: the device's K/V.
-      host: the host's.
-      transfer: the orders.
+      host: the host's K/V.
+      transfer: the ordered moves.
 
     Returns:
-      The pools after the moves; the given ones if there are none.
+      The pools after the moves, or the given pools if there are no moves.
 
     Raises:
-      ValueError: on a move that is not from tier to tier, before any is made.
-      TransferError: if a copy cannot be started; the error has the pools to go on with.
+      ValueError: before any copy, if a move is not between the tiers.
+      TransferError: if a copy cannot be started. The error has the pools to continue with.
 
     Source: TensorRT-LLM's KVCacheTransferManager (onboard, offload); vLLM's swap_blocks.
     """
     records = np.asarray(transfer.records)
-    for number, *moves in _sorted(records[records[:, 1] != NO_BLOCK], pools.spec):
-        tiers = [arrays_of(pools, number), arrays_of(host, number)]
+    for group_index, *moves in _sorted(records[records[:, 1] != NO_BLOCK], pools.spec):
+        tiers = [arrays_of(pools, group_index), arrays_of(host, group_index)]
         try:
             _move(tiers, *moves)
         except Exception as error:
-            failed = f"group {number}: {len(moves[0])} blocks to the host and {len(moves[1])} to the device: {error}"
-            left = _with(pools, number, tiers[0]), _with(host, number, tiers[1])
-            raise TransferError(failed, *left, _overwritten(records)) from error
-        pools, host = _with(pools, number, tiers[0]), _with(host, number, tiers[1])
+            failed = (
+                f"group {group_index}: {len(moves[0])} blocks to the host and {len(moves[1])} to the device: {error}"
+            )
+            remaining_pools = _with(pools, group_index, tiers[0]), _with(host, group_index, tiers[1])
+            raise TransferError(failed, *remaining_pools, _overwritten(records)) from error
+        pools = _with(pools, group_index, tiers[0])
+        host = _with(host, group_index, tiers[1])
     return pools, host
 
 
-def read_blocks(host: HostPools, number: int, index: np.ndarray) -> Any:
-    """The blocks index i32[n] of one group's host pools, on the device: a tree of (arrays, scales)."""
-    return _read(arrays_of(host, number), index)
+def read_blocks(host: HostPools, group_index: int, index: np.ndarray) -> Any:
+    """Blocks index i32[n] of a group's host pools, on the device: a tree of (arrays, scales)."""
+    return _read(arrays_of(host, group_index), index)
 
 
 def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """(group number, to_host i32[n, 2], to_device i32[m, 2]): sources and targets, indices into their tiers' pools."""
-    found = []
-    for number in np.unique(records[:, 0]).tolist():
-        pool_rows = records[records[:, 0] == number, 3:]
-        if not 0 <= number < len(spec.groups):
-            raise ValueError(f"transfer: got a move in group {number}, wanted one of {len(spec.groups)}")
-        n, ids = spec.groups[number].num_blocks, spec.groups[number].num_ids
-        on_host = pool_rows >= n
-        wrong = (on_host[:, 0] == on_host[:, 1]) | np.any((pool_rows < 0) | (pool_rows >= ids), axis=1)
-        if wrong.any():
-            source, target = pool_rows[wrong][0].tolist()
+    """Sorts moves by group: (group index, to_host i32[n, 2], to_device i32[m, 2]), as indices into the tiers' pools."""
+    moves = []
+    for group_index in np.unique(records[:, 0]).tolist():
+        pool_rows = records[records[:, 0] == group_index, 3:]
+        if not 0 <= group_index < len(spec.groups):
+            raise ValueError(f"transfer: got a move in group {group_index}, wanted one of {len(spec.groups)}")
+        num_device_blocks = spec.groups[group_index].num_blocks
+        num_ids = spec.groups[group_index].num_ids
+        on_host = pool_rows >= num_device_blocks
+        is_wrong = (on_host[:, 0] == on_host[:, 1]) | np.any((pool_rows < 0) | (pool_rows >= num_ids), axis=1)
+        if is_wrong.any():
+            source, target = pool_rows[is_wrong][0].tolist()
             raise ValueError(
-                f"transfer: got a move from row {source} to {target} in group {number}, wanted one between the "
-                f"device's, 0..{n - 1}, and the host's, {n}..{ids - 1}"
+                f"transfer: got a move from row {source} to {target} in group {group_index}, wanted one between the "
+                f"device's, 0..{num_device_blocks - 1}, and the host's, {num_device_blocks}..{num_ids - 1}"
             )
-        index = pool_rows - np.int32(n) * on_host
-        found.append((number, index[on_host[:, 1]], index[on_host[:, 0]]))
-    return found
+        tier_rows = pool_rows - np.int32(num_device_blocks) * on_host
+        moves.append((group_index, tier_rows[on_host[:, 1]], tier_rows[on_host[:, 0]]))
+    return moves
 
 
 def _move(tiers: list[Any], to_host: np.ndarray, to_device: np.ndarray) -> None:
-    """Replaces the arrays of one group in `tiers`, (device, host), one by one: a failure leaves the latest ones."""
-    # A source that an offload overwrites is staged on the device first: every source is read before it is overwritten.
-    early = np.isin(to_device[:, 0], to_host[:, 1])
-    staged = [(_read(tiers[1], batch[0]), batch[1]) for batch in _batches(to_device[early])]
+    """Moves blocks of a group. Replaces `tiers`, (device, host), step by step: a failure leaves the latest arrays."""
+    # Stage the sources that an offload overwrites on the device first: each source is read before it is overwritten.
+    is_early = np.isin(to_device[:, 0], to_host[:, 1])
+    staged = [(_read(tiers[1], batch[0]), batch[1]) for batch in _batches(to_device[is_early])]
     for batch in _batches(to_host):
         tiers[1] = _copy(tiers[1], tiers[0], batch)
-    for batch in _batches(to_device[~early]):
+    for batch in _batches(to_device[~is_early]):
         tiers[0] = _copy(tiers[0], tiers[1], batch)
     for blocks, targets in staged:
         tiers[0] = _copy(tiers[0], blocks, np.stack([np.arange(targets.size, dtype=np.int32), targets]))
 
 
 def _batches(moves: np.ndarray) -> list[np.ndarray]:
-    """i32[2, B] each; the sources and targets of moves i32[n, 2], B one of BATCHES."""
+    """Splits moves i32[n, 2] into batches i32[2, B] of sources and targets, with B in BATCHES."""
     batches = []
     for size in BATCHES:
         while len(moves) >= size:
@@ -172,7 +179,7 @@ def _batches(moves: np.ndarray) -> list[np.ndarray]:
 
 
 def _copy_blocks(targets: Any, sources: Any, index: jax.Array) -> Any:
-    """Copies blocks, from index[0, i] of each source to index[1, i] of its target, in any memory."""
+    """Copies blocks from index[0, i] of each source to index[1, i] of its target, in any memory."""
     index = lax.platform_dependent(index, cpu=_weighty, default=lambda index: index)
 
     def copy(i, targets):
@@ -186,7 +193,7 @@ def _copy_blocks(targets: Any, sources: Any, index: jax.Array) -> Any:
 
 
 def _weighty(index: jax.Array) -> jax.Array:
-    """The index plus a zero of a thousand operations: XLA runs a smaller CPU program in the thread that calls it."""
+    """The index plus a zero that takes a thousand operations: XLA runs a smaller CPU program in the calling thread."""
     zero = jnp.minimum(0, jnp.max(index.reshape(-1)[0] ^ lax.iota(jnp.int32, 1024)))
     return index + zero
 
@@ -210,31 +217,32 @@ _copy = jax.jit(_copy_blocks, donate_argnums=0)
 _read = jax.jit(_read_blocks)
 
 
-def compile_moves(pools: Pools, host: HostPools, number: int) -> None:
-    """Compiles the programs of one group's moves, for whoever must not wait for them later; copies nothing."""
-    on_device, on_host = arrays_of(pools, number), arrays_of(host, number)
+def compile_moves(pools: Pools, host: HostPools, group_index: int) -> None:
+    """Compiles the programs of a group's moves ahead of time, without a copy."""
+    on_device = arrays_of(pools, group_index)
+    on_host = arrays_of(host, group_index)
     for size in BATCHES:
         index = np.zeros((2, size), np.int32)
         for target, source in (on_host, on_device), (on_device, on_host), (on_device, _read(on_host, index[0])):
             _copy.lower(target, source, index).compile()
 
 
-def arrays_of(pools: Any, number: int) -> Any:
-    """The arrays of one group of `Pools`, `HostPools` or `Staged`, with its scales if there are any."""
-    return pools.arrays[number], None if pools.scales is None else pools.scales[number]
+def arrays_of(pools: Any, group_index: int) -> Any:
+    """The arrays of a group of `Pools`, `HostPools` or `Staged`, with its scales if there are any."""
+    return pools.arrays[group_index], None if pools.scales is None else pools.scales[group_index]
 
 
-def _with[T: (Pools, HostPools)](pools: T, number: int, arrays: Any) -> T:
-    """These pools with one group's arrays replaced by others."""
+def _with[T: (Pools, HostPools)](pools: T, group_index: int, arrays: Any) -> T:
+    """Replaces a group's arrays in the pools."""
 
     def put(old, new):
-        return None if old is None else (*old[:number], new, *old[number + 1 :])
+        return None if old is None else (*old[:group_index], new, *old[group_index + 1 :])
 
     return pools.replace(arrays=put(pools.arrays, arrays[0]), scales=put(pools.scales, arrays[1]))
 
 
 def _allocate(like: jax.Array, num_blocks: int) -> jax.Array:
-    """An array that XLA allocates in host memory, so that it can be donated, without one on the device first."""
+    """An array allocated by XLA in host memory, without a copy on the device first. It can be donated."""
 
     def make():
         return jax.device_put(jnp.empty((num_blocks, *like.shape[1:]), like.dtype), jax.memory.Space.Host)

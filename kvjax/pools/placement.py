@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools on several devices: each has its share of the kv heads of every block, and computes with these alone.
+"""Pools on several devices: each has a share of the kv heads of every block, and computes with these heads alone.
 
-Latents have one kv head: each device has a copy of all of them, and computes its share of the query heads. A second
-axis of the mesh can divide the tokens of every block (`pools/context.py`), where no window bounds what is read.
+Latents have a single kv head. Each device has a copy of all latents, and computes its share of the query heads. A
+second axis of the mesh can divide the tokens of every block (`pools/context.py`), in groups with full attention.
 
-XLA would gather whole pools around a kernel, which it cannot divide. So `write`, `attend` and `apply` map their kernel
-calls over the devices; nothing else touches a pool.
+XLA cannot divide a kernel: it would gather whole pools for it. So `write`, `attend` and `apply` map their kernel calls
+over the devices. Nothing else touches a pool.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from kvjax.spec import CacheSpec, GroupSpec, Kind, PoolSpec
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The axes of a mesh that divide pools: the kv heads, and the tokens of a block; along others the pools are copies.
+    """The mesh axes to divide pools: their kv heads, and the tokens of a block.
+
+    Along other axes of the mesh the pools are copies.
 
     Attributes:
-      mesh: the mesh; another one that is in context takes its place.
-      heads: the name of the axis that divides the kv heads.
-      context: the axis that divides blocks; None: each device has whole ones.
+      mesh: the mesh; a mesh in context replaces it.
+      heads: the name of the axis to divide the kv heads.
+      context: the axis to divide blocks. None means whole blocks on each device.
     """
 
     mesh: AbstractMesh
@@ -38,7 +40,7 @@ class Placement:
     context: Context | None = None
 
     def of_group(self, group: GroupSpec) -> Placement:
-        """The placement of one group's pools: without full attention its blocks are whole on each device."""
+        """The placement of a group's pools: without full attention, its blocks are whole on each device."""
         return self if group.kind is Kind.FULL else dataclasses.replace(self, context=None)
 
     def over_devices(
@@ -48,22 +50,22 @@ class Placement:
         axes: Mapping[str, MeshAxes],
         out_axes: Any,
     ) -> Any:
-        """function(**operands), on each device with its own heads and tokens.
+        """Calls function(**operands) on each device with its heads and tokens.
 
         Args:
           function: computes each head by itself, and with the methods of `context` each token. It must not close over
             an array.
           operands: arrays, ints or None.
-          axes: the axes of an operand that are divided; of operands that are not named: all devices have the same.
-          out_axes: likewise for the results, a tree.
+          axes: the divided axes of each operand. Operands without an entry are the same on all devices.
+          out_axes: the divided axes of the results, a tree.
 
         Raises:
-          ValueError: if the mesh in context lacks an axis or does not divide an operand's heads, if a pool of Explicit
-            axes is not divided over them, or if the caller has mapped the axis that divides blocks.
+          ValueError: if the mesh in context lacks an axis or does not divide an operand's heads, a pool of Explicit
+            axes is not divided over them, or the caller has mapped the axis that divides blocks.
         """
         mesh = self._mesh()
         names = {self.heads, *([self.context.axis] if self.context else [])} - {*mesh.manual_axes}
-        if not names:  # the caller has mapped the whole step: these are a device's own heads
+        if not names:  # the caller has mapped the whole step: the operands are one device's
             return function(**operands)
         parts = mesh.shape[self.heads] if self.heads in names else 1
         for name, axis in axes.items():
@@ -86,7 +88,7 @@ class Placement:
         )(dict(operands))
 
     def _mesh(self) -> AbstractMesh:
-        """The mesh in context, else the pools' own."""
+        """The mesh in context, else the mesh of the pools."""
         mesh = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if mesh.empty else mesh
         if self.heads not in mesh.axis_names:
@@ -104,17 +106,20 @@ class Placement:
         return mesh
 
     def partition(self, axes: MeshAxes, names: set[str] | None = None) -> P:
-        """The partition of an array over the axes of these names, all if None."""
+        """The partition of an array over the axes of these names. None means all axes."""
         divided = [(axes.heads, self.heads), (axes.slots, self.context.axis if self.context else None)]
-        at = {axis: name for axis, name in divided if axis is not None and (names is None or name in names) and name}
-        return P(*(at.get(axis) for axis in range(max(at, default=-1) + 1)))
+        mesh_axis_of = {
+            axis: name for axis, name in divided if axis is not None and (names is None or name in names) and name
+        }
+        return P(*(mesh_axis_of.get(axis) for axis in range(max(mesh_axis_of, default=-1) + 1)))
 
 
 def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
-    """An operand of Explicit axes as the map wants it. A pool that lies otherwise is refused: it would be gathered."""
+    """An operand of Explicit axes as the map needs it. Refuses a pool with another partition: it would be gathered."""
     if x is None or isinstance(x, int):
         return x
-    have, spec = jax.typeof(x).sharding.spec, P(*wanted.spec, *[None] * (x.ndim - len(wanted.spec)))
+    have = jax.typeof(x).sharding.spec
+    spec = P(*wanted.spec, *[None] * (x.ndim - len(wanted.spec)))
     if name in ("pool", "scales") and have != spec:
         raise ValueError(f"pools: got arrays divided as {have}, wanted {spec}, as kvjax.init_pools(mesh=) makes them")
     return jax.sharding.reshard(x, wanted.update(spec=spec))
@@ -123,7 +128,7 @@ def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
 def placement_of(
     spec: CacheSpec, mesh: Mesh | None, heads: str | None, context: str | None
 ) -> tuple[Placement | None, Callable[[GroupSpec, MeshAxes], NamedSharding] | None]:
-    """The placement of pools, and the sharding of an array of a group; None without a mesh: `init_pools`."""
+    """The placement of pools, and the sharding of a group's array. None without a mesh (see `init_pools`)."""
     if mesh is None and heads is None and context is None:
         return None, None
     _, parts = num_shards(spec, mesh, heads, context)
@@ -142,7 +147,7 @@ def placement_of(
 def num_shards(
     spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None, context: str | None
 ) -> tuple[int, int]:
-    """The numbers of parts into which these axes of a mesh divide heads and blocks; ValueError if they cannot."""
+    """The number of shards of heads and of blocks along these axes. Raises a ValueError if they cannot divide them."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh: got {mesh!r}, wanted a jax.sharding.Mesh, such as jax.make_mesh makes")
     if heads not in mesh.axis_names:
@@ -150,12 +155,13 @@ def num_shards(
     if context is not None and (context not in mesh.axis_names or context == heads):
         others = tuple(name for name in mesh.axis_names if name != heads)
         raise ValueError(f"context: got {context!r}, wanted one of the mesh's axes {others}, or None")
-    shards, parts = mesh.shape[heads], 1 if context is None else mesh.shape[context]
+    shards = mesh.shape[heads]
+    parts = 1 if context is None else mesh.shape[context]
     for pool in (pool for group in spec.groups for pool in group.pools):
-        for size, what in _divided(pool):
+        for size, size_name in _divided(pool):
             if size % shards:
                 raise ValueError(
-                    f"heads: got axis {heads!r} of {shards} devices, wanted one that divides the {size} {what} "
+                    f"heads: got axis {heads!r} of {shards} devices, wanted one that divides the {size} {size_name} "
                     f"of layers {list(pool.layers)}"
                 )
     if spec.block_size % parts:
@@ -167,7 +173,9 @@ def num_shards(
 
 
 def _divided(pool: PoolSpec) -> list[tuple[int, str]]:
-    """The sizes that a mesh has to divide, with names; a latent is the same on each device."""
+    """The sizes for a mesh to divide, with names. Latents have none: they are the same on each device."""
     if pool.arrays:
-        return [(one.shape[one.axis], f"parts of {one.name!r}") for one in pool.arrays if one.axis is not None]
+        return [
+            (array.shape[array.axis], f"parts of {array.name!r}") for array in pool.arrays if array.axis is not None
+        ]
     return [(pool.kv_heads, "kv heads")] if pool.values is None else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation of Q and K by their tokens' positions together with the write of K and V: one kernel on a GPU."""
+"""Rotation of Q and K by their tokens' positions, together with the write of K and V: a single kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -27,61 +27,73 @@ def rope_write(
     index: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Rotates one layer's Q and K (RoPE), and writes K/V of a view's tokens into their slots as `write` does.
+    """Rotates a layer's Q and K (RoPE), and writes K/V of a view's tokens into their slots as `write` does.
 
     The pairs of dimensions are (i, i + W / 2) for the first W dimensions, all D or a part of them. Q and K are rotated
-    in float32 and rounded to their dtype. On a GPU this is one kernel where W is D, and XLA computes q, k and v in one
-    product where they are products with the same x. Norms of q and k come before it.
+    in float32 and rounded to their dtype. On a GPU this is a single kernel if W is D. If q, k and v are products with
+    the same x, XLA computes them together. Apply norms of q and k before.
 
     Args:
       pools: the K/V so far.
       layer: the model's layer number; traced as in `write`.
       q: [R, C, Q, D], not rotated; [1, T, Q, D] for a flat view, ragged or mixed.
-      k: [R, C, K, D], not rotated; likewise.
-      v: [R, C, K, D]; likewise.
+      k: [R, C, K, D], not rotated; [1, T, K, D] for a flat view.
+      v: shaped like k.
       angles: cosine and sine of each token's and pair's angle, f32[R, C, 1, W / 2] each.
-      view: where the tokens are.
-      index: i32[]; the layer's index in its pool, as in `write`. None: the layer's own.
-      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+      view: the slots of the tokens.
+      index: i32[]; the layer's index in its pool, as in `write`. None uses the layer's index.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
 
     Returns:
-      q rotated, for `attend`; and the pools with the tokens' K/V.
+      The rotated q, for `attend`; and the pools with the tokens' K/V.
 
     Raises:
-      ValueError: as `write`; on a layer of latents; on q or angles that do not fit.
-      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of rounding;
-        `jax.lax.stop_gradient` of q, k and v does without it.
+      ValueError: as `write`; also if the layer has latents, or q or angles do not fit.
+      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of rounding.
+        `jax.lax.stop_gradient` of q, k and v avoids the derivative.
     """
     check_fit(pools, view)
     group, pool, pool_index, array, spec = attention_pool(pools, layer, index)
     if spec.values is not None:
         raise ValueError(f"layer: got {layer}, which has latents, wanted one with K/V")
     k, v = checked_kv(view, array, layer, k=k, v=v)
-    q, angles = floats("q", q), (floats("angles", angles[0]), floats("angles", angles[1]))
+    q = floats("q", q)
+    angles = (floats("angles", angles[0]), floats("angles", angles[1]))
     _check(q, angles, view, array)
     if 2 * angles[0].shape[-1] < q.shape[-1]:
         pools = write(pools, layer, rotate(k, angles), v, view, index=index, implementation=implementation)
         return rotate(q, angles), pools
-    scales, context = pools.scales_of(group, pool), pools.context(group)
+    scales = pools.scales_of(group, pool)
+    context = pools.context(group)
 
     def append(pool, scales, index, q, k, v, cos, sin, slots):
         args = q, k, v, cos, sin, pool, index, own_slots(slots, pool, context), scales
         return pallas_kernels.call("rope_append", *args, implementation=implementation)
 
     operands = {
-        "pool": array, "scales": scales, "index": pool_index, "q": q, "k": k, "v": v, "cos": angles[0],
-        "sin": angles[1], "slots": view.slots[group],
-    }  # fmt: skip
+        "pool": array,
+        "scales": scales,
+        "index": pool_index,
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos": angles[0],
+        "sin": angles[1],
+        "slots": view.slots[group],
+    }
     with jax.named_scope("rope_write"):
-        own, of_tokens = spec.mesh_axes, MeshAxes(2)
-        axes = {"pool": own, "scales": own, "q": of_tokens, "k": of_tokens, "v": of_tokens}
-        out_axes = of_tokens, *(own for _ in jax.tree.leaves((array, scales)))
+        pool_axes = spec.mesh_axes
+        token_axes = MeshAxes(2)
+        axes = {"pool": pool_axes, "scales": pool_axes, "q": token_axes, "k": token_axes, "v": token_axes}
+        out_axes = token_axes, *(pool_axes for _ in jax.tree.leaves((array, scales)))
         q, *written = pools.over_devices(group, append, operands, axes, out_axes)
     return q, pools.with_pool(group, pool, *written)
 
 
 def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, array: jax.Array) -> None:
-    batch, kv_heads, width = view.positions.shape, array.shape[3], array.shape[5]
+    batch = view.positions.shape
+    kv_heads = array.shape[3]
+    width = array.shape[5]
     if q.ndim != 4 or q.shape != (*batch, q.shape[2], width) or q.shape[2] % kv_heads:
         raise ValueError(
             f"q: got shape {q.shape}, wanted [{', '.join(map(str, batch))}, a multiple of {kv_heads}, {width}]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks outside their pools: arrays of their own, on the way from a cache or into one."""
+"""Blocks outside their pools: arrays of their own, on the way from a cache or into a cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Staged(Pytree, static=("spec",)):
     """The bytes of some blocks, K_g of each group.
 
     Attributes:
-      arrays: per group, per pool [K_g, L, 2, K, P, D], of latents [K_g, L, 1, 1, P, D]; of recurrent layers
-        {name: [K_g, L, ...]}.
+      arrays: per group and pool [K_g, L, 2, K, P, D], or [K_g, L, 1, 1, P, D] for latents; for recurrent layers {name:
+        [K_g, L, ...]}.
       spec: static; shapes.
-      scales: per group, per pool f32[K_g, L, 2, K, P] if it is quantised, else None.
+      scales: per group and pool f32[K_g, L, 2, K, P] if it is quantised, else None.
     """
 
     arrays: tuple[tuple[Any, ...], ...]
@@ -38,48 +38,49 @@ def gather(pools: Pools, rows: Sequence[Any] | jax.Array) -> Staged:
 
     Args:
       pools: the K/V.
-      rows: for each group i32[K_g]; pool rows on the device; the scratch row is padding.
+      rows: for each group i32[K_g]; pool rows on the device. The scratch row is padding.
     """
 
-    def read(number: int, pool: jax.Array, axes: MeshAxes) -> jax.Array:
-        blocks = integers(f"rows[{number}]", rows[number], ("K",))
-        if pool.ndim == 2:  # of snapshots, after how many tokens they are
+    def read(group_index: int, pool: jax.Array, axes: MeshAxes) -> jax.Array:
+        blocks = integers(f"rows[{group_index}]", rows[group_index], ("K",))
+        if pool.ndim == 2:  # the number of tokens before each snapshot
             return pick(pool, blocks)
-        context = pools.context(number)
+        context = pools.context(group_index)
 
-        def whole(pool, blocks):
-            found = pallas_kernels.call("gather_blocks", pool, blocks)
-            return found if context is None else context.whole(found)
+        def gather_whole(pool, blocks):
+            gathered = pallas_kernels.call("gather_blocks", pool, blocks)
+            return gathered if context is None else context.whole(gathered)
 
         operands = {"pool": pool, "blocks": blocks}
-        return pools.over_devices(number, whole, operands, {"pool": axes}, MeshAxes(axes.heads))
+        return pools.over_devices(group_index, gather_whole, operands, {"pool": axes}, MeshAxes(axes.heads))
 
     return Staged(_each(read, pools, pools.arrays), pools.spec, _each(read, pools, pools.scales))
 
 
 def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, counts: Sequence[Any] | jax.Array) -> Pools:
-    """Writes blocks into pool rows, in place if the caller donates the pools.
+    """Writes blocks into pool rows. If you donate the pools, they are updated in place.
 
     Args:
       pools: the K/V.
-      staged: the blocks, of a cache with the same layers and block size; None for an array of which there are none.
-      rows: for each group i32[K_g]; where each goes, all different; the scratch row drops it.
-      counts: for each group i32[]; how many leading ones are written. The cost follows them.
+      staged: blocks of a cache with the same layers and block size; None in place of an array without blocks.
+      rows: for each group i32[K_g]; the pool row of each block, all different. The scratch row drops a block.
+      counts: for each group i32[]; how many leading blocks are written. The cost follows this number.
     """
 
-    def write(number: int, pool: jax.Array, axes: MeshAxes, blocks: jax.Array) -> jax.Array:
-        target, most = integers(f"rows[{number}]", rows[number], ("K",)), jnp.asarray(counts[number], jnp.int32)
+    def write(group_index: int, pool: jax.Array, axes: MeshAxes, blocks: jax.Array) -> jax.Array:
+        target = integers(f"rows[{group_index}]", rows[group_index], ("K",))
+        num_blocks = jnp.asarray(counts[group_index], jnp.int32)
         if pool.ndim == 2:
-            return put(pool, target, blocks, jnp.arange(target.shape[0], dtype=jnp.int32) < most)
-        context = pools.context(number)
+            return put(pool, target, blocks, jnp.arange(target.shape[0], dtype=jnp.int32) < num_blocks)
+        context = pools.context(group_index)
 
         def put_part(pool, staged, blocks, count):
             staged = staged if context is None else context.part(staged)
             return pallas_kernels.call("scatter_blocks", pool, staged, blocks, count)
 
-        operands = {"pool": pool, "staged": blocks, "blocks": target, "count": most}
-        of_operands = {"pool": axes, "staged": MeshAxes(axes.heads)}
-        return pools.over_devices(number, put_part, operands, of_operands, axes)
+        operands = {"pool": pool, "staged": blocks, "blocks": target, "count": num_blocks}
+        axes_of = {"pool": axes, "staged": MeshAxes(axes.heads)}
+        return pools.over_devices(group_index, put_part, operands, axes_of, axes)
 
     return pools.replace(
         arrays=_each(write, pools, pools.arrays, staged.arrays), scales=_each(write, pools, pools.scales, staged.scales)
@@ -87,20 +88,19 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
 
 
 def _each(function: Callable[..., jax.Array], pools: Pools, *trees: Any) -> Any:
-    """function(number of the group, array, its `MeshAxes`, ...) for each array of a tree of the pools' form."""
+    """Calls function(group index, array, its `MeshAxes`, ...) for each array of a tree of the pools' form."""
     if trees[0] is None:
         return None
 
-    def of_pool(number: int, pool: int, axes: Any) -> Any:
-        first, *others = (tree[number][pool] for tree in trees)
-        of_group = functools.partial(function, number)
+    def map_pool(group_index: int, pool_index: int, axes: Any) -> Any:
+        first, *others = (tree[group_index][pool_index] for tree in trees)
         if any(tree is None for tree in (first, *others)):
             return first
-        return jax.tree.map(of_group, first, axes, *others)
+        return jax.tree.map(functools.partial(function, group_index), first, axes, *others)
 
     return tuple(
-        tuple(of_pool(number, at, pool.mesh_axes) for at, pool in enumerate(group.pools))
-        for number, group in enumerate(pools.spec.groups)
+        tuple(map_pool(group_index, pool_index, pool.mesh_axes) for pool_index, pool in enumerate(group.pools))
+        for group_index, group in enumerate(pools.spec.groups)
     )
 
 
@@ -111,20 +111,22 @@ def check_staged(staged: Any, spec: CacheSpec, columns: int) -> None:
     lengths = [len(group.pools) for group in spec.groups]
     has_scales = any(pool.quantised for group in spec.groups for pool in group.pools)
     for name, part, wanted in ("arrays", staged.arrays, lengths), ("scales", staged.scales, lengths * has_scales):
-        if (found := [len(of_group) for of_group in part or ()]) != wanted:
-            raise ValueError(f"kv.{name}: got pools of groups {found}, wanted {wanted}")
-    for number, group in enumerate(spec.groups):
-        for at, pool in enumerate(group.pools):
+        if (num_pools := [len(pools) for pools in part or ()]) != wanted:
+            raise ValueError(f"kv.{name}: got pools of groups {num_pools}, wanted {wanted}")
+    for group_index, group in enumerate(spec.groups):
+        for pool_index, pool in enumerate(group.pools):
             rows = columns, len(pool.layers)
             blocks = jax.tree.leaves(pool.block_shape(spec.block_size))
-            _check(f"kv.arrays[{number}][{at}]", staged.arrays[number][at], rows, blocks)
+            _check(f"kv.arrays[{group_index}][{pool_index}]", staged.arrays[group_index][pool_index], rows, blocks)
             if staged.scales and pool.quantised:
                 scales = jax.ShapeDtypeStruct(blocks[0].shape[:-1], jnp.float32)
-                _check(f"kv.scales[{number}][{at}]", staged.scales[number][at], rows, [scales])
+                _check(
+                    f"kv.scales[{group_index}][{pool_index}]", staged.scales[group_index][pool_index], rows, [scales]
+                )
 
 
 def _check(name: str, tree: Any, rows: tuple[int, ...], blocks: Sequence[jax.ShapeDtypeStruct]) -> None:
     wanted = [((*rows, *block.shape), block.dtype) for block in blocks]
-    found = [(one.shape, one.dtype) for one in jax.tree.leaves(tree)]
-    if found != wanted:
-        raise ValueError(f"{name}: got {found}, wanted {wanted}")
+    got = [(array.shape, array.dtype) for array in jax.tree.leaves(tree)]
+    if got != wanted:
+        raise ValueError(f"{name}: got {got}, wanted {wanted}")

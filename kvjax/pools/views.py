@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the cache that a model step needs: where each token is written, and what it may read.
+"""The part of the cache for a model step: the slot of each token, and the blocks it may read.
 
-A view is for the next tokens of some rows, those after the committed ones, which `admit` or `extend` has reserved; in a
-block of steps, for those after the ones that earlier steps have written. It has one of three forms, and a model sees a
-batch of rows in each:
+A view is for the next tokens of some rows, after the committed tokens, reserved by `admit` or `extend`. In a block of
+steps it is for the tokens after all that earlier steps have written. A view has three forms, and a model sees a batch
+of rows in each:
 
     view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
     [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
@@ -28,27 +28,29 @@ from kvjax.state import CacheState
 
 
 class View(Pytree, static=("decodes", "fixed_split", "spec")):
-    """The positions and slots of the tokens of one model step.
+    """The positions and slots of the tokens in a model step.
 
-    A mixed view is a ragged one of S + R rows, of which the first S have one position each: what does not heed
-    `decodes` may treat it as ragged. `recur` runs recurrent layers; a kernel of one's own begins row r, which starts at
-    `lengths - num_tokens`, with the snapshot in pool row `tables[g][r, (start - 1) // P]`, of g the recurrent group.
+    A mixed view is a ragged view of S + R rows, whose first S rows have a single position each. Code that ignores
+    `decodes` may treat it as ragged. `recur` runs recurrent layers. If you write a kernel for them, row r starts at
+    token `lengths - num_tokens`, from the snapshot in pool row `tables[g][r, (start - 1) // P]` of the recurrent group
+    g.
 
     Attributes:
       tables: per group i32[R, M]; pool rows, N (scratch) where a row has no block on the device.
-      positions: i32[R, C]; of each token in its sequence; i32[1, T] if ragged. Padding has some position too.
-      lengths: i32[R]; tokens that a row's last token attends to, those of this view included; 0 for a row without
-        tokens in it.
-      slots: per group, shaped like positions; pool row * P + offset, where each token's K/V go; the scratch
+      positions: i32[R, C], or i32[1, T] if ragged; each token's position in its sequence. Padding has some position
+        too.
+      lengths: i32[R]; the number of tokens that a row's last token attends to, including this view's. A row without
+        tokens in the view has 0.
+      slots: per group, shaped like positions; pool row * P + offset, where each token's K/V are written. The scratch
         row for padding.
-      num_tokens: i32[R]; tokens of each row in this view.
-      starts: i32[R]; if ragged, where each row's tokens start; None if padded.
+      num_tokens: i32[R]; the number of each row's tokens in this view.
+      starts: i32[R]; the index of each row's first token if ragged, None if padded.
       decodes: static; S if mixed, else 0. Row i of the first S has position i of the flat batch.
-      fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. It is not
-        cut into parts by their lengths then, which fills a GPU less evenly, and costs a CPU the longest row's steps for
-        all rows.
-      spec: static; of the cache. `write` and `attend` refuse the pools of another spec. None, as in a view made by
-        hand: they compare nothing.
+      fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. Then its
+        work is not cut into parts by the rows' lengths, which fills a GPU less evenly, and costs a CPU the longest
+        row's steps for all rows.
+      spec: static; the cache's spec. `write` and `attend` refuse pools of another spec. None disables this check, for a
+        view made by hand.
     """
 
     tables: tuple[jax.Array, ...]
@@ -60,6 +62,13 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
     decodes: int = 0
     fixed_split: bool = False
     spec: CacheSpec | None = None
+
+    @property
+    def num_decode_rows(self) -> int:
+        """The number of leading rows that decode: all rows of a padded view with C = 1, S rows of a mixed view."""
+        if self.starts is None and self.positions.shape[1] == 1:
+            return self.positions.shape[0]
+        return self.decodes
 
 
 @on_state
@@ -75,14 +84,15 @@ def view(
 
     Args:
       state: the cache, with the tokens reserved.
-      num_tokens: i32[R]; how many tokens of each row, at most C. A row that has reserved fewer gets these. An
-        int stands for all rows.
-      max_tokens: C; may be left out if num_tokens is an int.
-      seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
-      written: i32[R]; tokens of each row whose K/V are written and not yet committed; the view is for those after them.
+      num_tokens: i32[R]; the number of tokens of each row, at most C. A row gets no more tokens than it has reserved.
+        An int applies to all rows.
+      max_tokens: C; optional if num_tokens is an int.
+      seqs: i32[R]; the rows. Entries outside 0..S-1 are padding. None means all S rows.
+      written: i32[R]; the number of each row's tokens whose K/V are written and not yet committed. The view is for the
+        tokens after them.
 
     Raises:
-      ValueError: on arguments of the wrong shape or dtype.
+      ValueError: if an argument has a wrong shape or dtype.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -101,20 +111,20 @@ def view(
 def ragged(
     state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None, *, written: ArrayLike = 0
 ) -> View:
-    """A view in ragged form: all rows' tokens on one axis of T, one row after the other.
+    """A view in ragged form: all rows' tokens on an axis of T, row after row.
 
-    For batches that mix long chunks with single tokens, which the padded form would pad to the longest.
+    Use it for batches of long chunks and single tokens, which the padded form would pad to the longest chunk.
 
     Args:
       state: the cache, with the tokens reserved.
-      num_tokens: i32[R]; how many tokens of each row. A row that has reserved fewer gets these, and so does a
-        row that reaches the end of T: commit `num_tokens` of the view.
+      num_tokens: i32[R]; the number of tokens of each row. A row gets no more tokens than it has reserved, and no more
+        than fit into T, so commit `num_tokens` of the view.
       size: T.
-      seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
-      written: as in `view`.
+      seqs: i32[R]; the rows. Entries outside 0..S-1 are padding. None means all S rows.
+      written: i32[R]; as in `view`.
 
     Raises:
-      ValueError: on arguments of the wrong shape or dtype.
+      ValueError: if an argument has a wrong shape or dtype.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -132,65 +142,70 @@ def ragged(
 
 @on_state
 def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: ArrayLike, size: int) -> View:
-    """A view in mixed form: one token of each row that decodes, then chunks of other rows, all on one axis.
+    """A view in mixed form: a token of each decoding row, then chunks of other rows, all on the same axis.
 
-    The flat batch has S + `size` positions: i is row i's, and after these S the chunks are as in `ragged`. A model
-    computes it at once; `attend` serves the two parts as decode and as prefill.
+    The flat batch has S + `size` positions. Position i < S is row i's. After these the chunks follow as in `ragged`. A
+    model computes the whole batch at once, and `attend` serves its two parts as decode and as prefill.
 
     Args:
       state: the cache, with the tokens reserved.
-      decode: bool[S]; rows with a token each. A row that has reserved none has none.
-      seqs: i32[R]; the rows with chunks, all different; entries outside 0..S-1 are padding, and so are rows that
-        decode, whose tokens would be written twice.
-      num_tokens: i32[R]; as in `ragged`. An int stands for all rows.
-      size: positions for chunks.
+      decode: bool[S]; rows with a token each. A row without reserved tokens gets none.
+      seqs: i32[R]; the rows with chunks, all different. Entries outside 0..S-1 are padding, and so are decoding rows,
+        whose tokens would be written twice.
+      num_tokens: i32[R]; as in `ragged`. An int applies to all rows.
+      size: the number of positions for chunks.
 
     Returns:
-      A view of S + R rows: all S, then `seqs`. Commit `num_tokens[:S]` of it for the former, the rest for `seqs`.
+      A view of S + R rows: all S rows, then `seqs`. Commit `num_tokens[:S]` for the former, and the rest for `seqs`.
 
     Raises:
-      ValueError: on arguments of the wrong shape or dtype.
+      ValueError: if an argument has a wrong shape or dtype.
     """
-    size, most = static_int32("size", size, 1), state.spec.max_seqs
-    decode, seqs = row_mask("decode", decode, most), integers("seqs", seqs, ("R",))
+    size = static_int32("size", size, 1)
+    max_seqs = state.spec.max_seqs
+    decode = row_mask("decode", decode, max_seqs)
+    seqs = integers("seqs", seqs, ("R",))
     chunks = jnp.where(pick(decode, seqs), 0, each_row("num_tokens", num_tokens, seqs.shape))
-    row = np.arange(most, dtype=np.int32)
+    all_rows = np.arange(max_seqs, dtype=np.int32)
     counts = jnp.concatenate([decode.astype(jnp.int32), chunks])
-    tables, start, count = _rows(state, counts, jnp.concatenate([row, seqs]), 0)
-    starts, chunks, owner, offset = _packed(count[most:], size)
+    tables, start, count = _rows(state, counts, jnp.concatenate([all_rows, seqs]), 0)
+    starts, chunks, owner, offset = _packed(count[max_seqs:], size)
     return _view(
-        state, tables, start,
-        count=jnp.concatenate([count[:most], chunks]),
-        owner=jnp.concatenate([row[None], owner + most], axis=1),
-        offset=jnp.concatenate([np.zeros_like(row)[None], offset], axis=1),
-        starts=jnp.concatenate([row, starts + most]),
-        decodes=most,
-    )  # fmt: skip
+        state,
+        tables,
+        start,
+        count=jnp.concatenate([count[:max_seqs], chunks]),
+        owner=jnp.concatenate([all_rows[None], owner + max_seqs], axis=1),
+        offset=jnp.concatenate([np.zeros_like(all_rows)[None], offset], axis=1),
+        starts=jnp.concatenate([all_rows, starts + max_seqs]),
+        decodes=max_seqs,
+    )
 
 
 def _rows(state: CacheState, num_tokens, seqs, written):
-    """Block tables [R, M] per group, tokens i32[R] before the view's, and those i32[R] that each row has reserved."""
+    """Block tables [R, M] per group, and the numbers of tokens before the view i32[R] and in it i32[R]."""
     max_seqs = state.spec.max_seqs
     seqs = jnp.arange(max_seqs, dtype=jnp.int32) if seqs is None else integers("seqs", seqs, ("R",))
     num_tokens = each_row("num_tokens", num_tokens, seqs.shape)
-    real = (seqs >= 0) & (seqs < max_seqs)
+    is_row = (seqs >= 0) & (seqs < max_seqs)
     tables = []
     for group, spec in zip(state.groups, state.spec.groups, strict=True):
         table = pick(group.table, seqs)
         pool_row = group.pool_row(table)
-        on_device = real[:, None] & (table >= 0) & (pool_row < spec.num_blocks)
+        on_device = is_row[:, None] & (table >= 0) & (pool_row < spec.num_blocks)
         tables.append(jnp.where(on_device, pool_row, spec.num_blocks))
     written = jnp.maximum(each_row("written", written, seqs.shape), 0)  # committed tokens are never written again
-    start = jnp.where(real, pick(state.seqs.committed, seqs) + written, 0)
-    num_pending = jnp.where(real, pick(state.seqs.length, seqs), 0) - start
+    start = jnp.where(is_row, pick(state.seqs.committed, seqs) + written, 0)
+    num_pending = jnp.where(is_row, pick(state.seqs.length, seqs), 0) - start
     return tuple(tables), start, jnp.clip(num_tokens, 0, jnp.maximum(num_pending, 0))
 
 
 def _packed(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows of count i32[R] tokens on one axis of `size` positions, one after the other.
+    """Packs rows of count i32[R] tokens on an axis of `size` positions, row after row.
 
-    Returns i32[R], where each row starts; i32[R], how many of its tokens fit; and i32[1, size], each position's owner
-    and which of its tokens that is, from 0 on, or beyond them for padding.
+    Returns:
+      Each row's start i32[R], how many of its tokens fit i32[R], each position's owner i32[1, size], and the index of
+      the position's token in its row i32[1, size]. Padding gets an index beyond the row's tokens.
     """
     starts = jnp.minimum(sum_before(count), size)
     count = jnp.minimum(count, size - starts)
@@ -201,13 +216,13 @@ def _packed(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def _view(state, tables, start, count, owner, offset, starts, decodes=0) -> View:
-    """The view whose tokens are the offset-th ones of rows owner; both shaped like `View.positions`."""
+    """The view whose tokens are at `offset` among the tokens of rows `owner`, both shaped like `View.positions`."""
     size = state.spec.block_size
-    real = offset < pick(count, owner)
-    positions = jnp.where(real, pick(start, owner) + offset, 0)
+    is_token = offset < pick(count, owner)
+    positions = jnp.where(is_token, pick(start, owner) + offset, 0)
     slots = []
     for table, group in zip(tables, state.spec.groups, strict=True):
         pool_row = pick(table, (owner, positions // size))
-        slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)
+        slots.append(jnp.where(is_token, pool_row, group.num_blocks) * size + positions % size)
     lengths = jnp.where(count > 0, start + count, 0)
     return View(tables, positions, lengths, tuple(slots), count, starts, decodes, spec=state.spec)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy and the memory that a workload needs, from a trace of it. Nothing imports this package."""
+"""Tools to choose a policy and a cache size for a workload, from a trace of it. Nothing imports this package."""
 
 from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
 from kvjax.research.learning.compare_learned import Comparison, compare_learned
@@ -17,9 +17,41 @@ from kvjax.research.traces.trace import Trace, make_trace
 from kvjax.research.traces.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
 __all__ = [
-    "RULES", "Comparison", "Hits", "Learned", "LogReport", "Overlap", "Rule", "Sessions", "Summary", "Trace",
-    "Workload", "belady", "compare_learned", "draw_trace", "hits_by_age", "hits_by_depth", "in_blocks", "learn_policy",
-    "log_report", "lru_curve", "make_trace", "overlapping", "read_azure", "read_bailian", "read_burst", "read_events",
-    "read_mooncake", "read_trace", "replay", "reuse_distances", "reuse_times", "simulate", "summary", "unbounded",
-    "write_libcachesim_csv", "write_mooncake", "write_oracle_general",
-]  # fmt: skip
+    "RULES",
+    "Comparison",
+    "Hits",
+    "Learned",
+    "LogReport",
+    "Overlap",
+    "Rule",
+    "Sessions",
+    "Summary",
+    "Trace",
+    "Workload",
+    "belady",
+    "compare_learned",
+    "draw_trace",
+    "hits_by_age",
+    "hits_by_depth",
+    "in_blocks",
+    "learn_policy",
+    "log_report",
+    "lru_curve",
+    "make_trace",
+    "overlapping",
+    "read_azure",
+    "read_bailian",
+    "read_burst",
+    "read_events",
+    "read_mooncake",
+    "read_trace",
+    "replay",
+    "reuse_distances",
+    "reuse_times",
+    "simulate",
+    "summary",
+    "unbounded",
+    "write_libcachesim_csv",
+    "write_mooncake",
+    "write_oracle_general",
+]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers from a trace: its figures, the hits of LRU and of other policies at each size, and an upper bound of them.
+"""Reports on a trace: its figures, the hits of LRU and of other policies at each size, and an upper bound of hits.
 
 `log` reports on a log of events.
 
@@ -36,14 +36,18 @@ from kvjax.research.traces.trace import Trace
 from kvjax.state import EvictionPolicy
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lfu_da": policies.lfu_da,
-    "lru": policies.lru, "random": policies.random,
-}  # fmt: skip
-_PLOTTED = 500  # sizes of a curve in a picture: more than the eye can separate
+    "cost_aware": policies.cost_aware,
+    "fifo": policies.fifo,
+    "lfu": policies.lfu,
+    "lfu_da": policies.lfu_da,
+    "lru": policies.lru,
+    "random": policies.random,
+}
+_PLOTTED = 500  # sizes of a plotted curve, more than the eye can separate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line; see --help."""
+    """Runs the command line. See --help."""
     parser = argparse.ArgumentParser(
         prog="python -m kvjax.research", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,21 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("trace", metavar="TRACE", help=_TRACE)
         command.add_argument("--rule", choices=get_args(Rule), default="full", help="rule of hits (%(default)s)")
-        command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures there")
+        command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures to this file")
         command.set_defaults(run=run)
         command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
-        command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
+        command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="save a plot in this file")
         if name == "learn":
             command.add_argument("--seeds", metavar="S", type=int, default=3, help="policies of a split (%(default)s)")
-            command.add_argument("--on", metavar="TRACE", help="a second one, to count hits in")
-            command.add_argument("--save", metavar="FILE.npz", type=pathlib.Path, help="write one learned from all")
+            command.add_argument("--on", metavar="TRACE", help="a second trace to count hits in")
+            command.add_argument("--save", metavar="FILE.npz", type=pathlib.Path, help="save a policy learned from all")
             command.add_argument("--policies", metavar="NAME", nargs="*", default=["lfu", "fifo"], help=_NAMES)
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
             command.add_argument("--overlap", nargs=2, type=float, metavar=("TOKENS/S", "MS"), help=_OVERLAP)
     log = commands.add_parser("log", help=_LOG, description=_LOG)
-    log.add_argument("file", metavar="FILE", type=pathlib.Path, help="what Log or models.generate --events wrote")
-    log.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
+    log.add_argument("file", metavar="FILE", type=pathlib.Path, help="a file of Log or models.generate --events")
+    log.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="save a plot in this file")
     args = parser.parse_args(arguments)
     try:
         if args.command == "log":
@@ -78,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _trace(name: str) -> Trace:
-    """The trace of a file, or `drawn:SEED`."""
+    """The trace of a file, or of `drawn:SEED`."""
     kind, _, seed = name.partition(":")
     if kind != "drawn":
         return read_trace(name)
@@ -110,42 +114,44 @@ def _curve(trace: Trace, args: argparse.Namespace) -> None:
     sizes = _sizes(trace, args, hold_all=True)
     _report(args, {"lru": lru_curve(trace, sizes, args.rule)}, belady(trace, sizes))
     if args.plot is not None:
-        every = _between(sizes)
-        plot_rates({"lru": lru_curve(trace, every, args.rule)}, args.plot, bound=belady(trace, every))
+        plotted = _between(sizes)
+        plot_rates({"lru": lru_curve(trace, plotted, args.rule)}, args.plot, bound=belady(trace, plotted))
 
 
 def _bound(trace: Trace, args: argparse.Namespace) -> None:
     sizes = _sizes(trace, args, hold_all=True)
-    find = lambda sizes: {"Belady": belady(trace, sizes), "with bypass": belady(trace, sizes, bypass=True)}  # noqa: E731
-    _report(argparse.Namespace(**vars(args) | {"rule": "papers"}), find(sizes), None)
+    curves = lambda sizes: {"Belady": belady(trace, sizes), "with bypass": belady(trace, sizes, bypass=True)}  # noqa: E731
+    _report(argparse.Namespace(**vars(args) | {"rule": "papers"}), curves(sizes), None)
     if args.plot is not None:
-        plot_rates(find(_between(sizes)), args.plot)
+        plot_rates(curves(_between(sizes)), args.plot)
 
 
 def _sweep(trace: Trace, args: argparse.Namespace) -> None:
     sizes = _sizes(trace, args)
     chosen = {name: _policy(name) for name in args.policies}
-    found = {name: _hits(name, trace, policy, sizes, args) for name, policy in chosen.items()}
+    curves = {name: _hits(name, trace, policy, sizes, args) for name, policy in chosen.items()}
     fits = min(sizes) >= trace.lengths.max()
-    _report(args, found, belady(trace, sizes) if fits else None)
+    _report(args, curves, belady(trace, sizes) if fits else None)
     if not fits:
         print(f"No bound: the longest request has {trace.lengths.max():,} blocks.")
     if args.plot is not None:
-        every = _between(sizes)
-        if fits and args.overlap is None and "lru" in found:
-            found["lru"] = lru_curve(trace, every, args.rule)
-        plot_rates(found, args.plot, bound=belady(trace, every) if fits else None)
+        plotted = _between(sizes)
+        if fits and args.overlap is None and "lru" in curves:
+            curves["lru"] = lru_curve(trace, plotted, args.rule)
+        plot_rates(curves, args.plot, bound=belady(trace, plotted) if fits else None)
 
 
 def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], args: argparse.Namespace) -> Hits:
-    """By `simulate`; by `replay` for requests that overlap, and a policy whose fields a trace does not have."""
-    missing, began = missing_fields(policy, max(sizes)), time.perf_counter()
+    """Hits by `simulate`, or by `replay` if requests overlap or the policy reads fields that a trace lacks."""
+    missing = missing_fields(policy, max(sizes))
+    began = time.perf_counter()
     if missing or args.overlap is not None:
-        way = "through the verbs" + (f", since it reads {', '.join(missing)}" if missing else "")
+        method = "through the verbs" + (f", since it reads {', '.join(missing)}" if missing else "")
         hits = replay(trace, policy, sizes, rule=args.rule, overlap=args.overlap)
     else:
-        way, hits = "without the verbs", simulate(trace, policy, sizes, rule=args.rule)
-    print(f"{name}: {way}, in {time.perf_counter() - began:.1f} s")
+        method = "without the verbs"
+        hits = simulate(trace, policy, sizes, rule=args.rule)
+    print(f"{name}: {method}, in {time.perf_counter() - began:.1f} s")
     return hits
 
 
@@ -163,9 +169,9 @@ def _learn(trace: Trace, args: argparse.Namespace) -> None:
 
 
 def _sizes(trace: Trace, args: argparse.Namespace, *, hold_all: bool = False) -> list[int]:
-    """The sizes of --sizes; else eight from the longest request to a size that holds the whole trace.
+    """The sizes of --sizes, else eight sizes from the longest request to the whole trace.
 
-    With `hold_all` each has to hold the longest request.
+    With `hold_all` each size must hold the longest request.
     """
     if args.sizes is not None:
         return (
@@ -176,47 +182,52 @@ def _sizes(trace: Trace, args: argparse.Namespace, *, hold_all: bool = False) ->
 
 
 def _between(sizes: Sequence[int]) -> list[int]:
-    """The sizes, and more between them for a picture."""
+    """The sizes, and more sizes between them for a picture."""
     return sorted({*sizes, *np.geomspace(min(sizes), max(sizes), _PLOTTED).astype(int).tolist()})
 
 
 def _policy(name: str) -> EvictionPolicy:
-    """One of kvjax's by its name, one that `learn --save` wrote, or a user's: MODULE:NAME, or its return value."""
+    """A policy of kvjax by name, or of `learn --save` by file, or of your own: MODULE:NAME, or its return value."""
     if name.endswith(".npz"):
         return Learned.load(name).policy
     module, _, attribute = name.rpartition(":")
     if not module and name not in _POLICIES:
         raise ValueError(f"--policies: got {name!r}, wanted {_NAMES}")
-    found = getattr(importlib.import_module(module), attribute, None) if module else _POLICIES[name]
-    policy = found() if callable(found) else found
+    value = getattr(importlib.import_module(module), attribute, None) if module else _POLICIES[name]
+    policy = value() if callable(value) else value
     if not isinstance(policy, EvictionPolicy):
         raise ValueError(f"--policies: {name} is {policy!r}, wanted an EvictionPolicy or a function that returns one")
     return policy
 
 
-def _report(args: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | None) -> None:
-    """Prints a line for each size, and the rule of hits; writes --json."""
-    columns = {**found, **({} if bound is None else {"bound": bound})}
-    some = next(iter(found.values()))
+def _report(args: argparse.Namespace, curves: Mapping[str, Hits], bound: Hits | None) -> None:
+    """Prints a line for each size, and the rule of hits. Writes --json."""
+    columns = {**curves, **({} if bound is None else {"bound": bound})}
+    example = next(iter(curves.values()))
     print(" ".join(["    blocks", *(f"{name:>12}" for name in columns), "     refused"]))
-    for at, size in enumerate(some.sizes.tolist()):
-        rates = [f"{hits.rate[at]:>12.4f}" for hits in columns.values()]
-        print(" ".join([f"{size:>10,}", *rates, f"{some.refused[at]:>12,}"]))
+    for index, size in enumerate(example.sizes.tolist()):
+        rates = [f"{hits.rate[index]:>12.4f}" for hits in columns.values()]
+        print(" ".join([f"{size:>10,}", *rates, f"{example.refused[index]:>12,}"]))
     print(f'Blocks found of blocks requested. Rule "{args.rule}": {RULES[args.rule]}.')
     if bound is not None and args.rule != "papers":
         print(
             'The bound is Belady\'s under the rule "papers"; under this one it cannot be passed, perhaps not reached.'
         )
-    if some.unserved is None:
+    if example.unserved is None:
         print("Requests follow one another, and answers are not stored: `summary` says what that hides.")
     else:
         print("Requests run at the same time and hold blocks for their answers, which are not cached afterwards.")
-    _save(args.json, {
-        "rule": args.rule, "sizes": some.sizes.tolist(), "refused": some.refused.tolist(),
-        "rates": {name: hits.rate.tolist() for name, hits in columns.items()},
-        "token_rates": {name: hits.token_rate.tolist() for name, hits in columns.items()},
-        "mean_rates": {name: hits.mean_rate.tolist() for name, hits in columns.items()},
-    })  # fmt: skip
+    _save(
+        args.json,
+        {
+            "rule": args.rule,
+            "sizes": example.sizes.tolist(),
+            "refused": example.refused.tolist(),
+            "rates": {name: hits.rate.tolist() for name, hits in columns.items()},
+            "token_rates": {name: hits.token_rate.tolist() for name, hits in columns.items()},
+            "mean_rates": {name: hits.mean_rate.tolist() for name, hits in columns.items()},
+        },
+    )
 
 
 def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
@@ -224,15 +235,15 @@ def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-_LOG = "counts, reuse and lifetimes in a log of events, and the blocks that were stored again after their eviction"
-_TRACE = "a file that read_trace knows, or drawn:SEED for one drawn at random"
-_OVERLAP = "requests run at the same time: prompt tokens/s, and ms a token of an answer"
-_NAMES = f"{', '.join(_POLICIES)}, FILE.npz that learn has saved, or MODULE:NAME of one's own"
+_LOG = "counts, reuse and lifetimes in a log of events, and blocks stored again after their eviction"
+_TRACE = "a file for read_trace, or drawn:SEED for a random trace"
+_OVERLAP = "run requests at the same time, at this speed: prompt tokens/s, and ms per token of an answer"
+_NAMES = f"{', '.join(_POLICIES)}, FILE.npz saved by learn, or MODULE:NAME of your own"
 _COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = {
     "summary": ("figures of a trace", _summary),
     "curve": ("LRU's hits at each size, exactly, and the bound", _curve),
     "sweep": ("hits of policies, and the bound", _sweep),
-    "learn": ("a policy learned from a part of the trace, beside LRU on a later part", _learn),
+    "learn": ("a policy learned from a part of the trace, and LRU, on a later part", _learn),
     "bound": ("Belady's bound, without and with bypass", _bound),
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a trace: its size, the share of blocks that come again, and what these figures leave out."""
+"""Figures of a trace: its size, the share of reused blocks, and the limits of these figures."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from kvjax.research.simulators.lru_curve import lru_curve
 from kvjax.research.simulators.replay import overlapping
 from kvjax.research.traces.trace import Trace, previous_uses
 
-_SHARED = 2  # full blocks that make a later prompt the next turn; one alone may be a system prompt
+_SHARED = 2  # full blocks that a next turn must share; a single block may be a system prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A trace in figures; `str` gives them as text.
+    """Figures of a trace. `str` formats them as text.
 
     Attributes:
-      rule: what counts as a hit.
-      requests, references, ids, block_size: of the trace.
-      span_ms: from the first request to the last one.
-      step_ms: the median of the differences between times; requests that came at the same time are not told apart.
-      blocks_median, blocks_most: of the prompts' lengths in blocks.
-      input_tokens, output_tokens: of all requests.
-      partial: prompts whose last block is filled in part.
-      sessions, kinds: the number of sessions, and of requests of each class; None where the trace has none.
-      rate, token_rate, mean_rate: of a cache without bound; see `Hits`.
-      used_once: ids that one request has.
-      reuse_ms: the quartiles of the time from a use of a block to the next one; None if there is none.
-      answers_rate: an estimate of the gain of `rate` if answers were stored. A prompt is taken for the next turn of an
-        earlier request if it goes on from at least two full blocks of it and could hold its answer.
-      next_turns: the number of prompts that would gain.
-      overlap: (prompt tokens/s, ms a token of an answer) of what follows.
-      held, running: the most blocks and requests that are held and that run at once.
-      notes: of the trace.
+      rule: the rule of hits.
+      requests, references, ids, block_size: numbers of requests, of blocks of all prompts, of distinct blocks, and of
+        tokens of a block.
+      span_ms: time from the first request to the last.
+      step_ms: the median difference between distinct times.
+      blocks_median, blocks_most: the median and the maximum of the prompts' lengths in blocks.
+      input_tokens, output_tokens: totals of all requests.
+      partial: number of prompts with a partly filled last block.
+      sessions, kinds: the number of sessions, and of requests of each class; None if the trace has none.
+      rate, token_rate, mean_rate: hit rates of an unbounded cache; see `Hits`.
+      used_once: number of ids in only one request.
+      reuse_ms: the quartiles of the time from a use of a block to its next use; None without reuse.
+      answers_rate: an estimate of the gain of `rate` if answers were stored. A prompt counts as the next turn of an
+        earlier request if it continues at least two full blocks of it and could hold its answer.
+      next_turns: the number of prompts with a gain.
+      overlap: (prompt tokens/s, ms per token of an answer), the speed for `held` and `running`.
+      held, running: the maximum number of blocks held, and of requests running, at the same time.
+      notes: the notes of the trace.
     """
 
     rule: Rule
@@ -87,7 +88,7 @@ class Summary:
         if self.sessions is not None:
             lines.append(f"sessions     {self.sessions:,}")
         if self.kinds is not None:
-            lines.append("classes      " + ", ".join(f"{name} {number:,}" for name, number in self.kinds.items()))
+            lines.append("classes      " + ", ".join(f"{name} {count:,}" for name, count in self.kinds.items()))
         lines += [
             "order        requests follow one another, each ends before the next one begins; answers are not stored",
             f"             (they would add some {self.answers_rate:.4f} to the hits, if {self.next_turns:,} prompts "
@@ -100,15 +101,15 @@ class Summary:
 
 
 def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (10_000, 50)) -> Summary:
-    """A trace in figures.
+    """Computes figures of a trace.
 
     Args:
-      trace: of at least one request.
-      rule: what counts as a hit.
-      overlap: as for `overlapping`: prompt tokens/s, ms a token of an answer.
+      trace: a trace of at least one request.
+      rule: the rule of hits.
+      overlap: a speed for `overlapping`: prompt tokens/s, ms per token of an answer.
 
     Raises:
-      ValueError: for a rule that does not exist, a speed that is none, or a trace without requests.
+      ValueError: for an unknown rule, an invalid speed, or a trace without requests.
 
     Example:
       >>> from kvjax import research
@@ -119,37 +120,53 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
     """
     if not len(trace):
         raise ValueError("trace: got no requests, wanted at least one")
-    hits, together = unbounded(trace, rule), overlapping(trace, *overlap)
-    gaps, steps = reuse_times(trace), np.diff(np.unique(trace.time))
+    hits = unbounded(trace, rule)
+    overlapped = overlapping(trace, *overlap)
+    gaps = reuse_times(trace)
+    steps = np.diff(np.unique(trace.time))
     low, middle, high = np.quantile(gaps, (0.25, 0.5, 0.75)).tolist() if len(gaps) else (0.0, 0.0, 0.0)
-    answers, turns = _found_in_answers(trace, rule, hits.blocks[0])
+    answers, turns = _hits_in_answers(trace, rule, hits.blocks[0])
     kinds = None
     if trace.kind is not None:
         kinds = dict(zip(trace.kinds, np.bincount(trace.kind, minlength=len(trace.kinds)).tolist(), strict=True))
     return Summary(
-        rule=rule, requests=len(trace), references=len(trace.ids), ids=trace.num_ids, block_size=trace.block_size,
-        span_ms=float(trace.time[-1] - trace.time[0]), step_ms=float(np.median(steps)) if len(steps) else 0.0,
-        blocks_median=float(np.median(trace.lengths)), blocks_most=int(trace.lengths.max()),
+        rule=rule,
+        requests=len(trace),
+        references=len(trace.ids),
+        ids=trace.num_ids,
+        block_size=trace.block_size,
+        span_ms=float(trace.time[-1] - trace.time[0]),
+        step_ms=float(np.median(steps)) if len(steps) else 0.0,
+        blocks_median=float(np.median(trace.lengths)),
+        blocks_most=int(trace.lengths.max()),
         input_tokens=int(trace.input_length.sum(dtype=np.int64)),
         output_tokens=int(trace.output_length.sum(dtype=np.int64)),
         partial=int(np.sum(trace.full < trace.lengths)),
-        sessions=None if trace.session is None else len(np.unique(trace.session)), kinds=kinds,
-        rate=float(hits.rate[0]), token_rate=float(hits.token_rate[0]), mean_rate=float(hits.mean_rate[0]),
+        sessions=None if trace.session is None else len(np.unique(trace.session)),
+        kinds=kinds,
+        rate=float(hits.rate[0]),
+        token_rate=float(hits.token_rate[0]),
+        mean_rate=float(hits.mean_rate[0]),
         used_once=int(np.sum(np.bincount(trace.ids, minlength=trace.num_ids) == 1)),
-        reuse_ms=(low, middle, high) if len(gaps) else None, answers_rate=answers / len(trace.ids), next_turns=turns,
-        overlap=overlap, held=together.most, running=int(together.running.max()), notes=trace.notes,
-    )  # fmt: skip
+        reuse_ms=(low, middle, high) if len(gaps) else None,
+        answers_rate=answers / len(trace.ids),
+        next_turns=turns,
+        overlap=overlap,
+        held=overlapped.max_held,
+        running=int(overlapped.running.max()),
+        notes=trace.notes,
+    )
 
 
 def unbounded(trace: Trace, rule: Rule) -> Hits:
-    """The hits in a cache that evicts nothing; its size is the number of ids and the longest request together.
+    """The hits in a cache without evictions. Its size is the number of ids plus the longest request.
 
     Args:
       trace: the requests.
-      rule: what counts as a hit.
+      rule: the rule of hits.
 
     Raises:
-      ValueError: for a rule that does not exist.
+      ValueError: for an unknown rule.
 
     Example:
       >>> from kvjax import research
@@ -162,7 +179,7 @@ def unbounded(trace: Trace, rule: Rule) -> Hits:
 
 
 def reuse_times(trace: Trace) -> np.ndarray:
-    """f64[K - D] ms; from each use of a block to the next one.
+    """f64[K - D] ms; the time from each use of a block to its next use.
 
     Example:
       >>> from kvjax import research
@@ -178,10 +195,10 @@ def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
     """Blocks found and requested, by their depth in the prompt.
 
     Args:
-      hits: of one trace in caches of several sizes.
+      hits: hits of a trace in caches of several sizes.
 
     Returns:
-      i32[Z, W], blocks found at each depth, W the longest prompt; and i32[W], blocks requested there.
+      i32[Z, W], blocks found at each depth, where W is the longest prompt, and i32[W], blocks requested at each depth.
 
     Example:
       >>> from kvjax import research
@@ -192,19 +209,19 @@ def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
     """
     depths = np.arange(int(hits.trace.lengths.max(initial=0)))
     longer = lambda lengths: np.sum(lengths > depths[:, None], axis=1, dtype=np.int32)  # noqa: E731
-    found = [longer(blocks) for blocks in hits.blocks]
-    return np.array(found, np.int32).reshape(len(hits.sizes), len(depths)), longer(hits.trace.lengths)
+    counts = [longer(blocks) for blocks in hits.blocks]
+    return np.array(counts, np.int32).reshape(len(hits.sizes), len(depths)), longer(hits.trace.lengths)
 
 
 def hits_by_age(hits: Hits, edges: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Blocks found and requested, by the time since their last use.
 
     Args:
-      hits: of one trace in caches of several sizes.
-      edges: f64[E + 1] ms, in ascending order; each but the last is the first time of an interval.
+      hits: hits of a trace in caches of several sizes.
+      edges: f64[E + 1] ms; the limits of intervals, in ascending order.
 
     Returns:
-      i32[Z, E], blocks found of each age; and i32[E], blocks requested that had been used that long ago.
+      i32[Z, E], blocks found in each interval of ages, and i32[E], blocks requested in it.
 
     Raises:
       ValueError: for edges that do not ascend.
@@ -219,38 +236,44 @@ def hits_by_age(hits: Hits, edges: Sequence[float] | np.ndarray) -> tuple[np.nda
     edges = np.asarray(edges, np.float64)
     if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
         raise ValueError(f"edges: got {edges}, wanted at least two times in ascending order")
-    trace, since = hits.trace, _since_last_use(hits.trace)
+    trace = hits.trace
+    since = _since_last_use(trace)
     interval = np.searchsorted(edges, since, side="right") - 1
     inside = ~np.isnan(since) & (since >= edges[0]) & (since < edges[-1])
-    of_age = lambda some: np.bincount(interval[some & inside], minlength=len(edges) - 1).astype(np.int32)  # noqa: E731
-    found = [of_age(trace.depths < blocks[trace.owners]) for blocks in hits.blocks]
-    return np.array(found, np.int32).reshape(len(hits.sizes), len(edges) - 1), of_age(np.ones(len(since), np.bool_))
+    by_age = lambda where: np.bincount(interval[where & inside], minlength=len(edges) - 1).astype(np.int32)  # noqa: E731
+    counts = [by_age(trace.depths < blocks[trace.owners]) for blocks in hits.blocks]
+    return np.array(counts, np.int32).reshape(len(hits.sizes), len(edges) - 1), by_age(np.ones(len(since), np.bool_))
 
 
 def _since_last_use(trace: Trace) -> np.ndarray:
-    """f64[K] ms; from the use of each block before to this one, NaN where there is none."""
-    time, previous = trace.time[trace.owners], previous_uses(trace.ids)
+    """f64[K] ms; the time from the previous use of each block, or NaN."""
+    time = trace.time[trace.owners]
+    previous = previous_uses(trace.ids)
     return np.where(previous >= 0, time - time[previous], np.nan)
 
 
-def _found_in_answers(trace: Trace, rule: Rule, found: np.ndarray) -> tuple[int, int]:
-    """The gain if answers were stored: blocks found beside i32[R], and the number of prompts that find them.
+def _hits_in_answers(trace: Trace, rule: Rule, num_found: np.ndarray) -> tuple[int, int]:
+    """The gain if answers were stored: blocks found in addition to num_found i32[R], and prompts with a gain.
 
-    A prompt is taken for the next turn of an earlier request if it begins with all full blocks of that prompt, two or
-    more, not with one filled in part, and could hold its answer. Then it would find all blocks that both fill.
+    A prompt counts as the next turn of an earlier request if it begins with all full blocks of that prompt, two or
+    more, but not with a partly filled block, and could hold its answer. Then it would find all blocks that both fill.
     """
-    # Last full block of a prompt -> (tokens of prompt and answer, block filled in part, -1 if none) of its requests.
+    # Last full block of a prompt -> (tokens of prompt and answer, partly filled block or -1) of its requests.
     ends: dict[int, list[tuple[int, int]]] = {}
-    blocks, prompts = 0, 0
-    full, tokens, most = (x.tolist() for x in (trace.full, trace.input_length, num_hittable(trace, rule)))
+    num_blocks = 0
+    num_prompts = 0
+    full, tokens, limits = (x.tolist() for x in (trace.full, trace.input_length, num_hittable(trace, rule)))
     for request, answer in enumerate(trace.output_length.tolist()):
         ids = trace.blocks(request).tolist()
-        own = set(ids)
+        distinct = set(ids)
         turns = (earlier for block in ids for earlier in ends.get(block, ()))
-        reach = [total // trace.block_size for total, last in turns if total <= tokens[request] and last not in own]
-        more = min(max(reach, default=0), most[request]) - int(found[request])
-        blocks, prompts = blocks + max(more, 0), prompts + (more > 0)
+        reach = [
+            total // trace.block_size for total, last in turns if total <= tokens[request] and last not in distinct
+        ]
+        gain = min(max(reach, default=0), limits[request]) - int(num_found[request])
+        num_blocks += max(gain, 0)
+        num_prompts += gain > 0
         if full[request] >= _SHARED:
             partial = ids[-1] if full[request] < len(ids) else -1
             ends.setdefault(ids[full[request] - 1], []).append((tokens[request] + answer, partial))
-    return blocks, prompts
+    return num_blocks, num_prompts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report of a log of events (`kvjax.interop.log`): reuse, lifetimes of blocks, and what came back after eviction."""
+"""A report of a log of events (`kvjax.interop.log`): reuse, lifetimes of blocks, and blocks stored again."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ NO_HITS = (
 
 @dataclasses.dataclass
 class LogReport:
-    """Figures of a log; `str` gives them as text.
+    """Figures of a log. `str` formats them as text.
 
     Times are seconds since the first line.
 
     Attributes:
-      transitions: lines that were read.
-      refused: lines that are no entries.
-      first_refused: the number of the first of them, and its error.
+      transitions: number of valid lines.
+      refused: number of invalid lines.
+      first_refused: the number of the first invalid line, and its error.
       kinds: the number of events of each kind.
-      unknown: events of blocks that the file had not stored before: it began in the middle.
+      unknown: events of blocks that the file had not stored before, if it begins in the middle of a run.
       times: the times of the transitions.
       queried: prompt tokens looked up at these times.
-      cached: queried tokens that were found.
+      cached: queried tokens found in the cache.
       blocks: (on the device, on the host) at these times.
       lifetimes: the times from storing to removal of removed blocks.
       again: the times from a removal to the storing of the same content.
@@ -55,21 +55,24 @@ class LogReport:
 
     @property
     def share(self) -> float | None:
-        """Share of the queried tokens that were found; None if the file has none that were looked up."""
+        """Share of the queried tokens found in the cache; None if none were queried."""
         return sum(self.cached) / sum(self.queried) if sum(self.queried) else None
 
     def __str__(self) -> str:
         last = self.times[-1] if self.times else 0.0
-        total, most = self.kinds.total(), max((sum(blocks) for blocks in self.blocks), default=0)
-        left = self.blocks[-1] if self.blocks else (0, 0)
-        kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.kinds.most_common())
+        total = self.kinds.total()
+        max_blocks = max((sum(blocks) for blocks in self.blocks), default=0)
+        last_blocks = self.blocks[-1] if self.blocks else (0, 0)
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common())
         lines = [f"events        {total:,} of {self.transitions:,} transitions in {duration(last)}"]
         lines += [f"              {kinds}"] * bool(kinds)
         reuse = "nothing was looked up"
         if self.share is not None:
             reuse = f"{sum(self.cached):,} of {sum(self.queried):,} tokens looked up ({self.share:.1%})"
         lines.append(f"reuse         {reuse}")
-        lines.append(f"cached        {left[0]:,} blocks on the device, {left[1]:,} on the host; {most:,} at most")
+        on_device, on_host = last_blocks
+        blocks = f"{on_device:,} blocks on the device, {on_host:,} on the host"
+        lines.append(f"cached        {blocks}; {max_blocks:,} at most")
         lines.append(f"lifetimes     {_spread(self.lifetimes, 'blocks removed')}")
         lines.append(f"stored again  {_spread(self.again, f'blocks with {self.again_tokens:,} tokens')}")
         lines += [f"not known     {self.unknown:,} events of blocks that this file did not store"] * bool(self.unknown)
@@ -90,7 +93,7 @@ def _spread(lengths: Sequence[float], name: str) -> str:
 
 
 def log_report(lines: Iterable[str]) -> LogReport:
-    """The report of the lines of a log; it counts lines of other forms as refused.
+    """The report of the lines of a log. It counts lines of other forms as refused.
 
     Example:
       >>> from kvjax import research
@@ -99,19 +102,19 @@ def log_report(lines: Iterable[str]) -> LogReport:
       0.4
     """
     reader = _Reader()
-    for number, text in enumerate(lines, 1):
+    for line_number, text in enumerate(lines, 1):
         if text.strip():
-            reader.read(f"line {number}", text)
+            reader.read(f"line {line_number}", text)
     return reader.report
 
 
 class _Reader:
-    """Follows a log; `report` is that of the lines so far."""
+    """Follows a log. `report` describes the lines so far."""
 
     def __init__(self):
         self.report = LogReport()
         self._follower = LogFollower()
-        self._gone: dict[tuple[int, bytes], float] = {}  # when content left a group
+        self._gone: dict[tuple[int, bytes], float] = {}  # the time at which content left a group
         self._first: float | None = None
 
     def read(self, where: str, text: str) -> None:
@@ -119,13 +122,13 @@ class _Reader:
         report = self.report
         try:
             line = checked_line(where, records.parse_json(where, text))
-        except (ValueError, RecursionError) as error:  # the repr of a deep value
+        except (ValueError, RecursionError) as error:  # RecursionError: the repr of a deep value
             report.refused += 1
             report.first_refused = report.first_refused or str(error)
             return
         report.transitions += 1
         self._first = line.ts if self._first is None else self._first
-        now = max(line.ts - self._first, report.times[-1] if report.times else 0.0)  # clocks are set back
+        now = max(line.ts - self._first, report.times[-1] if report.times else 0.0)  # a clock may be set back
         for event in line.events:
             report.kinds[event["kind"]] += 1
             self._follow(event, now)
@@ -138,7 +141,7 @@ class _Reader:
     def _follow(self, event: dict[str, Any], now: float) -> None:
         report = self.report
         for change, block in self._follower.follow(event, now):
-            content = event["group"], block.digest
+            content = (event["group"], block.digest)
             if change == "stored" and content in self._gone:
                 report.again.append(now - self._gone.pop(content))
                 report.again_tokens += len(event["tokens"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings: hit rates by size, the blocks that they come from, and a log of events."""
+"""Plots of hit rates by size, of reused blocks, and of a log of events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_gains", "plot_log", "plot_rates", "plot_reuse"]
 
-_MARKED = 40  # most sizes of a curve that are marked
+_MARKED = 40  # the most sizes of a curve with markers
 _BARS = 40  # spans of a log
 
 
@@ -50,19 +50,19 @@ def plot_rates(
     bound: Hits | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Draws the share of blocks found by the size of the cache, and below it each curve less that of LRU.
+    """Draws the share of blocks found by the size of the cache, and below it each curve minus LRU's.
 
-    A curve of up to 40 sizes has them marked. The lower axes need a curve named "lru", and show its sizes. Their scale
-    is linear up to one percent of the blocks requested, then logarithmic.
+    A curve of up to 40 sizes has markers. The lower axes need a curve named "lru", and show its sizes. Their scale is
+    linear up to a percent of the blocks requested, then logarithmic.
 
     Args:
-      curves: hits by the name of their policy, under one rule.
-      path: file to save the picture in; None: none.
-      bound: of `belady`, drawn dashed.
-      figure: figure to draw in; None: a new one.
+      curves: hits by the name of their policy, under the same rule.
+      path: saves the picture to this file; None disables saving.
+      bound: hits of `belady`, drawn dashed.
+      figure: the figure to draw in; defaults to a new figure.
 
     Returns:
-      The figure: of one axes, or of two where there are others than "lru".
+      The figure, with single axes, or with two if there are more curves than "lru".
 
     Raises:
       ImportError: without matplotlib.
@@ -71,7 +71,7 @@ def plot_rates(
     caption = _caption(curves)
     styled = {name: (hits, {"color": colour}) for (name, hits), colour in zip(curves.items(), itertools.cycle(LINES))}
     if bound is not None:
-        styled[f'Belady, rule "{bound.rule}": an upper bound'] = bound, {"color": INK, "linestyle": "--"}
+        styled[f'Belady, rule "{bound.rule}": an upper bound'] = (bound, {"color": INK, "linestyle": "--"})
     two = "lru" in curves and len(styled) > 1
     figure = new_figure(8, 6.2 if two else 4.6) if figure is None else figure
     axes = figure.subplots(1 + two, sharex=True, squeeze=False, height_ratios=[3, 2] if two else None)[:, 0]
@@ -81,8 +81,8 @@ def plot_rates(
     for name, (hits, style) in styled.items():
         _draw(axes[0], hits.sizes, hits.rate, label=name, **style)
         if two:
-            sizes, own, lru = np.intersect1d(hits.sizes, curves["lru"].sizes, return_indices=True)
-            _draw(axes[1], sizes, hits.rate[own] - curves["lru"].rate[lru], **style)
+            sizes, curve_index, lru_index = np.intersect1d(hits.sizes, curves["lru"].sizes, return_indices=True)
+            _draw(axes[1], sizes, hits.rate[curve_index] - curves["lru"].rate[lru_index], **style)
     sizes = np.concatenate([hits.sizes for hits in curves.values()])
     round_ticks(axes[0], sizes.min(), sizes.max())
     axes[0].set_ylim(bottom=0)
@@ -99,33 +99,33 @@ def plot_rates(
 def plot_reuse(
     curves: Mapping[str, Hits], path: str | os.PathLike[str] | None = None, *, figure: Figure | None = None
 ) -> Figure:
-    """Draws the blocks that come again, by reuse distance, by depth in their prompt, and by time since the last use.
+    """Draws reused blocks by reuse distance, by depth in their prompt, and by time since the last use.
 
-    Blocks requested are filled areas. Blocks found by each cache are lines, which show the hits that a small one loses.
+    Filled areas are blocks requested. Lines are blocks found by each cache, and show the hits lost by a small cache.
 
     Args:
-      curves: hits of one trace by the name of their policy, under one rule; `unbounded` has all there are.
-      path: file to save the picture in; None: none.
-      figure: figure to draw in; None: a new one.
+      curves: hits of a trace by the name of their policy, under the same rule; `unbounded` has all possible hits.
+      path: saves the picture to this file; None disables saving.
+      figure: the figure to draw in; defaults to a new figure.
 
     Returns:
-      The figure, of three axes.
+      The figure, with three axes.
 
     Raises:
       ImportError: without matplotlib.
       ValueError: for no hits, or hits under several rules.
     """
     rule = _one_rule(curves)
-    some = next(iter(curves.values()))
+    trace = next(iter(curves.values())).trace
     figure = new_figure(12, 4) if figure is None else figure
     distance, depth, age = figure.subplots(1, 3)
     distance.set_xscale("log")
     depth.set_xscale("log")
     age.set_xscale("symlog", linthresh=1)
-    needed = np.geomspace(1, some.trace.num_ids + 1, 41)
-    distance.stairs(np.histogram(reuse_distances(some.trace, rule), needed)[0], needed, fill=True, color=PALE)
-    _against(depth, np.arange(1, int(some.trace.lengths.max(initial=0)) + 2), curves, hits_by_depth)
-    oldest = max(2.0, float(np.max(reuse_times(some.trace), initial=0)) / 1000 + 1)
+    needed = np.geomspace(1, trace.num_ids + 1, 41)
+    distance.stairs(np.histogram(reuse_distances(trace, rule), needed)[0], needed, fill=True, color=PALE)
+    _against(depth, np.arange(1, int(trace.lengths.max(initial=0)) + 2), curves, hits_by_depth)
+    oldest = max(2.0, float(np.max(reuse_times(trace), initial=0)) / 1000 + 1)
     seconds = np.append(0, np.geomspace(1, oldest, 31))
     _against(age, seconds, curves, lambda hits: hits_by_age(hits, seconds * 1000))
     for ax in (distance, depth, age):
@@ -140,34 +140,36 @@ def plot_reuse(
 
 
 @picture
-def plot_gains(found: Comparison, path: str | os.PathLike[str] | None = None) -> Figure:
+def plot_gains(comparison: Comparison, path: str | os.PathLike[str] | None = None) -> Figure:
     """Draws the gain of a learned policy over LRU by the size of the cache, with its 95 % interval, for each part.
 
     Args:
-      found: of `compare_learned`.
-      path: file to save the picture in; None: none.
+      comparison: a result of `compare_learned`.
+      path: saves the picture to this file; None disables saving.
 
     Returns:
-      The figure, of as many axes as there are parts.
+      The figure, with axes for each part.
 
     Raises:
       ImportError: without matplotlib.
     """
-    figure = new_figure(4 * len(found.parts), 3.6)
-    order = np.argsort(found.sizes)
-    sizes = found.sizes[order]
-    axes = figure.subplots(1, len(found.parts), sharey=True, squeeze=False)[0]
+    figure = new_figure(4 * len(comparison.parts), 3.6)
+    order = np.argsort(comparison.sizes)
+    sizes = comparison.sizes[order]
+    axes = figure.subplots(1, len(comparison.parts), sharey=True, squeeze=False)[0]
     for ax, (first, last), learned_from, gain, low, high in zip(
-        axes, found.parts, found.learned_from, found.gain, found.low, found.high, strict=True
+        axes, comparison.parts, comparison.learned_from, comparison.gain, comparison.low, comparison.high, strict=True
     ):
         ax.axhline(0, color=FAINT, linewidth=0.8)
         ax.fill_between(sizes, 100 * low[order], 100 * high[order], color=PALE)
         ax.plot(sizes, 100 * gain[order], color=LINES[0], marker="o")
         ax.set_xscale("log")
         round_ticks(ax, sizes[0], sizes[-1])
-        finish(ax, "blocks of the cache", "% more blocks found than by LRU" if ax is axes[0] else "")
+        finish(ax, "blocks of the cache", "% more blocks comparison than by LRU" if ax is axes[0] else "")
         ax.set_title(f"learned from {learned_from:,}, counted in {first:,} to {last - 1:,}", color=FAINT)
-    figure.suptitle(f'Rule "{found.rule}"; requests follow one another', x=0.01, ha="left", color=FAINT, fontsize=10)
+    figure.suptitle(
+        f'Rule "{comparison.rule}"; requests follow one another', x=0.01, ha="left", color=FAINT, fontsize=10
+    )
     return saved(figure, path)
 
 
@@ -176,11 +178,11 @@ def plot_log(report: LogReport, path: str | os.PathLike[str] | None = None) -> F
     """Draws a report: reuse and blocks over time, lifetimes, and times until blocks were stored again.
 
     Args:
-      report: of `log_report`.
-      path: file to save the picture in; None: none.
+      report: a result of `log_report`.
+      path: saves the picture to this file; None disables saving.
 
     Returns:
-      The figure, of four axes, and a twin of the first one for the share.
+      The figure, with four axes, and a twin of the first axes for the share.
 
     Raises:
       ImportError: without matplotlib.
@@ -207,12 +209,12 @@ def plot_log(report: LogReport, path: str | os.PathLike[str] | None = None) -> F
 def _against(
     ax: Axes, edges: np.ndarray, curves: Mapping[str, Hits], counted: Callable[[Hits], tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Draws the blocks requested as a filled area, and those that each cache finds as a line."""
+    """Draws the blocks requested as a filled area, and the blocks found by each cache as a line."""
     counts = {name: counted(hits) for name, hits in curves.items()}
     ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=PALE, label="requested")
     lines = [(name, *line) for name in curves for line in zip(curves[name].sizes, counts[name][0], strict=True)]
-    for number, (name, size, found) in enumerate(lines):
-        ax.stairs(found, edges, color=LINES[number % len(LINES)], label=f"{name}, {size:,} blocks")
+    for index, (name, size, num_found) in enumerate(lines):
+        ax.stairs(num_found, edges, color=LINES[index % len(LINES)], label=f"{name}, {size:,} blocks")
 
 
 def _one_rule(curves: Mapping[str, Hits]) -> Rule:
@@ -234,9 +236,9 @@ def _draw(ax: Axes, sizes: np.ndarray, shares: np.ndarray, **style: str) -> None
 
 
 def _draw_reuse(ax: Axes, report: LogReport) -> None:
-    """Draws the tokens looked up in each span of a log, the reused ones among them, and their share so far."""
+    """Draws the looked-up and the reused tokens in each span of a log, and the reused share so far."""
     edges = np.linspace(0, report.times[-1] or 1.0, _BARS + 1)
-    looked_up = np.array([report.queried, report.cached], float)  # large ones would wrap as integers
+    looked_up = np.array([report.queried, report.cached], float)  # large counts would wrap as integers
     queried, cached = (np.histogram(report.times, edges, weights=tokens)[0] for tokens in looked_up)
     ax.bar(edges[:-1], cached, edges[1], align="edge", color=BLUE, label="reused")
     ax.bar(edges[:-1], queried - cached, edges[1], bottom=cached, align="edge", color=PALE, label="computed")
@@ -260,11 +262,11 @@ def _draw_lengths(ax: Axes, lengths: Sequence[float], title: str, colour: str) -
     if not lengths:
         return
     values = np.array(lengths)
-    least = max(float(values[values > 0].min(initial=1.0)), float(values.max()) / 1e6, 1e-6)
-    most = max(float(values.max()), 2 * least)
-    ax.hist(np.clip(values, least, most), np.geomspace(least, most, 31).tolist(), color=colour)
+    shortest = max(float(values[values > 0].min(initial=1.0)), float(values.max()) / 1e6, 1e-6)
+    longest = max(float(values.max()), 2 * shortest)
+    ax.hist(np.clip(values, shortest, longest), np.geomspace(shortest, longest, 31).tolist(), color=colour)
     middle = float(np.median(values))
-    ax.axvline(max(middle, least), color=INK, linewidth=1.0, linestyle="--")
+    ax.axvline(max(middle, shortest), color=INK, linewidth=1.0, linestyle="--")
     ax.set_xscale("log")
     round_ticks(ax)
     finish(ax, f"seconds; median {duration(middle)} of {len(lengths):,}", "blocks")

@@ -19,7 +19,7 @@ from kvjax.serving.options import Scheduler, first, sort_keys
 from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.state import NO_BLOCK, Match
 from kvjax.verbs._request import TIERS, checked_prompt, checked_text
-from kvjax.verbs.admit import admit_row, find, let_go
+from kvjax.verbs.admit import admit_row, find, release_sources
 from pallas_kernels.loops import while_loop
 
 
@@ -101,7 +101,7 @@ def _admit_one(
         serving, log, _, _ = carry
         state, retention = serving.cache.state, _retention(serving, slot)
         state, events, sources = admit_row(state, row, text, match, retention, now, reserve_tokens, TIERS[0], width)
-        cache = Cache(let_go(state, sources), apply(serving.cache.pools, events))
+        cache = Cache(release_sources(state, sources), apply(serving.cache.pools, events))
         serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
         requests, done = fence(serving.requests, events.ok)  # as in a mixed step: nobody reads the text any more
         return serving.replace(requests=requests), note(log, events), done, events.cached[0]

@@ -84,7 +84,7 @@ def generate[C: AnyCache](
 
     The first call with a model and with new shapes compiles, which takes some 20 to 30 s on two CPU cores: more prompts
     or longer ones compile at each doubling. What takes over two seconds to compile is said in the log `kvjax`
-    (`logging`, as information), and `keep_programs` keeps it for other processes.
+    (`logging`, as information), and `enable_compilation_cache` keeps it for other processes.
 
     With new weights `reset` the cache, or give each version of them a namespace of its own (`Namespaces`): otherwise
     K/V of the old ones are reused, and nothing says so.

@@ -38,7 +38,7 @@ class HostTier[C: AnyCache]:
         state, host = self.state, self.state.host
         for number in self.groups:
             compile_moves(state.cache.pools, cast(HostPools, host), number)
-            self.call(TieredCache.watermark, 0, most=self._most_taken(number), group=number)
+            self.call(TieredCache.watermark, 0, max_blocks=self._most_taken(number), group=number)
         if self.groups:
             self.onboard(jax.device_get(state.serving.requests), 0, 0)  # no tokens: it is refused
             state.serving = _leave(state.serving, np.int32(0), np.bool_(False))
@@ -81,7 +81,7 @@ class HostTier[C: AnyCache]:
             num_empty, before = int(self.state.cache.state.groups[number].num_empty), -1
             while before < num_empty < min(blocks, group_spec.num_blocks):
                 target, before = min(num_empty + most, blocks, group_spec.num_blocks), num_empty
-                self.call(TieredCache.watermark, target, most=most, group=number)
+                self.call(TieredCache.watermark, target, max_blocks=most, group=number)
                 num_empty = int(self.state.cache.state.groups[number].num_empty)
 
     def empty_refused(self) -> None:

@@ -125,12 +125,12 @@ def penalize(
 
         counts, at = jnp.zeros_like(logits), np.arange(most, dtype=np.int32)[None]
         is_chosen = at < end[:, None]
-        if penalties.num_prompt is not None:
-            is_chosen = is_chosen & (at >= penalties.num_prompt[:, None])
+        if (num_prompt := penalties.num_prompt) is not None:
+            is_chosen = is_chosen & (at >= num_prompt[:, None])
         counts = added(counts, chosen, 1.0, is_chosen)
         logits = added(logits, penalties.bias_tokens, penalties.bias, jnp.ones(penalties.bias.shape, jnp.bool_))
-        if penalties.repetition is not None:
-            in_text = added(counts, chosen, 1.0, at < penalties.num_prompt[:, None]) > 0
+        if num_prompt is not None:
+            in_text = added(counts, chosen, 1.0, at < num_prompt[:, None]) > 0
             factor = penalties.repetition[:, None]
             logits = jnp.where(in_text, jnp.where(logits < 0, logits * factor, logits / factor), logits)
         presence = jnp.where(counts > 0, penalties.presence[:, None], 0)

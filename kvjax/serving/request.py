@@ -210,12 +210,12 @@ class RunOptions:
         without a new program; any other function is static.
       top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
       logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
-        token was drawn from, after temperature, top-k, top-p and `min_tokens`; 0 where the choice is greedy.
+        token was drawn from, after temperature, top-k, top-p, min-p and `min_tokens`; 0 where it is greedy.
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
         and before each jitted loop. None: the time is always 0, and no time to live ends.
       names: the `Namespaces` that gave out the requests' namespaces; other numbers are refused. None: any will do.
       store: a `kvjax.stores.DiskStore`, for whole blocks of prompts that the cache lacks: what comes in time is taken,
-        the rest is computed. What is computed is written to it. A run waits for it at most its `patience_ms`, once.
+        the rest is computed. What is computed is written to it. A run waits for it at most its `read_timeout_ms`, once.
       log_events: whether to decode the events; an engine decodes none.
       listener: called with every `Events` and `EventLog` of the run, each once and in their order, whatever log_events
         is; such as `Publisher.publish` of `kvjax.interop.vllm`. It is called on the thread of the run, and gets the

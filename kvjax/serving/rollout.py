@@ -102,8 +102,8 @@ def rollout(
         need a row then.
       continues: i32[...]; rows that an earlier rollout holds, -1 for none. They are released first: a prompt that
         begins with the text of one, such as that with a tool's answer behind it, finds all of it.
-      logprobs: static; "sampling": of the distribution that a token was drawn from, after temperature, top-k and top-p,
-        0 where the choice is greedy. "raw": of the logits as they came.
+      logprobs: static; "sampling": of the distribution that a token was drawn from, after temperature, top-k, top-p
+        and min-p, 0 where the choice is greedy. "raw": of the logits as they came.
       logits_fn: (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits, such as of `constrain`. Called once
         for each token, with the token before it. Pass a pytree of arrays, as a constraint is, to your program as an
         argument: a closed-over one is a constant of it.

@@ -104,7 +104,7 @@ class StoredPrefixes:
             return
         if self.store.readonly:
             self.store.refresh()
-        deadline = time.monotonic() + self.store.patience_ms / 1000
+        deadline = time.monotonic() + self.store.read_timeout_ms / 1000
         for n, job in new.items():
             blocks = self.store.blocks(job.tokens, job.namespace)
             self.prefixes[n] = self.waiting[n] = Prefix(job.tokens, job.namespace, blocks, deadline)

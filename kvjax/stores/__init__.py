@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V that outlive a process, or come from another one: verbs by which they enter a cache, a saved cache, a disk.
+"""K/V that outlive a process or come from another: a saved cache, a store on disk, and the verbs for K/V from outside.
 
-A stored block has one format (`values.py`): a save is a pack of the values that a `DiskStore` writes one by one.
-`DiskStore` needs tensorstore, of the extra `stores`; the rest needs nothing more than kvjax does.
+A stored block has a single format (`values.py`). A save packs the values, and a `DiskStore` writes them separately.
+`DiskStore` needs tensorstore, from the extra `stores`. The rest needs nothing beyond kvjax.
 """
 
 from kvjax.events.records import Adopted
@@ -11,9 +11,19 @@ from kvjax.stores.disk import DiskStore
 from kvjax.stores.file import load, save
 from kvjax.stores.manifest import SaveFolder, check_folder
 from kvjax.stores.restore import Loaded
-from kvjax.verbs.adopt import adopt, land
+from kvjax.verbs.adopt import adopt, finish_adoption
 
 __all__ = [
-    "Adopted", "DiskStore", "Loaded", "SaveFolder", "Staged", "adopt", "check_folder", "gather", "land", "load", "save",
+    "Adopted",
+    "DiskStore",
+    "Loaded",
+    "SaveFolder",
+    "Staged",
+    "adopt",
+    "check_folder",
+    "finish_adoption",
+    "gather",
+    "load",
+    "save",
     "scatter",
-]  # fmt: skip
+]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adoption of a prefix whose bytes are on the host: few programs, whatever its length, and few blocks at a time."""
+"""Adopts a prefix whose bytes are on the host: with few programs, whatever its length, and few blocks at a time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from kvjax.events.records import Events
 from kvjax.state import Text
 from kvjax.stores.transport import compile_pieces, write
 from kvjax.tiered import FailedTransfer, TieredCache, joined
-from kvjax.verbs.adopt import adopt, land
+from kvjax.verbs.adopt import adopt, finish_adoption
 
-COLUMNS, GROWTH = 8, 4  # of the smallest program, and from one program to the next larger one
+COLUMNS = 8  # of the smallest program
+GROWTH = 4  # the ratio of a program's columns to those of the next smaller program
 
 _adopt = OutermostJit(adopt, donate_argnums=0, static_argnames="tiers")
-_land = OutermostJit(land, donate_argnums=0)
+_finish_adoption = OutermostJit(finish_adoption, donate_argnums=0)
 
 
 def widths() -> Iterator[int]:
-    """Columns of each program, without an end."""
+    """Yields the number of columns of each program, without an end."""
     return (COLUMNS * GROWTH**n for n in itertools.count())
 
 
@@ -40,24 +41,24 @@ def adopt_prefix(
     now: Any,
     **options: np.ndarray,
 ) -> tuple[AnyCache, Events]:
-    """`adopt`, the bytes and `land` for a prefix of n blocks.
+    """Adopts a prefix of n blocks: reserves them, writes their bytes, and makes the blocks that arrived findable.
 
     Args:
-      cache: is donated.
+      cache: donated.
       text: i32[n, P].
-      have: bool[G, n]; blocks whose bytes `read` may return.
-      read: (group, columns) -> {column: the words of each array}, of those that came; called once for each group, in
-        their order.
-      length: tokens of the prefix.
-      namespace: of the prefix.
+      have: bool[G, n]; the blocks whose bytes `read` may return.
+      read: (group, columns) -> {column: the words of each array}, with the columns that arrived. Called once for each
+        group, in order.
+      length: the number of tokens in the prefix.
+      namespace: the prefix's namespace.
       now: i32[] ms.
       options: `stated` i32[n, 2] and `hits` i32[n] of `adopt`.
 
     Returns:
-      The cache; and the events of both verbs as one.
+      The cache, and the events of both verbs as one value.
 
     Raises:
-      FailedTransfer: if a move between the tiers fails; nothing is reserved then.
+      FailedTransfer: if a move between the tiers fails. Then nothing is reserved.
     """
     count = len(text.tokens)
     columns = next(size for size in widths() if size >= count)
@@ -67,42 +68,50 @@ def adopt_prefix(
 
     text = jax.tree.map(lambda part: padded(part).reshape(-1), text)
     cache, events = _reserve(
-        cache, text.tokens, np.int32(length), padded(have.T).T, namespace=np.int32(namespace),
-        extra_ids=text.extra_ids, now=now, **jax.tree.map(padded, options),
-    )  # fmt: skip
+        cache,
+        text.tokens,
+        np.int32(length),
+        padded(have.T).T,
+        namespace=np.int32(namespace),
+        extra_ids=text.extra_ids,
+        now=now,
+        **jax.tree.map(padded, options),
+    )
     adopted: Any = events.adopted
     if not bool(events.ok):
         return cache, events.replace(adopted=None)
-    own = np.asarray(adopted.blocks) >= 0
-    arrived, pools, pool_rows = np.zeros_like(own), cache.pools, np.asarray(adopted.pool_rows)
-    for number, of_group in enumerate(own):
-        found = read(number, np.flatnonzero(of_group).tolist())
-        arrived[number, list(found)] = True
-        pools = write(pools, number, pool_rows[number], list(found), list(found.values()))
-    state, landed = _land(cache.state, adopted, arrived, now=now)
+    is_reserved = np.asarray(adopted.blocks) >= 0
+    arrived = np.zeros_like(is_reserved)
+    pools = cache.pools
+    pool_rows = np.asarray(adopted.pool_rows)
+    for group_index, columns_reserved in enumerate(is_reserved):
+        words_by_column = read(group_index, np.flatnonzero(columns_reserved).tolist())
+        arrived_columns = list(words_by_column)
+        arrived[group_index, arrived_columns] = True
+        pools = write(pools, group_index, pool_rows[group_index], arrived_columns, list(words_by_column.values()))
+    state, landed = _finish_adoption(cache.state, adopted, arrived, now=now)
     return joined(Cache(state, pools), cache.host), events.followed_by(landed)
 
 
 def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCache, Events]:
-    """Compiles all that `adopt_prefix` runs for so many blocks, one of `widths`, by a prefix of no tokens.
+    """Compiles all programs of `adopt_prefix` for a number of blocks, an element of `widths`, with an empty prefix.
 
-    It is refused: the cache that is returned is as it was.
+    The empty prefix is refused, so the returned cache is unchanged.
     """
     spec = cache.state.spec
-    tokens, have = np.zeros((columns * spec.block_size,), np.int32), np.zeros((len(spec.groups), columns), np.bool_)
-    cache, events = _reserve(
-        cache, tokens, np.int32(0), have, namespace=np.int32(0), extra_ids=None, now=now
-    )  # fmt: skip
+    tokens = np.zeros((columns * spec.block_size,), np.int32)
+    have = np.zeros((len(spec.groups), columns), np.bool_)
+    cache, events = _reserve(cache, tokens, np.int32(0), have, namespace=np.int32(0), extra_ids=None, now=now)
     assert not events.ok
     adopted: Any = events.adopted
-    for number, pool_rows in enumerate(np.asarray(adopted.pool_rows)):
-        compile_pieces(cache.pools, number, pool_rows)
-    state, landed = _land(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
+    for group_index, pool_rows in enumerate(np.asarray(adopted.pool_rows)):
+        compile_pieces(cache.pools, group_index, pool_rows)
+    state, landed = _finish_adoption(cache.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=now)
     return joined(Cache(state, cache.pools), cache.host), events.followed_by(landed)
 
 
 def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Events]:
-    """`adopt`, with the moves that it orders; if one fails, nothing is reserved."""
+    """Calls `adopt`, and makes the moves that it orders. If a move fails, nothing is reserved."""
     if not isinstance(cache, TieredCache):
         state, events = _adopt(cache.state, *args, **options)
         return Cache(state, cache.pools), events
@@ -110,6 +119,7 @@ def _reserve(cache: AnyCache, *args: Any, **options: Any) -> tuple[AnyCache, Eve
         return cache._adopt(*args, **options)
     except FailedTransfer as failure:
         adopted: Any = failure.events.adopted
-        state, _ = _land(failure.tiered.state, adopted, np.zeros(adopted.blocks.shape, np.bool_), now=options["now"])
+        nothing = np.zeros(adopted.blocks.shape, np.bool_)
+        state, _ = _finish_adoption(failure.tiered.state, adopted, nothing, now=options["now"])
         tiered = failure.tiered.replace(Cache(state, failure.tiered.pools))
         raise FailedTransfer(str(failure), tiered, failure.lost, failure.events, failure.removed) from failure

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiskStore`: blocks on a disk, for generations that begin later, here or in another process.
+"""`DiskStore`: blocks on a disk, for later generations in this process or another.
 
     with kvjax.stores.DiskStore("store", spec, model="gemma-3-4b", names=names, max_bytes=10 << 30) as store:
         outputs, cache, events = kvjax.generate(model, cache, prompts, store=store, names=names)
 
-Values go through tensorstore's KvStore, which writes each of them whole or not at all. One thread of the store copies
-blocks from the device and writes them; a few others read them and check what they have read.
+Values go through tensorstore's KvStore, which writes each value completely or not at all. A thread of the store copies
+blocks from the device and writes them. A few other threads read blocks and check them.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from kvjax.stores.transport import gather_blocks
 from kvjax.stores.values import Block, Values, size_of
 
 READERS = 8  # threads
-_RECENCY, _RECENCY_BYTES = "recency", 1 << 30  # its name, and the most that is read of it
-_MOST_ROOTS = 4096  # that need not be hashed anew
+_RECENCY = "recency"  # the name of the list of used blocks
+_RECENCY_BYTES = 1 << 30  # a longer list is not read
+_MOST_ROOTS = 4096  # cached hashes of empty prefixes
 
 
 class DiskStore:
-    """Whole blocks of prefixes on a disk, by their contents; for `store=` of `generate` and `RunOptions`.
+    """Whole blocks of prefixes on a disk, found by their contents. Pass it as `store=` to `generate` and `RunOptions`.
 
     A block is found by the hash of its prefix: model, salt, LoRA and all tokens. Then its tokens and its parent's hash
-    are compared. A value that is not what it has to be is a miss, and is deleted. A location that fails costs a request
-    nothing but the hit. Prompts are in the store in clear; a folder is readable for its owner only.
+    are compared. An invalid value is a miss, and is deleted. If the location fails, a request only loses the hit.
+    Prompts are stored in clear. Only the owner of a folder can read it.
 
     Attributes:
-      spec: the layout of its blocks; the number of blocks, rows and tiers do not matter.
-      patience_ms: how long a generation's first loop waits for blocks.
-      readonly: whether nothing is written.
+      spec: the layout of the blocks. The numbers of blocks, rows and tiers do not matter.
+      read_timeout_ms: the time that a generation's first loop waits for blocks.
+      readonly: whether the store writes nothing.
     """
 
     def __init__(
@@ -65,60 +66,75 @@ class DiskStore:
         key: bytes = b"",
         max_bytes: int | None = None,
         max_in_flight: int = 256 << 20,
-        patience_ms: int = 1000,
+        read_timeout_ms: int = 1000,
         readonly: bool = False,
     ):
-        """Opens a store, and makes it if there is none.
+        """Opens a store, and creates it if missing.
 
         Args:
-          location: a folder, which is made readable for its owner only; or a URL that tensorstore takes (`memory://`,
-            `s3://bucket/path/`, `gs://bucket/path/`), or an open `tensorstore.KvStore`: of these no more than one
-            writer must be open at a time, which only a folder can check.
-          spec: of the caches.
-          model: the name of the model and its weights. Another one's blocks are never found.
+          location: a folder, which becomes readable for its owner only, a URL for tensorstore (`memory://`,
+            `s3://bucket/path/`, `gs://bucket/path/`), or an open `tensorstore.KvStore`. Open a URL or a KvStore with a
+            single writer at a time: only folders check this.
+          spec: the caches' spec.
+          model: the name of the model and its weights. Blocks of another model are never found.
           names: the namespaces of the caches' rows.
-          loras: the names of the LoRAs, by the numbers that `names` knows them by.
-          key: a secret of at most 64 bytes, without which the names of blocks cannot be computed.
-          max_bytes: what the values may take; beyond it those that were used least recently leave. Needed by a writer.
-          max_in_flight: bytes that are read ahead, and bytes that wait to be written; what comes beyond is not written.
-          patience_ms: how long a generation's first loop waits for blocks of the first prompts.
-          readonly: for any number of readers beside one writer.
+          loras: the names of the LoRAs, by their numbers in `names`.
+          key: a secret of at most 64 bytes. Without it, nobody can compute the names of blocks.
+          max_bytes: limit on the size of the values. Beyond it the least recently used values are evicted. Required
+            unless readonly.
+          max_in_flight: limit on the bytes that are read ahead, and on the bytes waiting to be written. Blocks beyond
+            it are not written.
+          read_timeout_ms: the time that a generation's first loop waits for blocks of the first prompts.
+          readonly: allows any number of readers next to a writer.
 
         Raises:
-          ValueError: naming the argument; for a folder that has another writer, or other files.
-          ImportError: without tensorstore, which `pip install "kvjax[stores]"` brings.
+          ValueError: naming the argument; also for a folder with another writer or with other files.
+          ImportError: without tensorstore. Install it with `pip install "kvjax[stores]"`.
         """
         if importlib.util.find_spec("tensorstore") is None:
             raise ImportError('kvjax.stores.DiskStore: needs tensorstore (pip install "kvjax[stores]")')
         if not isinstance(spec, CacheSpec):
             raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
-        self.spec, self.names, self.readonly = spec, names, bool(readonly)
+        self.spec = spec
+        self.names = names
+        self.readonly = bool(readonly)
         self.values = Values(spec, key)
-        of_names = names, checked_names(names, model, loras), model, key
-        self._root_of = functools.lru_cache(_MOST_ROOTS)(lambda namespace: namespace_root(namespace, *of_names))
+        lora_names = checked_names(names, model, loras)
+        self._root_of = functools.lru_cache(_MOST_ROOTS)(
+            lambda namespace: namespace_root(namespace, names, lora_names, model, key)
+        )
+
+        largest_value = max(self.values.sizes)
         if max_bytes is not None or not readonly:
-            max_bytes = static_int("max_bytes", max_bytes, max(self.values.sizes))
-        self.max_bytes, self.patience_ms = max_bytes, static_int("patience_ms", patience_ms, 0)
-        self.max_in_flight = static_int("max_in_flight", max_in_flight, max(self.values.sizes))
+            max_bytes = static_int("max_bytes", max_bytes, largest_value)
+        self.max_bytes = max_bytes
+        self.read_timeout_ms = static_int("read_timeout_ms", read_timeout_ms, 0)
+        self.max_in_flight = static_int("max_in_flight", max_in_flight, largest_value)
+
         self._location = Location(location, self.readonly)
         self._lock = threading.Lock()
-        self._names, self._used = OrderedDict[str, int](), 0  # name: bytes; the least recently used one first
-        self._writing, self._in_flight = set[str](), 0
-        self._counters, self._failure, self._has_warned = Counter[str](), "", False
+        self._names = OrderedDict[str, int]()  # name: bytes, the least recently used name first
+        self._used_bytes = 0
+        self._writing = set[str]()
+        self._in_flight = 0
+        self._counters = Counter[str]()
+        self._failure = ""
+        self._has_warned = False
+        self._closed = False
+
         self._writer = ThreadPoolExecutor(1, "kvjax-store-writer")
         self._readers = ThreadPoolExecutor(READERS, "kvjax-store-reader")
-        self._closed = False
         self.refresh(self._recency())
         if not readonly:
             self._evict_for(0)
 
     @property
     def counters(self) -> dict[str, int]:
-        """Blocks since the store was opened, a block of each group counted by itself, and bytes.
+        """Blocks and bytes since the store was opened. A block of each group counts separately.
 
-        read, missed: found, and not (any more). broken: found, but not what they have to be; they count as missed too.
-        written. dropped: not written, since too much waited. failed: not read or not written since the location failed.
-        evicted. bytes_read, bytes_written.
+        read, missed: blocks found or not found. broken: blocks found with invalid contents, which count as missed too.
+        written. dropped: blocks not written because too many bytes were waiting. failed: blocks not read or not written
+        because the location failed. evicted. bytes_read, bytes_written.
         """
         names = "read", "missed", "broken", "written", "dropped", "failed", "evicted", "bytes_read", "bytes_written"
         with self._lock:
@@ -141,24 +157,24 @@ class DiskStore:
         """The whole blocks of a prompt i32[n]."""
         return self.values.blocks(self.root(namespace), Text(tokens, extra_ids))
 
-    def has(self, block: Block, number: int) -> bool:
-        """Whether a block's K/V of one group are in the store, as far as it is known here, or there are none."""
-        return not self.values.has_bytes(number) or self.values.name(block, number) in self._names
+    def has(self, block: Block, group_index: int) -> bool:
+        """Whether the store is known to have a block's K/V of a group. True if the group has no K/V."""
+        return not self.values.has_bytes(group_index) or self.values.name(block, group_index) in self._names
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Notes that a prefix was used, behind what waits to be written: its last block leaves before its first one."""
+        """Marks a prefix as used, after all waiting writes. Its last block will be evicted before its first block."""
         if not self.readonly:
             self._writer.submit(self._touch, blocks)
 
     def _touch(self, blocks: Sequence[Block]) -> None:
         with self._lock:
             for block in reversed(blocks):
-                for number in range(len(self.spec.groups)):
-                    if (name := self.values.name(block, number)) in self._names:
+                for group_index in range(len(self.spec.groups)):
+                    if (name := self.values.name(block, group_index)) in self._names:
                         self._names.move_to_end(name)
 
     def refresh(self, recency: Sequence[str] = ()) -> None:
-        """Lists the store's blocks; a reader does so at the beginning of each generation."""
+        """Lists the store's blocks. A reader calls it at the start of each generation."""
         listed = None
         with self._failures_noted():
             names = [name.decode(errors="replace") for name in self._location.kv.list().result()]
@@ -170,50 +186,53 @@ class DiskStore:
             self._names = OrderedDict.fromkeys(listed.keys() - set(named), 0)
             self._names.update(dict.fromkeys(named, 0))
             self._names.update(listed)
-            self._used = sum(listed.values())
+            self._used_bytes = sum(listed.values())
 
-    def read(self, block: Block, number: int) -> Future[list[np.ndarray] | None]:
-        """The words of each array of a block of one group, or None; read and checked by another thread."""
+    def read(self, block: Block, group_index: int) -> Future[list[np.ndarray] | None]:
+        """Reads and checks a block of a group in another thread: the words of each array, or None."""
         self._check_open()
-        return self._readers.submit(self._read, block, number)
+        return self._readers.submit(self._read, block, group_index)
 
-    def _read(self, block: Block, number: int) -> list[np.ndarray] | None:
-        name, found, outcome = self.values.name(block, number), None, "missed"
+    def _read(self, block: Block, group_index: int) -> list[np.ndarray] | None:
+        name = self.values.name(block, group_index)
+        words = None
+        outcome = "missed"
         with self._failures_noted():
-            value = self._location.read(name, self.values.sizes[number])
+            value = self._location.read(name, self.values.sizes[group_index])
             if value is not None:
-                found = self.values.decode(block, number, value)
-                outcome = "broken" if found is None else "read"
+                words = self.values.decode(block, group_index, value)
+                outcome = "broken" if words is None else "read"
         with self._lock:
             self._counters[outcome] += 1
-            if found is not None:
-                self._counters["bytes_read"] += self.values.sizes[number]
+            if words is not None:
+                self._counters["bytes_read"] += self.values.sizes[group_index]
                 if name in self._names:
                     self._names.move_to_end(name)
-                return found
+                return words
             self._counters["missed"] += outcome == "broken"
-            self._used -= self._names.pop(name, 0)
+            self._used_bytes -= self._names.pop(name, 0)
         if outcome == "broken" and not self.readonly:
             self._delete(name)
         return None
 
-    def write(self, pools: Pools, number: int, blocks: Sequence[Block], pool_rows: Sequence[int]) -> None:
-        """Copies blocks of one group out of the pools, those that the store lacks, and writes them on its thread.
+    def write(self, pools: Pools, group_index: int, blocks: Sequence[Block], pool_rows: Sequence[int]) -> None:
+        """Copies a group's blocks that the store lacks out of the pools, and writes them on the store's thread.
 
         Args:
-          pools: the device's; free to be donated when this returns.
-          number: of the group.
-          blocks: what they are.
-          pool_rows: where each is.
+          pools: the device's pools, which you may donate after this returns.
+          group_index: the group.
+          blocks: the blocks' names and contents.
+          pool_rows: the blocks' pool rows.
         """
         self._check_open()
         self._warn()
-        if self.readonly or not self.values.has_bytes(number):
+        if self.readonly or not self.values.has_bytes(group_index):
             return
-        size, wanted = self.values.sizes[number], dict[str, tuple[Block, int]]()
+        size = self.values.sizes[group_index]
+        wanted = dict[str, tuple[Block, int]]()
         with self._lock:
             for block, row in zip(blocks, pool_rows, strict=True):
-                name = self.values.name(block, number)
+                name = self.values.name(block, group_index)
                 if name in self._names or name in self._writing or name in wanted:
                     continue
                 if self._in_flight + size * (len(wanted) + 1) > self.max_in_flight:
@@ -223,20 +242,22 @@ class DiskStore:
             self._writing |= wanted.keys()
             self._in_flight += size * len(wanted)
         chosen = list(wanted.values())
-        for some, leaves in gather_blocks(pools, [row for _, row in chosen], number):
-            self._writer.submit(self._write, number, [block for block, _ in chosen[some]], leaves)
+        for piece, leaves in gather_blocks(pools, [row for _, row in chosen], group_index):
+            self._writer.submit(self._write, group_index, [block for block, _ in chosen[piece]], leaves)
 
-    def _write(self, number: int, blocks: list[Block], leaves: list[Any]) -> None:
-        """Writes blocks, whose bytes are the leaves' rows. Runs on the store's thread."""
-        size, futures, arrays = self.values.sizes[number], dict[str, Any](), None
-        with self._failures_noted():  # of the computation that makes them, too
+    def _write(self, group_index: int, blocks: list[Block], leaves: list[Any]) -> None:
+        """Writes blocks, whose bytes are the leaves' rows, on the store's thread."""
+        size = self.values.sizes[group_index]
+        futures = dict[str, Any]()
+        arrays = None
+        with self._failures_noted():  # also failures of the computation of these leaves
             arrays = jax.device_get(leaves)
-        for at, block in enumerate(blocks):
-            name = self.values.name(block, number)
+        for row, block in enumerate(blocks):
+            name = self.values.name(block, group_index)
             if arrays is None or not self._evict_for(size):
                 self._written(name, size, "dropped")
                 continue
-            value = b"".join(self.values.encode(block, number, [array[at] for array in arrays]))
+            value = b"".join(self.values.encode(block, group_index, [array[row] for array in arrays]))
             futures[name] = self._location.kv.write(name, value)
         for name, future in futures.items():
             self._finish(name, future, size)
@@ -250,7 +271,7 @@ class DiskStore:
         self._written(name, size, outcome)
 
     def _written(self, name: str, size: int, outcome: str) -> None:
-        """Notes what became of a block that was to be written."""
+        """Updates the counters after a block was written or not written."""
         with self._lock:
             self._writing.discard(name)
             self._in_flight -= size
@@ -258,20 +279,20 @@ class DiskStore:
             if outcome == "written":
                 self._names[name] = size
                 self._counters["bytes_written"] += size
-            elif outcome == "":  # its bytes were counted when room was made
-                self._used -= size
+            elif outcome == "":  # its bytes were counted before the write
+                self._used_bytes -= size
 
     def _evict_for(self, size: int) -> bool:
-        """Evicts until `size` more bytes fit, and counts them; False if they cannot."""
+        """Evicts until `size` more bytes fit, and counts these bytes. Returns False if they cannot fit."""
         while True:
             with self._lock:
-                if self._used + size <= (self.max_bytes or 0):
-                    self._used += size
+                if self._used_bytes + size <= (self.max_bytes or 0):
+                    self._used_bytes += size
                     return True
                 if not self._names:
                     return False
                 name, freed = self._names.popitem(last=False)
-                self._used -= freed
+                self._used_bytes -= freed
                 self._counters["evicted"] += 1
             self._delete(name)
 
@@ -298,13 +319,13 @@ class DiskStore:
             )
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until all that waits is written, at most `timeout` seconds, and writes down what was used last.
+        """Waits at most `timeout` seconds until all waiting blocks are written, then saves the order of use.
 
         Returns:
-          Whether it was all done in this time.
+          Whether all was written in time.
         """
         self._check_open()
-        settled = self._writer.submit(self._write_recency)  # its thread does one after the other
+        settled = self._writer.submit(self._write_recency)  # the thread runs jobs in order
         try:
             settled.result(timeout)
         except TimeoutError:
@@ -322,14 +343,14 @@ class DiskStore:
             self._location.protect(_RECENCY)
 
     def _recency(self) -> list[str]:
-        """The names as they were used, the least recent first; those that came later are not among them."""
+        """The names in order of use, the least recent first. Names written later are missing."""
         value = None
         with contextlib.suppress(Exception):  # whatever tensorstore raises
             value = self._location.read(_RECENCY, _RECENCY_BYTES)
         return (value or b"").decode(errors="replace").split("\n")
 
     def close(self) -> None:
-        """Writes what waits, and closes the store."""
+        """Writes all waiting blocks, and closes the store."""
         if self._closed:
             return
         self.flush()
@@ -349,5 +370,5 @@ class DiskStore:
         self.close()
 
     def __repr__(self) -> str:
-        size = human(self._used) + (f" of {human(self.max_bytes)}" if self.max_bytes else "")
+        size = human(self._used_bytes) + (f" of {human(self.max_bytes)}" if self.max_bytes else "")
         return f"DiskStore({str(self._location)!r}; {len(self._names):,} blocks, {size})"

@@ -4,8 +4,8 @@
     kvjax.stores.save(cache, "cache", names=names, model="gemma-3-4b, revision 2")
     cache, loaded = kvjax.stores.load(cache, "cache", names=names, model="gemma-3-4b, revision 2")
 
-`manifest.py` says which files a save has, and `values.py` what stands in them. No block number is written, and no key:
-a block is a prefix. Rows are not saved.
+`manifest.py` describes the files of a save, and `values.py` their contents. A save has no block numbers and no keys: a
+block is a prefix. Rows are not saved.
 """
 
 from __future__ import annotations
@@ -52,54 +52,68 @@ from kvjax.tiered import TieredCache
 
 @own_transfers()
 def save(
-    cache: Cache | TieredCache, folder: Any, *, names: Namespaces | None = None, model: str,
+    cache: Cache | TieredCache,
+    folder: Any,
+    *,
+    names: Namespaces | None = None,
+    model: str,
     loras: Mapping[int, str] | None = None,
-) -> int:  # fmt: skip
-    """Saves all findable blocks of a cache, on both tiers, in place of the folder's older save.
+) -> int:
+    """Saves all findable blocks of a cache, on both tiers, and replaces the folder's older save.
 
-    Until the end the older save is the folder's, and after it the new one, whatever ends the process. Reads a few
-    blocks at a time, and leaves the cache as it is. Files of an interrupted save are deleted by the next one.
+    The folder has the older save until the end, and then the new save, even if the process is killed in between. `save`
+    reads a few blocks at a time, and leaves the cache unchanged. The next save deletes files of an interrupted save.
 
     Args:
-      cache: with nothing on the move; not shared by several processes.
-      folder: a path; it is made if there is none. One save at a time writes to it.
-      names: the namespaces of the cache's rows; None: no row had one.
-      model: the name of the model and its weights, which `load` has to give again.
-      loras: the names of the LoRAs, by the numbers that `names` knows them by; needed for those that have blocks.
+      cache: without a move in progress, and not shared by several processes.
+      folder: a path; created if missing. Only a single save at a time may write to it.
+      names: the namespaces of the cache's rows. None means no row had a namespace.
+      model: the name of the model and its weights. Pass the same name to `load`.
+      loras: the names of the LoRAs, by their numbers in `names`. Each LoRA with cached blocks needs a name.
 
     Returns:
-      How many blocks it has saved.
+      The number of saved blocks.
 
     Raises:
       ValueError: naming the argument, before anything is written.
     """
     pools_of(cache)
     names = Namespaces() if names is None else names
-    path, loras = checked_folder(folder), checked_names(names, model, loras)
+    path = checked_folder(folder)
+    loras = checked_names(names, model, loras)
     state = jax.device_get(cache.state)
     contents, ids = contents_of(state)
-    namespaces, values = np.unique(contents.namespace).tolist(), Values(state.spec)
-    roots = {number: namespace_root(number, names, loras, model, b"") for number in namespaces}
+    namespaces = np.unique(contents.namespace).tolist()
+    values = Values(state.spec)
+    roots = {namespace: namespace_root(namespace, names, loras, model, b"") for namespace in namespaces}
     blocks = contents.blocks(values, roots)
     with written_by_one(path):
-        name, index = secrets.token_hex(8), contents.to_bytes()
+        name = secrets.token_hex(8)
+        index = contents.to_bytes()
         _write_values(path / (name + VALUES), cache, state, values, blocks, ids)
         with new_file(path / (name + INDEX)) as file:
             file.write(index)
-        commit_manifest(path, {
-            "model": model, "layout": layout_of(state.spec), "namespaces": names.to_dict(),
-            "loras": {str(number): lora for number, lora in loras.items()}, "num_blocks": len(blocks), "name": name,
-            "crc32": zlib.crc32(index),
-        })  # fmt: skip
+        commit_manifest(
+            path,
+            {
+                "model": model,
+                "layout": layout_of(state.spec),
+                "namespaces": names.to_dict(),
+                "loras": {str(lora): lora_name for lora, lora_name in loras.items()},
+                "num_blocks": len(blocks),
+                "name": name,
+                "crc32": zlib.crc32(index),
+            },
+        )
     return len(blocks)
 
 
 def pools_of(cache: Any) -> HostPools | None:
-    """The host pools of a cache that can be saved or loaded, if it has any; ValueError for any other."""
+    """The host pools of a cache to save or load, None without a host tier. Raises a ValueError for others."""
     if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache or a TieredCache")
-    if why := unreadable(cache):
-        raise ValueError(f"cache: got one that is {why}, wanted one of this process, whose arrays can be read")
+    if problem := unreadable(cache):
+        raise ValueError(f"cache: got one that is {problem}, wanted one of this process, whose arrays can be read")
     if np.ndim(cache.state.groups[0].num_empty):
         raise ValueError("cache: got a batch of caches, wanted one")
     if isinstance(cache, Cache) and cache.state.spec.host_groups:
@@ -108,7 +122,7 @@ def pools_of(cache: Any) -> HostPools | None:
 
 
 def checked_names(names: Any, model: Any, loras: Any) -> dict[int, str]:
-    """The names of LoRAs by number; ValueError if one of the arguments is not what it has to be."""
+    """The names of LoRAs by number. Raises a ValueError if an argument is invalid."""
     if not isinstance(names, Namespaces):
         raise ValueError(f"names: got {names!r:.80}, wanted the kvjax.Namespaces of the cache's rows")
     if not isinstance(model, str) or not model:
@@ -116,62 +130,73 @@ def checked_names(names: Any, model: Any, loras: Any) -> dict[int, str]:
     if not isinstance(loras, Mapping | None):
         raise ValueError(f"loras: got {loras!r:.80}, wanted {{number: name}} or None")
     loras = dict(loras or {})
-    for number, name in loras.items():
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or not isinstance(name, str):
-            raise ValueError(f"loras: got {number!r:.80}: {name!r:.80}, wanted numbers with names")
+    for lora, name in loras.items():
+        if isinstance(lora, bool) or not isinstance(lora, int | np.integer) or not isinstance(name, str):
+            raise ValueError(f"loras: got {lora!r:.80}: {name!r:.80}, wanted numbers with names")
     if len(set(loras.values())) < len(loras):
-        raise ValueError(f"loras: got {loras!r:.200}, wanted a name of its own for each")
-    return {int(number): name for number, name in loras.items()}
+        raise ValueError(f"loras: got {loras!r:.200}, wanted a different name for each")
+    return {int(lora): name for lora, name in loras.items()}
 
 
 def _write_values(
-    path: pathlib.Path, cache: Cache | TieredCache, state: CacheState, values: Values, blocks: Sequence[Block],
+    path: pathlib.Path,
+    cache: Cache | TieredCache,
+    state: CacheState,
+    values: Values,
+    blocks: Sequence[Block],
     ids: np.ndarray,
-) -> None:  # fmt: skip
-    """Writes the values of blocks, of which the groups have ids i32[G, n], to a file: group by group."""
-    host, starts = pools_of(cache), values.starts(ids >= 0)
+) -> None:
+    """Writes the values of blocks, with ids i32[G, n] in the groups, to a file: group by group."""
+    host = pools_of(cache)
+    starts = values.starts(ids >= 0)
     with new_file(path) as file:
-        for number, group in enumerate(state.groups):
-            if not values.has_bytes(number):
+        for group_index, group in enumerate(state.groups):
+            if not values.has_bytes(group_index):
                 continue
-            (saved,) = np.nonzero(ids[number] >= 0)
-            pool_rows = np.asarray(group.pool_row(ids[number, saved]))
-            for piece, arrays in read(cache.pools, host, number, pool_rows):
+            (saved,) = np.nonzero(ids[group_index] >= 0)
+            pool_rows = np.asarray(group.pool_row(ids[group_index, saved]))
+            for piece, arrays in read(cache.pools, host, group_index, pool_rows):
                 for index, *block_arrays in zip(saved[piece].tolist(), *arrays, strict=True):
-                    file.seek(starts[number, index])
-                    file.writelines(values.encode(blocks[index], number, block_arrays))
+                    file.seek(starts[group_index, index])
+                    file.writelines(values.encode(blocks[index], group_index, block_arrays))
 
 
 @own_transfers()
 def load[C: (Cache, TieredCache)](
-    cache: C, folder: Any, *, names: Namespaces | None = None, model: str, loras: Mapping[int, str] | None = None,
+    cache: C,
+    folder: Any,
+    *,
+    names: Namespaces | None = None,
+    model: str,
+    loras: Mapping[int, str] | None = None,
     now: int = 0,
-) -> tuple[C, Loaded]:  # fmt: skip
+) -> tuple[C, Loaded]:
     """Adopts the blocks of a saved cache: whole prefixes, the least recently released first.
 
-    Sizes, tiers, policy, devices and the numbers of `names` may differ from those of the saved cache; its layout and
-    model may not. A smaller cache takes the blocks that were released last. Times to live begin anew. What the cache
-    has beforehand counts as released before. No events come of it: `kvjax.events.snapshot` has the contents after it.
+    Sizes, tiers, policy, devices and the numbers of `names` may differ from the saved cache, but layout and model may
+    not. A smaller cache takes the most recently released blocks. Times to live restart. Blocks already in the cache
+    count as released earlier. `load` makes no events: `kvjax.events.snapshot` describes the contents afterwards.
 
     Args:
-      cache: usually an empty one. It is donated: go on with the returned one.
-      folder: a folder that `save` has written.
-      names: gets the saved salts' numbers, its own or new ones; None: the save has blocks without salt and LoRA alone.
-      model: as given to `save`.
-      loras: the names of this process' LoRAs by number; blocks of others are left.
-      now: ms, as of the verbs.
+      cache: usually an empty cache. It is donated: continue with the returned cache.
+      folder: a folder written by `save`.
+      names: gets the numbers of the saved salts, existing or new. None means the save has no block with a salt or LoRA.
+      model: the name given to `save`.
+      loras: the names of this process's LoRAs by number. Blocks of other LoRAs are skipped.
+      now: the present time in ms, as in the verbs.
 
     Returns:
-      The cache; and how many blocks it has taken.
+      The cache, and the numbers of adopted, skipped and broken blocks.
 
     Raises:
-      ValueError: naming the argument, before the cache is touched: for a folder that is no save or has a broken
-        manifest or index, for one of another version of kvjax, and for another layout or model.
-      FailedTransfer: if a move between the tiers fails; it has the cache to go on with.
+      ValueError: naming the argument, before the cache is touched. The folder may be no save, have a broken manifest or
+        index, or belong to another version of kvjax. The layout or the model may differ.
+      FailedTransfer: if a move between the tiers fails. The error has the cache to continue with.
     """
     pools_of(cache)
     own_names = Namespaces() if names is None else names
-    path, loras = checked_folder(folder), checked_names(own_names, model, loras)
+    path = checked_folder(folder)
+    loras = checked_names(own_names, model, loras)
     time = np.asarray(integers("now", now, ()))
     spec = cache.state.spec
     with contextlib.ExitStack() as stack:
@@ -200,7 +225,7 @@ def _opened(
         except (OSError, ValueError, MemoryError) as error:
             if read_manifest(folder)["name"] == save["name"]:
                 raise broken(path, f"contents that cannot be read ({error})") from error
-            # Else another save has come in between, and has deleted these files.
+            # Else another save has replaced these files in the meantime: read the new manifest.
 
 
 def _read_index(path: pathlib.Path, save: Mapping[str, Any], spec: CacheSpec) -> Contents:
@@ -218,19 +243,23 @@ def _read_index(path: pathlib.Path, save: Mapping[str, Any], spec: CacheSpec) ->
 def _translated(
     folder: pathlib.Path, save: Mapping[str, Any], contents: Contents, names: Namespaces, loras: Mapping[int, str]
 ) -> tuple[dict[int, bytes], dict[int, int]]:
-    """Of each saved namespace the hash of its empty prefix, and its number in `names` if this process has its LoRA."""
-    model, numbers = save["model"], np.unique(contents.namespace).tolist()
+    """Each saved namespace's root hash, and its number in `names` if this process has its LoRA."""
+    model = save["model"]
+    saved_numbers = np.unique(contents.namespace).tolist()
     try:
         saved = Namespaces.from_dict(save["namespaces"])
-        saved_loras = checked_names(saved, model, {int(number): name for number, name in save["loras"].items()})
-        roots = {number: namespace_root(number, saved, saved_loras, model, b"") for number in numbers}
+        saved_loras = checked_names(saved, model, {int(lora): name for lora, name in save["loras"].items()})
+        roots = {
+            saved_number: namespace_root(saved_number, saved, saved_loras, model, b"") for saved_number in saved_numbers
+        }
     except ValueError as error:
         raise broken(folder / MANIFEST, f"namespaces that do not fit its blocks ({error})") from error
-    number_of, namespaces = {name: number for number, name in loras.items()}, {}
-    for number in numbers:
-        salt, lora = saved.describe(number)
+    lora_of_name = {name: lora for lora, name in loras.items()}
+    namespaces = {}
+    for saved_number in saved_numbers:
+        salt, lora = saved.describe(saved_number)
         if lora is None:
-            namespaces[number] = names.numbered(salt, None)
-        elif saved_loras[lora] in number_of:
-            namespaces[number] = names.numbered(salt, number_of[saved_loras[lora]])
+            namespaces[saved_number] = names.numbered(salt, None)
+        elif saved_loras[lora] in lora_of_name:
+            namespaces[saved_number] = names.numbered(salt, lora_of_name[saved_loras[lora]])
     return roots, namespaces

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that have one writer at a time."""
+"""Folders with a single writer at a time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from kvjax._files import create
 
 
 def locked(argument: str, folder: pathlib.Path, name: str, wanted: str = "a folder without a writer") -> IO[bytes]:
-    """The lock of a folder as an open file. Closing it lets another writer in, and so does the end of the process.
+    """Locks a folder, and returns the lock as an open file.
+
+    Closing it, or the end of the process, lets another writer in.
 
     Args:
-      argument: names the folder in errors.
-      folder: the folder, which exists.
+      argument: the folder's name in errors.
+      folder: an existing folder.
       name: the name of the lock's file.
-      wanted: the end of the error for a folder that has a writer.
+      wanted: the end of the error for a folder with another writer.
 
     Raises:
-      ValueError: if the folder has a writer, or something else than a file has the lock's name.
+      ValueError: if the folder has another writer, or if the lock's name belongs to something other than a file.
     """
     path = folder / name
     if path.exists() and not path.is_file():  # opening a pipe would wait for its reader

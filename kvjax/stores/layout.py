@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a cache's blocks, by which two caches can have the same bytes."""
+"""The layout of a cache's blocks. Two caches with equal layouts can share bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.spec import CacheSpec, PoolSpec
 
 
 def layout_of(spec: CacheSpec) -> dict[str, Any]:
-    """Everything of a spec that decides what a block's bytes mean, as data that JSON can hold; no number of blocks."""
+    """The properties of a spec that determine the meaning of a block's bytes, as JSON data."""
     groups = [
         {"window": group.window, "sinks": group.sink_tokens, "pools": [_pool_layout(pool) for pool in group.pools]}
         for group in spec.groups
@@ -25,33 +25,33 @@ def layout_of(spec: CacheSpec) -> dict[str, Any]:
 
 
 def _pool_layout(pool: PoolSpec) -> dict[str, Any]:
-    arrays = [[one.name, list(one.shape), one.dtype] for one in pool.arrays]
+    arrays = [[array.name, list(array.shape), array.dtype] for array in pool.arrays]
     named = {"layers": list(pool.layers), "K": pool.kv_heads, "D": pool.head_dim, "dtype": pool.dtype}
     return named | {"values": pool.values, "arrays": arrays}
 
 
-def check_layout(saved: Any, own: Any, name: str = "", *, of: str = "the save") -> None:
-    """Raises a ValueError that names the first part in which a saved layout differs from the cache's own."""
-    if isinstance(own, Mapping) and isinstance(saved, Mapping) and saved.keys() == own.keys():
-        pairs = [(f"{name}.{key}".lstrip("."), saved[key], own[key]) for key in own]
-    elif isinstance(own, list) and isinstance(saved, list) and len(saved) == len(own):
-        pairs = [(f"{name}[{number}]", *both) for number, both in enumerate(zip(saved, own, strict=True))]
+def check_layout(saved: Any, cache_layout: Any, name: str = "", *, of: str = "the save") -> None:
+    """Raises a ValueError naming the first difference between a saved layout and the cache's layout."""
+    if isinstance(cache_layout, Mapping) and isinstance(saved, Mapping) and saved.keys() == cache_layout.keys():
+        pairs = [(f"{name}.{key}".lstrip("."), saved[key], cache_layout[key]) for key in cache_layout]
+    elif isinstance(cache_layout, list) and isinstance(saved, list) and len(saved) == len(cache_layout):
+        pairs = [(f"{name}[{i}]", *parts) for i, parts in enumerate(zip(saved, cache_layout, strict=True))]
     else:
-        if type(saved) is not type(own) or saved != own:
+        if type(saved) is not type(cache_layout) or saved != cache_layout:
             wanted = f"wanted that of {of}, {reprlib.repr(saved)}"
-            raise ValueError(f"cache: got one with {name}={reprlib.repr(own)}, {wanted}")
+            raise ValueError(f"cache: got one with {name}={reprlib.repr(cache_layout)}, {wanted}")
         return
-    for part, one, other in pairs:
-        check_layout(one, other, part, of=of)
+    for part_name, saved_part, cache_part in pairs:
+        check_layout(saved_part, cache_part, part_name, of=of)
 
 
 class Leaf(NamedTuple):
-    """One array of a group's blocks.
+    """An array of a group's blocks.
 
     Attributes:
-      shape: of one block.
-      dtype: in the pool.
-      axis: the axis of the tokens; None: of recurrent layers, which have none.
+      shape: the shape of a block.
+      dtype: the pool's dtype.
+      axis: the axis of the tokens; None for recurrent layers, which have no tokens.
     """
 
     shape: tuple[int, ...]
@@ -60,16 +60,16 @@ class Leaf(NamedTuple):
 
     @property
     def word(self) -> np.dtype:
-        """The unsigned integer of the dtype's size, which every format of files can hold."""
+        """The unsigned integer of the dtype's size, which any file format can hold."""
         return np.dtype(f"uint{8 * self.dtype.itemsize}")
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one block."""
+        """The size of a block in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def words(self, block: np.ndarray, num_tokens: int) -> np.ndarray:
-        """A block [*shape] as words, with zeros after its first tokens."""
+        """A block [*shape] as words, with zeros after its first `num_tokens` tokens."""
         words = np.ascontiguousarray(block).view(self.word).reshape(block.shape)
         if self.axis is None or num_tokens == self.shape[self.axis]:
             return words
@@ -79,10 +79,11 @@ class Leaf(NamedTuple):
 
 
 @functools.cache
-def leaves_of(spec: CacheSpec, number: int) -> tuple[Leaf, ...]:
+def leaves_of(spec: CacheSpec, group_index: int) -> tuple[Leaf, ...]:
     """The arrays of a group's blocks, in the order of a tree of (arrays, scales)."""
-    arrays, scales = [], []
-    for pool in spec.groups[number].pools:
+    arrays = []
+    scales = []
+    for pool in spec.groups[group_index].pools:
         rows = (len(pool.layers),)
         for block in jax.tree.leaves(pool.block_shape(spec.block_size)):
             arrays.append(Leaf((*rows, *block.shape), np.dtype(block.dtype), None if pool.arrays else -2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The location of a store: a folder with one writer, or what else tensorstore can open."""
+"""The location of a store: a folder with a single writer, or anything else that tensorstore can open."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Location:
         self._lock: Any = None
         self._folder: pathlib.Path | None = None
         if isinstance(location, tensorstore.KvStore):
-            self.kv, self._text = location, "a KvStore"
+            self.kv = location
+            self._text = "a KvStore"
             return
         if not isinstance(location, str | os.PathLike) or not os.fspath(location):
             raise ValueError(f"location: got {location!r:.80}, wanted a folder, a URL or an open tensorstore.KvStore")
@@ -46,25 +47,25 @@ class Location:
             self.close()
             raise ValueError(f"location: got {self._text!r}, wanted one that can be opened ({error})") from error
 
-    def read(self, name: str, most: int) -> bytes | None:
-        """The value of a name, None if there is none; b"" in place of a larger one, and of what is no regular file.
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """The value of a name, or None if it has no value. Larger values and irregular files give b"".
 
-        tensorstore would wait for a pipe's writer, and end the process for a file that is larger than its memory.
+        tensorstore would wait for a pipe's writer, and would end the process for a file larger than its memory.
         """
         if self._folder is not None:
             try:
                 status = (self._folder / name).stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
                 return b""
         result = self.kv.read(name).result()
         return result.value if result.state == "value" else None
 
     def protect(self, name: str) -> None:
-        """Takes a written value and its folder from other users: tensorstore makes them with the umask's modes.
+        """Hides a written value and its folder from other users, since tensorstore creates them with the umask's modes.
 
-        Until then the store's own folder keeps others out.
+        Until then the mode of the store's own folder keeps other users out.
         """
         if self._folder is not None:
             path = self._folder / name
@@ -82,28 +83,28 @@ class Location:
 
 def _path_of(text: str) -> str:
     import urllib.parse
-    import urllib.request  # late: to import it takes a fortieth of the time of jax
+    import urllib.request  # late: its import takes a fortieth of jax's import time
 
     return urllib.request.url2pathname(urllib.parse.urlsplit(text).path) if text.startswith("file://") else text
 
 
 def _open_folder(folder: pathlib.Path, readonly: bool) -> None:
-    """Makes the folder of a store, or checks that it is one."""
+    """Creates the folder of a store, or checks that a folder is a store."""
     wanted = "a folder of a store, an empty one or none"
     try:
         if not readonly:
             make_folder(folder)
-        found = {path.name for path in folder.iterdir()}
+        file_names = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise ValueError(f"location: got {os.fspath(folder)!r}, wanted {wanted} ({error})") from error
-    if LOCK not in found and (found or readonly):
+    if LOCK not in file_names and (file_names or readonly):
         raise ValueError(
             f"location: got {os.fspath(folder)!r} without {LOCK}, wanted {'a store' if readonly else wanted}"
         )
 
 
 def _locked(folder: pathlib.Path) -> IO[bytes]:
-    """The folder's lock, as an open file; the locks that killed writers have left on values are swept."""
+    """Locks the folder, and returns the lock as an open file. Deletes the locks of killed writers on values."""
     lock = locked("location", folder, LOCK, "one without a writer, or readonly=True")
     protect(folder)
     for path in folder.rglob("*.__lock"):

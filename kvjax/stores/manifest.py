@@ -4,12 +4,12 @@
     manifest.json    format, version, a checksum, and of the save: model, layout, namespaces, names of LoRAs, number of
                      blocks, the name of its other files, the checksum of its index
     <name>.index     the blocks and their order (`Contents`): arrays of i32
-    <name>.values    a value of each block and group (`values.py`): all of the first group, then those of the next one
+    <name>.values    a value of each block and group (`values.py`): all of the first group, then of the next group
     save.lock        held by the process that saves
 
-What the manifest does not name does not exist. A save writes files of a new name, then replaces the manifest, which is
-the moment at which it becomes the save, then deletes the older files. Whoever is killed leaves the old save or the new
-one.
+A file missing from the manifest is not part of the save. A save writes files with a new name, then replaces the
+manifest, which makes these files the save at a single moment, then deletes the older files. A process killed in between
+leaves the old save or the new save.
 """
 
 from __future__ import annotations
@@ -29,18 +29,26 @@ from kvjax._files import create, make_folder, open_regular
 from kvjax.stores.folders import locked, sync
 
 VERSION = 2  # version 1 had safetensors files
-MANIFEST, LOCK = "manifest.json", "save.lock"
-INDEX, VALUES = ".index", ".values"  # what follows the name of a save
+MANIFEST = "manifest.json"
+LOCK = "save.lock"
+INDEX = ".index"  # after the name of a save
+VALUES = ".values"  # after the name of a save
 _TEMPORARY = f"{MANIFEST}.tmp"
 _FORMAT = "kvjax cache"
 _FILE = re.compile(r"[0-9a-f]{16}\.(index|values)")
 _FIELDS = {
-    "model": str, "layout": dict, "namespaces": dict, "loras": dict, "num_blocks": int, "name": str, "crc32": int,
-}  # fmt: skip
+    "model": str,
+    "layout": dict,
+    "namespaces": dict,
+    "loras": dict,
+    "num_blocks": int,
+    "name": str,
+    "crc32": int,
+}
 
 
 def checked_folder(folder: Any) -> pathlib.Path:
-    """`folder` as a path, or a ValueError."""
+    """The folder as a path. Raises a ValueError for anything else."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"folder: got {folder!r:.80}, wanted the path of a folder")
     path = pathlib.Path(folder)
@@ -53,7 +61,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """The manifest of a save.
 
     Raises:
-      ValueError: with the file, if it is no save's, another version's, or broken.
+      ValueError: naming the file, if it is not the manifest of a save, has another version, or is broken.
     """
     path = folder / MANIFEST
     try:
@@ -68,8 +76,8 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"folder: got {os.fspath(path)!r} of something else, wanted that of a saved cache")
     version = manifest.get("version")
     if type(version) is not int or version != VERSION:
-        why = "a save of another version of kvjax can neither be loaded nor replaced"
-        raise ValueError(f"folder: got {os.fspath(path)!r} of version {version!r:.80}, wanted {VERSION}: {why}")
+        reason = "a save of another version of kvjax can neither be loaded nor replaced"
+        raise ValueError(f"folder: got {os.fspath(path)!r} of version {version!r:.80}, wanted {VERSION}: {reason}")
     save: Any = manifest.get("save")
     if manifest.get("crc32") != checksum:
         raise broken(path, "contents with another checksum")
@@ -82,7 +90,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def broken(path: pathlib.Path, got: str) -> ValueError:
-    """The error for a file of a save that holds what no save does."""
+    """The error for a file of a save with invalid contents."""
     return ValueError(f"folder: got {os.fspath(path)!r} with {got}, wanted what kvjax.stores.save has written")
 
 
@@ -92,7 +100,7 @@ def _dumped(save: Any) -> bytes:
 
 @contextlib.contextmanager
 def new_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Makes a file that other users cannot read, and at the end waits until it is on the disk."""
+    """Creates a file that other users cannot read, and finally waits until it is on the disk."""
     with create(path, "wb") as file:
         yield file
         file.flush()
@@ -100,11 +108,11 @@ def new_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
-    """Makes the written files the save of the folder, at one moment."""
+    """Makes the written files the save of the folder, at a single moment."""
     manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
     sync(folder)
     temporary = folder / _TEMPORARY
-    temporary.unlink(missing_ok=True)  # what an interrupted save has left, or a pipe or a link of somebody else's
+    temporary.unlink(missing_ok=True)  # left by an interrupted save, or another user's pipe or link
     with new_file(temporary) as file:
         file.write(json.dumps(manifest, sort_keys=True, indent=1).encode())
     os.replace(temporary, folder / MANIFEST)
@@ -115,8 +123,8 @@ class SaveFolder(NamedTuple):
     """A folder to which a cache can be saved.
 
     Attributes:
-      has_save: whether it has one.
-      interrupted: files that an interrupted save had left there.
+      has_save: whether the folder has a save.
+      interrupted: the number of files left by an interrupted save.
     """
 
     has_save: bool
@@ -124,16 +132,16 @@ class SaveFolder(NamedTuple):
 
 
 def check_folder(folder: Any) -> SaveFolder:
-    """Finds out whether `save` can write to a folder: makes it, and writes a file, which is gone afterwards.
+    """Checks whether `save` can write to a folder: creates the folder, then writes and deletes a file.
 
-    As with `save`, files of an interrupted save are deleted.
+    Files of an interrupted save are deleted, as with `save`.
 
     Args:
-      folder: the path of a saved cache, of an empty folder, or of none.
+      folder: the path of a saved cache, an empty folder, or a missing folder.
 
     Raises:
-      ValueError: if the folder has other files, a broken manifest or that of another version, or a writer.
-      OSError: if it cannot be written.
+      ValueError: if the folder has other files, a broken manifest, a save of another version, or another writer.
+      OSError: if the folder cannot be written.
 
     Example:
       >>> import tempfile
@@ -142,7 +150,7 @@ def check_folder(folder: Any) -> SaveFolder:
       SaveFolder(has_save=False, interrupted=0)
     """
     path = checked_folder(folder)
-    names = {found.name for found in path.iterdir()} if path.exists() else set()
+    names = {child.name for child in path.iterdir()} if path.exists() else set()
     if MANIFEST not in names and any(not _FILE.fullmatch(name) for name in names - {LOCK, _TEMPORARY}):
         wanted = "wanted a saved cache, an empty folder or none"
         raise ValueError(f"folder: got {os.fspath(path)!r} without {MANIFEST}, {wanted}")
@@ -156,10 +164,10 @@ def check_folder(folder: Any) -> SaveFolder:
 
 @contextlib.contextmanager
 def written_by_one(folder: pathlib.Path) -> Iterator[None]:
-    """Makes the folder, and keeps other saves out of it; at the end files that the manifest does not name are gone.
+    """Creates the folder, keeps other saves out, and finally deletes the files that the manifest does not name.
 
     Raises:
-      ValueError: if the folder has a manifest that is not of a save of this version, or another save is at work.
+      ValueError: if the folder's manifest is not from a save of this version, or another save is running.
     """
     is_new = not folder.exists()
     if (folder / MANIFEST).exists():
@@ -183,7 +191,7 @@ def _delete_others(folder: pathlib.Path) -> None:
 
 
 def _named_files(folder: pathlib.Path) -> set[str]:
-    """The files that the manifest names, if there is one."""
+    """The files named by the manifest, if there is a manifest."""
     if not (folder / MANIFEST).exists():
         return set()
     name = read_manifest(folder)["name"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A saved cache's blocks on their way into a cache: which of them, in what order, and by what programs."""
+"""Restores a saved cache's blocks: chooses blocks, orders them, and adopts them chain by chain."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvjax.tiered import joined
 
 
 class Loaded(NamedTuple):
-    """The blocks of a save, counted in all groups.
+    """Counts of the blocks of a save, in all groups.
 
     Attributes:
-      taken: those that the cache has now.
-      left: those that it has no blocks for, or no LoRA.
-      broken: those whose bytes are not what was saved, and what follows them.
+      taken: blocks now in the cache.
+      left: blocks without space in the cache, or without their LoRA in this process.
+      broken: blocks whose bytes differ from the save, and their descendants.
     """
 
     taken: int
@@ -37,125 +37,155 @@ class Loaded(NamedTuple):
 
 
 class Saved:
-    """The blocks of a save, read one by one.
+    """The blocks of a save, read block by block.
 
     Attributes:
-      contents: of the save.
-      broken: bool[G, n]; blocks whose bytes were found not to be those that were saved.
+      contents: the contents of the save.
+      broken: bool[G, n]; blocks whose bytes turned out to differ from the save.
     """
 
     def __init__(self, values: Values, contents: Contents, roots: Mapping[int, bytes], file: IO[bytes]):
-        """`roots` has the hash of each namespace's empty prefix; `file` has the values, as `save` writes them."""
-        self.contents, self._values, self._file = contents, values, file
+        """`roots` has the hash of each namespace's empty prefix. `file` has the values, as written by `save`."""
+        self.contents = contents
+        self._values = values
+        self._file = file
         self._blocks = contents.blocks(values, roots)
         exists = contents.order >= 0
-        self.broken, self._starts = np.zeros_like(exists), values.starts(exists)
+        self.broken = np.zeros_like(exists)
+        self._starts = values.starts(exists)
 
-    def read(self, number: int, at: int) -> list[np.ndarray] | None:
-        """The words of a block's arrays, or None if they are not those that were saved."""
-        if not self._values.has_bytes(number):
+    def read(self, group_index: int, block_index: int) -> list[np.ndarray] | None:
+        """The words of a block's arrays, or None if they differ from the save."""
+        if not self._values.has_bytes(group_index):
             return []
         value = b""
-        with contextlib.suppress(OSError):  # of a disk: no sound block
-            value = os.pread(self._file.fileno(), self._values.sizes[number], int(self._starts[number, at]))
-        words = self._values.decode(self._blocks[at], number, value)
-        self.broken[number, at] |= words is None
+        with contextlib.suppress(OSError):  # a failing disk makes the block broken
+            value = os.pread(
+                self._file.fileno(), self._values.sizes[group_index], int(self._starts[group_index, block_index])
+            )
+        words = self._values.decode(self._blocks[block_index], group_index, value)
+        self.broken[group_index, block_index] |= words is None
         return words
 
     def sound(self, path: list[int]) -> list[int]:
         """The path up to its first broken block."""
-        ends = [column for column, at in enumerate(path) if self.broken[0, at]]
-        return path[: ends[0]] if ends else path
+        broken_columns = [column for column, block_index in enumerate(path) if self.broken[0, block_index]]
+        return path[: broken_columns[0]] if broken_columns else path
 
 
 def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: np.ndarray) -> tuple[AnyCache, Loaded]:
-    """Adopts the blocks of a save, of the namespaces with a number, chain by chain; donates the cache."""
-    contents, state = saved.contents, jax.device_get(cache.state)
-    wanted, available = _chosen(contents, namespaces, state), [int(group.available) for group in state.groups]
+    """Adopts the blocks of a save in the numbered namespaces, chain by chain. Donates the cache."""
+    contents = saved.contents
+    state = jax.device_get(cache.state)
+    wanted = _chosen(contents, namespaces, state)
+    available = [int(group.available) for group in state.groups]
     is_leaf = wanted[0].copy()
-    above = contents.parent[wanted[0]]
-    is_leaf[above[above >= 0]] = False
+    parents = contents.parent[wanted[0]]
+    is_leaf[parents[parents >= 0]] = False
     (leaves,) = np.nonzero(is_leaf)
     for leaf in leaves[np.argsort(contents.order[0, leaves])].tolist():
         path = contents.path(leaf)
         while path := saved.sound(path):
-            cache, missing = _adopt_chain(cache, saved, path, _have(path, wanted, contents, available), namespaces, now)
+            have = _have(path, wanted, contents, available)
+            cache, missing = _adopt_chain(cache, saved, path, have, namespaces, now)
             if not missing:
                 break
             path = path[: len(path) - missing]
     ids = blocks_with(contents, namespaces, jax.device_get(cache.state))
-    order = [_by_release(*each) for each in zip(state.groups, ids, contents.order, strict=True)]
+    order = [
+        _by_release(group, group_ids, ranks)
+        for group, group_ids, ranks in zip(state.groups, ids, contents.order, strict=True)
+    ]
     state = _release_again(cache.state, order, now)
     return joined(Cache(state, cache.pools), cache.host), _counted(saved, ids)
 
 
 def _chosen(contents: Contents, namespaces: Mapping[int, int], state: CacheState) -> np.ndarray:
-    """bool[G, n]; the saved blocks that a cache has blocks for, those first that were released last."""
-    order, ids = contents.order, blocks_with(contents, namespaces, state)
-    chosen = np.isin(contents.namespace, np.array(list(namespaces), np.int32))
-    found = []
-    for group, own, rank in zip(state.groups, ids, order, strict=True):
-        is_held = (own >= 0) & (group.blocks.refcount[own] > 0)
+    """The saved blocks bool[G, n] that fit into the cache, the most recently released first."""
+    order = contents.order
+    ids = blocks_with(contents, namespaces, state)
+    eligible = np.isin(contents.namespace, np.array(list(namespaces), np.int32))
+    chosen = []
+    for group, group_ids, ranks in zip(state.groups, ids, order, strict=True):
+        is_held = (group_ids >= 0) & (group.blocks.refcount[group_ids] > 0)
         blocks_in_use = int(group.num_blocks) + len(group.blocks.refcount) - len(group.empty)
         budget = blocks_in_use - int(np.sum(group.blocks.refcount > 0))
-        (latest,) = np.nonzero(chosen & (rank >= 0) & ~is_held)
-        latest = latest[np.argsort(-rank[latest])][:budget]
-        own_chosen = chosen & (rank >= 0) & is_held
-        own_chosen[latest] = True
-        found.append(own_chosen)
-        chosen = found[0]  # blocks of the other groups need those of the first one
-    return np.stack(found)
+        (latest,) = np.nonzero(eligible & (ranks >= 0) & ~is_held)
+        latest = latest[np.argsort(-ranks[latest])][:budget]
+        group_chosen = eligible & (ranks >= 0) & is_held
+        group_chosen[latest] = True
+        chosen.append(group_chosen)
+        eligible = chosen[0]  # blocks of the other groups need their blocks of the first group
+    return np.stack(chosen)
 
 
 def _have(path: list[int], wanted: np.ndarray, contents: Contents, available: list[int]) -> np.ndarray:
-    """bool[G, len(path)]; the columns of a chain to adopt: of a window group no more than its device holds."""
+    """The columns bool[G, len(path)] of a chain to adopt, in a window group no more than fit on the device."""
     have = wanted[:, path]
-    for number, most in enumerate(available[1:], 1):
-        (columns,) = np.nonzero(have[number])
-        by_release = columns[np.argsort(contents.order[number, path][columns])]
-        have[number, by_release[: max(0, len(by_release) - most)]] = False
+    for group_index, num_available in enumerate(available[1:], 1):
+        (columns,) = np.nonzero(have[group_index])
+        by_release = columns[np.argsort(contents.order[group_index, path][columns])]
+        have[group_index, by_release[: max(0, len(by_release) - num_available)]] = False
     return have
 
 
 def _adopt_chain(
     cache: AnyCache, saved: Saved, path: list[int], have: np.ndarray, namespaces: Mapping[int, int], now: np.ndarray
 ) -> tuple[AnyCache, int]:
-    """Adopts the blocks of a chain that the cache lacks; also returns how many blocks were too many: none was taken."""
-    spec, contents = cache.state.spec, saved.contents
-    ends: list[int] = []
+    """Adopts the blocks of a chain that the cache lacks.
 
-    def read(number: int, columns: list[int]) -> dict[int, list[np.ndarray]]:
-        columns = [at for at in columns if at < min(ends[:1], default=len(path))]
-        found = {at: words for at in columns if (words := saved.read(number, path[at])) is not None}
-        ends.append(min(set(columns) - found.keys(), default=len(path)))  # behind the first group's nothing is read
-        return found
+    Returns:
+      The cache, and the number of missing blocks. If blocks are missing, none was adopted.
+    """
+    spec = cache.state.spec
+    contents = saved.contents
+    ends: list[int] = []  # per group, the first column that could not be read
 
-    options, stated = {"hits": contents.hits[path]}, contents.retention[path, : 2 * spec.retention]
+    def read(group_index: int, columns: list[int]) -> dict[int, list[np.ndarray]]:
+        end = ends[0] if ends else len(path)  # the other groups read nothing after the first group's end
+        columns = [column for column in columns if column < end]
+        words_by_column = {}
+        for column in columns:
+            words = saved.read(group_index, path[column])
+            if words is not None:
+                words_by_column[column] = words
+        ends.append(min(set(columns) - words_by_column.keys(), default=len(path)))
+        return words_by_column
+
+    options = {"hits": contents.hits[path]}
+    stated = contents.retention[path, : 2 * spec.retention]
     if stated.size:
         options["stated"] = stated
     parts: list[Any] = [part[path] if part.size else None for part in (contents.tokens, contents.extra_ids)]
     cache, events = adopt_prefix(
-        cache, Text(*parts), have, read,
+        cache,
+        Text(*parts),
+        have,
+        read,
         length=(len(path) - 1) * spec.block_size + int(contents.fill[path[-1]]),
-        namespace=namespaces[int(contents.namespace[path[0]])], now=now, **options,
-    )  # fmt: skip
-    return cache, 0 if bool(events.ok) else max(1, int(np.sum(np.asarray(events.shortfall))))
+        namespace=namespaces[int(contents.namespace[path[0]])],
+        now=now,
+        **options,
+    )
+    if bool(events.ok):
+        return cache, 0
+    return cache, max(1, int(np.sum(np.asarray(events.shortfall))))
 
 
 def _by_release(group: Any, ids: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """i32[B]; the blocks ids i32[n] by their order i32[n], then NO_BLOCK."""
-    (at,) = np.nonzero(ids >= 0)
-    found = np.full(len(group.blocks.fill), NO_BLOCK, np.int32)
-    found[: len(at)] = ids[at[np.argsort(order[at])]]
-    return found
+    """The blocks ids i32[n], ordered by order i32[n] and padded with NO_BLOCK to i32[B]."""
+    (indices,) = np.nonzero(ids >= 0)
+    ordered = np.full(len(group.blocks.fill), NO_BLOCK, np.int32)
+    ordered[: len(indices)] = ids[indices[np.argsort(order[indices])]]
+    return ordered
 
 
 def _release_again(state: CacheState, order: Sequence[Any], now: Any) -> CacheState:
-    """Holds blocks order[g] i32[B] of each group, and gives them back in this order, which has children first."""
+    """Holds blocks order[g] i32[B] of each group, and releases them in this order, which has children first."""
     groups = []
-    for number, (group, ids) in enumerate(zip(state.groups, order, strict=True)):
+    for group_index, (group, ids) in enumerate(zip(state.groups, order, strict=True)):
         group = hold(group, ids, ids >= 0, hit=False)
-        groups.append(give_back(group, policy_of(state, number), ids, ids >= 0, now))
+        groups.append(give_back(group, policy_of(state, group_index), ids, ids >= 0, now))
     return state.replace(groups=tuple(groups))
 
 
@@ -163,10 +193,13 @@ _release_again = OutermostJit(_release_again, donate_argnums=0)
 
 
 def _counted(saved: Saved, ids: np.ndarray) -> Loaded:
-    contents, broken = saved.contents, saved.broken
-    exists, is_broken = contents.order >= 0, broken[0].copy()
-    for at, above in enumerate(contents.parent.tolist()):
-        is_broken[at] |= above >= 0 and is_broken[above]
-    lost = exists & (ids < 0) & (is_broken | broken)
-    taken, num_broken = int(np.sum(ids >= 0)), int(np.sum(lost))
+    contents = saved.contents
+    broken = saved.broken
+    exists = contents.order >= 0
+    is_broken = broken[0].copy()
+    for block_index, parent_index in enumerate(contents.parent.tolist()):
+        is_broken[block_index] |= parent_index >= 0 and is_broken[parent_index]
+    is_lost = exists & (ids < 0) & (is_broken | broken)
+    taken = int(np.sum(ids >= 0))
+    num_broken = int(np.sum(is_lost))
     return Loaded(taken, int(np.sum(exists)) - taken - num_broken, num_broken)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of blocks between a cache and the host, a few blocks at a time: no pool is copied."""
+"""The bytes of blocks between a cache and the host, a few blocks at a time. No pool is copied."""
 
 from __future__ import annotations
 
@@ -19,115 +19,125 @@ from kvjax.pools.stage import Staged, gather, scatter
 from kvjax.spec import CacheSpec
 from kvjax.stores.layout import leaves_of
 
-MOST, FEW = 64, 8  # blocks of one program
+MOST = 64  # blocks of a large program
+FEW = 8  # blocks of a small program
 _PIECE_BYTES = 16 << 20  # larger pieces leave the processor's caches, and need new memory each
 
 
-def most_blocks(spec: CacheSpec, number: int) -> int:
-    """The most blocks of one group that a program serves."""
-    return MOST if MOST * sum(leaf.num_bytes for leaf in leaves_of(spec, number)) <= _PIECE_BYTES else FEW
+def most_blocks(spec: CacheSpec, group_index: int) -> int:
+    """The largest number of blocks of a group in a program."""
+    return MOST if MOST * sum(leaf.num_bytes for leaf in leaves_of(spec, group_index)) <= _PIECE_BYTES else FEW
 
 
 def batch_size(count: int) -> int:
-    """The blocks of a program that serves so many."""
+    """The number of blocks of the program for `count` blocks."""
     return FEW if count <= FEW else MOST
 
 
-def read(pools: Pools, host: Any, number: int, pool_rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """The blocks of one group, some at a time: which of them i64[n], and each array [n, *shape].
+def read(
+    pools: Pools, host: Any, group_index: int, pool_rows: np.ndarray
+) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    """Yields the blocks of a group piece by piece: their indices i64[n], and each array [n, *shape].
 
     Args:
-      pools: the device's.
+      pools: the device's pools.
       host: the `HostPools`, if pool rows can be on the host.
-      number: of the group.
+      group_index: the group.
       pool_rows: i32[n].
     """
-    num_on_device, most = pools.spec.groups[number].num_blocks, most_blocks(pools.spec, number)
-    (on_device,), (on_host,) = np.nonzero(pool_rows < num_on_device), np.nonzero(pool_rows >= num_on_device)
-    for piece, leaves in gather_blocks(pools, pool_rows[on_device], number):
+    num_on_device = pools.spec.groups[group_index].num_blocks
+    max_blocks = most_blocks(pools.spec, group_index)
+    (on_device,) = np.nonzero(pool_rows < num_on_device)
+    (on_host,) = np.nonzero(pool_rows >= num_on_device)
+    for piece, leaves in gather_blocks(pools, pool_rows[on_device], group_index):
         yield on_device[piece], [np.asarray(leaf) for leaf in leaves]
-    context = pools.context(number)
-    for first in range(0, len(on_host), most):
-        piece = on_host[first : first + most]
+    context = pools.context(group_index)
+    for first in range(0, len(on_host), max_blocks):
+        piece = on_host[first : first + max_blocks]
         rows = np.zeros(batch_size(len(piece)), np.int32)
         rows[: len(piece)] = pool_rows[piece] - num_on_device
-        blocks = [np.asarray(leaf)[: len(piece)] for leaf in jax.tree.leaves(read_blocks(host, number, rows))]
-        if context is not None:  # the host's blocks are parts of devices, one after the other
+        blocks = [np.asarray(leaf)[: len(piece)] for leaf in jax.tree.leaves(read_blocks(host, group_index, rows))]
+        if context is not None:  # the host's blocks are the parts of all devices, in order
             blocks = [context.ordered(block) for block in blocks]
         yield piece, blocks
 
 
-def gather_blocks(pools: Pools, pool_rows: Any, number: int) -> Iterator[tuple[slice, list[jax.Array]]]:
-    """The blocks i32[n] of one group on the device, in pieces without padding: a slice, and each array [n, *shape]."""
-    first, most = 0, most_blocks(pools.spec, number)
-    while left := len(pool_rows) - first:
-        count = next(size for size in (most, FEW, 1) if size <= left)
+def gather_blocks(pools: Pools, pool_rows: Any, group_index: int) -> Iterator[tuple[slice, list[jax.Array]]]:
+    """Yields blocks i32[n] of a group on the device, in pieces without padding: a slice, and each array [n, *shape]."""
+    first = 0
+    max_blocks = most_blocks(pools.spec, group_index)
+    while remaining := len(pool_rows) - first:
+        count = next(size for size in (max_blocks, FEW, 1) if size <= remaining)
         piece = slice(first, first + count)
-        yield piece, _gather(pools, np.array(pool_rows[piece], np.int32), number)
+        yield piece, _gather(pools, np.array(pool_rows[piece], np.int32), group_index)
         first += count
 
 
-@functools.partial(jax.jit, static_argnames="number")
-def _gather(pools: Pools, rows: jax.Array, number: int) -> list[jax.Array]:
-    """The arrays of one group's blocks; XLA drops the others."""
-    one = jnp.zeros((1,), jnp.int32)
-    staged = gather(pools, [rows if other == number else one for other in range(len(pools.arrays))])
-    return jax.tree.leaves(arrays_of(staged, number))
+@functools.partial(jax.jit, static_argnames="group_index")
+def _gather(pools: Pools, rows: jax.Array, group_index: int) -> list[jax.Array]:
+    """The arrays of a group's blocks. XLA drops the others."""
+    first_row = jnp.zeros((1,), jnp.int32)
+    staged = gather(pools, [rows if group == group_index else first_row for group in range(len(pools.arrays))])
+    return jax.tree.leaves(arrays_of(staged, group_index))
 
 
 def write(
-    pools: Pools, number: int, pool_rows: np.ndarray, columns: Sequence[int], blocks: Sequence[list[np.ndarray]]
+    pools: Pools, group_index: int, pool_rows: np.ndarray, columns: Sequence[int], blocks: Sequence[list[np.ndarray]]
 ) -> Pools:
-    """Writes blocks, each a list of words, into pool_rows i32[F] at these columns, of one group; donates the pools."""
-    leaves, most = leaves_of(pools.spec, number), most_blocks(pools.spec, number)
-    for first in range(0, len(columns) if leaves else 0, most):
-        some = columns[first : first + most]
-        index = np.full(batch_size(len(some)), -1, np.int32)
-        index[: len(some)] = some
+    """Writes blocks, each a list of words, into pool_rows i32[F] of a group, at these columns. Donates the pools."""
+    leaves = leaves_of(pools.spec, group_index)
+    max_blocks = most_blocks(pools.spec, group_index)
+    for first in range(0, len(columns) if leaves else 0, max_blocks):
+        piece = columns[first : first + max_blocks]
+        index = np.full(batch_size(len(piece)), -1, np.int32)
+        index[: len(piece)] = piece
         arrays = []
-        for at, leaf in enumerate(leaves):
+        for leaf_index, leaf in enumerate(leaves):
             words = _aligned((len(index), *leaf.shape), leaf.word)
-            words[len(some) :] = 0
-            for row, block in enumerate(blocks[first : first + most]):  # as one list they would be copied twice
-                words[row] = block[at]
+            words[len(piece) :] = 0
+            # Copied block by block: a single list of them would be copied twice.
+            for row, block in enumerate(blocks[first : first + max_blocks]):
+                words[row] = block[leaf_index]
             arrays.append(words.view(leaf.dtype))
-        pools = _scatter(pools, arrays, pool_rows, index, number)
+        pools = _scatter(pools, arrays, pool_rows, index, group_index)
     return pools
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """New memory that begins at a multiple of 64 bytes: jax' CPU backend takes it as it is, and copies any other."""
+    """New memory that begins at a multiple of 64 bytes: jax's CPU backend uses it directly, but copies any other."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="number")
-def _scatter(pools: Pools, leaves: list[jax.Array], pool_rows: jax.Array, index: jax.Array, number: int) -> Pools:
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="group_index")
+def _scatter(pools: Pools, leaves: list[jax.Array], pool_rows: jax.Array, index: jax.Array, group_index: int) -> Pools:
     """Writes the leading blocks with an index of at least 0."""
-    spec, groups = pools.spec, range(len(pools.arrays))
-    arrays, scales = jax.tree.unflatten(jax.tree.structure(arrays_of(pools, number)), leaves)
+    spec = pools.spec
+    groups = range(len(pools.arrays))
+    arrays, scales = jax.tree.unflatten(jax.tree.structure(arrays_of(pools, group_index)), leaves)
     nothing = [(None,) * len(group.pools) for group in spec.groups]
     staged = Staged(
-        tuple(arrays if other == number else nothing[other] for other in groups), spec,
-        tuple((scales or nothing[other]) if other == number else nothing[other] for other in groups),
-    )  # fmt: skip
-    rows = jnp.where(index >= 0, pick(pool_rows, index), spec.groups[number].num_blocks)
+        tuple(arrays if i == group_index else nothing[i] for i in groups),
+        spec,
+        tuple((scales or nothing[i]) if i == group_index else nothing[i] for i in groups),
+    )
+    rows = jnp.where(index >= 0, pick(pool_rows, index), spec.groups[group_index].num_blocks)
     return scatter(pools, staged, [rows] * len(groups), [jnp.sum(index >= 0, dtype=jnp.int32)] * len(groups))
 
 
-def compile_pieces(pools: Pools, number: int, pool_rows: np.ndarray) -> None:
-    """Compiles the programs of one group's pieces, for whoever must not wait for them later.
+def compile_pieces(pools: Pools, group_index: int, pool_rows: np.ndarray) -> None:
+    """Compiles the programs of a group's pieces ahead of time.
 
     Args:
-      pools: the device's; nothing is written.
-      number: of the group.
-      pool_rows: i32[F], as of `write`.
+      pools: the device's pools; nothing is written.
+      group_index: the group.
+      pool_rows: i32[F], as in `write`.
     """
-    leaves = leaves_of(pools.spec, number)
-    for size in (1, FEW, most_blocks(pools.spec, number)) if leaves else ():
-        _gather(pools, np.zeros((size,), np.int32), number)
+    leaves = leaves_of(pools.spec, group_index)
+    for size in (1, FEW, most_blocks(pools.spec, group_index)) if leaves else ():
+        _gather(pools, np.zeros((size,), np.int32), group_index)
         arrays = [np.zeros((size, *leaf.shape), leaf.dtype) for leaf in leaves]
         if size in (FEW, MOST):
-            _scatter.lower(pools, arrays, pool_rows, np.zeros((size,), np.int32), number).compile()
+            _scatter.lower(pools, arrays, pool_rows, np.zeros((size,), np.int32), group_index).compile()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conformance kit: requests, and a cache that verifies itself after each of them.
+"""A conformance kit: requests, and a self-verifying cache.
 
     from kvjax.testing import check_policy
     check_policy(kvjax.by_score(lambda blocks: blocks.fill))
 
-A failure is an AssertionError that names the step and its request; the same seed gives the same requests again. Only
-`requests`, a strategy for property tests of your own, needs Hypothesis.
+A failure is an AssertionError with the step and its request. The same seed gives the same requests again. Only
+`requests`, a strategy for your own property tests, needs Hypothesis.
 """
 
 from kvjax.testing.requests import SMALL, Request, random_requests, requests

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial's model of its cache, in plain Python: the text of each row, the pins, and what every slot holds.
+"""A trial's model of its cache, in plain Python: the text of each row, the pins, and the contents of every slot.
 
-And the arguments of a verb from a request, which depend on it.
+It also makes the arguments of a verb from a request, which depend on the model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kvjax.events.transfer import Transfer
 from kvjax.spec import CacheSpec
 from kvjax.state import LOST, NO_BLOCK, CacheState
 
-NOTHING = -1  # in a slot that was never written, or whose move failed
-MAX_TOKENS = 6  # that one `extend` adds to a row
+NOTHING = -1  # in a slot never written, or whose move failed
+MAX_TOKENS = 6  # added to a row by an `extend`
 Item = tuple[int, int]  # a token and its extra id
-Fields = dict[str, Any]  # a request, to those who read its fields
-_MOST_BLOCKS = 4  # that one `offload` or `onboard` names
-_WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # for no row that has lost K/V
+Fields = dict[str, Any]  # the fields of a request
+_MAX_BLOCKS = 4  # named by an `offload` or `onboard`
+_WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # not for a row that has lost K/V
 
 
 @dataclasses.dataclass
 class Row:
-    """The contents that a sequence should have: `items` are written, of `length` that have blocks.
+    """The expected contents of a sequence: `items` are written, and `length` tokens have blocks.
 
-    A swapped-out row is on the host; a lost row has lost K/V to a failed move, and can only be released.
+    A swapped-out row is on the host. A lost row has lost K/V to a failed move, and can only be released.
     """
 
     namespace: int
@@ -45,23 +45,23 @@ class Row:
 
 
 class Expected:
-    """The cache as it should be after the requests that were done.
+    """The expected cache after the successful requests.
 
-    K/V depend on all tokens up to their own, so equal (namespace, path) are one id of K/V.
+    K/V depend on all tokens up to their own, so an id of K/V stands for each (namespace, path).
     """
 
     def __init__(self, spec: CacheSpec):
         self.spec = spec
-        self.rows: dict[int, Row] = {}  # those in use
-        self.pins: list[np.ndarray] = []  # the blocks of each pin that lasts
-        # Per group the ids of the K/V in the pools of both tiers, [N + H, P].
+        self.rows: dict[int, Row] = {}  # the rows in use
+        self.pins: list[np.ndarray] = []  # the blocks of each present pin
+        # For each group the ids of the K/V in the pools of both tiers, [N + H, P].
         self.slots = [np.full((group.num_ids, spec.block_size), NOTHING) for group in spec.groups]
-        # Transfers ordered and not completed, each with whether it was the last request.
+        # Ordered but not completed transfers, each with whether the last request ordered it.
         self.moves: collections.deque[tuple[Transfer, bool]] = collections.deque()
         self._kv_ids: dict[tuple[int, tuple[Item, ...]], int] = {}
 
     def written(self, request: Fields) -> list[list[Item]]:
-        """The tokens that each row writes: the rest of its prompt, then the request's, up to its length."""
+        """The tokens to be written by each row: the rest of its prompt, then the request's tokens, up to its length."""
         new: list[list[Item]] = [[] for _ in range(self.spec.max_seqs)]
         for seq, row in self.rows.items():
             if row.swapped_out or row.lost:
@@ -81,14 +81,14 @@ class Expected:
         return [self._kv_ids.setdefault((namespace, items[: i + 1]), len(self._kv_ids)) for i in range(len(items))]
 
     def locate(self, group: Any, seq: int, positions: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Indices of a row's positions in a group's slots; and bool[.], the positions that the row still has."""
+        """Indices of a row's positions in a group's slots, and bool[.], whether the row still has a position."""
         size = self.spec.block_size
         blocks = group.table[seq][positions // size]
         seen = blocks >= 0
         return (pool_rows(group)[blocks[seen]], positions[seen] % size), seen
 
     def note(self, request: Fields, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
-        """Brings rows, slots and pins up to date with a request that was done."""
+        """Updates rows, slots and pins after a successful request."""
         seq = request.get("seq", 0)
         match request["verb"]:
             case "commit":
@@ -103,7 +103,8 @@ class Expected:
             case "fork":
                 self.rows[request["dst"]] = dataclasses.replace(self.rows[request["src"]])
             case "truncate":
-                row, length = self.rows[seq], int(arguments["length"])
+                row = self.rows[seq]
+                length = int(arguments["length"])
                 self.rows[seq] = Row(row.namespace, row.prompt[:length], row.items[:length], length)
             case "release":
                 del self.rows[seq]
@@ -118,118 +119,145 @@ class Expected:
         self.move(events)
 
     def _commit(self, request: Fields, events: Events, before: CacheState) -> None:
-        """Writes the K/V of what each row commits."""
+        """Writes the K/V of each row's committed tokens."""
         for seq, (items, status) in enumerate(zip(self.written(request), events.status, strict=True)):
             assert status == Status.OK, f"row {seq} may not commit {len(items)} tokens: {Status(status).name}"
             if items:
-                row, start = self.rows[seq], len(self.rows[seq].items)
+                row = self.rows[seq]
+                start = len(row.items)
                 row.items = row.items + items
                 kv_ids = np.array(self.kv_ids(row.namespace, row.items)[start:])
-                for number, group in enumerate(before.groups):
+                for group_index, group in enumerate(before.groups):
                     index, seen = self.locate(group, seq, np.arange(start, len(row.items)))
-                    self.slots[number][index] = kv_ids[seen]
+                    self.slots[group_index][index] = kv_ids[seen]
 
     def move(self, events: Events) -> None:
-        """Does the orders of a transition in the slots: moves between tiers, then copies."""
+        """Moves slots by the orders of a transition: moves between tiers, then copies."""
         self.moves = collections.deque((transfer, False) for transfer, _ in self.moves)
         moves = [m for m in events.moves.records.tolist() if m[1] >= 0]
-        sources = [self.slots[number][source].copy() for number, _, _, source, _ in moves]
-        for (number, _, _, _, target), slots in zip(moves, sources, strict=True):
-            self.slots[number][target] = slots
+        sources = [self.slots[group_index][source].copy() for group_index, _, _, source, _ in moves]
+        for (group_index, _, _, _, target), slots in zip(moves, sources, strict=True):
+            self.slots[group_index][target] = slots
         if moves:
-            orders: Any = np.array(moves + [[-1] * 5] * (-len(moves) % 64), np.int32)  # one program for all
+            orders: Any = np.array(moves + [[-1] * 5] * (-len(moves) % 64), np.int32)  # the same shape for many moves
             self.moves.append((Transfer(orders), True))
         for event in to_list(events):
             if event["kind"] == "copied":
-                slots, n = self.slots[event["group"]], event["num_tokens"]
+                slots = self.slots[event["group"]]
+                n = event["num_tokens"]
                 slots[event["block"], :n] = slots[event["source"], :n]
 
     def _fail(self, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
-        """Empties the slots that failed moves should have filled."""
-        for number, block, move, _, target in arguments["transfer"].records.tolist() if not arguments["ok"] else ():
-            if block >= 0 and before.groups[number].arrival(np.int32(block)) == move:
-                self.slots[number][target] = NOTHING
+        """Empties the targets of failed moves."""
+        for group_index, block, move_id, _, target in (
+            arguments["transfer"].records.tolist() if not arguments["ok"] else ()
+        ):
+            if block >= 0 and before.groups[group_index].arrival(np.int32(block)) == move_id:
+                self.slots[group_index][target] = NOTHING
         for seq in np.flatnonzero(events.status == Status.HELD).tolist():
             self.rows[seq].lost = True
 
 
 def adopt(
-    expected: Expected, before: CacheState, after: CacheState, new: Mapping[Node, tuple], events: Sequence[Events],
+    expected: Expected,
+    before: CacheState,
+    after: CacheState,
+    new: Mapping[Node, tuple],
+    events: Sequence[Events],
     cut: Mapping[int, int],
-) -> None:  # fmt: skip
-    """Updates the expected cache by a composite: the bytes moved and copied, then the tokens written.
+) -> None:
+    """Updates the expected cache after a composite: bytes are moved and copied, then the tokens are written.
 
-    The state after is sound. `new` are nodes of the mirror that the composite has stored, `events` those of its
-    transitions, and `cut` {row: tokens that were left of it} for rows that it has cut back.
+    The state after is sound.
+
+    Args:
+      expected: the model to update.
+      before: the state before the composite.
+      after: the state after the composite.
+      new: nodes of the mirror stored by the composite.
+      events: the events of its transitions.
+      cut: {row: remaining tokens} of its truncated rows.
     """
-    held = []  # the ids of the K/V in the pool rows of blocks that are active or cached
+    held = []  # the ids of the K/V in the pool rows of active or cached blocks
     for slots, group in zip(expected.slots, before.groups, strict=True):
         in_use = (group.blocks.refcount > 0) | (group.blocks.fill > 0)
         held.append(set(slots[pool_rows(group)[in_use]].flat))
-    cached = [int(n) for one in events for n, queried in zip(one.cached, one.queried, strict=True) if queried > 0]
+    cached = [
+        int(num_cached)
+        for transition in events
+        for num_cached, queried in zip(transition.cached, transition.queried, strict=True)
+        if queried > 0
+    ]
     old = expected.rows
-    for one in events:
-        expected.move(one)
+    for transition in events:
+        expected.move(transition)
     expected.rows = dict(_rows(expected, after))
     claims = []  # group, indices of slots, the ids of their K/V, whether they are new
     for seq, row in expected.rows.items():
         start = min([*_starts(old, row, seq, before, after), *cached], default=0)
-        start, positions = min(start, cut.get(seq, start)), np.arange(len(row.items))
+        start = min(start, cut.get(seq, start))
+        positions = np.arange(len(row.items))
         kv_ids = np.array(expected.kv_ids(row.namespace, row.items), int)
-        for number, group in enumerate(after.groups if not row.lost else ()):
+        for group_index, group in enumerate(after.groups if not row.lost else ()):
             index, seen = expected.locate(group, seq, positions)
-            claims.append((number, index, kv_ids[seen], positions[seen] >= start))
-    for (number, block, _), (namespace, path, *_) in new.items():
+            claims.append((group_index, index, kv_ids[seen], positions[seen] >= start))
+    for (group_index, block, _), (namespace, path, *_) in new.items():
         items = expected.items(path)
         start = min([*_starts(old, Row(namespace, items, items, len(items))), *cached], default=0)
         positions = np.arange((len(items) - 1) // expected.spec.block_size * expected.spec.block_size, len(items))
-        index = np.full(len(positions), pool_rows(after.groups[number])[block]), positions % expected.spec.block_size
-        claims.append((number, index, np.array(expected.kv_ids(namespace, items))[positions], positions >= start))
+        pool_row = pool_rows(after.groups[group_index])[block]
+        index = (np.full(len(positions), pool_row), positions % expected.spec.block_size)
+        kv_ids = np.array(expected.kv_ids(namespace, items))[positions]
+        claims.append((group_index, index, kv_ids, positions >= start))
     computed = {kv_id for *_, kv_ids, is_new in claims for kv_id in kv_ids[is_new].tolist()}
-    for number, index, kv_ids, is_new in claims:  # also copies that were made after they had been computed
-        is_new = is_new | np.array([kv_id in computed or kv_id not in held[number] for kv_id in kv_ids.tolist()], bool)
-        expected.slots[number][index[0][is_new], index[1][is_new]] = kv_ids[is_new]
+    for group_index, index, kv_ids, is_new in claims:  # includes copies made after the computation
+        is_unknown = [kv_id in computed or kv_id not in held[group_index] for kv_id in kv_ids.tolist()]
+        is_new = is_new | np.array(is_unknown, bool)
+        expected.slots[group_index][index[0][is_new], index[1][is_new]] = kv_ids[is_new]
     expected.pins = _pins(expected, after)
 
 
 def _starts(
     old: Mapping[int, Row], row: Row, seq: int = -1, before: CacheState | None = None, after: CacheState | None = None
 ) -> Iterator[int]:
-    """The tokens of a text that rows had before: the row itself, or those that it may be a fork of."""
-    own = old.get(seq)
-    if own and own.namespace == row.namespace:
-        common = _common(own.items, row.items)
-        if common == min(len(own.items), len(row.items)):
+    """The tokens of a text known to rows before: to the row itself, or to the possible sources of a fork."""
+    former = old.get(seq)
+    if former and former.namespace == row.namespace:
+        common = _common(former.items, row.items)
+        if common == min(len(former.items), len(row.items)):
             yield common
             return
-    for other, source in old.items():
+    for source_seq, source in old.items():
         if source.namespace != row.namespace:
             continue
-        common, forked = _common(source.items, row.items), True
+        common = _common(source.items, row.items)
+        forked = True
         if before is not None and after is not None:
-            forked = before.groups[0].table[other][0] == after.groups[0].table[seq][0]
+            forked = before.groups[0].table[source_seq][0] == after.groups[0].table[seq][0]
         if forked and (common > 0 or (not source.items and source.prompt[:1] == row.items[:1])):
             yield common
 
 
 def _common(first: Sequence[Item], second: Sequence[Item]) -> int:
-    """Leading items that two texts have in common."""
+    """Number of common leading items of two texts."""
     pairs = zip(first, second, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _rows(expected: Expected, state: CacheState) -> Iterator[tuple[int, Row]]:
-    """The rows in use, with the text that the blocks of the first group hold."""
-    tree, size = state.groups[0], expected.spec.block_size
-    fields = state.seqs.namespace, state.seqs.length, state.seqs.committed
+    """The rows in use, with the text in their blocks of the first group."""
+    tree = state.groups[0]
+    size = expected.spec.block_size
+    fields = (state.seqs.namespace, state.seqs.length, state.seqs.committed)
     for seq in np.flatnonzero(state.seqs.length).tolist():
         namespace, length, committed = (int(field[seq]) for field in fields)
         blocks = tree.table[seq][: -(-committed // size)]
         parts = [x[blocks].reshape(-1)[:committed].tolist() for x in tree.blocks.text.parts().values()]
         items: list[Any] = [(token, *extra, 0)[:2] for token, *extra in zip(*parts, strict=True)]
-        own = expected.rows.get(seq, Row(namespace, [], [], 0))
-        prompt = own.prompt[:length] if _common(own.prompt, items) == min(len(own.prompt), committed) else items
-        lost = own.lost or any(_has_lost(group, seq) for group in state.groups)
+        former = expected.rows.get(seq, Row(namespace, [], [], 0))
+        keeps_prompt = _common(former.prompt, items) == min(len(former.prompt), committed)
+        prompt = former.prompt[:length] if keeps_prompt else items
+        lost = former.lost or any(_has_lost(group, seq) for group in state.groups)
         swapped_out = bool(np.asarray(state.seqs.swapped_out)[seq])
         yield seq, Row(namespace, prompt, items, length, swapped_out, lost)
 
@@ -240,17 +268,19 @@ def _has_lost(group: Any, seq: int) -> bool:
 
 
 def _pins(expected: Expected, state: CacheState) -> list[np.ndarray]:
-    """The pins that still hold, and all other blocks held beside the rows, a row's length at a time."""
-    group, width = state.groups[0], expected.spec.max_blocks_per_seq
-    refcount, held = np.asarray(group.blocks.refcount), group.table[group.table >= 0]
-    left = refcount - np.bincount(held, minlength=len(refcount))
+    """The remaining pins, and pins of all other blocks held by no row, each with at most a row's length."""
+    group = state.groups[0]
+    width = expected.spec.max_blocks_per_seq
+    refcount = np.asarray(group.blocks.refcount)
+    held = group.table[group.table >= 0]
+    unexplained = refcount - np.bincount(held, minlength=len(refcount))
     pins = []
     for pin in expected.pins:
-        if np.all(left[pin[pin >= 0]] > 0):
-            left[pin[pin >= 0]] -= 1
+        if np.all(unexplained[pin[pin >= 0]] > 0):
+            unexplained[pin[pin >= 0]] -= 1
             pins.append(pin)
-    more = np.repeat(np.arange(len(left), dtype=np.int32), np.maximum(left, 0))
-    parts = [more[i : i + width] for i in range(0, len(more), width)]
+    new_pins = np.repeat(np.arange(len(unexplained), dtype=np.int32), np.maximum(unexplained, 0))
+    parts = [new_pins[i : i + width] for i in range(0, len(new_pins), width)]
     return [*pins, *(np.pad(part, (0, width - len(part)), constant_values=NO_BLOCK) for part in parts)]
 
 
@@ -260,11 +290,12 @@ def pool_rows(group: Any) -> np.ndarray:
 
 
 def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict[str, Any] | None:
-    """The arguments but for the state; None if a request is empty (no row to extend, no pin).
+    """The arguments except the state, or None if a request is empty (no row to extend, no pin).
 
-    A "complete" takes the oldest moves that are not completed.
+    A "complete" takes the oldest moves not yet completed.
     """
-    verb, spec = request["verb"], state.spec
+    verb = request["verb"]
+    spec = state.spec
     row = expected.rows.get(request.get("src" if verb == "fork" else "seq", NO_BLOCK))
     if verb in _WHOLE and row and row.lost:
         return None
@@ -303,13 +334,13 @@ def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict
         case "offload" | "onboard":
             return _cached_blocks(request, state, on_host=verb == "onboard")
         case "watermark":
-            return {"empty": np.int32(request["empty"]), "most": _MOST_BLOCKS, "group": request["group"]}
+            return {"empty": np.int32(request["empty"]), "most": _MAX_BLOCKS, "group": request["group"]}
         case "complete":
             if not expected.moves:
                 return None
             transfer, is_last = expected.moves.popleft()
             return {"transfer": transfer, "ok": np.bool_(request["ok"] or not is_last)}
-    raise ValueError(f"verb: got {verb!r}, wanted one of those of `random_requests`")
+    raise ValueError(f"verb: got {verb!r}, wanted a verb of `random_requests`")
 
 
 def _text(spec: CacheSpec, tokens: np.ndarray, extra_ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -324,12 +355,12 @@ def _commit(request: Fields, spec: CacheSpec, expected: Expected) -> dict[str, A
 
 
 def _cached_blocks(request: Fields, state: CacheState, on_host: bool) -> dict[str, Any]:
-    """Some of the first cached blocks of a tier."""
+    """A selection of the first cached blocks of a tier."""
     group = jax.device_get(state.groups[request["group"]])
     in_tier = (pool_rows(group) >= len(group.empty)) == on_host
-    blocks = np.flatnonzero(in_tier & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:_MOST_BLOCKS]
+    blocks = np.flatnonzero(in_tier & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:_MAX_BLOCKS]
     chosen = [block for i, block in enumerate(blocks.tolist()) if request["which"] >> i & 1]
-    padding = [NO_BLOCK] * (_MOST_BLOCKS - len(chosen))
+    padding = [NO_BLOCK] * (_MAX_BLOCKS - len(chosen))
     return {"blocks": np.array([*chosen, *padding], np.int32), "group": request["group"]}
 
 

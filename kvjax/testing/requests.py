@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a cache on trial (`Trial`): their form, random ones without end, and a Hypothesis strategy."""
+"""Requests to a cache on trial (`Trial`): their form, endless random requests, and a Hypothesis strategy."""
 
 from __future__ import annotations
 
@@ -15,43 +15,53 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
-_WEIGHTS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
-          "evict": 2, "forget_namespaces": 1, "reset": 1}  # fmt: skip
+_WEIGHTS = {
+    "admit": 30,
+    "commit": 32,
+    "extend": 26,
+    "release": 14,
+    "fork": 6,
+    "truncate": 4,
+    "pin": 2,
+    "unpin": 3,
+    "evict": 2,
+    "forget_namespaces": 1,
+    "reset": 1,
+}
 _VERBS = list(_WEIGHTS)
 _SHARES = np.array(list(_WEIGHTS.values())) / sum(_WEIGHTS.values())
 
 
 class Request(TypedDict, total=False):
-    """One request to a cache on trial: a plain dict with "verb" and the fields of that verb, which JSON can hold.
+    """A request to a cache on trial: a plain dict of JSON values with "verb" and the verb's fields.
 
         trial.do({"verb": "admit", "seq": 0, "tokens": [5, 6, 7], "namespace": 0})
-        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as is reserved
+        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes all reserved tokens
         trial.do({"verb": "release", "seq": 0})
 
     The fields of each verb:
 
         verb                fields
-        admit               seq; tokens; namespace; extra_ids, one per token (where the spec has them)
-        extend              num_tokens, one per row, 0 for a row that does not grow, as all free rows
-        commit              num_tokens, one per row, at most those reserved;
-                            tokens, extra_ids: lists, used after the prompt
-        fork                src; dst
-        truncate            seq; drop: how many tokens to cut off
+        admit               seq, tokens, namespace, extra_ids (an id for each token, if the spec has them)
+        extend              num_tokens (for each row, 0 for a row that does not grow and for free rows)
+        commit              num_tokens (for each row, at most the reserved tokens),
+                            tokens, extra_ids (lists for each row, used after the prompt)
+        fork                src, dst
+        truncate            seq, drop (number of tokens to cut off)
         release             seq
         evict               block
         forget_namespaces   keep
-        pin                 seq; num_blocks: how many of the row's first blocks, those that are findable
-        unpin               which: number of the pin among those that last, modulo how many these are
+        pin                 seq, num_blocks (number of the row's first blocks, of which findable blocks are pinned)
+        unpin               which (index of the pin, modulo the number of pins)
         reset
 
-    Those of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are used.
+    Caches with a host tier have more verbs, and "admit" and "extend" also have host: whether to use both tiers.
 
         verb                fields
-        offload, onboard    which: a bit for each of the first blocks that could go, in order; group
-        watermark           empty; group
+        offload, onboard    which (a bit for each of the first movable blocks, in order), group
+        watermark           empty, group
         swap_out, swap_in   seq
-        complete            ok: whether the oldest moves were done, not heeded if something else was done
-                            since they were ordered
+        complete            ok (whether the oldest moves succeeded, True if other requests came after their order)
     """
 
     verb: Required[str]
@@ -74,17 +84,15 @@ class Request(TypedDict, total=False):
 
 
 def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int = 2) -> Iterator[Request]:
-    """Yields requests without end, as plain data that JSON can hold; the same seed gives the same requests.
+    """Yields endless requests, as plain data of JSON values. The same seed gives the same requests.
 
-    Prompts begin like one of a few documents, so that prefixes are shared. One request in 25 has a flaw: an unknown
-    row, no tokens, a negative token, or more tokens than a row can hold.
-
-    They have the verbs of the first table of `Request`.
+    Requests have the verbs of the first table of `Request`. Prompts begin like a few documents, so they share prefixes.
+    A request in 25 has a flaw: an unknown row, no tokens, a negative token, or more tokens than a row can hold.
 
     Args:
-      seed: of numpy's generator.
-      spec: of the cache on trial.
-      num_namespaces: tenants.
+      seed: the seed of numpy's generator.
+      spec: the spec of the cache on trial.
+      num_namespaces: number of tenants.
 
     Example:
       >>> from kvjax.testing import random_requests
@@ -98,28 +106,30 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
 
 
 class Draws:
-    """Draws requests at random, one by one.
+    """Draws random requests.
 
-    A subclass that knows the cache tells which rows are in use, and may override `prompt` and `following`.
+    A subclass that knows the cache sets the rows in use, and may override `prompt` and `following`.
 
     Attributes:
-      spec: of the cache.
-      num_namespaces: tenants.
+      spec: the spec of the cache.
+      num_namespaces: number of tenants.
       rng: numpy's generator.
-      documents: i32[3, max_length + 1]: the texts that prompts begin like.
-      used: the rows in use, a guess by the requests alone.
-      aim: the share of rows that suit their request.
+      documents: i32[3, max_length + 1]; texts with which prompts begin.
+      used: the rows in use, guessed from the requests alone.
+      aim: the share of suitable rows.
     """
 
     aim = 0.9
 
     def __init__(self, seed: int, spec: CacheSpec, num_namespaces: int = 2):
-        self.spec, self.num_namespaces, self.rng = spec, num_namespaces, np.random.default_rng(seed)
+        self.spec = spec
+        self.num_namespaces = num_namespaces
+        self.rng = np.random.default_rng(seed)
         self.documents = self.rng.integers(0, 3, (3, spec.max_length + 1))
         self.used: set[int] = set()
 
     def next(self) -> Request:
-        """A request of any verb of the first table of `Request`, perhaps with a flaw."""
+        """A request with any verb of the first table of `Request`, perhaps with a flaw."""
         request = self.make(str(self.rng.choice(_VERBS, p=_SHARES)))
         if self.chance(0.04):
             request |= _flaw(request, self.number(3), self.spec)
@@ -132,36 +142,38 @@ class Draws:
         return cast(Request, request)
 
     def make(self, verb: str) -> Fields:
-        """A request of this verb, without extra ids."""
-        spec, number = self.spec, self.number
+        """A request with a given verb, without extra ids."""
+        spec = self.spec
+        integer = self.number
         match verb:
             case "admit":
                 fields: Fields = {"seq": self.row(free=True)} | self.prompt()
             case "extend":
-                fields = {"num_tokens": [number(MAX_TOKENS + 1) * number(2) for _ in range(spec.max_seqs)]}
+                fields = {"num_tokens": [integer(MAX_TOKENS + 1) * integer(2) for _ in range(spec.max_seqs)]}
             case "commit":
-                longest, rows = spec.max_length, range(spec.max_seqs)
-                fields = {"num_tokens": [longest if self.chance(0.6) else number(6) for _ in rows]}
+                longest = spec.max_length
+                rows = range(spec.max_seqs)
+                fields = {"num_tokens": [longest if self.chance(0.6) else integer(6) for _ in rows]}
                 fields["tokens"] = [self.following(seq) for seq in rows]
             case "fork":
                 fields = {"src": self.row(), "dst": self.row(free=True)}
             case "truncate":
-                fields = {"seq": self.row(), "drop": number(1, 2 * spec.block_size)}
+                fields = {"seq": self.row(), "drop": integer(1, 2 * spec.block_size)}
             case "evict":
-                fields = {"block": number(spec.groups[0].num_ids)}
+                fields = {"block": integer(spec.groups[0].num_ids)}
             case "forget_namespaces":
-                fields = {"keep": [number(self.num_namespaces)]}
+                fields = {"keep": [integer(self.num_namespaces)]}
             case "pin":
-                fields = {"seq": self.row(), "num_blocks": number(1, spec.max_blocks_per_seq + 1)}
+                fields = {"seq": self.row(), "num_blocks": integer(1, spec.max_blocks_per_seq + 1)}
             case "unpin":
-                fields = {"which": number(1000)}
+                fields = {"which": integer(1000)}
             case "release" | "swap_out" | "swap_in":
                 fields = {"seq": self.row()}
             case "offload" | "onboard":
-                fields = {"which": number(1, 16), "group": self.host_group()}
+                fields = {"which": integer(1, 16), "group": self.host_group()}
             case "watermark":
                 group = self.host_group()
-                fields = {"empty": number(spec.groups[group].num_blocks + 1), "group": group}
+                fields = {"empty": integer(spec.groups[group].num_blocks + 1), "group": group}
             case "complete":
                 fields = {"ok": self.chance(0.75)}
             case _:
@@ -169,15 +181,15 @@ class Draws:
         return {"verb": verb} | fields
 
     def number(self, low: int, high: int | None = None) -> int:
-        """An integer from `low` to below `high`; with one bound, from 0 to below it."""
+        """An integer from `low` to below `high`. With a single bound, from 0 to below it."""
         return int(self.rng.integers(low, high))
 
     def chance(self, probability: float) -> bool:
-        """Whether something with this probability happens."""
+        """A random bool, which is True with this probability."""
         return bool(self.rng.random() < probability)
 
     def row(self, free: bool = False) -> int:
-        """Mostly a row in use, or one that is free."""
+        """A row that is mostly in use, or mostly free."""
         rows = [seq for seq in range(self.spec.max_seqs) if (seq in self.used) != free]
         return int(self.rng.choice(rows)) if rows and self.chance(self.aim) else self.number(self.spec.max_seqs)
 
@@ -193,12 +205,12 @@ class Draws:
         }
 
     def following(self, seq: int) -> list[int]:
-        """The tokens that a row goes on with."""
+        """Further tokens of a row."""
         del seq
         return self.text(self.spec.max_length)
 
     def text(self, length: int) -> list[int]:
-        """So many tokens, which mostly begin like a document."""
+        """A text of this length, which mostly begins like a document."""
         begun = self.number(length + 1) if self.chance(0.7) else length
         document = self.documents[self.number(3)]
         return [*document[:begun].tolist(), *self.rng.integers(0, 3, length - begun).tolist()]
@@ -214,7 +226,7 @@ class Draws:
 
 
 def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int = 40) -> SearchStrategy[list[Request]]:
-    """A Hypothesis strategy for property tests of your own: lists of requests, which shrink to the few that matter.
+    """A Hypothesis strategy for your own property tests: lists of requests, which shrink to the few that matter.
 
         @hypothesis.given(requests(spec))
         def test_something(story):
@@ -222,25 +234,25 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
             for request in story:
                 trial.do(request)
 
-    `Request` says which requests there are, and their fields: those of its first table, and of its second where the
-    spec has a host tier. Tokens are 0, 1 or 2, so that prefixes are shared; a row may be unknown, a prompt too long.
+    `Request` describes the requests: the first table, and if the spec has a host tier also the second. Tokens are 0, 1
+    or 2, so prompts share prefixes. A row may be unknown, and a prompt too long.
 
     Args:
-      spec: of the cache on trial; keep it small.
-      num_namespaces: tenants.
-      max_size: the most requests in a list.
+      spec: the spec of the cache on trial; keep it small.
+      num_namespaces: number of tenants.
+      max_size: the maximum number of requests in a list.
 
     Raises:
-      ImportError: without hypothesis, which `pip install "kvjax[test]"` brings.
+      ImportError: without hypothesis. To install it, run `pip install "kvjax[test]"`.
     """
     try:
         import hypothesis.strategies as st
     except ImportError as error:
         raise ImportError('requests: needs hypothesis (pip install "kvjax[test]")') from error
 
-    from kvjax.testing import strategies  # which imports hypothesis
+    from kvjax.testing import strategies  # imports hypothesis
 
-    # Lists of lists are longer on average than a flat list, and shrink as well.
+    # Lists of lists are longer on average than a flat list, and shrink equally well.
     lists = st.lists(st.lists(strategies.parts(spec, num_namespaces)).map(_joined)).map(_joined)
     return lists.map(lambda story: story[:max_size])
 

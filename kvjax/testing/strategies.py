@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies for requests, one kind at a time. `requests` puts them together, and alone imports this."""
+"""Hypothesis strategies for requests, a kind at a time. Only `requests`, which joins them, imports this module."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvjax.testing.expected import MAX_TOKENS, Fields
 
 
 def parts(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[list[Fields]]:
-    """One request of any kind, or several of one sequence."""
+    """A request of any kind, or several requests of a sequence."""
     prompts = {"seq": _rows(spec), "tokens": _texts(spec), "namespace": st.integers(0, num_namespaces - 1)}
     admits = _with_extra_ids(spec, "admit", prompts | _tiers(spec))
     longest = spec.max_length
     full_texts = _texts(spec).map(lambda tokens: [*tokens, *[0] * longest][:longest])
     counts = _per_row(spec, st.sampled_from((longest, longest, 0, 1, spec.block_size)))
     commits = _with_extra_ids(spec, "commit", {"num_tokens": counts, "tokens": _per_row(spec, full_texts)})
-    kinds = [*[admits, commits] * 2, *_others(spec)]
-    kinds += _of_the_host_tier(spec) if spec.has_host else []
+    kinds = [*[admits, commits] * 2, *_other_requests(spec)]
+    kinds += _host_requests(spec) if spec.has_host else []
     return st.one_of(st.one_of(kinds).map(lambda request: [request]), _lives(spec, admits))
 
 
-def _others(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
-    """Requests of every cache other than prompts and commits."""
+def _other_requests(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
+    """Requests of every cache, except prompts and commits."""
     rows = _rows(spec)
     return [
         _request("extend", num_tokens=_per_row(spec, st.integers(0, MAX_TOKENS)), **_tiers(spec)),
@@ -41,7 +41,7 @@ def _others(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
     ]
 
 
-def _of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
+def _host_requests(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
     """Requests of caches with a host tier."""
     group = st.sampled_from(spec.host_groups)
     return [
@@ -55,7 +55,7 @@ def _of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
 
 
 def _lives(spec: CacheSpec, admit: SearchStrategy[Fields]) -> SearchStrategy[list[Fields]]:
-    """Sequences from their prompt to their end, perhaps forked and swapped; or parts of these."""
+    """Sequences from their prompt to their end, perhaps forked and swapped, or parts of such sequences."""
 
     def life(request: Fields, seq: int, fork: int, included: list[bool]) -> list[Fields]:
         written = {"verb": "commit", "num_tokens": [spec.max_length] * spec.max_seqs, "tokens": [[]] * spec.max_seqs}
@@ -72,10 +72,11 @@ def _lives(spec: CacheSpec, admit: SearchStrategy[Fields]) -> SearchStrategy[lis
 
 
 def _with_extra_ids(spec: CacheSpec, verb: str, fields: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Fields]:
-    """Requests with extra ids for their tokens where the spec has them, by random bits."""
+    """Requests with extra ids for their tokens if the spec has them, chosen by random bits."""
 
     def extra(request: Fields) -> Fields:
-        bits, tokens = request.pop("bits"), request["tokens"]
+        bits = request.pop("bits")
+        tokens = request["tokens"]
 
         def ids(text: list[int]) -> list[int]:
             return [bits >> i & 1 if token == 2 else 0 for i, token in enumerate(text)]
@@ -92,7 +93,7 @@ def _request(verb: str, **fields: SearchStrategy[Any]) -> SearchStrategy[Fields]
 
 
 def _rows(spec: CacheSpec) -> SearchStrategy[int]:
-    """A row; S is an unknown one."""
+    """A row, or S, an unknown row."""
     return st.integers(0, spec.max_seqs)
 
 
@@ -101,12 +102,12 @@ def _per_row(spec: CacheSpec, values: SearchStrategy[Any]) -> SearchStrategy[lis
 
 
 def _tiers(spec: CacheSpec) -> dict[str, SearchStrategy[bool]]:
-    """The field of a request that may use both tiers."""
+    """The field of requests for one or both tiers."""
     return {"host": st.booleans()} if spec.has_host else {}
 
 
 def _texts(spec: CacheSpec) -> SearchStrategy[list[int]]:
-    """One token again and again, and then others; at most one more than a row can hold."""
+    """A repeated token and then other tokens, at most a token more than a row can hold."""
 
     def text(first: int, times: int, rest: list[int]) -> list[int]:
         return [*[first] * times, *rest][: spec.max_length + 1]

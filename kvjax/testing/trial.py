@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache on trial: it carries out requests and verifies itself after each. And a policy on trial in one."""
+"""A cache on trial, which verifies itself after each request, and trials of policies."""
 
 from __future__ import annotations
 
@@ -32,11 +32,26 @@ from kvjax.verbs.swap import swap_in, swap_out
 from kvjax.verbs.truncate import truncate
 
 VERBS = (
-    admit, lookup, extend, commit, fork, truncate, release, pin,
-    unpin, evict, forget_namespaces, reset, offload, onboard, watermark,
-    swap_out, swap_in, complete,
-)  # fmt: skip
-# Of these verbs, several rows are as many transitions, one after the other.
+    admit,
+    lookup,
+    extend,
+    commit,
+    fork,
+    truncate,
+    release,
+    pin,
+    unpin,
+    evict,
+    forget_namespaces,
+    reset,
+    offload,
+    onboard,
+    watermark,
+    swap_out,
+    swap_in,
+    complete,
+)
+# With these verbs, several rows are several transitions, one after the other.
 ROW_BY_ROW = ("admit", "fork", "truncate", "release", "swap_out", "swap_in")
 
 
@@ -50,59 +65,62 @@ def jitted_verbs() -> dict[str, Callable[..., Any]]:
 
 
 class Trial:
-    """A cache that carries out requests and verifies itself after each.
+    """A cache with a verification after each request.
 
-    Beside the cache it has, in plain Python, the text of each row and the K/V in each slot of the pools of both tiers
-    (`Expected`). A row that would read other K/V than its own, and a findable block that does not hold its tokens' K/V,
-    are failures; so is a block with other holders than rows and pins.
+    In plain Python it also has the text of each row and the K/V in each slot of the pools of both tiers (`Expected`). A
+    trial fails if a row would read other K/V than its own, if a findable block does not hold its tokens' K/V, or if a
+    block has other holders than rows and pins.
 
     Attributes:
       state: the cache.
-      mirror: the index by the events alone.
-      tally: how often each verb was done ("admit"), each status came ("NO_BLOCKS") and each event ("removed").
+      mirror: the index, from the events alone.
+      tally: counts of successful requests by verb ("admit"), statuses ("NO_BLOCKS") and events ("removed").
     """
 
     def __init__(
-        self, state: CacheState, *, delivers: bool = False, verbs: dict[str, Callable[..., Any]] | None = None
+        self, state: CacheState, *, must_admit: bool = False, verbs: dict[str, Callable[..., Any]] | None = None
     ):
         """Begins with an empty cache.
 
         Args:
-          state: from `init`.
-          delivers: whether to demand that a prompt which fits by the free count is admitted; not for caches with
-            windows or a host tier, where the count does not decide.
-          verbs: jitted verbs by name, None for the library's.
+          state: an empty state from `init`.
+          must_admit: whether every prompt must be admitted if it fits into the free blocks. Not for caches with windows
+            or a host tier, where the number of free blocks does not decide.
+          verbs: jitted verbs by name; defaults to the library's.
 
         Raises:
-          ValueError: for `delivers` with such a cache.
+          ValueError: for `must_admit` with such a cache.
         """
-        if delivers and (len(state.spec.groups) > 1 or state.spec.has_host):
-            raise ValueError("delivers: got True, wanted False for a cache with windows or a host tier")
-        self.state, self.delivers = state, delivers
+        if must_admit and (len(state.spec.groups) > 1 or state.spec.has_host):
+            raise ValueError("must_admit: got True, wanted False for a cache with windows or a host tier")
+        self.state = state
+        self.must_admit = must_admit
         self.verbs = jitted_verbs() if verbs is None else verbs
         self.mirror = Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
         self._expected = Expected(state.spec)
 
     def do(self, request: Request) -> Events | None:
-        """Carries out one request (see `Request`); None if it is empty (no row to extend, no pin).
+        """Carries out a request (see `Request`). Returns None if it is empty (no row to extend, no pin).
 
         Raises:
-          AssertionError: if the cache is not as it should be afterwards.
+          AssertionError: if the cache differs from the expected cache afterwards.
         """
-        verb, fields = request["verb"], cast(Fields, request)
+        verb = request["verb"]
+        fields = cast(Fields, request)
         arguments = arguments_of(fields, self.state, self._expected)
         if arguments is None:
             return None
-        before, mirror = jax.device_get(self.state), self.mirror
-        wanted = self._fits(arguments) if verb == "admit" and self.delivers else False
+        before = jax.device_get(self.state)
+        mirror = self.mirror
+        must_succeed = verb == "admit" and self.must_admit and self._fits(arguments)
         self.state, events = self.verbs[verb](self.state, **arguments)
         events = jax.device_get(events)
         status = [Status(s) for s in events.status.tolist()]
         records = to_list(events)
         self.tally.update(s.name for s in status if s)
         self.tally.update([verb] * all(s == Status.OK for s in status) + [record["kind"] for record in records])
-        assert not wanted or status == [Status.OK], f"{status[0].name}, though there are blocks enough"
+        assert not must_succeed or status == [Status.OK], f"{status[0].name}, though there are enough blocks"
         if verb != "complete" and (Status.OK not in status or (verb == "extend" and any(status))):
             assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
         verify_order(verb, events)
@@ -117,7 +135,7 @@ class Trial:
     def apply(
         self, fn: Callable[..., Any], *args: Any, partial: bool = False, cut: Mapping[int, int] | None = None
     ) -> Any:
-        """Carries out a composite of verbs, and verifies the cache after it as `do` does after a request.
+        """Carries out a composite of verbs, and verifies the cache afterwards as `do` does after a request.
 
             def step(state, seq, tokens, length):
                 state, admitted = kvjax.admit(state, seq, tokens, length)
@@ -126,29 +144,31 @@ class Trial:
 
             trial.apply(jax.jit(step), 0, tokens, 5)
 
-        The law: the state is sound; the events, folded in their order, give its index, and remove no block before its
-        children; a refused composite has changed nothing; every row and every findable block holds what it claims,
-        after the moves and copies that the events order, and the K/V of the tokens that are new. Tokens are new that
-        neither the row had before, nor a row that it may be a fork of; with admissions those after the fewest tokens
-        that one of them reports as cached. What is held beside the rows counts as pinned.
+        The rules: The state is sound. The events, folded in their order, give its index, and remove no block before its
+        children. A refused composite has changed nothing. Every row and every findable block holds the right K/V, after
+        the ordered moves and copies, and after the new tokens were written. A token is new if neither the row itself
+        had it before, nor the possible source of a fork. With admissions, tokens after the lowest reported number of
+        cached tokens are new. Blocks not held by rows count as pinned.
 
         Args:
-          fn: `(state, *args) -> (state, events)`: an `Events`, or several in their order, in a list, tuple or dict;
-            one that `scan` stacked stands for its steps. Jitted or not.
-          args: handed on to `fn`.
-          partial: whether a part may be done. By default nothing may have changed if any status is not OK; with
-            `partial`, if none is.
-          cut: {row: tokens left of it} for rows that it cuts back (`truncate`), so that the same tokens are new again.
+          fn: from `(state, *args)` to `(state, events)`, jitted or not. The events are an `Events`, or several in their
+            order, in a list, tuple or dict. Events stacked by `scan` stand for its steps.
+          args: arguments of `fn`.
+          partial: whether `fn` may be done in part. By default nothing may have changed if any status is not OK. With
+            `partial`, nothing may have changed if no status is OK.
+          cut: {row: remaining tokens} of rows cut back by `truncate`, so the same tokens are new again.
 
         Returns:
-          The events as `fn` returned them, on the host.
+          The events of `fn`, on the host.
 
         Raises:
-          AssertionError: naming `fn` and what differs.
+          AssertionError: if the cache differs from the expected cache, with the name of `fn`.
           ValueError: if `fn` does not return a state of the same spec, and events.
         """
         name = getattr(fn, "__name__", type(fn).__name__)
-        before, mirror = jax.device_get(self.state), self.mirror
+        before = jax.device_get(self.state)
+        mirror = self.mirror
+        name = getattr(fn, "__name__", type(fn).__name__)
         state, returned = _result(fn(self.state, *args), before)
         events = _transitions(returned)
         self.state = state
@@ -163,15 +183,15 @@ class Trial:
         return jax.device_get(returned)
 
     def _apply(self, name: str, events: Sequence[Events], before: CacheState, partial: bool) -> None:
-        """Counts and folds the events of a composite, after verifying that it was done or refused, and is sound."""
-        status = [Status(s) for one in events for s in one.status.tolist()]
+        """Counts and folds the events of a composite. The composite must have been done or refused, and be sound."""
+        status = [Status(s) for transition in events for s in transition.status.tolist()]
         done = all(s == Status.OK for s in status)
         self.tally.update([s.name for s in status if s] + [name] * done)
         if Status.OK not in status or not (done or partial):
             assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
         self.sound()
-        for one in events:
-            records = to_list(one)
+        for transition in events:
+            records = to_list(transition)
             self.tally.update(record["kind"] for record in records)
             mirror = fold(records, self.mirror)
             self._verify_removed(records)
@@ -179,7 +199,7 @@ class Trial:
         self._verify_index()
 
     def verify(self) -> None:
-        """Compares the cache with the expected one."""
+        """Compares the cache with the expected cache."""
         self.sound()
         state = jax.device_get(self.state)
         self._verify_index()
@@ -188,98 +208,106 @@ class Trial:
         self._verify_holders(state)
 
     def _verify_index(self) -> None:
-        """The fold law."""
-        found, folded = index_of(self.state), self.mirror.index
-        assert found == folded, f"the events do not give the index: {_differing(found, folded)}"
+        """Verifies the fold law."""
+        index = index_of(self.state)
+        folded = self.mirror.index
+        assert index == folded, f"the events do not give the index: {_differing(index, folded)}"
 
     def _verify_rows(self, state: CacheState) -> None:
-        """Each row has the right length, and would read its own text."""
+        """Verifies the length of each row, and the text to be read."""
         for seq in range(state.spec.max_seqs):
             row = self._expected.rows.get(seq, Row(0, [], [], 0))
-            found = tuple(int(x[seq]) for x in (state.seqs.length, state.seqs.committed, state.seqs.namespace))
-            assert found == (row.length, len(row.items), row.namespace), f"row {seq} has {found}"
+            actual = tuple(int(x[seq]) for x in (state.seqs.length, state.seqs.committed, state.seqs.namespace))
+            assert actual == (row.length, len(row.items), row.namespace), f"row {seq} has {actual}"
             kv_ids = np.array(self._expected.kv_ids(row.namespace, row.items), int)
-            for number, group in enumerate(state.groups if not row.lost else ()):
+            for group_index, group in enumerate(state.groups if not row.lost else ()):
                 index, seen = self._expected.locate(group, seq, np.arange(len(row.items)))
-                held = self._expected.slots[number][index]
-                assert np.array_equal(held, kv_ids[seen]), f"row {seq} would read what is not its own"
+                held = self._expected.slots[group_index][index]
+                assert np.array_equal(held, kv_ids[seen]), f"row {seq} would read K/V of another text"
 
     def _verify_cached(self, state: CacheState) -> None:
-        """Each findable block holds the K/V of the tokens in its event."""
+        """Verifies the K/V of each findable block by the tokens in its event."""
         size = state.spec.block_size
-        for (number, block, _), (namespace, path, *_) in self.mirror.nodes.items():
+        for (group_index, block, _), (namespace, path, *_) in self.mirror.nodes.items():
             items = self._expected.items(path)
             start = (len(items) - 1) // size * size
-            held = self._expected.slots[number][pool_rows(state.groups[number])[block], : len(items) - start]
+            pool_row = pool_rows(state.groups[group_index])[block]
+            held = self._expected.slots[group_index][pool_row, : len(items) - start]
             kv_ids = self._expected.kv_ids(namespace, items)[start:]
-            assert held.tolist() == kv_ids, f"block {block} does not hold what it claims"
+            assert held.tolist() == kv_ids, f"block {block} does not hold the K/V of its tokens"
 
     def _verify_holders(self, state: CacheState) -> None:
-        """The holders of a block are rows and pins."""
-        pinned = [self._expected.pins, *[[]] * (len(state.groups) - 1)]  # blocks of the first group alone
+        """Verifies the holders of each block: rows and pins."""
+        pinned = [self._expected.pins, *[[]] * (len(state.groups) - 1)]  # pins hold blocks of the first group
         for group, pins in zip(state.groups, pinned, strict=True):
             holders = np.concatenate([group.table.reshape(-1), *pins])
             counts = np.bincount(holders[holders >= 0], minlength=len(group.blocks.refcount))
             assert np.array_equal(group.blocks.refcount, counts), "a block has other holders than rows and pins"
 
     def sound(self) -> None:
-        """Verifies the state on its own; for a subclass that must be more lenient."""
+        """Verifies the state by itself. Override it in a more lenient subclass."""
         check(self.state)
 
     def _fits(self, arguments: dict[str, Any]) -> bool:
-        """Whether a prompt is sound, its row free, and empty and cached blocks enough for its uncached part."""
-        spec, group, length = self.state.spec, jax.device_get(self.state.groups[0]), int(arguments["length"])
-        seq, tokens = int(arguments["seq"]), arguments["tokens"][:length]
+        """Whether a prompt is valid, its row is free, and there are enough free blocks for its uncached part."""
+        spec = self.state.spec
+        group = jax.device_get(self.state.groups[0])
+        length = int(arguments["length"])
+        seq = int(arguments["seq"])
+        tokens = arguments["tokens"][:length]
         if seq in self._expected.rows or seq >= spec.max_seqs or not 1 <= length <= spec.max_length or tokens.min() < 0:
             return False
         match = jax.device_get(self.verbs["lookup"](self.state, **{k: v for k, v in arguments.items() if k != "seq"}))
-        whole = match.blocks[match.blocks >= 0]
-        idle = int(np.sum(group.blocks.refcount[whole] == 0))
-        return -(-length // spec.block_size) - len(whole) <= int(group.num_empty) + int(group.num_cached) - idle
+        matched = match.blocks[match.blocks >= 0]
+        num_idle = int(np.sum(group.blocks.refcount[matched] == 0))
+        num_free = int(group.num_empty) + int(group.num_cached) - num_idle
+        return -(-length // spec.block_size) - len(matched) <= num_free
 
     def _verify_removed(self, records: Sequence[dict[str, Any]]) -> None:
-        """No parent was removed before its children."""
-        size, left = self.state.spec.block_size, dict(self.mirror.nodes)
+        """Verifies the order of removals: children before their parents."""
+        size = self.state.spec.block_size
+        remaining = dict(self.mirror.nodes)
         for record in records:
             if record["kind"] != "removed":
                 continue
-            number, block = record["group"], record["block"]
-            namespace, path, *_ = left.pop((number, block, record["generation"]))
-            for (other, *_), (ns, longer, *_) in left.items():
+            group_index = record["group"]
+            block = record["block"]
+            namespace, path, *_ = remaining.pop((group_index, block, record["generation"]))
+            for (other_group, *_), (other_namespace, longer, *_) in remaining.items():
                 below = len(path) % size == 0 and len(longer) > len(path) and longer[: len(path)] == path
-                parent = (number, other, ns) == (0, 0, namespace) and below
-                assert not parent, f"block {block} was removed before its child"
+                is_parent = (group_index, other_group, other_namespace) == (0, 0, namespace) and below
+                assert not is_parent, f"block {block} was removed before its child"
 
     def _verify_unheld(self, records: Sequence[dict[str, Any]], before: CacheState, verb: str) -> None:
-        """Nothing was removed that is held, unless a move failed."""
-        most = 1 if verb == "truncate" else 0
+        """Verifies the removed blocks: none was held, unless a move failed."""
+        max_holders = 1 if verb == "truncate" else 0
         for record in records:
             if record["kind"] == "removed" and verb != "complete":
                 holders = int(before.groups[record["group"]].blocks.refcount[record["block"]])
-                assert holders <= most, f"block {record['block']} was removed, which {holders} hold"
+                assert holders <= max_holders, f"block {record['block']} was removed, which {holders} hold"
 
 
 def _transitions(result: Any) -> list[Events]:
-    """The events of a composite, one for each transition in their order; those that `scan` stacked taken apart.
+    """The events of a composite, an `Events` for each transition in their order. Divides events stacked by `scan`.
 
     Raises:
-      ValueError: if they are no events, or stacked beside others, so that their order is not clear.
+      ValueError: if there are no events, or stacked and other events without a clear order.
     """
-    found = jax.tree.leaves(jax.device_get(result), is_leaf=lambda part: isinstance(part, Records))
-    kinds = [type(part).__name__ for part in found if not isinstance(part, Events)]
-    if kinds or not found:
+    events = jax.tree.leaves(jax.device_get(result), is_leaf=lambda part: isinstance(part, Records))
+    kinds = [type(part).__name__ for part in events if not isinstance(part, Events)]
+    if kinds or not events:
         raise ValueError(f"fn: got events of {kinds or 'no transition'}, wanted an Events, or several in their order")
-    axes = max(events.records.ndim for events in found) - 2
+    axes = max(transition.records.ndim for transition in events) - 2
     if axes == 0:
-        return found
-    if len(found) > 1:
-        raise ValueError("fn: got events that scan stacked beside others, wanted all in their order")
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), found[0])
+        return events
+    if len(events) > 1:
+        raise ValueError("fn: got events stacked by scan together with others, wanted all in their order")
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), events[0])
     return [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(len(flat.records))]
 
 
 def verify_order(verb: str, events: Events) -> None:
-    """Each transition reports removed, updated, stored, then copied blocks, and a block as removed or updated once."""
+    """Verifies the order removed, updated, stored, copied in each transition, with a single change of each block."""
     rows = len(events.status) if verb in ROW_BY_ROW else 1
     for records in np.asarray(events.records).reshape(rows, -1, len(COLUMNS)):
         records = records[records[:, 0] != EventKind.NONE]
@@ -298,13 +326,14 @@ def _differing(cache: Mapping[Any, Any], events: Mapping[Any, Any]) -> str:
             f"group {group}, namespace {namespace}, tokens {list(path)}, level {level}, priority {priority}"
             for (group, namespace, path), (level, priority) in sorted(entries, key=str)
         ]
-        more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
-        parts += [f"{where} alone: {'; '.join(words[:3])}{more}"] if words else []
+        num_more = len(words) - 3
+        suffix = f"; and {num_more} more" if num_more > 0 else ""
+        parts += [f"{where} alone: {'; '.join(words[:3])}{suffix}"] if words else []
     return "; ".join(parts)
 
 
 def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:
-    """The state and the events that a composite returned, or a ValueError."""
+    """The state and the events returned by a composite. Other results are a ValueError."""
     pair = isinstance(result, tuple) and len(result) == 2
     if not pair or not isinstance(result[0], CacheState) or result[0].spec != before.spec:
         parts = result if isinstance(result, tuple) else (result,)
@@ -313,10 +342,10 @@ def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:
     return result
 
 
-def assert_equal(old: Any, new: Any, why: str) -> None:
-    """Asserts that two pytrees have equal leaves; `why` begins the message."""
+def assert_equal(old: Any, new: Any, reason: str) -> None:
+    """Asserts the equality of two pytrees' leaves. `reason` begins the message."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
-        assert np.array_equal(a, b), f"{why}, yet changed {jax.tree_util.keystr(path) or 'the state'}"
+        assert np.array_equal(a, b), f"{reason}, yet changed {jax.tree_util.keystr(path) or 'the state'}"
 
 
 def check_policy(
@@ -325,30 +354,31 @@ def check_policy(
     seed: int = 0,
     steps: int = 300,
     spec: CacheSpec = SMALL,
-    delivers: bool = True,
-    pstate: Any = None,
+    must_admit: bool = True,
+    policy_state: Any = None,
 ) -> collections.Counter[str]:
-    """Runs random requests on a small cache under a policy and verifies the cache after each; see `Trial`.
+    """Runs random requests on a small cache with a policy, and verifies the cache after each. See `Trial`.
 
-    After every step: `check(state)` holds; the events so far give the index; nothing that was held or pinned was
-    evicted, and no block before its children; a refused verb changed nothing; every row would read its own K/V. At the
-    end a policy that says `idle` must be idle, and NO_BLOCK among the ids of `touch` and `forget` must change nothing.
+    After every step: `check(state)` holds. The events so far give the index. No held or pinned block was evicted, and
+    no block before its children. A refused verb changed nothing. Every row would read its own K/V. At the end a policy
+    with `idle` must be idle, and NO_BLOCK among the ids of `touch` and `forget` must change nothing.
 
     Args:
-      policy: on trial.
-      seed: of the requests.
-      steps: how many requests.
-      spec: of the cache; keep it small, so that blocks run short. With windows or a host tier `delivers` must be False.
-      delivers: whether the policy finds every victim: a prompt that fits into empty and cached blocks is admitted.
-      pstate: the policy's own state to begin with, None for what its `init` makes.
+      policy: the policy on trial.
+      seed: the seed of the requests.
+      steps: number of requests.
+      spec: the spec of the cache. Keep it small, so blocks run short. With windows or a host tier, set
+        `must_admit=False`.
+      must_admit: whether the policy finds every victim: prompts must be admitted if empty and cached blocks suffice.
+      policy_state: the policy's initial state; defaults to the state made by its `init`.
 
     Returns:
-      How often each verb was done, each status came and each kind of event; `["removed"]`: the policy's choices.
+      Counts of successful requests by verb, of statuses, and of events. `["removed"]` counts the policy's choices.
 
     Raises:
-      AssertionError: naming the step and its request.
+      AssertionError: for a violated rule, with the step and its request.
     """
-    trial = Trial(init(spec, policy, policy_state=pstate), delivers=delivers)
+    trial = Trial(init(spec, policy, policy_state=policy_state), must_admit=must_admit)
     for step, request in enumerate(itertools.islice(random_requests(seed, spec), steps)):
         try:
             trial.do(request)
@@ -361,8 +391,9 @@ def check_policy(
 
 
 def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies that padding among the ids changes nothing: as an index, NO_BLOCK is the last block."""
-    group, zero = state.groups[0], np.int32(0)
+    """Verifies padding among the ids, which must change nothing. As an index, NO_BLOCK would be the last block."""
+    group = state.groups[0]
+    zero = np.int32(0)
     cached = np.flatnonzero((np.asarray(group.blocks.fill) > 0) & (np.asarray(group.blocks.refcount) == 0))[:3]
     ids = cached.astype(np.int32) if len(cached) else np.zeros(1, np.int32)
     padded = np.concatenate(
@@ -372,17 +403,19 @@ def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
     if policy.forget is not None:
         calls["forget"] = functools.partial(policy.forget, group.policy)
     for name, call in calls.items():
-        alone, together = jax.device_get((jax.jit(call)(ids), jax.jit(call)(padded)))
-        assert_equal(alone, together, f"{name}: NO_BLOCK is padding among the ids")
+        without, with_padding = jax.device_get((jax.jit(call)(ids), jax.jit(call)(padded)))
+        assert_equal(without, with_padding, f"{name}: NO_BLOCK is padding among the ids")
 
 
 def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies that a policy returns its state unchanged for an empty request."""
-    group, nobody, zero = state.groups[0], np.full(3, NO_BLOCK, np.int32), np.int32(0)
+    """Verifies a policy with an empty request, which must leave its state unchanged."""
+    group = state.groups[0]
+    no_ids = np.full(3, NO_BLOCK, np.int32)
+    zero = np.int32(0)
     calls = {
-        "touch": lambda pstate, blocks: policy.touch(pstate, blocks, nobody, zero),
-        "victims": lambda pstate, blocks: policy.victims(pstate, blocks, lambda ids: ids >= 0, zero, zero, 3)[1],
-        "forget": lambda pstate, blocks: pstate if policy.forget is None else policy.forget(pstate, nobody),
+        "touch": lambda before, blocks: policy.touch(before, blocks, no_ids, zero),
+        "victims": lambda before, blocks: policy.victims(before, blocks, lambda ids: ids >= 0, zero, zero, 3)[1],
+        "forget": lambda before, blocks: before if policy.forget is None else policy.forget(before, no_ids),
     }
     for name, call in calls.items():
         after = jax.jit(call)(group.policy, group.blocks)

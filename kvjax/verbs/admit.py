@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`admit` gives a row a prompt and its cached prefix; `lookup` only finds it.
+"""`admit` gives a row a prompt and its cached prefix; `lookup` only finds the prefix.
 
-A row is admitted in four parts: decide by reading alone, take the blocks, place the copy, fill the tables.
+`admit_row` works in four steps: decide by reading alone, take the blocks, place the copy, fill the tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, fence, is_among, pick
 from kvjax.blocks import windows
-from kvjax.blocks.holders import hold, hold_source, let_go_of_sources
+from kvjax.blocks.holders import hold, hold_source, unhold_sources
 from kvjax.blocks.match import longest_match
 from kvjax.blocks.publish import forget
 from kvjax.blocks.rows import Prompt, fit, read_row, write_prompt, write_row
@@ -60,32 +60,34 @@ def admit(
 ) -> tuple[CacheState, Events]:
     """Gives a free row a prompt: finds its longest cached prefix, holds it, and reserves blocks for the rest.
 
-    Whole blocks are shared; inside the next block reuse goes on token by token, by a copy. The last token is never
-    taken from the cache: its logits are wanted. Nothing becomes findable before `commit`. Several sequences at once
-    (a leading axis R) equal one after the other in row order, each all or nothing, with one difference: the source of
-    a copy stays held until the call ends. A later row that needs its space is NO_BLOCKS; admit it by another call.
+    The row shares whole blocks of the prefix. If the next block matches in part, its matching tokens are copied. The
+    last token is always computed, because you need its logits. Nothing becomes findable before `commit`.
+
+    With a leading axis R, `admit` admits R sequences in row order, each all or nothing. The result equals R calls in
+    this order with one difference: the source of a copy stays held until the call ends. A later row that needs this
+    block gets NO_BLOCKS. Admit it by another call.
 
     Args:
       state: the cache.
       seq: i32[] or i32[R]; a free row.
-      tokens: i32[T] or i32[R, T]; the prompt, padded with anything.
-      length: i32[] or i32[R]; its tokens, 1..T.
+      tokens: i32[T] or i32[R, T]; the prompt, with any padding.
+      length: i32[] or i32[R]; the number of its tokens, 1..T.
       namespace: i32[] or i32[R]; see `Namespaces`.
-      extra_ids: as tokens, where the spec asks for them.
-      retention: priorities and times to live of the row's blocks, where the spec has it (with R rows its arrays have
-        that axis too); found blocks in its ranges get the new priority, an updated event if it differs.
-      now: i32[] ms.
-      reserve_tokens: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill); None:
-        for all.
-      alignment_tokens: static, a multiple of P; the reused prefix ends at a multiple of it, without a copy, so that
-        chunks of so many tokens begin where they would without the cache. None: it ends anywhere.
-      tiers: static; ("device", "host") between loops: then blocks on the host are found too and brought back, and
-        blocks that have to leave the device are offloaded, as `events.transfer` says.
+      extra_ids: i32[T] or i32[R, T]; extra ids of the tokens, if the spec has them.
+      retention: priorities and times to live of the row's blocks, if the spec has retention. With R rows its arrays
+        have this axis too. Cached blocks in its ranges get the new priority, with an updated event if it differs.
+      now: i32[]; the time in ms.
+      reserve_tokens: static; reserve blocks for at most this many tokens after the cached prefix (chunked prefill).
+        None reserves blocks for the whole prompt.
+      alignment_tokens: static; a multiple of P. The reused prefix ends at a multiple of it, without a copy, so
+        chunks of this size begin at the same positions as without the cache. None lets it end anywhere.
+      tiers: static; pass ("device", "host") between loops to find blocks on the host too. They are brought back, and
+        victims on the device are offloaded: see `events.transfer`.
 
     Returns:
-      The cache; and events, E = ceil(T / P) + 1 a row and group (more with retention or with both tiers): removed,
-      updated, copied. `events.cached` is the number of tokens found, where the row's `committed` starts. Status
-      BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
+      The cache, and events with E = ceil(T / P) + 1 records a row and group (more with retention or with both tiers):
+      removed, updated, copied. `events.cached` is the number of cached tokens, where the row's `committed` starts.
+      Status BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -98,14 +100,16 @@ def admit(
 
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
     """
-    seq, tokens = integers("seq", seq), integers("tokens", tokens)
-    text, now = checked_text(state.spec, tokens, extra_ids), integers("now", now, ())
+    seq = integers("seq", seq)
+    tokens = integers("tokens", tokens)
+    text = checked_text(state.spec, tokens, extra_ids)
+    now = integers("now", now, ())
     tiers = checked_tiers(tiers)
     if reserve_tokens is not None:
         reserve_tokens = static_int32("reserve_tokens", reserve_tokens, 1)
     alignment_tokens = checked_alignment(alignment_tokens, state.spec.block_size)
 
-    def one(state, request):
+    def admit_one(state, request):
         seq, text, length, namespace, retention = request
         prompt = checked_prompt(text, length, namespace, state.spec.block_size)
         match = find(state, prompt, tiers, alignment_tokens)
@@ -113,13 +117,14 @@ def admit(
         return state, (events, sources)
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
-    length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
+    length = each_row("length", length, rows)
+    namespace = each_row("namespace", namespace, rows)
     check_retention(state.spec, retention=retention)
     retention = jax.tree.map(functools.partial(integers, "retention"), retention)
     integers("tokens", tokens, (*rows, "T"))
     requests = (seq, text, length, namespace, retention)
-    state, (events, sources) = scan(one, state, requests) if rows else one(state, requests)
-    return let_go(state, sources), flatten_rows(events) if rows else events
+    state, (events, sources) = scan(admit_one, state, requests) if rows else admit_one(state, requests)
+    return release_sources(state, sources), flatten_rows(events) if rows else events
 
 
 @on_state
@@ -133,16 +138,16 @@ def lookup(
     alignment_tokens: int | None = None,
     tiers: tuple[str, ...] = ("device", "host"),
 ) -> Match:
-    """Finds what `admit` would reuse of a prompt, without changing anything; `vmap` it for many.
+    """Finds the prefix of a prompt for `admit` to reuse, without changing anything; `vmap` it for many prompts.
 
     Args:
       state: the cache.
-      tokens: i32[T]; the prompt, padded with anything.
-      length: i32[]; its tokens, 1..T; otherwise nothing matches.
-      namespace: i32[].
-      extra_ids: i32[T], where the spec asks for them.
-      alignment_tokens: static; as in `admit`.
-      tiers: static; as in `admit`.
+      tokens: i32[T]; the prompt, with any padding.
+      length: i32[]; the number of its tokens, 1..T. With any other length nothing matches.
+      namespace: i32[]; see `Namespaces`.
+      extra_ids: i32[T]; extra ids of the tokens, if the spec has them.
+      alignment_tokens: static; see `admit`.
+      tiers: static; see `admit`.
 
     Returns:
       A `Match`; `match.cached_tokens` is the sum over the tiers.
@@ -162,14 +167,14 @@ def lookup(
     return find(state, prompt, checked_tiers(tiers), checked_alignment(alignment_tokens, state.spec.block_size))
 
 
-class Found(Pytree):
-    """The blocks of a prompt in one group."""
+class GroupHits(Pytree):
+    """The cached blocks of a prompt in a group."""
 
-    blocks: jax.Array  # i32[F]; its blocks of the cached prefix
-    hits: jax.Array  # bool[F]; those that the next token sees
+    blocks: jax.Array  # i32[F]; the group's blocks of the cached prefix
+    hits: jax.Array  # bool[F]; whether the next token sees each block
     on_host: jax.Array  # bool[F]; hits that are on the host
     source: jax.Array  # i32[]; the block to copy further tokens from, or NO_BLOCK
-    idle: jax.Array  # bool[]; whether the source is on the device and nobody holds it
+    idle: jax.Array  # bool[]; whether the source is on the device without a holder
     free: jax.Array  # i32[]; available blocks less the cached hits and the hits that have to come from the host
     fixed: jax.Array  # bool[]; whether a hit on the host cannot move, since an earlier row of the call copies from it
 
@@ -178,17 +183,17 @@ class Decision(Pytree):
     """The decision on a request, before anything is taken."""
 
     status: jax.Array  # i32[]
-    whole: jax.Array  # i32[]; whole blocks of the prompt that are cached
-    shared: jax.Array  # i32[]; tokens after them that are copied
-    target: jax.Array  # i32[]; tokens that the row has reserved then
+    num_whole: jax.Array  # i32[]; whole blocks of the prompt that are cached
+    num_copied: jax.Array  # i32[]; tokens after them that are copied
+    target: jax.Array  # i32[]; tokens that the row will have reserved
     need: jax.Array  # i32[]; new blocks in each group, 0 unless the status is OK
-    missing: jax.Array  # i32[]; blocks missing in the group that misses most
-    found: list[Found]  # what each group has of the prompt
-    unusable: jax.Array | None  # i32[]; as in `Match`
+    missing: jax.Array  # i32[]; blocks missing in the group with the largest shortage
+    group_hits: list[GroupHits]  # cached blocks of the prompt in each group
+    unusable: jax.Array | None  # i32[]; see `Match`
 
 
 def find(state: CacheState, prompt: Prompt, tiers: tuple[str, ...], alignment_tokens: int | None = None) -> Match:
-    """The longest cached prefix of a prompt; nothing of one that is not valid."""
+    """Finds the longest cached prefix of a prompt; an invalid prompt has none."""
     length = jnp.where(prompt.valid, prompt.length, 1)
     return longest_match(state, prompt.text, length, prompt.namespace, tiers, alignment_tokens)
 
@@ -204,87 +209,117 @@ def admit_row(
     tiers: tuple[str, ...],
     width: int = 0,
 ) -> tuple[CacheState, Events, jax.Array]:
-    """Admits one row, whose match is what `find` finds in this state, on these tiers.
+    """Admits a row. `match` is the result of `find` in this state, on these tiers.
 
-    `width`, static: the least length of the list of blocks to take, for a program that takes others by such a list too.
-    Also returns the blocks that it copies from, i32[G], NO_BLOCK if none. These sources stay held (`hold_source`) until
-    the caller lets go of them (`let_go`) after the last row of the call: no later row evicts, moves, empties or
-    overwrites them before the copies are made.
+    `width`, static, is the least length of the list of blocks to take, so a program with other such lists compiles
+    the code once. Also returns the sources of the copies, i32[G], NO_BLOCK for none. They stay held
+    (`hold_source`) until the caller releases them (`release_sources`) after the last row of the call: no later row
+    evicts, moves, empties or overwrites them before the copies are made.
     """
-    spec, size = state.spec, state.spec.block_size
+    spec = state.spec
+    block_size = state.spec.block_size
     state, plan = _decide(state, seq, prompt, match, reserve_tokens)
     block_priorities = priorities(state, now, tiers)
     groups, taken, sources, status, need = _take(state, plan, block_priorities, now, width)
     ok = status == Status.OK
-    copies, cached = ok & (plan.shared > 0), jnp.where(ok, plan.whole * size + plan.shared, 0)
+    copies = ok & (plan.num_copied > 0)
+    cached = jnp.where(ok, plan.num_whole * block_size + plan.num_copied, 0)
     sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
-    index = jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32) - plan.whole  # of the row's blocks, in `Taken.ids`
-    is_new = (index >= 0) & (index < need)
-    copied, moved, tables = [], [new.orders for new in taken], []
-    for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
-        group, by_copy, by_move = _place_copy(
-            groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, block_priorities[number]
+    new_index = jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32) - plan.num_whole  # into `Taken.ids`
+    is_new = (new_index >= 0) & (new_index < need)
+
+    copied = []
+    moved = [new.orders for new in taken]
+    tables = []
+    for group_index, (hits, new) in enumerate(zip(plan.group_hits, taken, strict=True)):
+        groups[group_index], by_copy, by_move = _place_copy(
+            groups[group_index],
+            group_index,
+            hits,
+            new.ids[:1],
+            sources[group_index],
+            copies,
+            plan.num_copied,
+            block_priorities[group_index],
         )
-        groups[number], copied, moved = group, [*copied, by_copy], [*moved, by_move]
-        tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(is_new, pick(new.ids, index), NO_BLOCK)))
-    groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], prompt, plan.whole)
-    row, updated = read_row(state, seq).metadata, [new.updated for new in taken]
+        copied.append(by_copy)
+        moved.append(by_move)
+        is_hit = hits.hits & ok
+        new_blocks = jnp.where(is_new, pick(new.ids, new_index), NO_BLOCK)
+        tables.append(jnp.where(is_hit, hits.blocks, new_blocks))
+    groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], prompt, plan.num_whole)
+
+    row = read_row(state, seq).metadata
+    updated = [new.updated for new in taken]
     if spec.retention:
-        stated = by_column(retention, prompt.length, size, spec.max_blocks_per_seq + 1)
-        hits, is_new = plan.found[0].hits & ok, is_new & ok
-        groups[0], changed, updated[0] = _retain(groups[0], tables[0], stated, hits, is_new, updated[0])
-        row, updated = row.replace(retention=stated), [*updated, changed]
+        stated = by_column(retention, prompt.length, block_size, spec.max_blocks_per_seq + 1)
+        is_hit = plan.group_hits[0].hits & ok
+        groups[0], changed, updated[0] = _retain(groups[0], tables[0], stated, is_hit, is_new & ok, updated[0])
+        row = row.replace(retention=stated)
+        updated.append(changed)
     row = row.replace(length=plan.target, committed=cached, namespace=prompt.namespace)
     after = write_row(state.replace(groups=tuple(groups)), seq, ok, row, tables)
+
     removed = [new.removed for new in reversed(taken)]
     after, removed, updated, moved = all_or_nothing(state, after, ok, removed, updated, moved)
     missing = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
     unusable = 0 if plan.unusable is None else jnp.where(ok, plan.unusable, 0)
     events = assemble(
-        after, status, removed=removed, updated=updated, copied=copied, queried=jnp.where(ok, prompt.length, 0),
-        cached=cached, unusable=unusable, shortfall=missing, moves=moved,
-    )  # fmt: skip
+        after,
+        status,
+        removed=removed,
+        updated=updated,
+        copied=copied,
+        queried=jnp.where(ok, prompt.length, 0),
+        cached=cached,
+        unusable=unusable,
+        shortfall=missing,
+        moves=moved,
+    )
     return after, events, sources
 
 
-def let_go(state: CacheState, sources: jax.Array) -> CacheState:
-    """Lets go of what rows copy from, i32[G] or i32[R, G]."""
+def release_sources(state: CacheState, sources: jax.Array) -> CacheState:
+    """Releases the sources of copies, i32[G] or i32[R, G]."""
     held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
-    return state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
+    return state.replace(groups=tuple(unhold_sources(group, ids) for group, ids in held))
 
 
 def _decide(
     state: CacheState, seq: jax.Array, prompt: Prompt, match: Match, reserve_tokens: int | None
 ) -> tuple[CacheState, Decision]:
-    """Decides by reading alone; returns the state behind a `fence`, so that later writes come after these reads."""
-    spec, size = state.spec, state.spec.block_size
+    """Decides by reading alone. A `fence` around the returned state keeps later writes after these reads."""
+    spec = state.spec
+    block_size = state.spec.block_size
     column = np.arange(match.blocks.shape[0], dtype=np.int32)
 
-    def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
-        cached, blocks = whole * size + shared, jnp.where(column < whole, match.blocks, NO_BLOCK)
+    def plan(num_whole: jax.Array, num_copied: jax.Array) -> tuple[jax.Array, jax.Array, list[GroupHits]]:
+        cached = num_whole * block_size + num_copied
+        blocks = jnp.where(column < num_whole, match.blocks, NO_BLOCK)
         target = prompt.length if reserve_tokens is None else jnp.minimum(prompt.length, cached + reserve_tokens)
-        source = jnp.where(shared > 0, match.source, NO_BLOCK)
+        source = jnp.where(num_copied > 0, match.source, NO_BLOCK)
         pairs = zip(state.groups, spec.groups, strict=True)
-        found = [_find(group, group_spec, blocks, source, cached, size) for group, group_spec in pairs]
-        return target, -(-target // size) - whole, found
+        group_hits = [_find(group, group_spec, blocks, source, cached, block_size) for group, group_spec in pairs]
+        return target, -(-target // block_size) - num_whole, group_hits
 
     # The source of a copy is evicted last: only if its space is needed, and then only whole blocks are reused.
-    _, need, found = plan(match.num_blocks, match.shared)
-    fits = [need + each.idle.astype(jnp.int32) <= each.free for each in found]
+    _, need, group_hits = plan(match.num_blocks, match.shared)
+    fits = [need + hits.idle.astype(jnp.int32) <= hits.free for hits in group_hits]
     spared = functools.reduce(jnp.logical_and, fits)
-    whole, shared = jnp.where(spared, match.num_blocks, match.num_uncopied), jnp.where(spared, match.shared, 0)
-    target, need, found = plan(whole, shared)
-    min_free = functools.reduce(jnp.minimum, [each.free for each in found])
-    fixed = functools.reduce(jnp.logical_or, [each.fixed for each in found])
+    num_whole = jnp.where(spared, match.num_blocks, match.num_uncopied)
+    num_copied = jnp.where(spared, match.shared, 0)
+    target, need, group_hits = plan(num_whole, num_copied)
+    min_free = functools.reduce(jnp.minimum, [hits.free for hits in group_hits])
+    fixed = functools.reduce(jnp.logical_or, [hits.fixed for hits in group_hits])
     row = read_row(state, seq)
     status = first_failure(
         (~row.exists | ~prompt.valid, Status.BAD_REQUEST),
         (row.length > 0, Status.HELD),
-        (whole + need > spec.max_blocks_per_seq, Status.ROW_FULL),
+        (num_whole + need > spec.max_blocks_per_seq, Status.ROW_FULL),
         ((need > min_free) | fixed, Status.NO_BLOCKS),
     )
     refcounts = [group.blocks.refcount for group in state.groups]
-    decision = Decision(status, whole, shared, target, need, need - min_free, found, match.unusable_tokens)
+    decision = Decision(status, num_whole, num_copied, target, need, need - min_free, group_hits, match.unusable_tokens)
     refcounts, decision = fence(refcounts, decision)
     groups = [
         group.replace(blocks=group.blocks.replace(refcount=refcount))
@@ -299,36 +334,48 @@ def _take(
 ) -> tuple[list[Group], list[Taken], list[jax.Array], jax.Array, jax.Array]:
     """Holds the hits and takes new blocks, group by group.
 
-    Returns the groups; what was taken of each; the sources that are held, i32[] each; the status, which may be
-    NO_BLOCKS now; and i32[], the number of blocks taken in each group.
+    Returns the groups, a `Taken` of each group, the held source i32[] of each group, the status, which may be
+    NO_BLOCKS now, and i32[], the number of blocks taken in each group.
     """
-    status, need, groups, taken, sources = plan.status, plan.need, [], [], []
-    for number, (group, found) in enumerate(zip(state.groups, plan.found, strict=True)):
+    status = plan.status
+    need = plan.need
+    groups = []
+    taken = []
+    sources = []
+    for group_index, (group, hits) in enumerate(zip(state.groups, plan.group_hits, strict=True)):
         forgotten = []
-        if number > 0:  # blocks that left the first group's index leave the others' too
-            group, gone = forget(group, number, taken[0].removed)
-            forgotten.append(gone)
-        good, policy = status == Status.OK, windows.policy_of(state, number)
-        group = hold(group, found.blocks, found.hits & good)
-        source = jnp.where(good, found.source, NO_BLOCK)
+        if group_index > 0:  # blocks that left the first group's index leave the index of the other groups too
+            group, left_index = forget(group, group_index, taken[0].removed)
+            forgotten.append(left_index)
+        ok = status == Status.OK
+        group = hold(group, hits.blocks, hits.hits & ok)
+        source = jnp.where(ok, hits.source, NO_BLOCK)
         group = hold_source(group, source)
-        onboarded, _ = compact(jnp.where(found.on_host & good, found.blocks, NO_BLOCK))
+        onboarded, _ = compact(jnp.where(hits.on_host & ok, hits.blocks, NO_BLOCK))
         new = take(
-            group, number, policy, need, max(found.blocks.shape[0], width), now, priorities=block_priorities[number],
-            min_priority=state.spec.offload_min_priority, onboarded=onboarded,
-        )  # fmt: skip
-        group = hold(new.group, found.blocks, found.hits & good & ~new.ok, by=-1)
-        groups.append(let_go_of_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None]))
+            group,
+            group_index,
+            windows.policy_of(state, group_index),
+            need,
+            max(hits.blocks.shape[0], width),
+            now,
+            priorities=block_priorities[group_index],
+            min_priority=state.spec.offload_min_priority,
+            onboarded=onboarded,
+        )
+        group = hold(new.group, hits.blocks, hits.hits & ok & ~new.ok, by=-1)
+        groups.append(unhold_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None]))
         sources.append(jnp.where(new.ok, source, NO_BLOCK))
         taken.append(new.replace(removed=joined(*forgotten, new.removed)))
-        status, need = jnp.where(new.ok, status, Status.NO_BLOCKS), jnp.where(new.ok, need, 0)
+        status = jnp.where(new.ok, status, Status.NO_BLOCKS)
+        need = jnp.where(new.ok, need, 0)
     return groups, taken, sources, status, need
 
 
 def _place_copy(
     group: Group,
-    number: int,
-    found: Found,
+    group_index: int,
+    hits: GroupHits,
     block: jax.Array,
     source: jax.Array,
     copies: jax.Array,
@@ -337,39 +384,49 @@ def _place_copy(
 ) -> tuple[Group, Records, Transfer]:
     """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where copies bool[].
 
-    Also returns a record, copied; and the moves instead, where the source is on the host.
+    Also returns a record, copied, and the moves instead of the copy if the source is on the host.
     """
     on_device = copies & group.on_device(source)
     copied = record(
-        EventKind.COPIED, on_device[None], group=number, block=group.pool_row(block), source=group.pool_row(source),
+        EventKind.COPIED,
+        on_device[None],
+        group=group_index,
+        block=group.pool_row(block),
+        source=group.pool_row(source),
         num_tokens=num_tokens,
-    )  # fmt: skip
+    )
     if priorities is None:
         return group, copied, no_moves()
-    prefix = jnp.where(found.hits, found.blocks, NO_BLOCK)
-    group, moved = order_copy(group, number, source, block, copies & ~on_device, prefix)
+    prefix = jnp.where(hits.hits, hits.blocks, NO_BLOCK)
+    group, moved = order_copy(group, group_index, source, block, copies & ~on_device, prefix)
     return group, copied, moved
 
 
-def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
+def _find(
+    group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, block_size: int
+) -> GroupHits:
     """Finds a group's blocks for ids i32[F] and source i32[] of the first group, and a row of `cached` i32[] tokens."""
-    blocks, source = group.in_this_group(ids), group.in_this_group(source)
-    hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
-    refcount, on_host = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)
+    blocks = group.in_this_group(ids)
+    source = group.in_this_group(source)
+    hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, block_size)
+    refcount = pick(group.blocks.refcount, blocks)
+    on_host = hits & ~group.on_device(blocks)
     idle = (source >= 0) & group.on_device(source) & (pick(group.blocks.refcount, source) == 0)
     free = group.available - count(hits & (on_host | (refcount == 0)))
-    return Found(blocks, hits, on_host, source, idle, free, jnp.any(on_host & (refcount >= COPYING)))
+    return GroupHits(blocks, hits, on_host, source, idle, free, jnp.any(on_host & (refcount >= COPYING)))
 
 
 def _retain(
     group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, is_new: jax.Array, moved: Records
 ) -> tuple[Group, Records, Records]:
-    """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without one keep their own.
+    """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without a new priority keep theirs.
 
-    Also returns F records, updated; and the records of blocks that have moved, with the priorities that are stated now.
+    Also returns F records, updated, and the records `moved` with the new priorities.
     """
-    blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
-    restated, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
+    blocks = group.blocks
+    stated = fit(stated, table.shape[0], UNSTATED)
+    restated = hit & (stated[:, 0] >= 0)
+    before = blocks.stated_priority(table)
     retention, before = fence(blocks.retention, before)
     blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | is_new)
     changed = restated & (before != stated[:, 0])

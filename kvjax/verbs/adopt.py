@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adopt` and `land`: K/V from outside enter the cache, without a row.
+"""`adopt` and `finish_adoption` bring K/V from outside into the cache, without a row.
 
-    state, events = adopt(state, tokens, length, have)      # blocks are reserved; events.adopted says where
-    write the bytes at hand into events.adopted.pool_rows
-    state, events = land(state, events.adopted, arrived)    # those that came become findable
+    state, events = adopt(state, tokens, length, have)                 # reserves blocks
+    ...                                                                # write bytes into events.adopted.pool_rows
+    state, events = finish_adoption(state, events.adopted, arrived)    # arrived blocks become findable
 
-A reserved block has a holder and is not findable, so that nobody finds, evicts or writes it. Other verbs may come
-between the two: what others publish or remove meanwhile is found by `land`.
+A reserved block has a holder and is not findable, so nothing finds, evicts or writes it. You may call other verbs
+between the two: `finish_adoption` allows for blocks that they publish or remove.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ from kvjax.verbs._request import (
 )
 
 
-class _Plan(Pytree):
-    """The decision on a prefix of F blocks."""
+class _Decision(Pytree):
+    """The decision on a prefix of F blocks, before anything is taken."""
 
+    status: jax.Array  # i32[]
     fill: jax.Array  # i32[F]; tokens of each block, 0 beyond the prompt
-    held: jax.Array  # i32[F]; blocks of the first group that are found, NO_BLOCK after them
+    pinned: jax.Array  # i32[F]; blocks of the first group that are cached, NO_BLOCK after them
     is_new: jax.Array  # bool[G, F]; the columns that each group reserves a block for
-    free: jax.Array  # i32[G]; blocks of each group that can be taken for them
+    need: jax.Array  # i32[G]; blocks to reserve in each group
+    missing: jax.Array  # i32[]; blocks missing in the group with the largest shortage
 
 
 @on_state
@@ -68,105 +70,121 @@ def adopt(
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
-    """Reserves blocks for the part of a prefix whose K/V are at hand outside and that the cache lacks.
+    """Reserves blocks for the uncached part of a prefix whose K/V you have outside.
 
-    What the first group has of the prefix is held, which counts as no hit. Blocks are reserved for the rest, up to the
-    first one that is not in `have`; and in each window group for every column of that prefix in `have` that has none.
-    The prefix also ends before a block on the move, one on a tier that is not in `tiers`, and a key that other contents
-    have. All or nothing. `land` is to follow, whatever came.
+    Cached blocks of the prefix are pinned. This does not count as a hit. The first group reserves
+    blocks for the rest, up to the first block missing in `have`. Each window group reserves a block for every
+    column of this prefix in `have` where it has none. The prefix also ends before a block on the move, a block on a
+    tier missing in `tiers`, and a key of other contents.
+
+    The call reserves all blocks or none. Always call `finish_adoption` afterwards, even if no data arrived.
 
     Args:
       state: the cache.
-      tokens: i32[T]; a text, padded with anything.
-      length: i32[]; its tokens, 1..T; the last block may be partly filled.
-      have: bool[G, F], or bool[F] for all groups; whether the K/V of each block are at hand, F = ceil(T / P).
-      namespace: i32[].
-      extra_ids: i32[T], where the spec asks for them.
-      stated: i32[F, 2]; the priority and time to live (ms, -1 for ever) of each block, where the spec has retention; a
-        priority of -1 is the default. -1 for all: so.
-      hits: i32[F], or i32[] for all; how often each block was reused, merges with equal ones included.
-      now: i32[] ms.
-      tiers: static; as in `admit`.
+      tokens: i32[T]; a text, with any padding.
+      length: i32[]; the number of its tokens, 1..T. The last block may be partly filled.
+      have: bool[G, F], or bool[F] for all groups; whether you have the K/V of each block, F = ceil(T / P).
+      namespace: i32[]; see `Namespaces`.
+      extra_ids: i32[T]; extra ids of the tokens, if the spec has them.
+      stated: i32[F, 2]; the priority and time to live (ms, -1 for ever) of each block, if the spec has retention. A
+        priority of -1 is the default, and so is -1 alone for all blocks.
+      hits: i32[F], or i32[] for all blocks; earlier uses of each block, merges with equal blocks included.
+      now: i32[]; the time in ms.
+      tiers: static; see `admit`.
 
     Returns:
-      The cache; and events, E = F a group (more with both tiers): removed, updated. `events.adopted` says which pool
-      rows take the bytes. Status BAD_REQUEST or NO_BLOCKS.
+      The cache, and events with E = F records a group (more with both tiers): removed, updated. `events.adopted` has
+      the pool rows to write the bytes into. Status BAD_REQUEST or NO_BLOCKS.
 
     Example:
-      >>> from kvjax.stores import adopt, land
+      >>> from kvjax.stores import adopt, finish_adoption
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> state, events = adopt(kvjax.init(spec), np.arange(10), 10, [True, True, False])
       >>> events.adopted.pool_rows.tolist()  # for the bytes of two blocks; 8 is the scratch row
       [[0, 1, 8]]
-      >>> state, _ = land(state, events.adopted, [True, True, False])
+      >>> state, _ = finish_adoption(state, events.adopted, [True, True, False])
       >>> kvjax.lookup(state, np.arange(10), 10)
       Match(8 tokens cached, 0 of them on the host)
 
-    Source: vLLM's KV connectors, which allocate slots for what a remote cache has before it arrives.
+    Source: vLLM's KV connectors, which allocate slots for the blocks of a remote cache before they arrive.
     """
-    spec, tokens, now = state.spec, integers("tokens", tokens, ("T",)), integers("now", now, ())
+    spec = state.spec
+    tokens = integers("tokens", tokens, ("T",))
+    now = integers("now", now, ())
     prompt = checked_prompt(checked_text(spec, tokens, extra_ids), length, namespace, spec.block_size)
-    tiers, columns = checked_tiers(tiers), prompt.text.tokens.shape[0]
-    have = flags("have", have, (len(state.groups), columns))
+    tiers = checked_tiers(tiers)
+    num_columns = prompt.text.tokens.shape[0]
+    have = flags("have", have, (len(state.groups), num_columns))
     check_retention(spec, stated=stated if np.ndim(stated) else None)
-    hits, stated = each_row("hits", hits, (columns,)), each_row("stated", stated, (columns, 2))
-    state, plan = _plan(state, prompt, have, tiers)
-    need = jnp.sum(plan.is_new, axis=1, dtype=jnp.int32)
-    missing = jnp.max(need - plan.free)
-    status = first_failure((~prompt.valid, Status.BAD_REQUEST), (missing > 0, Status.NO_BLOCKS))
-    held = jnp.where(jnp.any(need > 0), plan.held, NO_BLOCK)  # with nothing to land, nothing is held
-    groups, taken, ok = _take(state, held, jnp.where(status == Status.OK, need, 0), status == Status.OK, now, tiers)
-    status = jnp.where((status == Status.OK) & ~ok, jnp.int32(Status.NO_BLOCKS), status)
-    rank_of_new = jnp.cumsum(plan.is_new, axis=1, dtype=jnp.int32) - plan.is_new.astype(jnp.int32)
-    ids = [
-        jnp.where(is_new & ok, pick(new.ids, at), NO_BLOCK)
-        for is_new, at, new in zip(plan.is_new, rank_of_new, taken, strict=True)
-    ]
-    node = jnp.where(held >= 0, held, ids[0])
+    hits = each_row("hits", hits, (num_columns,))
+    stated = each_row("stated", stated, (num_columns, 2))
+
+    state, plan = _decide(state, prompt, have, tiers)
+    groups, taken, ok = _take(state, plan, now, tiers)
+    status = jnp.where((plan.status == Status.OK) & ~ok, jnp.int32(Status.NO_BLOCKS), plan.status)
     stamps = [group.blocks.clock for group in groups]
-    groups = [_reserve(group, own) for group, own in zip(groups, ids, strict=True)]
-    groups[0] = _write(groups[0], ids[0], node, prompt, stated)
-    groups[1:] = [windows.note(group, own, node) for group, own in zip(groups[1:], ids[1:], strict=True)]
+    groups, new_blocks = _assign(groups, plan, taken, ok, prompt, stated)
     pool_rows = [
-        jnp.where(own >= 0, group.pool_row(own), group_spec.num_blocks)
-        for group, own, group_spec in zip(groups, ids, spec.groups, strict=True)
+        jnp.where(ids >= 0, group.pool_row(ids), group_spec.num_blocks)
+        for group, ids, group_spec in zip(groups, new_blocks, spec.groups, strict=True)
     ]
-    reports = [[new.removed for new in reversed(taken)], [new.updated for new in taken], [new.orders for new in taken]]
-    after, removed, updated, moves = all_or_nothing(state, state.replace(groups=tuple(groups)), ok, *reports)
-    shortfall = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(missing, 1), 0)
+
+    removed = [new.removed for new in reversed(taken)]
+    updated = [new.updated for new in taken]
+    moves = [new.orders for new in taken]
+    after, removed, updated, moves = all_or_nothing(
+        state, state.replace(groups=tuple(groups)), ok, removed, updated, moves
+    )
+    shortfall = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
     events = assemble(after, status, removed=removed, updated=updated, moves=moves, shortfall=shortfall)
     adopted = Adopted(
-        text=prompt.text, fill=plan.fill, namespace=prompt.namespace, held=jnp.where(ok, held, NO_BLOCK),
-        blocks=jnp.stack(ids), pool_rows=jnp.stack(pool_rows), hits=hits, stamps=jnp.stack(stamps),
-    )  # fmt: skip
+        text=prompt.text,
+        fill=plan.fill,
+        namespace=prompt.namespace,
+        pinned=jnp.where(ok, plan.pinned, NO_BLOCK),
+        blocks=jnp.stack(new_blocks),
+        pool_rows=jnp.stack(pool_rows),
+        hits=hits,
+        stamps=jnp.stack(stamps),
+    )
     return after, events.replace(adopted=adopted)
 
 
-def _plan(state: CacheState, prompt: Prompt, have: jax.Array, tiers: tuple[str, ...]) -> tuple[CacheState, _Plan]:
-    """Decides by reading alone; returns the state behind a `fence`, so that later writes come after these reads."""
-    group, size, columns = state.groups[0], state.spec.block_size, prompt.text.tokens.shape[0]
-    column = jnp.arange(columns, dtype=jnp.int32)
-    fill = jnp.clip(jnp.where(prompt.valid, prompt.length, 0) - column * size, 0, size)
+def _decide(state: CacheState, prompt: Prompt, have: jax.Array, tiers: tuple[str, ...]) -> tuple[CacheState, _Decision]:
+    """Decides by reading alone. A `fence` around the returned state keeps later writes after these reads."""
+    group = state.groups[0]
+    block_size = state.spec.block_size
+    column = jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32)
+    fill = jnp.clip(jnp.where(prompt.valid, prompt.length, 0) - column * block_size, 0, block_size)
     cached, matches = _cached(group, prompt.text, fill, prompt.namespace)
-    num_found = leading(matches & group.reachable(cached, tiers))
-    end = leading((column < num_found) | (have[0] & (cached < 0) & (fill > 0)))
-    held = jnp.where(column < num_found, cached, NO_BLOCK)
-    is_new = [(column >= num_found) & (column < end)]
-    for other, at_hand in zip(state.window_groups, have[1:], strict=True):
-        is_new.append((column < end) & at_hand & (other.in_this_group(held) < 0))
-    on_host = (held >= 0) & ~group.on_device(held)
-    idle = (held >= 0) & (on_host | (pick(group.blocks.refcount, held) == 0))
-    free = [group.available - count(idle), *(other.available for other in state.window_groups)]
-    refcount, plan = fence(group.blocks.refcount, _Plan(fill, held, jnp.stack(is_new), jnp.stack(free)))
-    return replace_group(state, 0, group.replace(blocks=group.blocks.replace(refcount=refcount))), plan
+    num_cached = leading(matches & group.reachable(cached, tiers))
+    end = leading((column < num_cached) | (have[0] & (cached < 0) & (fill > 0)))
+    pinned = jnp.where(column < num_cached, cached, NO_BLOCK)
+    is_new = [(column >= num_cached) & (column < end)]
+    for window_group, group_have in zip(state.window_groups, have[1:], strict=True):
+        is_new.append((column < end) & group_have & (window_group.in_this_group(pinned) < 0))
+    on_host = (pinned >= 0) & ~group.on_device(pinned)
+    idle = (pinned >= 0) & (on_host | (pick(group.blocks.refcount, pinned) == 0))
+    free = [group.available - count(idle), *(window_group.available for window_group in state.window_groups)]
+    refcount, fill, pinned, is_new, free = fence(
+        group.blocks.refcount, fill, pinned, jnp.stack(is_new), jnp.stack(free)
+    )
+    state = replace_group(state, 0, group.replace(blocks=group.blocks.replace(refcount=refcount)))
+
+    need = jnp.sum(is_new, axis=1, dtype=jnp.int32)
+    missing = jnp.max(need - free)
+    status = first_failure((~prompt.valid, Status.BAD_REQUEST), (missing > 0, Status.NO_BLOCKS))
+    pinned = jnp.where(jnp.any(need > 0), pinned, NO_BLOCK)  # if nothing is reserved, nothing is pinned
+    return state, _Decision(status, fill, pinned, is_new, need, missing)
 
 
 def _cached(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The blocks i32[F] that have the keys of a text's blocks; and bool[F], which of them hold it.
+    """Finds the blocks i32[F] with the keys of a text's blocks. Also returns bool[F], whether each of them matches.
 
-    A block holds it only behind blocks that do.
+    A block matches if it and all blocks before it hold the text.
     """
-    blocks, column = group.blocks, jnp.arange(fill.shape[0], dtype=jnp.int32)
+    blocks = group.blocks
+    column = jnp.arange(fill.shape[0], dtype=jnp.int32)
     cached = index.find(blocks, group.links, keys_of(text, fill, namespace))
     cached = jnp.where(fill > 0, cached, NO_BLOCK)
     parents = link(blocks, jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), cached[:-1]]), namespace)
@@ -175,120 +193,183 @@ def _cached(group: Group, text: Any, fill: jax.Array, namespace: jax.Array) -> t
 
 
 def keys_of(text: Any, fill: jax.Array, namespace: jax.Array) -> jax.Array:
-    """u32[F, 2]; the key of the prefix that ends in each block of a text i32[F, P], of which fill i32[F] count."""
+    """u32[F, 2]; the prefix key of each block of a text i32[F, P] with fill i32[F] tokens."""
     column = jnp.arange(fill.shape[0], dtype=jnp.int32)
     return prefix_keys(root_key(namespace)[None], text, fill, column, chain)
 
 
 def _take(
-    state: CacheState, held: jax.Array, need: jax.Array, ok: jax.Array, now: jax.Array, tiers: tuple[str, ...]
+    state: CacheState, plan: _Decision, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[list[Group], list[Taken], jax.Array]:
-    """Holds what was found, and takes need i32[G] blocks; also returns what was taken of each group, and whether."""
-    block_priorities, is_held, size = priorities(state, now, tiers), ok & (held >= 0), held.shape[0]
-    onboarded, _ = compact(jnp.where(is_held & ~state.groups[0].on_device(held), held, NO_BLOCK))
+    """Pins the cached blocks and takes new blocks. Returns the groups, a `Taken` of each, and whether it was done."""
+    need = jnp.where(plan.status == Status.OK, plan.need, 0)
+    ok = plan.status == Status.OK
+    pinned = plan.pinned
+    block_priorities = priorities(state, now, tiers)
+    is_pinned = ok & (pinned >= 0)
+    onboarded, _ = compact(jnp.where(is_pinned & ~state.groups[0].on_device(pinned), pinned, NO_BLOCK))
 
-    def of_group(number: int, group: Group, ok: jax.Array, **options: Any) -> Taken:
+    def take_in(group_index: int, group: Group, ok: jax.Array, **options: Any) -> Taken:
         return take(
-            group, number, windows.policy_of(state, number), jnp.where(ok, need[number], 0), size, now,
-            priorities=block_priorities[number], min_priority=state.spec.offload_min_priority, **options,
-        )  # fmt: skip
+            group,
+            group_index,
+            windows.policy_of(state, group_index),
+            jnp.where(ok, need[group_index], 0),
+            pinned.shape[0],
+            now,
+            priorities=block_priorities[group_index],
+            min_priority=state.spec.offload_min_priority,
+            **options,
+        )
 
-    first = of_group(0, hold(state.groups[0], held, is_held, hit=False), ok, onboarded=onboarded)
-    groups, taken, ok = [hold(first.group, held, is_held & ~first.ok, by=-1, hit=False)], [first], ok & first.ok
-    for number, group in enumerate(state.window_groups, 1):
-        group, gone = forget(group, number, first.removed)  # what left the first group's index leaves the others' too
-        new = of_group(number, group, ok)
-        groups, taken, ok = [*groups, new.group], [*taken, new.replace(removed=joined(gone, new.removed))], ok & new.ok
+    first = take_in(0, hold(state.groups[0], pinned, is_pinned, hit=False), ok, onboarded=onboarded)
+    groups = [hold(first.group, pinned, is_pinned & ~first.ok, by=-1, hit=False)]
+    taken = [first]
+    ok = ok & first.ok
+    for group_index, group in enumerate(state.window_groups, 1):
+        # Blocks that left the first group's index leave the index of the other groups too.
+        group, left_index = forget(group, group_index, first.removed)
+        new = take_in(group_index, group, ok)
+        groups.append(new.group)
+        taken.append(new.replace(removed=joined(left_index, new.removed)))
+        ok = ok & new.ok
     return groups, taken, ok
 
 
+def _assign(
+    groups: list[Group], plan: _Decision, taken: list[Taken], ok: jax.Array, prompt: Prompt, stated: jax.Array
+) -> tuple[list[Group], list[jax.Array]]:
+    """Assigns the taken blocks to columns and marks them as reserved. Also returns the blocks i32[F] of each group."""
+    new_rank = jnp.cumsum(plan.is_new, axis=1, dtype=jnp.int32) - plan.is_new.astype(jnp.int32)
+    new_blocks = [
+        jnp.where(is_new & ok, pick(new.ids, rank), NO_BLOCK)
+        for is_new, rank, new in zip(plan.is_new, new_rank, taken, strict=True)
+    ]
+    node = jnp.where(plan.pinned >= 0, plan.pinned, new_blocks[0])
+    groups = [_reserve(group, ids) for group, ids in zip(groups, new_blocks, strict=True)]
+    groups[0] = _write(groups[0], new_blocks[0], node, prompt, stated)
+    groups[1:] = [
+        windows.set_group0_blocks(group, ids, node) for group, ids in zip(groups[1:], new_blocks[1:], strict=True)
+    ]
+    return groups, new_blocks
+
+
 def _reserve(group: Group, ids: jax.Array) -> Group:
-    """Marks blocks ids i32[F], NO_BLOCK for none, as reserved: `land` knows them by the reading of the clock."""
-    blocks, where = group.blocks, ids >= 0
-    released, hits = put(blocks.released, ids, blocks.clock, where), put(blocks.hits, ids, LOST, where)
+    """Marks blocks ids i32[F], NO_BLOCK for none, as reserved; `finish_adoption` knows them by the clock's stamp."""
+    blocks = group.blocks
+    where = ids >= 0
+    released = put(blocks.released, ids, blocks.clock, where)
+    hits = put(blocks.hits, ids, LOST, where)
     clock = blocks.clock + jnp.any(where).astype(jnp.int32)
     return group.replace(blocks=blocks.replace(released=released, hits=hits, clock=clock))
 
 
 def _write(group: Group, ids: jax.Array, node: jax.Array, prompt: Prompt, stated: jax.Array) -> Group:
-    """Writes text, retention and parents of reserved blocks ids i32[F]; node i32[F] has the whole prefix."""
-    blocks, where = group.blocks, ids >= 0
+    """Writes text, retention and parents of reserved blocks ids i32[F]; node i32[F] are the blocks of the prefix."""
+    blocks = group.blocks
+    where = ids >= 0
     before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
     parent = jnp.stack([before, jnp.broadcast_to(prompt.namespace, before.shape)], axis=-1)
     blocks = apply_retention(blocks, ids, jax.tree.map(lambda _: stated, blocks.retention), where)
-    text, parent = put(blocks.text, ids, prompt.text, where), put(blocks.parent, ids, parent, where)
+    text = put(blocks.text, ids, prompt.text, where)
+    parent = put(blocks.parent, ids, parent, where)
     return group.replace(blocks=blocks.replace(text=text, parent=parent))
 
 
 @on_state
-def land(state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Makes the reserved blocks findable whose K/V have arrived, and releases all that `adopt` holds.
+def finish_adoption(
+    state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayLike = 0
+) -> tuple[CacheState, Events]:
+    """Makes the reserved blocks findable whose K/V have arrived, and releases all blocks held by `adopt`.
 
-    A block behind one that is missing is dropped, and becomes empty. Where others have published the same meanwhile,
-    theirs stays. Nothing becomes findable behind a block that has left the device or the index.
+    A block after a missing block is dropped and becomes empty. If another verb has published the same contents since
+    `adopt`, the published block stays and the reserved block is dropped. Nothing becomes findable after a block that
+    has left the device or the index.
 
     Args:
       state: the cache.
-      adopted: of the events of `adopt`; each can land once.
-      arrived: bool[G, F], or bool[F]; whether the K/V of each reserved block are in its pool row.
-      now: i32[] ms.
+      adopted: `events.adopted` of a call of `adopt`; use it once.
+      arrived: bool[G, F] or bool[F]; whether the K/V of each reserved block are in its pool row.
+      now: i32[]; the time in ms.
 
     Returns:
-      The cache; and events, E = F a group: stored. Status BAD_REQUEST if these blocks are not reserved (any more).
+      The cache, and events with E = F records a group: stored. Status BAD_REQUEST if the blocks are not reserved, or no
+      longer.
 
     Example:
-      >>> from kvjax.stores import adopt, land
+      >>> from kvjax.stores import adopt, finish_adoption
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> state, events = adopt(kvjax.init(spec), np.arange(10), 10, [True, True, False])
-      >>> state, events = land(state, events.adopted, [True, False, False])  # the second block did not arrive
+      >>> state, events = finish_adoption(state, events.adopted, [True, False, False])  # the second block is missing
       >>> [(event["kind"], event["tokens"]) for event in kvjax.to_list(events)], state.groups[0].num_empty.item()
       ([('stored', [0, 1, 2, 3])], 7)
     """
     if not isinstance(adopted, Adopted):
-        raise ValueError(f"adopted: got a {type(adopted).__name__}, wanted the `adopted` of the events of adopt")
-    arrived, now = flags("arrived", arrived, adopted.blocks.shape), integers("now", now, ())
+        raise ValueError(f"adopted: got a {type(adopted).__name__}, wanted `events.adopted` of a call of adopt")
+    arrived = flags("arrived", arrived, adopted.blocks.shape)
+    now = integers("now", now, ())
     ok = functools.reduce(
         jnp.logical_and,
-        [_are_reserved(*each) for each in zip(state.groups, adopted.blocks, adopted.stamps, strict=True)],
-        jnp.all((adopted.held < 0) | (pick(state.groups[0].blocks.refcount, adopted.held) > 0)),
+        [_are_reserved(*group) for group in zip(state.groups, adopted.blocks, adopted.stamps, strict=True)],
+        jnp.all((adopted.pinned < 0) | (pick(state.groups[0].blocks.refcount, adopted.pinned) > 0)),
     )
     groups, ok = fence(state.groups, ok)
-    state, status = state.replace(groups=groups), first_failure((~ok, Status.BAD_REQUEST))
-    ok = ok & jnp.any(adopted.blocks >= 0)  # nothing is held for a prefix of which nothing was reserved
-    group, fill, own = state.groups[0], adopted.fill, adopted.blocks[0]
-    column = jnp.arange(fill.shape[0], dtype=jnp.int32)
-    cached, matches = _cached(group, adopted.text, fill, adopted.namespace)
-    num_cached = leading(matches & group.reachable(cached, ("device",)))
-    keys = keys_of(adopted.text, fill, adopted.namespace)
-    is_new = (own >= 0) & arrived[0] & (cached < 0)
-    end = leading((column < num_cached) | (is_new & (earliest_with_key(keys, is_new) == column)))
-    published, joins = ok & (column >= num_cached) & (column < end), ok & (column < num_cached)
-    node = jnp.where(column < end, jnp.where(column < num_cached, cached, own), NO_BLOCK)
-    refcount, node, published, joins = fence(group.blocks.refcount, node, published, joins & (node != adopted.held))
-    group = group.replace(blocks=group.blocks.replace(refcount=refcount))
-    before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
-    parent = jnp.stack([before, jnp.broadcast_to(adopted.namespace, before.shape)], axis=-1)
-    group, stored = publish(group, own, published, keys, parent, column, fill)
-    group = hold(group, node, joins, hit=False)
-    hits = put(group.blocks.hits, own, jnp.where(published, adopted.hits, 0), ok & (own >= 0))  # no longer LOST
-    group = group.replace(blocks=group.blocks.replace(hits=hits))
-    groups, records = [group], [stored]
-    for number, other in enumerate(state.window_groups, 1):
-        of_group = jnp.where(ok, adopted.blocks[number], NO_BLOCK)
-        other, stored = _link(other, number, group, of_group, node, arrived[number], fill)
+    state = state.replace(groups=groups)
+    status = first_failure((~ok, Status.BAD_REQUEST))
+    ok = ok & jnp.any(adopted.blocks >= 0)  # if nothing was reserved, nothing was pinned
+
+    reserved = adopted.blocks[0]
+    group, stored, node, before, published = _publish_arrived(state.groups[0], adopted, reserved, arrived, ok)
+    groups = [group]
+    records = [stored]
+    for group_index, window_group in enumerate(state.window_groups, 1):
+        window_reserved = jnp.where(ok, adopted.blocks[group_index], NO_BLOCK)
+        window_group, stored = _link(
+            window_group, group_index, group, window_reserved, node, arrived[group_index], adopted.fill
+        )
         changed = jnp.concatenate([published, published])
-        other = windows.mark(other, group, jnp.concatenate([node, before]), changed, now)
-        (other,) = fence(other)  # the policy has read the refcounts that are written below
-        groups, records = [*groups, _release(state, other, number, of_group[::-1], ok, now)], [*records, stored]
-    # Children before their parents; then what was reserved in vain, and what was lost meanwhile.
-    rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (own, adopted.held)]
+        window_group = windows.mark(window_group, group, jnp.concatenate([node, before]), changed, now)
+        (window_group,) = fence(window_group)  # the policy has read the refcounts that are written below
+        groups.append(_release(state, window_group, group_index, window_reserved[::-1], ok, now))
+        records.append(stored)
+    # Children before their parents, then reserved blocks without data and pinned blocks that were lost.
+    rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (reserved, adopted.pinned)]
     groups[0] = _release(state, group, 0, jnp.concatenate([part[::-1] for part in (node, *rest)]), ok, now)
     state = state.replace(groups=tuple(groups))
     return state, assemble(state, status, stored=records)
 
 
+def _publish_arrived(
+    group: Group, adopted: Adopted, reserved: jax.Array, arrived: jax.Array, ok: jax.Array
+) -> tuple[Group, Records, jax.Array, jax.Array, jax.Array]:
+    """Publishes the first group's reserved blocks i32[F], up to the first missing block, where ok bool[].
+
+    Returns the group, F records (stored), the blocks of the findable prefix i32[F] with a holder each, their parents
+    i32[F], and whether each was published, bool[F].
+    """
+    fill = adopted.fill
+    column = jnp.arange(fill.shape[0], dtype=jnp.int32)
+    cached, matches = _cached(group, adopted.text, fill, adopted.namespace)
+    num_cached = leading(matches & group.reachable(cached, ("device",)))
+    keys = keys_of(adopted.text, fill, adopted.namespace)
+    is_new = (reserved >= 0) & arrived[0] & (cached < 0)
+    end = leading((column < num_cached) | (is_new & (earliest_with_key(keys, is_new) == column)))
+    published = ok & (column >= num_cached) & (column < end)
+    joins = ok & (column < num_cached)
+    node = jnp.where(column < end, jnp.where(column < num_cached, cached, reserved), NO_BLOCK)
+    refcount, node, published, joins = fence(group.blocks.refcount, node, published, joins & (node != adopted.pinned))
+    group = group.replace(blocks=group.blocks.replace(refcount=refcount))
+    before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
+    parent = jnp.stack([before, jnp.broadcast_to(adopted.namespace, before.shape)], axis=-1)
+    group, stored = publish(group, reserved, published, keys, parent, column, fill)
+    group = hold(group, node, joins, hit=False)
+    # The mark LOST ends here.
+    hits = put(group.blocks.hits, reserved, jnp.where(published, adopted.hits, 0), ok & (reserved >= 0))
+    return group.replace(blocks=group.blocks.replace(hits=hits)), stored, node, before, published
+
+
 def _are_reserved(group: Group, ids: jax.Array, stamp: jax.Array) -> jax.Array:
-    """bool[]; whether blocks ids i32[F], NO_BLOCK for none, are those that one call of `adopt` has reserved."""
+    """bool[]; whether a single call of `adopt` has reserved blocks ids i32[F], NO_BLOCK for none."""
     blocks = group.blocks
     reserved = (ids < blocks.fill.shape[0]) & (pick(blocks.refcount, ids) > 0) & (pick(blocks.fill, ids) == 0)
     reserved = reserved & (pick(blocks.hits, ids) == LOST) & (pick(blocks.released, ids) == stamp)
@@ -296,18 +377,25 @@ def _are_reserved(group: Group, ids: jax.Array, stamp: jax.Array) -> jax.Array:
 
 
 def _link(
-    group: Group, number: int, tree: Group, own: jax.Array, node: jax.Array, arrived: jax.Array, fill: jax.Array
+    group: Group,
+    group_index: int,
+    tree: Group,
+    reserved: jax.Array,
+    node: jax.Array,
+    arrived: jax.Array,
+    fill: jax.Array,
 ) -> tuple[Group, Records]:
-    """Makes a window group's reserved blocks own i32[F] findable beside blocks node i32[F] that have none, if arrived.
+    """Makes a window group's reserved blocks i32[F] findable, where arrived bool[F] and its prefix has no block yet.
 
-    Also returns F records, stored.
+    node i32[F] are the blocks of the prefix in the first group, `tree`. Also returns F records, stored.
     """
-    where = (own >= 0) & arrived & (node >= 0) & (group.in_this_group(node) < 0)
+    where = (reserved >= 0) & arrived & (node >= 0) & (group.in_this_group(node) < 0)
     group, where = fence(group, where)
-    group = group.replace(blocks=group.blocks.replace(hits=put(group.blocks.hits, own, 0, own >= 0)))  # not LOST
-    return windows.link_blocks(group, number, tree.blocks, own, node, where, fill)
+    hits = put(group.blocks.hits, reserved, 0, reserved >= 0)  # no longer LOST
+    group = group.replace(blocks=group.blocks.replace(hits=hits))
+    return windows.link_blocks(group, group_index, tree.blocks, reserved, node, where, fill)
 
 
-def _release(state: CacheState, group: Group, number: int, ids: jax.Array, ok: jax.Array, now: jax.Array) -> Group:
+def _release(state: CacheState, group: Group, group_index: int, ids: jax.Array, ok: jax.Array, now: jax.Array) -> Group:
     """Takes a holder from each of blocks ids i32[.] of a group, NO_BLOCK for none, where ok bool[]."""
-    return give_back(group, windows.policy_of(state, number), ids, ok & (ids >= 0), now)
+    return give_back(group, windows.policy_of(state, group_index), ids, ok & (ids >= 0), now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explicit control: holding blocks against eviction, evicting by name, and starting afresh."""
+"""Explicit control: holding blocks against eviction, evicting chosen blocks, and starting afresh."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from kvjax.blocks.tiers import find_unevictable, keep_host_policy
 from kvjax.checks import integers, on_state, static_int32
 from kvjax.events.records import EventKind, Events, Records, Status, record
 from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
-from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
+from kvjax.verbs._request import assemble, checked_group, first_failure, replace_group
 from kvjax.verbs.init import init_group
 
 
 @on_state
 def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheState, Events]:
-    """Adds a holder to blocks, so that they stay whatever the rows do; the caller keeps the list for `unpin`.
+    """Adds a holder to blocks to keep them cached whatever the rows do; save the list for `unpin`.
 
     Args:
       state: the cache.
-      blocks: i32[K]; different findable blocks, such as the filled ones of a row; NO_BLOCK is padding. The prefix of
-        each must be pinned too, or among them. Costs a pass over all blocks.
-      group: static; number of their group. In a window group only their blocks in the first group must be pinned.
+      blocks: i32[K]; different findable blocks, such as the filled blocks of a row. NO_BLOCK is padding. The prefix of
+        each block must be pinned already, or be in the list. Costs a pass over all blocks.
+      group: static; the index of their group. In a window group, only the blocks of the same prefixes in the first
+        group must be pinned.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (a block that a row is still
-      filling has nothing to keep) or named twice, or if its prefix would not be pinned.
+      The cache, and no events. Status BAD_REQUEST if a block is unknown, named twice or not findable (a row is still
+      filling it), or if its prefix would not be pinned.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -43,15 +44,16 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
       >>> state.groups[0].blocks.refcount[:3].tolist()
       [1, 1, 0]
 
-    Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
+    Source: TensorRT-LLM's pinBlocks, for blocks stored for reuse.
     """
-    chosen_group, ids = chosen(state, group), integers("blocks", blocks, ("K",))
+    chosen_group = checked_group(state, group)
+    ids = integers("blocks", blocks, ("K",))
     metadata = chosen_group.blocks
     named = ids != NO_BLOCK
     refcount = pick(metadata.refcount, ids)
     findable = (ids >= 0) & (ids < metadata.refcount.shape[0]) & (pick(metadata.fill, ids) > 0)
     ok = ~jnp.any(named & (~findable | repeated(ids)))
-    pins = [_pins(each) for each in state.groups]
+    pins = [_pins(member) for member in state.groups]
     pins[group] = add(pins[group], ids, 1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
     named = named & ok
@@ -65,17 +67,17 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
 
 @on_state
 def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Takes the holder that `pin` added from the same blocks; those without holders become cached, children first.
+    """Takes back the holder added by `pin`. Blocks without another holder become cached, children first.
 
     Args:
       state: the cache.
-      blocks: i32[K]; as given to `pin`.
-      now: i32[] ms.
-      group: static; likewise.
+      blocks: i32[K]; blocks given to `pin`. NO_BLOCK is padding.
+      now: i32[]; the time in ms.
+      group: static; see `pin`.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix or
-      first-group block of a block that stays pinned.
+      The cache, and no events. Status BAD_REQUEST if a block is not pinned, is named twice, or is the prefix or
+      first-group block of another pinned block.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -88,14 +90,16 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
       >>> [s.groups[0].num_cached.item() for s in (state, after)]  # cached: the tail alone, then all three
       [1, 3]
     """
-    chosen_group, ids, now = chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    chosen_group = checked_group(state, group)
+    ids = integers("blocks", blocks, ("K",))
+    now = integers("now", now, ())
     named = ids != NO_BLOCK
-    pins = [_pins(each) for each in state.groups]
+    pins = [_pins(member) for member in state.groups]
     pinned = (ids >= 0) & (ids < pins[group].shape[0]) & (pick(pins[group], ids) > 0)
     ok = ~jnp.any(named & (~pinned | repeated(ids)))
     pins[group] = add(pins[group], ids, -1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
-    # As a row's blocks: the last one first, but whatever the order of the list, children before their parents.
+    # As for a row's blocks, the last is released first; but children come before parents whatever the list's order.
     metadata = chosen_group.blocks
     order = children_first(metadata, ids[::-1], (named & ok & (pick(metadata.fill, ids) > 0))[::-1])
     policy = windows.policy_of(state, group)
@@ -105,7 +109,7 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
 
 
 def _pins(group: Group) -> jax.Array:
-    """i32[B]; holders of each block that are not rows."""
+    """i32[B]; the number of holders of each block, not counting rows."""
     table = group.table.reshape(-1)
     return add(group.blocks.refcount, table, -1, table >= 0, unique=False)
 
@@ -125,20 +129,20 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
 
 @on_state
 def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
-    """Empties cached blocks by name, with all their findable descendants; all or nothing.
+    """Empties the given cached blocks and all their findable descendants, all or nothing.
 
-    The window groups' blocks of the same prefixes are emptied too. Costs a pass over all blocks. Skips blocks
-    that are not findable.
+    The window groups' blocks of the same prefixes are emptied too. `evict` skips blocks outside the index. It costs
+    a pass over all blocks.
 
     Args:
       state: the cache.
-      blocks: i32[K]; of the first group; NO_BLOCK is padding.
-      max_removed: static; the most blocks that may leave, None for N + H.
+      blocks: i32[K]; blocks of the first group. NO_BLOCK is padding.
+      max_removed: static; the largest number of blocks to remove. None means N + H.
 
     Returns:
-      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held or on
-      the move, BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how
-      many more).
+      The cache, and events with E = max_removed records a group: removed, children first. Status HELD if a block is
+      held or on the move. Status BAD_REQUEST for an unknown block, or if more than `max_removed` would leave:
+      `events.shortfall` is the number beyond it.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -150,29 +154,32 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
       >>> [(event["kind"], event["block"]) for event in kvjax.to_list(events)]
       [('removed', 2), ('removed', 1)]
     """
-    group, ids = state.groups[0], integers("blocks", blocks, ("K",))
-    metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
-    most = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
+    group = state.groups[0]
+    ids = integers("blocks", blocks, ("K",))
+    metadata = group.blocks
+    num_ids = group.blocks.refcount.shape[0]
+    max_removed = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
     named = ids != NO_BLOCK
     unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
     doomed = is_among(num_ids, ids, named & ~unknown) & (metadata.fill > 0)
     doomed = descendants(metadata, doomed)
     total = count(doomed)
-    over = jnp.maximum(total - most, 0)
+    over = jnp.maximum(total - max_removed, 0)
     held = jnp.any(doomed & (metadata.refcount > 0)) | jnp.any(named & (pick(metadata.refcount, ids) > 0))
     held = held | jnp.any(doomed & group.moving(group.ids))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
-    state, removed = _empty(state, doomed, most, status == Status.OK)
+    state, removed = _empty(state, doomed, max_removed, status == Status.OK)
     return state, assemble(state, status, removed=removed, shortfall=over)
 
 
-def _empty(state: CacheState, doomed: jax.Array, most: int, ok: jax.Array) -> tuple[CacheState, list[Records]]:
-    """Empties the first group's blocks doomed bool[B], at most `most`, where ok bool[]; also returns records, removed.
+def _empty(state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array) -> tuple[CacheState, list[Records]]:
+    """Empties the first group's blocks doomed bool[B], at most `max_removed`, where ok bool[].
 
-    Nothing holds or moves them, and all their findable descendants are among them.
+    No doomed block is held or on the move, and all their findable descendants are doomed too. Also returns records,
+    removed.
     """
     group = state.groups[0]
-    order = children_first(group.blocks, group.ids, doomed)[:most]
+    order = children_first(group.blocks, group.ids, doomed)[:max_removed]
     group, removed = remove(group, 0, state.policy, order, pick(doomed, order) & ok)
     return forget_all(replace_group(state, 0, find_unevictable(group)), 0, removed)
 
@@ -181,20 +188,20 @@ def _empty(state: CacheState, doomed: jax.Array, most: int, ok: jax.Array) -> tu
 def forget_namespaces(
     state: CacheState, keep: ArrayLike, *, max_removed: int | None = None
 ) -> tuple[CacheState, Events]:
-    """Empties the cached blocks of all namespaces but these, such as those of a model's old weights.
+    """Empties the cached blocks of all namespaces except `keep`, for example after a model's weights have changed.
 
-    Blocks that a row or a pin holds stay, findable in their namespace, so that rows in flight end as they began: call
-    again once they are released. The window groups' blocks of the same prefixes are emptied too. Costs a pass over all
-    blocks for each level of the tree.
+    A block that a row or a pin holds stays findable in its namespace, so rows in flight end as they began. Call
+    `forget_namespaces` again when they are released. The window groups' blocks of the same prefixes are emptied too.
+    The call costs a pass over all blocks for each level of the tree.
 
     Args:
       state: the cache.
-      keep: i32[K]; numbers of namespaces, as `admit` takes them; one may occur several times.
-      max_removed: static; the most blocks that may leave, None for N + H.
+      keep: i32[K]; numbers of the namespaces to keep. A number may occur several times.
+      max_removed: static; the largest number of blocks to remove. None means N + H.
 
     Returns:
-      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is on the
-      move, BAD_REQUEST if more than `max_removed` would leave (`events.shortfall` says how many more).
+      The cache, and events with E = max_removed records a group: removed, children first. Status HELD if a block is on
+      the move. Status BAD_REQUEST if more than `max_removed` would leave: `events.shortfall` is the number beyond it.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -207,33 +214,36 @@ def forget_namespaces(
       >>> [kvjax.lookup(state, prompt, 10, namespace=namespace).cached_tokens.item() for namespace in (7, 8)]
       [0, 9]
     """
-    group, keep = state.groups[0], integers("keep", keep, ("K",))
-    metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
-    most = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
-    above, namespace = metadata.parent[:, 0], metadata.parent[:, 1]
+    group = state.groups[0]
+    keep = integers("keep", keep, ("K",))
+    metadata = group.blocks
+    num_ids = group.blocks.refcount.shape[0]
+    max_removed = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
+    parent = metadata.parent[:, 0]
+    namespace = metadata.parent[:, 1]
     is_current = jnp.any(namespace[:, None] == keep[None], axis=1)
-    forgotten = descendants(metadata, (metadata.fill > 0) & (above < 0) & ~is_current)
+    forgotten = descendants(metadata, (metadata.fill > 0) & (parent < 0) & ~is_current)
     moving = jnp.any(forgotten & (group.moving(group.ids) | (metadata.refcount >= COPYING)))
     doomed = forgotten & (metadata.refcount == 0)
-    over = jnp.maximum(count(doomed) - most, 0)
+    over = jnp.maximum(count(doomed) - max_removed, 0)
     status = first_failure((over > 0, Status.BAD_REQUEST), (moving, Status.HELD))
-    state, removed = _empty(state, doomed, most, status == Status.OK)
+    state, removed = _empty(state, doomed, max_removed, status == Status.OK)
     return state, assemble(state, status, removed=removed, shortfall=over)
 
 
 @on_state
 def reset(state: CacheState) -> tuple[CacheState, Events]:
-    """Forgets everything that is cached. Refused while a row or a pin holds anything.
+    """Empties the whole cache. It is refused while a row or a pin holds a block.
 
-    For new weights of a model: the K/V of the old ones would be reused. Or give each version a namespace of its own.
-
-    The policy forgets all blocks; it keeps the rest of its own state, such as learned weights.
+    Reset the cache when a model gets new weights, or its old K/V would be reused. Alternatively give each version of
+    the weights its own namespace. The policy forgets all blocks and keeps the rest of its state, such as learned
+    weights.
 
     Args:
       state: the cache.
 
     Returns:
-      The cache; and events, E = 1 a group: cleared. Status HELD.
+      The cache, and events with E = 1 record a group: cleared. Status HELD if a block is held or on the move.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -249,19 +259,20 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
     Source: vLLM's reset_prefix_cache.
     """
     held = jnp.any(
-        jnp.array([jnp.any(each.moving(each.ids)) | jnp.any(each.blocks.refcount > 0) for each in state.groups])
+        jnp.array([jnp.any(group.moving(group.ids)) | jnp.any(group.blocks.refcount > 0) for group in state.groups])
     )
-    cleared = [record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number) for number in range(len(state.groups))]
+    cleared = [record(EventKind.CLEARED, jnp.atleast_1d(~held), group=index) for index in range(len(state.groups))]
     state = either(held, state, emptied(state))
-    return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)
+    return state, assemble(state, first_failure((held, Status.HELD)), cleared=cleared)
 
 
 def emptied(state: CacheState) -> CacheState:
-    """The cache without blocks, whoever holds them: of use where their bytes are lost. Rows are left as they are."""
+    """Empties all blocks, even held blocks, for a cache whose bytes are lost. Rows stay as they are."""
     groups = []
-    for number, group in enumerate(state.groups):
-        policy = windows.policy_of(state, number)
-        empty, old = init_group(state.spec, number, policy, group.num_blocks), group.blocks
+    for group_index, group in enumerate(state.groups):
+        policy = windows.policy_of(state, group_index)
+        empty = init_group(state.spec, group_index, policy, group.num_blocks)
+        old = group.blocks
         blocks = empty.blocks.replace(generation=old.generation, clock=old.clock, time=old.time)
         empty = empty.replace(blocks=blocks, policy=policy.forgot(group.policy, group.ids))
         groups.append(keep_host_policy(empty, group, policy))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`extend`: blocks for the next tokens, in all groups at once."""
+"""`extend`: reserves blocks for the next tokens, in all groups at once."""
 
 from __future__ import annotations
 
@@ -37,26 +37,27 @@ def extend(
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
-    """Reserves blocks for the next tokens of every active row; all rows or none.
+    """Reserves blocks for the next tokens of every active row, or of none.
 
-    A last block that is shared or findable is replaced by a private copy before it is written; of several active
-    holders of a block that is not findable the last one keeps it. With `seqs` the cost follows R, not S.
+    A row writes only into blocks of its own. If its last block is shared or findable, it gets a private copy. If all
+    holders of a block that is not findable are active, the last of them keeps the block. With `seqs` the cost follows R
+    instead of S.
 
     Args:
       state: the cache.
       active: bool[R]; rows to grow.
       num_tokens: a static number for all rows, or i32[R].
-      seqs: i32[R]; the rows, all different, -1 for padding, which is not active; None for all S.
-      max_tokens: static; the most that a row reserves, needed where `num_tokens` is an array, also one of a single
-        number, such as a traced one.
-      now: i32[] ms.
-      tiers: static; as in `admit`.
+      seqs: i32[R]; the rows, all different. Use -1 as padding, which must not be active. None means all S rows.
+      max_tokens: static; the largest number of tokens to reserve for a row. Give it if `num_tokens` is an array, even
+        an array of a single number, such as a traced number.
+      now: i32[]; the time in ms.
+      tiers: static; see `admit`.
 
     Returns:
-      The cache, unchanged unless `events.ok`; and events, E = 2 R F a group for rows that touch up to F blocks (more
-      with both tiers): removed, updated, copied. Status ROW_FULL, BAD_REQUEST (a row that is free, unknown or named
-      twice) or HELD (one swapped out) at the rows to blame, NO_BLOCKS at all active rows; `events.shortfall` is the
-      number of blocks missing in the group that misses most.
+      The cache, unchanged unless `events.ok`, and events with E = 2 R F records a group for rows touching up to F
+      blocks (more with both tiers): removed, updated, copied. A row that cannot grow has the status ROW_FULL,
+      BAD_REQUEST (it is free, unknown or named twice) or HELD (it is swapped out). All active rows have the status
+      NO_BLOCKS if blocks are missing: `events.shortfall` is their number in the group with the largest shortage.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -70,18 +71,20 @@ def extend(
 
     Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
     """
-    spec, size = state.spec, state.spec.block_size
+    spec = state.spec
+    block_size = state.spec.block_size
     rows = None if seqs is None else integers("seqs", seqs, ("R",))
     metadata = _metadata(state, rows)
     length = metadata.length
-    active, now = row_mask("active", active, length.shape[0]), integers("now", now, ())
+    active = row_mask("active", active, length.shape[0])
+    now = integers("now", now, ())
     max_tokens = most_tokens(num_tokens, max_tokens)
     num_tokens = each_row("num_tokens", num_tokens, active.shape)
     bad = active & ((length == 0) | (num_tokens < 0) | (num_tokens > max_tokens))
     if rows is not None:
         bad = bad | (active & ((rows < 0) | (rows >= spec.max_seqs) | repeated(rows)))
     grown = length + jnp.where(active & ~bad, num_tokens, 0)
-    full = active & (-(-grown // size) > spec.max_blocks_per_seq)
+    full = active & (-(-grown // block_size) > spec.max_blocks_per_seq)
     held = active & metadata.swapped_out
     fine = ~jnp.any(bad | held | full)
     state, grew = _grown(state, rows, jnp.where(fine, grown, length), max_tokens, now, checked_tiers(tiers))
@@ -95,36 +98,41 @@ def extend(
         after = state.seqs.replace(length=put(state.seqs.length, rows, grown, active & ok))
     state = state.replace(seqs=after)
     return state, assemble(
-        state, status, removed=grew.removed, updated=grew.updated, copied=grew.copied, shortfall=grew.shortfall,
+        state,
+        status,
+        removed=grew.removed,
+        updated=grew.updated,
+        copied=grew.copied,
+        shortfall=grew.shortfall,
         moves=grew.orders,
-    )  # fmt: skip
+    )
 
 
 class Growth(Pytree):
-    """The outcome of `grow`: whether every row could grow, the records of each group, and the most blocks missing."""
+    """The outcome of `grow`."""
 
-    ok: jax.Array
-    removed: list[Records]
+    ok: jax.Array  # bool[]; whether every row could grow
+    removed: list[Records]  # of each group, as the lists below
     copied: list[Records]
-    shortfall: jax.Array
+    shortfall: jax.Array  # i32[]; blocks missing in the group with the largest shortage
     updated: list[Records]
     orders: list[Transfer]
 
 
 def _metadata(state: CacheState, rows: jax.Array | None) -> Sequences:
-    """The metadata of rows i32[R]; None: of all."""
+    """The metadata of rows i32[R]; None means all rows."""
     return state.seqs if rows is None else pick(state.seqs, rows)
 
 
 def _grown(
     state: CacheState, rows: jax.Array | None, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[CacheState, Growth]:
-    """`grow`, as one kernel where there is one."""
+    """Runs `grow`, as a single kernel if there is one for this cache."""
 
     def kernel(state: CacheState, grown: jax.Array, now: jax.Array, *, interpret: bool = False):
         from kvjax.gpu.extend import grow_rows  # late: to import Triton takes a tenth of a second
 
-        del now  # only retention asks for the time
+        del now  # only retention needs the time
         state, ok, removed, copied, shortfall = grow_rows(state, grown, max_tokens, interpret)
         return state, Growth(ok, [removed], [copied], shortfall, [no_records()], [no_moves()])
 
@@ -138,56 +146,76 @@ def _grown(
 def grow(
     state: CacheState, rows: jax.Array | None, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[CacheState, Growth]:
-    """Gives rows i32[R] blocks for grown i32[R] tokens, at most max_tokens more than they have; all rows or none.
+    """Gives rows i32[R] blocks for grown i32[R] tokens, at most `max_tokens` more than now. All rows grow or none.
 
-    Rows that grow are all different; one that does not has its own length in `grown`, whichever row it names. The
-    lengths in the state stay as they are.
+    Growing rows are all different. A row without growth has its present length in `grown`, and may be repeated.
+    The lengths in the state do not change.
     """
-    spec, metadata, size = state.spec, _metadata(state, rows), state.spec.block_size
+    spec = state.spec
+    metadata = _metadata(state, rows)
+    block_size = state.spec.block_size
     seqs = np.arange(spec.max_seqs, dtype=np.int32) if rows is None else rows
-    first = metadata.length // size
-    inside = (grown > metadata.length) & (metadata.length % size > 0)
-    columns = runs(first, most_columns(max_tokens, size))
-    beyond = (columns * size < grown[:, None]) & (columns * size >= metadata.length[:, None])
-    written = jnp.maximum(metadata.committed - first * size, 0)  # tokens of the row's last block
+    first_column = metadata.length // block_size
+    inside = (grown > metadata.length) & (metadata.length % block_size > 0)
+    columns = runs(first_column, most_columns(max_tokens, block_size))
+    beyond = (columns * block_size < grown[:, None]) & (columns * block_size >= metadata.length[:, None])
+    num_written = jnp.maximum(metadata.committed - first_column * block_size, 0)  # tokens of the row's last block
 
-    shared = [unshare(group, table_entry(group, seqs, first), inside) for group in state.groups]
-    new = [beyond.at[:, 0].set(beyond[:, 0] | writers.copies) for _, writers in shared]
-    lacks = [count(n) - group.available for n, (group, _) in zip(new, shared, strict=True)]
+    shared = [unshare(group, table_entry(group, seqs, first_column), inside) for group in state.groups]
+    needs_block = [beyond.at[:, 0].set(beyond[:, 0] | writers.copies) for _, writers in shared]
+    lacks = [count(needed) - group.available for needed, (group, _) in zip(needs_block, shared, strict=True)]
     ok = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
     block_priorities = priorities(state, now, tiers)
-    groups, removed, copied, taken, new_blocks = [], [], [], [], []
-    for number, (group_spec, (group, writers), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
-        policy = windows.policy_of(state, number)
-        if taken:  # blocks that left the first group's index leave the others' too
-            group, forgotten = forget(group, number, taken[0].removed)
+    groups = []
+    removed = []
+    copied = []
+    taken = []
+    new_blocks = []
+    for group_index, (group_spec, (group, writers), needed) in enumerate(
+        zip(spec.groups, shared, needs_block, strict=True)
+    ):
+        policy = windows.policy_of(state, group_index)
+        if taken:  # blocks that left the first group's index leave the index of the other groups too
+            group, forgotten = forget(group, group_index, taken[0].removed)
             removed.insert(0, forgotten)
-        need, most = jnp.where(ok, count(wanted), 0), min(wanted.size, group_spec.num_blocks)
         new = take(
-            group, number, policy, need, most, now, priorities=block_priorities[number],
+            group,
+            group_index,
+            policy,
+            jnp.where(ok, count(needed), 0),
+            min(needed.size, group_spec.num_blocks),
+            now,
+            priorities=block_priorities[group_index],
             min_priority=spec.offload_min_priority,
-        )  # fmt: skip
+        )
         ok = ok & new.ok
         taken.append(new)
         group = settle(new.group, policy, writers, ok, now)
-        ids = pick(new.ids, rank(wanted.reshape(-1)).reshape(wanted.shape))
-        table = put(group.table, (jnp.broadcast_to(seqs[:, None], wanted.shape), columns), ids, wanted & ok)
-        copies = writers.copies & ok & (written > 0)
+        ids = pick(new.ids, rank(needed.reshape(-1)).reshape(needed.shape))
+        table = put(group.table, (jnp.broadcast_to(seqs[:, None], needed.shape), columns), ids, needed & ok)
+        copies = writers.copies & ok & (num_written > 0)
         group = group.replace(table=table)
         groups.append(group)
-        new_blocks.append((ids, writers.block, copies, wanted & ok))
+        new_blocks.append((ids, writers.block, copies, needed & ok))
         removed.append(new.removed)
         copied.append(
-            record(EventKind.COPIED, copies, group=number, block=group.pool_row(ids[:, 0]),
-                   source=group.pool_row(writers.block), num_tokens=written)
-        )  # fmt: skip
-    ids, block, copies, wanted = new_blocks[0]
-    group = copy_text(groups[0], ids[:, 0], block, copies)
+            record(
+                EventKind.COPIED,
+                copies,
+                group=group_index,
+                block=group.pool_row(ids[:, 0]),
+                source=group.pool_row(writers.block),
+                num_tokens=num_written,
+            )
+        )
+    ids, old_block, copies, placed = new_blocks[0]
+    group = copy_text(groups[0], ids[:, 0], old_block, copies)
     stated = pick(state.seqs.retention, (seqs[:, None], columns))
-    groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted))
+    groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, placed))
     shortfall = jnp.where(ok, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
+    updated = [new.updated for new in taken]
+    orders = [new.orders for new in taken]
     state, removed, updated, orders = all_or_nothing(
-        state, state.replace(groups=tuple(groups)), ok, removed, [new.updated for new in taken],
-        [new.orders for new in taken],
-    )  # fmt: skip
+        state, state.replace(groups=tuple(groups)), ok, removed, updated, orders
+    )
     return state, Growth(ok, removed, copied, shortfall, updated, orders)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fork` and `beam_step`: rows become copies of each other without a byte being moved."""
+"""`fork` and `beam_step`: rows become copies of each other without moving a byte."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvjax.blocks.rows import read_row, write_row
 from kvjax.checks import each_row, integers, on_state, one_or_more
 from kvjax.events.records import Events, Status
 from kvjax.state import CacheState
-from kvjax.verbs._request import assemble, first_failure, one_after_the_other
+from kvjax.verbs._request import assemble, first_failure, scan_rows
 
 
 @on_state
 def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState, Events]:
-    """Makes the free row `dst` share all blocks of row `src`; the first to write into the shared last block copies it.
+    """Makes the free row `dst` share all blocks of row `src`; the first row to write into the last block copies it.
 
-    Several rows at once equal one after the other, each all or nothing: a new fork can be forked in the same call.
+    Several forks at once run in order, each all or nothing: you can fork a new row again in the same call.
 
     Args:
       state: the cache.
-      src: i32[] or i32[R]; a row in use whose tokens are all committed; one number stands for all rows.
+      src: i32[] or i32[R]; a row in use whose tokens are all committed. A single number stands for all forks.
       dst: i32[] or i32[R]; a free row.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST or HELD (`dst` in use).
+      The cache, and no events. Status BAD_REQUEST or HELD (`dst` in use).
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -48,8 +48,9 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
     dst = one_or_more("dst", dst)
     src = each_row("src", src, dst.shape)
     if dst.ndim > 0:
-        return one_after_the_other(fork, state, src, dst)
-    old, new = read_row(state, src), read_row(state, dst)
+        return scan_rows(fork, state, src, dst)
+    old = read_row(state, src)
+    new = read_row(state, dst)
     bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.swapped_out
     status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
     ok = status == Status.OK
@@ -66,19 +67,20 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
 def beam_step(
     state: CacheState, seqs: ArrayLike, parents: ArrayLike, *, now: ArrayLike = 0
 ) -> tuple[CacheState, Events]:
-    """Lets each row of a beam continue one of them: row seqs[i] becomes what row seqs[parents[i]] was.
+    """Lets each row of a beam continue a row of the beam: row seqs[i] becomes a copy of row seqs[parents[i]].
 
-    Blocks are shared. At most a partly filled last block that two rows continue is copied, when one of them writes into
-    it (`extend`). Rows that nobody continues are dropped: their findable blocks stay cached, the others become empty.
+    The rows share blocks. Only a partly filled last block that two rows continue is copied, when the first of them
+    writes into it (`extend`). Rows without a successor are dropped: their findable blocks stay cached, and their other
+    blocks become empty.
 
     Args:
       state: the cache.
-      seqs: i32[W]; the beam's rows, all different, in use, and their tokens committed.
-      parents: i32[W]; indices into seqs; a row's own index leaves the row as it is.
-      now: i32[] ms.
+      seqs: i32[W]; the beam's rows, all different and in use, with all tokens committed.
+      parents: i32[W]; indices into `seqs`. A row's own index leaves the row unchanged.
+      now: i32[]; the time in ms.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST for all rows or none.
+      The cache, and no events. Status BAD_REQUEST for all rows or none.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -91,27 +93,29 @@ def beam_step(
       >>> state.seqs.length.tolist(), state.groups[0].table[:, :3].tolist()
       ([10, 10], [[0, 1, 2], [0, 1, 2]])
 
-    Source: vLLM's and TensorRT-LLM's beam search, which fork and free rows one by one.
+    Source: vLLM's and TensorRT-LLM's beam search, which fork and free single rows.
     """
     seqs = integers("seqs", seqs, ("W",))
-    parents, now = integers("parents", parents, seqs.shape), integers("now", now, ())
+    parents = integers("parents", parents, seqs.shape)
+    now = integers("now", now, ())
     old = state.seqs
     is_valid = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
     length = pick(old.length, seqs)
     bad = ~is_valid | (length == 0) | (length != pick(old.committed, seqs))
     bad = jnp.any(bad | pick(old.swapped_out, seqs) | (parents < 0) | (parents >= seqs.shape[0]))
     ok = jnp.broadcast_to(~bad, seqs.shape)
-    heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0], dtype=np.int32)[:, None], axis=1, dtype=jnp.int32)
+    num_heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0], dtype=np.int32)[:, None], axis=1, dtype=jnp.int32)
 
     groups = []
-    for number, group in enumerate(state.groups):
-        table, moved = pick(group.table, seqs), pick(group.table, pick(seqs, parents))
+    for group_index, group in enumerate(state.groups):
+        table = pick(group.table, seqs)
+        moved = pick(group.table, pick(seqs, parents))
         all_rows, table, moved = fence(group.table, table, moved)
         # Tails before heads: the order in which blocks are freed.
         ids = table.T[::-1].reshape(-1)
-        less = jnp.broadcast_to(1 - heirs, table.T.shape).reshape(-1)
+        less = jnp.broadcast_to(1 - num_heirs, table.T.shape).reshape(-1)
         group = group.replace(table=put(all_rows, seqs, moved, ok))
-        policy = windows.policy_of(state, number)
+        policy = windows.policy_of(state, group_index)
         groups.append(give_back_shared(group, policy, ids, less, (ids >= 0) & ~bad, now))
 
     state = state.replace(groups=tuple(groups), seqs=put(old, seqs, pick(old, pick(seqs, parents)), ok))

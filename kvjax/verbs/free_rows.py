@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`free_rows`: rows for `admit` and `fork`."""
+"""`free_rows` finds rows for `admit` and `fork`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvjax.state import CacheState
 
 @on_state
 def free_rows(state: CacheState, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Finds the first free rows, for `admit` or `fork`. It changes nothing: the rows are free until they are used.
+    """Finds the first free rows, for `admit` or `fork`. The rows stay free until a verb uses them.
 
     Args:
       state: the cache.
-      num_rows: static; the number of rows.
+      num_rows: static; the number of rows to find.
 
     Returns:
-      The rows, i32[num_rows], and a `Status`, i32[]: OK, or HELD if fewer are free. Then -1 stands for the missing
-      rows at the end; a verb refuses such a row, and takes the others.
+      The rows, i32[num_rows], and a `Status`, i32[]: OK, or HELD if fewer rows are free. Missing rows are -1, at the
+      end. A verb refuses such a row and accepts the others.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=3, max_length=32, block_size=4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trim`: rows give back reserved blocks that they have not used, in all groups."""
+"""`trim` gives back unused reserved blocks of rows, in all groups."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from kvjax.verbs._request import assemble, first_failure
 
 @on_state
 def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None) -> tuple[CacheState, Events]:
-    """Gives back what rows have reserved beyond their committed tokens, such as steps that a stop token cut short.
+    """Gives back reserved blocks beyond the committed tokens of rows, such as steps after a stop token.
 
-    Blocks without a committed token become empty; nothing else changes. The policy is not called: nothing was cached.
+    Blocks without a committed token become empty. Nothing else changes, and the policy is not called, because no cached
+    block is involved.
 
     Args:
       state: the cache.
       active: bool[S]; rows to trim.
-      max_tokens: static; the most tokens that a row has reserved; None: any number. The cost follows it.
+      max_tokens: static; the largest number of reserved tokens of a row, which the cost follows. None means no
+        limit.
 
     Returns:
       The cache, and no events. Status BAD_REQUEST for a row that is free, has no committed token, or has reserved more
-      than `max_tokens`; HELD for one swapped out. The other rows are done.
+      than `max_tokens`. Status HELD for a swapped-out row. The other rows are trimmed.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -46,36 +48,39 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
       >>> [(s.seqs.length.tolist(), s.groups[0].num_empty.item()) for s in (state, after)]
       [([14, 0], 4), ([10, 0], 5)]
 
-    Source: MAX's multi-step decoding, which commits what was computed and keeps no blocks beyond it.
+    Source: MAX's multi-step decoding, which commits the computed tokens and keeps no blocks beyond them.
     """
-    spec, seqs = state.spec, state.seqs
+    spec = state.spec
+    seqs = state.seqs
     active = row_mask("active", active, spec.max_seqs)
-    most = spec.max_length if max_tokens is None else static_int32("max_tokens", max_tokens, 1)
-    bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > most))
+    max_tokens = spec.max_length if max_tokens is None else static_int32("max_tokens", max_tokens, 1)
+    bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > max_tokens))
     status = first_failure((bad, Status.BAD_REQUEST), (active & seqs.swapped_out, Status.HELD))
     length = jnp.where(active & (status == Status.OK), seqs.committed, seqs.length)
-    return _shortened(state, length, most), assemble(state, status)
+    return _shortened(state, length, max_tokens), assemble(state, status)
 
 
-def _shortened(state: CacheState, length: jax.Array, most: int) -> CacheState:
-    """`cut`, as one kernel where there is one."""
+def _shortened(state: CacheState, length: jax.Array, max_tokens: int) -> CacheState:
+    """Runs `cut`, as a single kernel if there is one for this cache."""
 
     def kernel(state: CacheState, length: jax.Array, *, interpret: bool = False) -> CacheState:
         from kvjax.gpu.trim import trim_rows  # late: to import Triton takes a tenth of a second
 
         return trim_rows(state, length, interpret)
 
-    plain = functools.partial(cut, most=most)
-    return fused(kernel, plain, state, length) if serves(state, state.spec.max_seqs, most) else plain(state, length)
+    plain = functools.partial(cut, max_tokens=max_tokens)
+    has_kernel = serves(state, state.spec.max_seqs, max_tokens)
+    return fused(kernel, plain, state, length) if has_kernel else plain(state, length)
 
 
-def cut(state: CacheState, length: jax.Array, most: int) -> CacheState:
-    """The state with rows of length i32[S], at most `most` tokens less than they have reserved."""
-    size = state.spec.block_size
-    columns = runs(-(-length // size), -(-most // size))
-    beyond = columns * size < state.seqs.length[:, None]
+def cut(state: CacheState, length: jax.Array, max_tokens: int) -> CacheState:
+    """Shortens rows to length i32[S], at most `max_tokens` below their reserved tokens."""
+    block_size = state.spec.block_size
+    columns = runs(-(-length // block_size), -(-max_tokens // block_size))
+    beyond = columns * block_size < state.seqs.length[:, None]
     groups = [
-        _discard(group, windows.policy_of(state, number), columns, beyond) for number, group in enumerate(state.groups)
+        _discard(group, windows.policy_of(state, group_index), columns, beyond)
+        for group_index, group in enumerate(state.groups)
     ]
     return state.replace(groups=tuple(groups), seqs=state.seqs.replace(length=length))
 
@@ -85,6 +90,7 @@ def _discard(group: Group, policy: EvictionPolicy, columns: jax.Array, where: ja
     rows = np.arange(columns.shape[0], dtype=np.int32)[:, None]
     table, ids = fence(group.table, table_entry(group, rows, columns))
     table = put(table, (jnp.broadcast_to(rows, columns.shape), columns), NO_BLOCK, where)
-    ids, where = ids.reshape(-1), where.reshape(-1)
+    ids = ids.reshape(-1)
+    where = where.reshape(-1)
     blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 0, where))
     return push_empty(group.replace(blocks=blocks, table=table), policy, ids, where)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`truncate`: a row is cut back, in all groups."""
+"""`truncate` cuts a row back, in all groups."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from kvjax.checks import each_row, integers, on_state, one_or_more
 from kvjax.events.records import Events, Records, Status
 from kvjax.policies.retention import cut_off
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.verbs._request import assemble, first_failure, one_after_the_other
+from kvjax.verbs._request import assemble, first_failure, scan_rows
 
 
 @on_state
 def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
 
-    A cut inside a findable block takes the block out of the index if only this row holds it and it has no findable
-    children; otherwise it stays findable and the row's next write copies it. Several rows at once equal one after the
-    other, each all or nothing.
+    If the cut is inside a findable block that no other row holds and that has no findable children, the block leaves
+    the index. Any other findable block stays findable, and the row's next write copies it. Several rows at once are cut
+    in order, each all or nothing.
 
     Args:
       state: the cache.
       seq: i32[] or i32[R]; a row in use.
-      length: i32[] or i32[R]; 1 up to the row's length.
-      now: i32[] ms.
+      length: i32[] or i32[R]; the new length, 1 up to the row's length.
+      now: i32[]; the time in ms.
 
     Returns:
-      The cache; and events, E = 1 a row and group: removed. Status BAD_REQUEST, also where a window goes back over
-      blocks that are no longer on the device; with recurrent layers, where committed tokens are cut off anywhere but
-      at the end of a block: there is no state after the token before.
+      The cache, and events with E = 1 record a row and group: removed. Status BAD_REQUEST, also if a window would need
+      blocks that are no longer on the device. With recurrent layers you can cut off committed tokens only at the end of
+      a block, where a state is kept.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -51,10 +51,11 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
 
     Source: TensorRT-LLM's rewindKVCache.
     """
-    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    seq = one_or_more("seq", seq)
+    now = integers("now", now, ())
     length = each_row("length", length, seq.shape)
     if seq.ndim > 0:
-        return one_after_the_other(functools.partial(truncate, now=now), state, seq, length)
+        return scan_rows(functools.partial(truncate, now=now), state, seq, length)
     row = read_row(state, seq)
     bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped_out
     state, removed, ok = rewind(state, row, seq, length, ~bad, now)
@@ -64,30 +65,34 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
 def rewind(
     state: CacheState, row: Row, seq: jax.Array, length: jax.Array, ok: jax.Array, now: jax.Array
 ) -> tuple[CacheState, list[Records], jax.Array]:
-    """Cuts row `seq` back to `length` tokens where ok bool[]; also returns records, removed, and whether it was done.
+    """Cuts row `seq` back to `length` tokens where ok bool[]. Also returns records, removed, and whether it was done.
 
-    A window that goes back over blocks which have left it and are no longer on the device prevents the cut; so does a
-    cut into what a recurrent layer has only one state after.
+    The cut is refused if a window would need blocks that have left it and are no longer on the device, or if a
+    recurrent layer has no state for the new length.
     """
-    size, columns = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
-    keep, committed = -(-length // size), jnp.minimum(row.committed, length)
+    block_size = state.spec.block_size
+    columns = jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
+    num_columns = -(-length // block_size)
+    committed = jnp.minimum(row.committed, length)
     if state.spec.has_recurrent:
-        ok = ok & ((length >= row.committed) | (length % size == 0))
+        ok = ok & ((length >= row.committed) | (length % block_size == 0))
     lacking = [
-        (columns < keep) & group_spec.keeps(columns, committed, size) & (table < 0)
+        (columns < num_columns) & group_spec.keeps(columns, committed, block_size) & (table < 0)
         for group_spec, table in zip(state.spec.window_groups, row.tables[1:], strict=True)
     ]
-    ok, regained, full = windows.regain(state.window_groups, row.tables, lacking, ok)
-    groups, tables = [], []
-    for number, (group, table) in enumerate(zip((state.groups[0], *regained), full, strict=True)):
-        dropped = ok & (columns >= keep) & (table >= 0)
-        policy = windows.policy_of(state, number)
+    ok, regained, tables_with_windows = windows.regain(state.window_groups, row.tables, lacking, ok)
+    groups = []
+    tables = []
+    for group_index, (group, table) in enumerate(zip((state.groups[0], *regained), tables_with_windows, strict=True)):
+        dropped = ok & (columns >= num_columns) & (table >= 0)
+        policy = windows.policy_of(state, group_index)
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
         tables.append(jnp.where(dropped, NO_BLOCK, table))
-    group, block = groups[0], pick(tables[0], keep - 1)[None]
+    group = groups[0]
+    block = pick(tables[0], num_columns - 1)[None]
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
-    groups[0], gone = leave_index(group, 0, block, ok & (length % size > 0) & alone)
-    state, removed = forget_all(state.replace(groups=tuple(groups)), 0, gone)
-    retention = cut_off(row.metadata.retention, length, size)
+    groups[0], left_index = leave_index(group, 0, block, ok & (length % block_size > 0) & alone)
+    state, removed = forget_all(state.replace(groups=tuple(groups)), 0, left_index)
+    retention = cut_off(row.metadata.retention, length, block_size)
     metadata = row.metadata.replace(length=length, committed=committed, retention=retention)
     return write_row(state, seq, ok, metadata, tables), removed, ok

@@ -19,7 +19,7 @@ def shares_of(lengths, programs, window=None, part=None):
     """The rows' tiles, (row, number), of each program; and the shares."""
     lengths = jnp.asarray(lengths, jnp.int32)
     shares = jax.tree.map(np.asarray, share_tiles(lengths, TILE, programs, window, part, interpret=True))
-    each, rows, found = int(shares.each[0]), len(lengths), []
+    each, rows, found = int(shares.tiles_per_program[0]), len(lengths), []
     for program in range(programs):
         begin, limit = program * each, min((program + 1) * each, int(shares.ends[rows]))
         entry, tile, own = int(shares.first[program]), begin, []

@@ -138,8 +138,8 @@ FORMS = [
 @pytest.mark.parametrize(("fields", "prompt"), FORMS)
 def test_a_chats_fields_make_its_prompt(other, of_other, fields, prompt):
     tokens = recall.encode(prompt)
-    asked = other.post({"messages": CHAT, **fields}, "/tokenize").json()
-    assert asked == {"count": len(tokens), "max_model_len": 1024, "tokens": tokens, "token_strs": None}
+    tokenized = other.post({"messages": CHAT, **fields}, "/tokenize").json()
+    assert tokenized == {"count": len(tokens), "max_model_len": 1024, "tokens": tokens, "token_strs": None}
     for streams in (False, True):
         found = of_other.chat.completions.create(
             model="recall", messages=CHAT, stream=streams, extra_body={**ON, **fields}
@@ -300,8 +300,8 @@ def test_the_server_says_which_defaults_requests_have(tmp_path, capsys):
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert defaults_of(tmp_path) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    said = "defaults of requests: temperature 0.6, top_p 0.95, top_k 20 (generation_config.json)\n"
-    assert capsys.readouterr().err == said
+    line = "defaults of requests: temperature 0.6, top_p 0.95, top_k 20 (generation_config.json)\n"
+    assert capsys.readouterr().err == line
     for folder, options in ((tmp_path, ["--generation-config", "none"]), (CHECKPOINT, [])):
         assert defaults_of(folder, *options) == {}
         assert capsys.readouterr().err == "defaults of requests: the API's\n"

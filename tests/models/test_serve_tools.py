@@ -283,6 +283,28 @@ def test_without_tools_or_with_the_choice_none_a_call_is_text(servers, family, s
         )  # with the tools, so that the cache has its beginning
 
 
+def test_tokens_of_a_chat_are_counted_with_its_tools(servers, family):
+    server = servers(family)
+    for tools in (None, [], TOOLS):
+        found = server.running.post({"messages": [USER], "tools": tools}, "/tokenize").json()
+        assert found["tokens"] == server.prompt_of([USER], tools)
+    wrong = server.running.post({"messages": [USER], "tools": [{"function": {}}]}, "/tokenize")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_message_is_continued_in_a_chat_with_tools(servers, family, streams):
+    server = servers(family)
+    messages = [USER, {"role": "assistant", "content": "It is"}]
+    server.says(" cold.")
+    (message,), finishes, _ = answers_of(
+        server, messages, TOOLS, streams=streams, temperature=0, extra_body={"continue_final_message": True}
+    )
+    assert (message["content"], finishes) == (" cold.", ["stop"])
+    text = server.template.render(messages, TOOLS, continue_final_message=True)
+    assert server.prompts[-1] == server.tokenizer.encode(text, add_special_tokens=False).ids and text.endswith("It is")
+
+
 def test_a_mistake_of_the_model_does_not_end_a_conversation(servers, family):
     """Arguments that are no JSON go back to the model as they are."""
     server = servers(family)

@@ -3,13 +3,20 @@
 
 import contextlib
 import json
+import types
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.openai_api import ApiError, Fields
-from models.openai_messages import read_messages, read_tools
+from models.chat import Template
+from models.openai_api import ApiError, Fields, Limits
+from models.openai_messages import read_messages, read_rendering, read_tools
+from models.serve_app import Api
+from models.serve_job import Served
+from models.tenants import Keys
+from models.tool_calls import FORMATS
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -67,6 +74,30 @@ def test_wrong_tools_are_named(fields, message):
     assert (
         caught.value.status == 400 and message in error["message"] and error["param"] == error["message"].split(":")[0]
     )
+
+
+def test_values_of_a_request_do_not_take_the_place_of_its_tools():
+    template, of_tools = "plain {{ tools }}", "{{ tools[0].function.name }} {{ mode }} {{ add_generation_prompt }}"
+    for one in (Template(of_tools, {}), Template(template, {}, for_tools=Template(of_tools, {}))):
+        values = {"mode": "short", "tools": [{"function": {"name": "g"}}], "add_generation_prompt": True}
+        assert one.render([], [TOOL], add_generation_prompt=False, values=values) == "f short False"
+    assert Template(template, {}).render([], values={"tools": [TOOL]}) == "plain None"
+    with pytest.raises(ApiError, match=r"^chat_template_kwargs: got .*, wanted an object without .*, tools$"):
+        read_rendering(Fields({"chat_template_kwargs": {"tools": [TOOL]}}))
+
+
+def test_a_chat_with_tools_has_the_defaults_of_its_checkpoint():
+    template = Template("{{ tools[0].function.name }} {{ messages[0].content }}", {})
+    tokenizer = types.SimpleNamespace(encode_batch_fast=lambda texts, **_: [types.SimpleNamespace(ids=texts)])
+    defaults = {"temperature": 0.25, "min_p": 0.5, "repetition_penalty": 2.0, "max_new_tokens": 7}
+    served: Any = Served("m", tokenizer, 9, template, [], Limits(100, 1, 0), defaults, Keys(), 999, 999, 1, 1,
+                         shows_cached=True, before_end=None, tool_format=FORMATS["hermes"])  # fmt: skip
+    api: Any = Api(types.SimpleNamespace(), served, None)
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "temperature": 0.75}
+    wish, prompts = api._read(json.dumps(body).encode(), is_chat=True)
+    assert prompts == [["f hi"]] and wish.tools.names == {"f"}
+    assert (wish.sampling.temperature, wish.sampling.min_p, wish.usual_tokens) == (0.75, 0.5, 7)
+    assert wish.penalties["repetition"] == 2.0
 
 
 def messages_of(*messages):

@@ -829,15 +829,17 @@ class Life:
         pools = self.programs["scatter"](self.cache.pools, kv, pool_rows, counts)
         self.cache, adoption.written = self.cache.replace(pools=pools), adoption.written | came
 
-    def _land(self, request: Request) -> None:
+    def _finish_adoption(self, request: Request) -> None:
         """Lands what has been written, or a part of it."""
         if not self.adoptions:
             return
         adoption, before = self.adoptions.pop(request["which"] % len(self.adoptions)), self.mirror.index
         arrived = adoption.written & np.array(request["arrived"])[: len(adoption.blocks)]
         for number in range(1 + request["again"]):
-            events = self.note("land", self.call("state", "land", adoption.adopted, arrived))
-            assert bool(events.ok) == (number == 0), f"land: {np.asarray(events.status)} in call {number} of {adoption}"
+            events = self.note("finish_adoption", self.call("state", "finish_adoption", adoption.adopted, arrived))
+            assert bool(events.ok) == (number == 0), (
+                f"finish_adoption: {np.asarray(events.status)} in call {number} of {adoption}"
+            )
         found = {node[:2] for node in self.mirror.nodes}
         for number, column in np.argwhere(adoption.blocks >= 0).tolist():
             path = adoption.items[: (column + 1) * SIZE]
@@ -1122,7 +1124,7 @@ class Life:
     _onboard = _offload
 
     def _watermark(self, request: Request) -> None:
-        self.lose(self.moving("watermark", np.int32(request["empty"]), most=EMPTIED, group=request["group"])[1])
+        self.lose(self.moving("watermark", np.int32(request["empty"]), max_blocks=EMPTIED, group=request["group"])[1])
 
     def _swap_out(self, request: Request) -> None:
         """Swaps a row out or in."""
@@ -1287,7 +1289,7 @@ _WEIGHTS = {
     "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
     "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 5, "swap_in": 8,
     "complete": 3, "generate": 2,
-    "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "land": 6, "misuse": 2,
+    "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "finish_adoption": 6, "misuse": 2,
 }  # fmt: skip
 
 
@@ -1377,7 +1379,8 @@ class Requests(Draws):
             "generate": generates,
             **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.kernels),
             "adopt": True, "misuse": True, "reserve": len(life.adoptions) < 2, "deliver": life.adoptions,
-            "land": life.adoptions and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
+            "finish_adoption": life.adoptions
+            and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
         }  # fmt: skip
         allowed = self.config.verbs
         if allowed is not None and not between and life.has_host:
@@ -1412,7 +1415,7 @@ class Requests(Draws):
                 request |= self.prompt() | {"have": self.columns(0.8)}
             case "deliver":
                 request |= {"which": self.number(100), "came": self.columns(0.5)}
-            case "land":
+            case "finish_adoption":
                 request |= {"which": self.number(100), "arrived": self.columns(0.8), "again": self.chance(0.2)}
             case "commit":
                 request |= self.make("commit")
@@ -1533,12 +1536,12 @@ def shrink(config: Config, requests: list[Request]) -> list[Request]:
 FULL = (None, 0)
 FAST = (
     "admit", "loop admit", "commit", "extend", "release", "fork", "truncate", "decode", "trim", "complete", "update",
-    "adopt", "reserve", "deliver", "land",
+    "adopt", "reserve", "deliver", "finish_adoption",
 )  # fmt: skip
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
-    "land", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard", "watermark",
-    "swap_out", "swap_in", "misuse",
+    "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
+    "watermark", "swap_out", "swap_in", "misuse",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),

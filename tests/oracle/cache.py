@@ -538,7 +538,7 @@ class Oracle(Tiers):
     ) -> tuple[Result, Adopted]:
         """Holds the cached part of a text and reserves blocks for the rest, as far as `have[group][i]` holds.
 
-        Also returns what `land` needs.
+        Also returns what `finish_adoption` needs.
         """
         if not tokens or min(tokens) < 0 or namespace < 0:
             return Result([Status.BAD_REQUEST]), Adopted()
@@ -575,7 +575,7 @@ class Oracle(Tiers):
             self.blocks[block].stated = (stated and stated[i]) or DEFAULT
         return Result([Status.OK], events, moves=moves), Adopted(prefix, held, reserved, hits or [0] * len(prefix))
 
-    def land(self, adopted: Adopted, arrived) -> Result:
+    def finish_adoption(self, adopted: Adopted, arrived) -> Result:
         """Makes the reserved blocks findable that have arrived, behind what is on the device; releases the others."""
         path, published, events = [], [], []
         if not adopted.nodes:

@@ -174,7 +174,7 @@ class Served(Life):
         super().__init__(config, faults)
         self.devices = self.cache.state.seqs.length.devices()
         if config.store:
-            options = {"model": "m", "names": self.names, "max_bytes": 1 << 26, "patience_ms": 60_000}
+            options = {"model": "m", "names": self.names, "max_bytes": 1 << 26, "read_timeout_ms": 60_000}
             self.store = DiskStore(self.folder.name, self.spec, **options)
 
     def __exit__(self, *_: Any) -> None:

@@ -513,7 +513,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(empty=st.integers(0, 8), of=st.integers(0, 1))
     def watermark(self, empty, of):
         of = of % len(self.state.groups)
-        self.both("watermark", self.oracle.watermark(empty, 6, of), empty, most=6, group=of)
+        self.both("watermark", self.oracle.watermark(empty, 6, of), empty, max_blocks=6, group=of)
 
     @precondition(lambda self: self.host and self.used)
     @rule(seq=rows)
@@ -620,9 +620,9 @@ class AdoptingMachine(CacheMachine):
 
     @precondition(lambda self: self.adoptions)
     @rule(data=st.data(), arrived=present, again=st.sampled_from((False, False, True)))
-    def land(self, data, arrived, again):
+    def finish_adoption(self, data, arrived, again):
         ours, theirs = self.adoptions.pop(data.draw(st.integers(0, len(self.adoptions) - 1)))
         arrived = arrived[: len(self.state.groups)]
-        self.both("land", self.oracle.land(theirs, arrived), ours, np.array(arrived))
+        self.both("finish_adoption", self.oracle.finish_adoption(theirs, arrived), ours, np.array(arrived))
         if again and theirs.nodes:
-            self.both("land", Result([Status.BAD_REQUEST]), ours, np.array(arrived))
+            self.both("finish_adoption", Result([Status.BAD_REQUEST]), ours, np.array(arrived))

@@ -52,7 +52,7 @@ def assert_happened(tally, *things):
     assert not rare, f"never happened: {rare} in {dict(tally)}"
 
 
-FAST, ADOPTING = CONFIGS["fast host"], ("adopt", "reserve", "deliver", "land")
+FAST, ADOPTING = CONFIGS["fast host"], ("adopt", "reserve", "deliver", "finish_adoption")
 WITHOUT = dataclasses.replace(FAST, verbs=tuple(verb for verb in FAST.verbs if verb not in ADOPTING))
 
 
@@ -133,8 +133,8 @@ def assert_noticed(config, history, mistake, noticed, monkeypatch):
         return
     mistake(monkeypatch)
     functions = {
-        "decode": bytes_machine.block_of_steps, "adopt": kvjax.stores.adopt, "land": kvjax.stores.land,
-        "scatter": bytes_machine.scatter,
+        "decode": bytes_machine.block_of_steps, "adopt": kvjax.stores.adopt,
+        "finish_adoption": kvjax.stores.finish_adoption, "scatter": bytes_machine.scatter,
         **{f"Cache.{name}": getattr(Cache, name) for name in ("adopt", "step", "truncate")},
     }  # fmt: skip
     for name, function in functions.items():
@@ -180,10 +180,10 @@ def displaced(monkeypatch):
 
 def hopeful(monkeypatch):
     """An adoption of all blocks, also of those whose K/V are not at hand, or have not arrived."""
-    adopt, land = Cache.adopt, kvjax.stores.land
+    adopt, finish_adoption = Cache.adopt, kvjax.stores.finish_adoption
     monkeypatch.setattr(Cache, "adopt", lambda cache, tokens, length, kv, have, **options: adopt(
         cache, tokens, length, kv, have | True, **options))  # fmt: skip
-    monkeypatch.setattr(kvjax.stores, "land", lambda state, adopted, arrived, **options: land(
+    monkeypatch.setattr(kvjax.stores, "finish_adoption", lambda state, adopted, arrived, **options: finish_adoption(
         state, adopted, arrived | True, **options))  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def unheld(monkeypatch):
 IN_PARTS = [
     call("reserve", **TEXT, have=ALL, wide=False),
     call("deliver", which=0, came=[[True, True, False, True]] * 3),
-    call("land", which=0, arrived=ALL, again=True),
+    call("finish_adoption", which=0, arrived=ALL, again=True),
 ]
 
 

@@ -50,21 +50,21 @@ MISTAKES = [
     Mistake(
         "a row never gets its last block",
         "kvjax/verbs/extend.py",
-        "full = active & (-(-grown // size) > spec.max_blocks_per_seq)",
-        "full = active & (-(-grown // size) >= spec.max_blocks_per_seq)",
+        "full = active & (-(-grown // block_size) > spec.max_blocks_per_seq)",
+        "full = active & (-(-grown // block_size) >= spec.max_blocks_per_seq)",
         MACHINE,
     ),
     Mistake(
         "a block too many for rows that end with one",
         "kvjax/verbs/extend.py",
-        "beyond = (columns * size < grown[:, None])",
-        "beyond = (columns * size <= grown[:, None])",
+        "beyond = (columns * block_size < grown[:, None])",
+        "beyond = (columns * block_size <= grown[:, None])",
         MACHINE,
     ),
     Mistake(
         "a shared block is copied without the tokens in it",
         "kvjax/verbs/extend.py",
-        "group = copy_text(groups[0], ids[:, 0], block, copies)",
+        "group = copy_text(groups[0], ids[:, 0], old_block, copies)",
         "group = groups[0]",
         MACHINE,
     ),
@@ -99,15 +99,15 @@ MISTAKES = [
     Mistake(
         "a cut keeps a block too many",
         "kvjax/verbs/truncate.py",
-        "keep, committed = -(-length // size),",
-        "keep, committed = length // size + 1,",
+        "num_columns = -(-length // block_size)",
+        "num_columns = length // block_size + 1",
         MACHINE,
     ),
     Mistake(
         "a cut takes a block out of the index that others hold",
         "kvjax/verbs/truncate.py",
-        "ok & (length % size > 0) & alone)",
-        "ok & (length % size > 0))",
+        "ok & (length % block_size > 0) & alone)",
+        "ok & (length % block_size > 0))",
         MACHINE,
     ),
     Mistake(
@@ -120,8 +120,8 @@ MISTAKES = [
     Mistake(
         "a beam gives a row back that two go on with",
         "kvjax/verbs/fork.py",
-        "jnp.broadcast_to(1 - heirs, table.T.shape)",
-        "jnp.broadcast_to(heirs * 0, table.T.shape)",
+        "jnp.broadcast_to(1 - num_heirs, table.T.shape)",
+        "jnp.broadcast_to(num_heirs * 0, table.T.shape)",
         MACHINE,
     ),
     Mistake(
@@ -142,22 +142,22 @@ MISTAKES = [
     Mistake(
         "an empty block is taken twice",
         "kvjax/blocks/take.py",
-        "stacked = pick(group.empty, group.num_empty - 1 - index)",
-        "stacked = pick(group.empty, group.num_empty - 1 - index // 2)",
+        "from_stack_ids = pick(group.empty, group.num_empty - 1 - index)",
+        "from_stack_ids = pick(group.empty, group.num_empty - 1 - index // 2)",
         MACHINE,
     ),
     Mistake(
         "evicted blocks are counted as cached",
         "kvjax/blocks/take.py",
-        "num_cached=group.num_cached - wanted,",
+        "num_cached=group.num_cached - num_victims,",
         "num_cached=group.num_cached,",
         MACHINE,
     ),
     Mistake(
         "a prompt is found whole, so that no logits come",
         "kvjax/blocks/match.py",
-        "& (np.arange(num, dtype=np.int32) < (length - 1) // size)",
-        "& (np.arange(num, dtype=np.int32) < length // size)",
+        "& (np.arange(num_blocks, dtype=np.int32) < (length - 1) // block_size)",
+        "& (np.arange(num_blocks, dtype=np.int32) < length // block_size)",
         "tests/unit/blocks/test_copy_on_write.py",
     ),
     Mistake(
@@ -191,8 +191,8 @@ MISTAKES = [
     Mistake(
         "equal blocks are published twice",
         "kvjax/blocks/dedup.py",
-        "publish, merge = good & (found < 0) & is_first, good & (target != own)",
-        "publish, merge = good & (found < 0), good & (target != own) & ~is_first",
+        "publish = ok & (cached < 0) & is_first\n    merge = ok & (target != block)",
+        "publish = ok & (cached < 0)\n    merge = ok & (target != block) & ~is_first",
         MACHINE,
     ),
     Mistake(
@@ -212,15 +212,15 @@ MISTAKES = [
     Mistake(
         "a window keeps a block too few",
         "kvjax/blocks/windows.py",
-        "leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], size)",
-        "leave = (ids >= 0) & ~spec.keeps(columns, end[:, None] + 1, size)",
+        "leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], block_size)",
+        "leave = (ids >= 0) & ~spec.keeps(columns, end[:, None] + 1, block_size)",
         MACHINE,
     ),
     Mistake(
         "a window group's block is linked twice",
         "kvjax/blocks/windows.py",
-        "missing = good & dedup.first & (group.in_this_group(dedup.target) < 0)",
-        "missing = good & (group.in_this_group(dedup.target) < 0)",
+        "missing = accepted & dedup.first & (group.in_this_group(dedup.target) < 0)",
+        "missing = accepted & (group.in_this_group(dedup.target) < 0)",
         MACHINE,
     ),
     # Pools.
@@ -234,7 +234,7 @@ MISTAKES = [
     Mistake(
         "padding is written into a block",
         "kvjax/pools/views.py",
-        "slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)",
+        "slots.append(jnp.where(is_token, pool_row, group.num_blocks) * size + positions % size)",
         "slots.append(pool_row * size + positions % size)",
         "tests/unit/pools " + BYTES,
     ),
@@ -249,8 +249,8 @@ MISTAKES = [
     Mistake(
         "a log that is full overwrites what it has",
         "kvjax/events/log.py",
-        "where = real & (index < log.records.shape[0])",
-        "index, where = index % log.records.shape[0], real",
+        "where = is_event & (index < log.records.shape[0])",
+        "index, where = index % log.records.shape[0], is_event",
         "tests/unit/events",
     ),
     Mistake(
@@ -271,15 +271,15 @@ MISTAKES = [
     Mistake(
         "a value with a flipped bit is read",
         "kvjax/stores/values.py",
-        'if zlib.crc32(whole[:-_CRC]) != struct.unpack("<I", whole[-_CRC:])[0]:',
+        'if zlib.crc32(view[:-_CRC]) != struct.unpack("<I", view[-_CRC:])[0]:',
         "if False:",
         "tests/unit/stores/test_values.py tests/unit/stores/test_disk.py",
     ),
     Mistake(
         "the name of a value has no layout",
         "kvjax/stores/values.py",
-        'self._folders = [f"{self.layout.hex()}-{number}-{size}"',
-        "self._folders = [f\"{'0' * 16}-{number}-{size}\"",
+        'self._folders = [f"{self.layout.hex()}-{group_index}-{size}"',
+        "self._folders = [f\"{'0' * 16}-{group_index}-{size}\"",
         "tests/unit/stores",
     ),
     Mistake(
@@ -392,9 +392,23 @@ MISTAKES = [
     Mistake(
         "a penalty comes a token late",
         "kvjax/serving/penalties.py",
-        "jnp.maximum(steps - 1, 0)",
-        "steps",
+        "jnp.maximum(end - 1, 0)",
+        "end",
         "tests/unit/serving/test_penalties.py",
+    ),
+    Mistake(
+        "a repetition penalty counts the answer alone",
+        "kvjax/serving/penalties.py",
+        "at < num_prompt[:, None]) > 0",
+        "at < 0) > 0",
+        "tests/unit/serving/test_penalties.py",
+    ),
+    Mistake(
+        "a min-p is a share of all probability",
+        "kvjax/serving/sampling.py",
+        "jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
+        "jax.nn.logsumexp(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
+        "tests/unit/serving/test_sampling.py",
     ),
     # Wires and models.
     Mistake(

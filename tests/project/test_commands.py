@@ -59,7 +59,7 @@ def test_logs_of_prompts_are_their_users_alone(tmp_path):
 
 def test_a_folder_of_programs_to_which_others_may_write_ends_a_command_with_one_line(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
-    monkeypatch.setattr(kvjax, "keep_programs", functools.partial(kvjax.keep_programs, tmp_path))
+    monkeypatch.setattr(kvjax, "enable_compilation_cache", functools.partial(kvjax.enable_compilation_cache, tmp_path))
     with pytest.raises(SystemExit, match=r"^folder: got .* mode 0777, wanted .*; --no-compile-cache needs no folder$"):
         commands.keep_programs(True)
 
@@ -195,7 +195,7 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             f"{ONE} --publish tcp://127.0.0.1:* --replay ipc://{{home}}/none/x",
             f"--replay: ipc://{{home}}/none/x: {NO_FILE}...",
         ),
-        (f"{ONE} --agent {{taken}}", "--agent: got 127.0.0.1:{taken}, wanted one of this machine that is not in use"),
+        (f"{ONE} --agent {{taken}}", "--agent: got 127.0.0.1:{taken}, wanted a free port of this machine"),
         (f"{ONE} --metrics {{taken}}", "--metrics: 127.0.0.1:{taken}: Address already in use"),
         ("fleet --replicas 1", "--replicas: got '1', wanted an int of at least 2"),
         ("fleet --replicas two", "--replicas: got 'two', wanted an int of at least 2"),
@@ -643,7 +643,7 @@ def test_compiling_prefill_and_decoding_are_timed_apart():
 def test_commands_cache_compiled_programs_by_default(monkeypatch):
     settings, calls = {}, []
     monkeypatch.setattr(commands.jax.config, "update", settings.__setitem__)
-    monkeypatch.setattr(commands.kvjax, "keep_programs", lambda: calls.append(True))
+    monkeypatch.setattr(commands.kvjax, "enable_compilation_cache", lambda: calls.append(True))
     parser = commands.Parser("demo", "")
     commands.add_outputs(parser)
     commands.prepare(parser, parser.parse_args([]))

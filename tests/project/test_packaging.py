@@ -51,6 +51,12 @@ def test_the_extra_of_tests_has_those_of_the_wires():
     )
 
 
+def test_commits_are_checked_by_the_ruff_of_the_extra():
+    """The versions are written twice, as pre-commit reads no pyproject.toml."""
+    (pinned,) = (package for package in PROJECT["optional-dependencies"]["dev"] if package.startswith("ruff=="))
+    assert re.findall(r"^ +rev: v(\S+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M) == [pinned[6:]]
+
+
 def test_the_version_has_one_home():
     """The build reads it from the source, and it needs no installation."""
     assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT

@@ -18,6 +18,8 @@ from tests.drive import ROOT
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 TUNIX, SERVING = ROOT / "docs/howto/tunix.md", ROOT / "docs/howto/serving.md"
+FENCE = re.compile(r"^(`{3,})(\{?[\w-]*\}?)[^\n]*\n(.*?)^\1$", re.M | re.S)
+CODE_COLUMNS = 92
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -50,6 +52,14 @@ def test_a_pages_python_is_in_cells(page):
     assert page == TUNIX or "```python\n" not in text
     assert page == SERVING or "```python3\n" not in text
     assert ("```{code-cell}" in text) == text.startswith("---\nfile_format: mystnb\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_a_pages_code_fits_its_column(page):
+    """At a width of 1,280 pixels a cell shows 92 columns."""
+    blocks = [text for _, name, text in FENCE.findall(page.read_text()) if name[:1] != "{" or name == "{code-cell}"]
+    wide = [line for text in blocks for line in text.splitlines() if len(line) > CODE_COLUMNS]
+    assert not wide or page == SERVING
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README is a front door: short, its code runs unchanged, its figures come from commands."""
+"""The README and CONTRIBUTING are front doors: short, their code runs unchanged, figures come from commands."""
 
 import re
 
@@ -31,6 +31,10 @@ def test_a_policy_is_a_line_and_no_policy_passes_the_bound(capsys):
 
 def test_it_has_less_than_160_lines():
     assert len(README.splitlines()) < 160
+
+
+def test_contributing_has_at_most_80_lines():
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 80
 
 
 def test_its_figures_name_the_commands_that_print_them():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.stores
 from kvjax.events import EventKind
 from kvjax.interop import log, trtllm
 from kvjax.interop.readers import trtllm as trtllm_reader
@@ -44,6 +45,15 @@ def test_each_exception_has_a_row_with_its_base():
     named = (row[0] for row in rows("errors", "Exceptions of kvjax"))
     listed = (re.fullmatch(r"\{py:obj\}`~[\w.]+\.(\w+)` \(an? (\w+)\)", name).groups() for name in named)
     assert dict(listed) == found
+
+
+def test_each_verb_has_a_row_of_the_cheat_sheet():
+    """A verb is a public function of a module of `kvjax.verbs`."""
+    homes = (kvjax, kvjax.tiers, kvjax.stores)
+    exported = {f"{home.__name__}.{name}": getattr(home, name) for home in homes for name in home.__all__}
+    verbs = {name for name, verb in exported.items() if getattr(verb, "__module__", "").startswith("kvjax.verbs.")}
+    text = (ROOT / "docs/reference/verbs.md").read_text()
+    assert verbs == set(re.findall(r"^\| \{py:obj\}`~([\w.]+)`\(", text, re.M))
 
 
 @pytest.mark.parametrize("name", ["BlockStored", "BlockRemoved"])

@@ -27,19 +27,19 @@ def no_folder(monkeypatch, tmp_path):
     jax.config.update(SETTINGS[0], None)
     jax.config.update(SETTINGS[1], 1.0)
     yield
-    kvjax.keep_programs(before[SETTINGS[0]] or tmp_path)
+    kvjax.enable_compilation_cache(before[SETTINGS[0]] or tmp_path)
     for name, value in before.items():
         jax.config.update(name, value)
 
 
 @pytest.mark.usefixtures("no_folder")
 def test_programs_are_cached_in_the_users_folder(monkeypatch, tmp_path):
-    assert kvjax.keep_programs() == str(tmp_path / "kvjax") == jax.config.jax_compilation_cache_dir
+    assert kvjax.enable_compilation_cache() == str(tmp_path / "kvjax") == jax.config.jax_compilation_cache_dir
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
     jax.config.update(SETTINGS[0], None)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(pathlib.os.path, "expanduser", lambda path: path.replace("~", f"{tmp_path}/users"))
-    assert kvjax.keep_programs() == f"{tmp_path}/users/.cache/kvjax"
+    assert kvjax.enable_compilation_cache() == f"{tmp_path}/users/.cache/kvjax"
 
 
 @pytest.mark.usefixtures("no_folder")
@@ -47,12 +47,12 @@ def test_a_folder_that_is_set_stays_unless_another_is_named(monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     jax.config.update(SETTINGS[0], "set")  # like jax with JAX_COMPILATION_CACHE_DIR
     jax.config.update(SETTINGS[1], 0.05)
-    assert kvjax.keep_programs() == "set" == jax.config.jax_compilation_cache_dir
+    assert kvjax.enable_compilation_cache() == "set" == jax.config.jax_compilation_cache_dir
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.05
-    assert kvjax.keep_programs(tmp_path) == str(tmp_path) == jax.config.jax_compilation_cache_dir
+    assert kvjax.enable_compilation_cache(tmp_path) == str(tmp_path) == jax.config.jax_compilation_cache_dir
     for wrong in ("", 3):
         with pytest.raises(ValueError, match=r"^folder: got .*, wanted a path or None"):
-            kvjax.keep_programs(wrong)
+            kvjax.enable_compilation_cache(wrong)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_a_folder_is_the_users_alone(monkeypatch, tmp_path):
     """Programs from it are run, so that whoever may write to it may run any code."""
     before = os.umask(0o002)
     try:
-        kvjax.keep_programs(tmp_path / "a" / "new")
+        kvjax.enable_compilation_cache(tmp_path / "a" / "new")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a" / "new").stat().st_mode) == 0o700
@@ -70,20 +70,20 @@ def test_a_folder_is_the_users_alone(monkeypatch, tmp_path):
     for mode in (0o777, 0o775, 0o757, 0o1777, 0o720):
         (tmp_path / "mine").chmod(mode)
         with pytest.raises(ValueError, match=rf"^folder: got .*mine' of mode {mode:04o}, wanted a folder to which its"):
-            kvjax.keep_programs(tmp_path / "mine")
+            kvjax.enable_compilation_cache(tmp_path / "mine")
     with pytest.raises(FileExistsError):
-        kvjax.keep_programs(tmp_path / "file")
+        kvjax.enable_compilation_cache(tmp_path / "file")
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "a" / "new")
     jax.config.update(SETTINGS[0], str(tmp_path / "mine"))  # like jax with JAX_COMPILATION_CACHE_DIR
     with pytest.raises(ValueError, match=r"^folder: got .*mine' of mode 0720"):
-        kvjax.keep_programs()
+        kvjax.enable_compilation_cache()
     (tmp_path / "mine").chmod(0o755)
-    assert kvjax.keep_programs() == str(tmp_path / "mine")
+    assert kvjax.enable_compilation_cache() == str(tmp_path / "mine")
     with monkeypatch.context() as patch:
         patch.setattr(_files.os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(ValueError, match=r"^folder: got .*mine', which belongs to user \d+, wanted"):
-            kvjax.keep_programs()
-    assert kvjax.keep_programs("gs://bucket/programs") == "gs://bucket/programs"
+            kvjax.enable_compilation_cache()
+    assert kvjax.enable_compilation_cache("gs://bucket/programs") == "gs://bucket/programs"
 
 
 @pytest.mark.usefixtures("no_folder")
@@ -91,7 +91,7 @@ def test_the_next_program_is_cached_in_the_new_folder(tmp_path):
     """It is cached there also if another folder already has programs, and if no program was cached before."""
     jax.config.update(SETTINGS[1], 0.0)
     for number, name in enumerate(("one", "two")):
-        kvjax.keep_programs(tmp_path / name)
+        kvjax.enable_compilation_cache(tmp_path / name)
         jax.jit(lambda x, number=number: jnp.sin(x) + number)(1.0)
     for name in ("one", "two"):
         assert any(path.name.startswith("jit__lambda") for path in (tmp_path / name).iterdir())
@@ -99,7 +99,7 @@ def test_the_next_program_is_cached_in_the_new_folder(tmp_path):
 
 def test_to_import_kvjax_sets_nothing():
     text = pathlib.Path(kvjax.__file__).parent.glob("**/*.py")
-    calls = [path.name for path in text if "keep_programs(" in path.read_text()]
+    calls = [path.name for path in text if "enable_compilation_cache(" in path.read_text()]
     assert calls == ["_compile.py"]
 
 

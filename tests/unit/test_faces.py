@@ -81,7 +81,7 @@ class Traced(Exception):
 
 SAMPLES = {
     "tiers": ("device",), "reserve_tokens": 4, "alignment_tokens": 4, "max_tokens": 4, "max_removed": 2, "group": 0,
-    "most": 3, "num_tokens": 2,
+    "max_blocks": 3, "num_tokens": 2,
 }  # fmt: skip
 
 
@@ -174,5 +174,5 @@ def test_a_donated_cache_says_so(create):
         cache = create()
         delete(getattr(cache, part))
         for verb, args in calls + reads:
-            with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with what that call"):
+            with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with the result"):
                 getattr(cache, verb)(*args)

@@ -42,7 +42,7 @@ def test_plan_takes_all_that_fits_and_not_a_block_more(budget, layers, policy, o
     assert ledger.used_bytes == real_bytes(spec, policy) <= budget
     one_more = make_spec(layers, num_blocks=group.num_blocks + 1, **SHAPE, **options)
     assert real_bytes(one_more, policy) > budget
-    assert ledger.left_bytes == budget - ledger.used_bytes >= 0
+    assert ledger.unused_bytes == budget - ledger.used_bytes >= 0
     assert layers or [entry.name for entry in ledger.entries] == ["metadata"]
 
 
@@ -65,7 +65,7 @@ def test_too_small_a_budget_says_what_the_least_would_be():
     least = int(str(caught.value).split("at least ")[1].split(", the")[0].replace(",", ""))
     spec, ledger = plan(LAYERS, budget_bytes=least, model_bytes=77, **SHAPE)
     assert spec.groups[0].num_blocks == 1
-    assert ledger.left_bytes == 0
+    assert ledger.unused_bytes == 0
     with pytest.raises(ValueError, match=f"at least {least:,}"):
         plan(LAYERS, budget_bytes=least - 1, model_bytes=77, **SHAPE)
 
@@ -129,7 +129,7 @@ def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
     price = block_bytes(one)
 
     def fits(counts):
-        return make_ledger(make_spec(layers, num_blocks=counts, **SHAPE), budget, None, 0, None).left_bytes >= 0
+        return make_ledger(make_spec(layers, num_blocks=counts, **SHAPE), budget, None, 0, None).unused_bytes >= 0
 
     def due(window):
         return -(-(counts[window] + 1) * price[window] * sum(shares.values()) // shares[window])

@@ -146,10 +146,10 @@ def test_a_full_host_keeps_the_blocks_that_are_sent_to_it():
 @pytest.mark.slow
 def test_watermark_leaves_on_the_device_what_the_host_has_no_space_for():
     cache, ids = of_documents(4, num_host_blocks=2)
-    cache.do("watermark", 4, most=4)
+    cache.do("watermark", 4, max_blocks=4)
     assert findable(cache) == set(ids) and int(cache.state.groups[0].num_empty) == 2
     assert cache.found([31] * 5, tiers=("device",)) == 4  # the youngest
-    events = cache.do("watermark", 4, most=4)
+    events = cache.do("watermark", 4, max_blocks=4)
     assert sorted(kind for kind, _ in changes(events)) == ["removed"] * 2 + ["updated"] * 2
     assert findable(cache) == set(ids[2:])
     for row in (0, 1):  # rows that are swapped out take all of the host
@@ -159,7 +159,7 @@ def test_watermark_leaves_on_the_device_what_the_host_has_no_space_for():
     assert findable(cache) >= set(cache.state.groups[0].table[:2, 0].tolist())
     cache.start(2, [99] * 4)
     cache.do("release", 2)
-    assert not changes(cache.do("watermark", 4, most=4)) and cache.found([99] * 5, tiers=("device",)) == 4
+    assert not changes(cache.do("watermark", 4, max_blocks=4)) and cache.found([99] * 5, tiers=("device",)) == 4
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_row_whose_swap_fails_stays_where_it_is(verb, monkeypatch):
     cache, text = Tenants(num_blocks=4), [1, 1, 1, 1, 2, 2, 2, 2, 3]
     for document in ([5] * 4, [6] * 4, [7] * 4, [8] * 4):
         cache.serve(document)
-    cache.do("watermark", 4, most=4)
+    cache.do("watermark", 4, max_blocks=4)
     assert cache.admit_all([1], [text], [0]).ok
     cache.compute(1, text, 0)
     if verb == "swap_in":
@@ -227,7 +227,7 @@ def test_errors_name_the_argument():
         kvjax.tiers.swap_out(state, 0)
     with pytest.raises(ValueError, match=r"^tiers: got \('host',\), wanted"):
         kvjax.admit(state, 0, padded([1], WIDTH), 1, tiers=("host",))
-    with pytest.raises(ValueError, match=r"^spec: got one without host blocks"):
+    with pytest.raises(ValueError, match=r"^spec: got a spec without host blocks"):
         kvjax.tiers.TieredCache.create(state.spec)
-    with pytest.raises(ValueError, match=r"^most: got 0"):
-        kvjax.tiers.watermark(kvjax.init(make_spec()), 1, most=0)
+    with pytest.raises(ValueError, match=r"^max_blocks: got 0"):
+        kvjax.tiers.watermark(kvjax.init(make_spec()), 1, max_blocks=0)

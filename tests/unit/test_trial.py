@@ -88,7 +88,7 @@ def test_stacked_events_are_taken_one_after_the_other():
     trial.apply(prefill, 1, [0] * 5)
     trial.apply(both)
     assert trial.tally["stored"] == 4 and not np.asarray(trial.state.seqs.length).any()
-    with pytest.raises(ValueError, match="stacked beside others, wanted all in their order"):
+    with pytest.raises(ValueError, match="stacked by scan together with others, wanted all in their order"):
         trial.apply(lambda state: (state, [both(state)[1], release(state, 0)[1]]))
 
 
@@ -113,12 +113,12 @@ def test_a_composite_that_breaks_the_law_is_named_with_what_differs():
 
     trial = begun()
     trial.apply(release, 0)
-    with pytest.raises(AssertionError, match=r"^lossy: row 1 would read what is not its own"):
+    with pytest.raises(AssertionError, match=r"^lossy: row 1 would read K/V of another text"):
         trial.apply(without(kinds.COPIED, prefill), 1, [*TEXT[:6], 0])
 
     trial = begun()
     trial.apply(fork, 0, 1)
-    with pytest.raises(AssertionError, match=r"^lossy: row \d would read what is not its own"):
+    with pytest.raises(AssertionError, match=r"^lossy: row \d would read K/V of another text"):
         trial.apply(without(kinds.COPIED, decode), 1, 0)
 
     def backwards(state):
@@ -172,7 +172,7 @@ def test_the_same_tokens_may_be_committed_again():
     trial.apply(again, cut={1: 4})
     trial = begun()
     trial.apply(fork, 0, 1)
-    with pytest.raises(AssertionError, match=r"^again: row 1 would read what is not its own"):
+    with pytest.raises(AssertionError, match=r"^again: row 1 would read K/V of another text"):
         trial.apply(again)
 
 
@@ -240,7 +240,7 @@ def test_a_request_says_its_form():
     # A line of a table: verbs, two spaces or more, fields; further lines of the fields are indented as far as these.
     lines = re.findall(r"^ {8}(\w[\w, ]*?)(?: {2,}(\S.*(?:\n {12,}\S.*)*))?$", Request.__doc__, re.MULTILINE)
     fields = {
-        verb: {re.split(r"[,:(]", part)[0].strip() for part in text.split(";") if part.strip()}
+        verb: {part.split("(")[0].strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()}
         for verbs, text in lines
         for verb in verbs.split(", ")
     }

@@ -60,8 +60,8 @@ def test_without_hypothesis_the_extra_is_named(monkeypatch):
 
 def test_a_trial_cannot_tell_whether_a_prompt_fits_where_the_count_does_not():
     for spec in (TIERS, SPECS["windows"]):
-        with pytest.raises(ValueError, match=r"^delivers: got True, wanted False for a cache with windows or a host"):
-            Trial(kvjax.init(spec), delivers=True)
+        with pytest.raises(ValueError, match=r"^must_admit: got True, wanted False for a cache with windows or a host"):
+            Trial(kvjax.init(spec), must_admit=True)
 
 
 TEXT = [1, 1, 1, 1, 2, 2, 2, 2]
@@ -95,10 +95,10 @@ def test_a_trial_sees_bytes_that_are_not_where_they_should_be():
     bad = Trial(kvjax.init(TIERS), verbs=disobeying("admit"))
     for request in LIFE[:3]:
         bad.do(request)
-    with pytest.raises(AssertionError, match="row 1 would read what is not its own"):
+    with pytest.raises(AssertionError, match="row 1 would read K/V of another text"):
         bad.do(after)
     bad = Trial(kvjax.init(TIERS), verbs=disobeying("offload"))
     for request in LIFE[:3]:
         bad.do(request)
-    with pytest.raises(AssertionError, match=r"block \d does not hold what it claims"):
+    with pytest.raises(AssertionError, match=r"block \d does not hold the K/V of its tokens"):
         bad.do(LIFE[3])

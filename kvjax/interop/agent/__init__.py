@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gRPC service of a cache's contents, in the manner of MAX's KV cache agent.
+"""A gRPC service with a cache's contents, in the manner of MAX's KV cache agent.
 
-The service is described in `agent.proto` beside this file; `messages` and `services` are what gRPC makes of it.
+`agent.proto`, in the same folder, describes the service. gRPC generates `messages` and `services` from it.
 """
 
 from kvjax.interop.agent.service import Agent, messages, services

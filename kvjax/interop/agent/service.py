@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves what a cache holds over gRPC as MAX's KV cache agent does.
+"""A gRPC server of a cache's contents, compatible with MAX's KV cache agent.
 
-    agent         what `publish` queues (`interop/hub.py`), as updates that are put into every stream; fill levels
-    subscribers   a thread each: the present state, then what is put into their stream
+    agent         puts queued changes (`interop/hub.py`) into every stream, as updates, and also fill levels
+    subscribers   a thread each: the present state, then the updates in their stream
 
-A new stream and a copy of the index that the others have are taken under one lock, so that no update is lost or sent
-twice.
+A new stream, and a copy of the index known to the other streams, are taken under the same lock. So no update is lost or
+sent twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvjax.state import CacheState
 
 try:
     import grpc
-    import grpc_tools  # noqa: F401, which grpc makes messages with
+    import grpc_tools  # noqa: F401, with which grpc makes messages
     from google.protobuf.message import DecodeError
 except ImportError as error:
     wanted = 'needs grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'
@@ -44,54 +44,59 @@ except ImportError as error:
 
 messages, services = grpc.protos_and_services("kvjax/interop/agent/agent.proto")
 
-MOST_HASHES = 20_000  # in an update: one and its parent's have at most 44 bytes, so that it stays below 1 MB
+MAX_HASHES = 20_000  # in an update: a hash and its parent's take at most 44 bytes, so an update is less than 1 MB
 _TIERS = (messages.MEMORY_TIER_GPU, messages.MEMORY_TIER_CPU)  # by level
 _REQUEST_BYTES = 4096
-_READ_BYTES = 1 << 20  # of a request; a longer one gRPC refuses by itself, and nobody counts it
-_SPARE_THREADS = 4  # for answers to those that are refused
-_GRACE = 5.0  # seconds in which a subscriber that is late may still read why its stream ends
+_READ_BYTES = 1 << 20  # of a request; gRPC refuses longer requests by itself, without a count
+_SPARE_THREADS = 4  # for answers to refused subscribers
+_GRACE = 5.0  # seconds in which a late subscriber may still read the reason for the end of its stream
 
 
 class UpdateEncoder(EventEncoder[Any]):
-    """Makes updates of events: messages that have no number yet."""
+    """Makes updates of events: messages without a number."""
 
     def differences(self, old: NodeMap, new: NodeMap) -> list[Any]:
-        """Updates from one index to another; group by group, what is gone before what is new."""
-        found = []
-        for number in sorted(self.groups):
-            (old_rows, old_keys), (new_rows, new_keys) = (self._rows_of(nodes, number) for nodes in (old, new))
-            both = {*old_keys} & {*new_keys}
-            gone, added = (np.array([key not in both for key in keys], bool) for keys in (old_keys, new_keys))
-            found += self._removed(number, old_rows[gone][::-1])
-            found += self._stored(number, new_rows[added], {})
-        return found
+        """Updates from an index to another. For each group, removals come first."""
+        updates = []
+        for group_index in sorted(self.groups):
+            old_rows, old_keys = self._rows_of(old, group_index)
+            new_rows, new_keys = self._rows_of(new, group_index)
+            common = {*old_keys} & {*new_keys}
+            gone = np.array([key not in common for key in old_keys], bool)
+            added = np.array([key not in common for key in new_keys], bool)
+            updates += self._removed(group_index, old_rows[gone][::-1])
+            updates += self._stored(group_index, new_rows[added], {})
+        return updates
 
-    def _rows_of(self, nodes: NodeMap, number: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Rows of a group's published blocks, parents first, and for each its hash and level."""
-        group = nodes.groups[number]
+    def _rows_of(self, nodes: NodeMap, group_index: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Rows of a group's published blocks, parents first, and the hash and level of each."""
+        group = nodes.groups[group_index]
         rows = group.table[group.live]
         rows = rows[rows[:, col.FLAGS] & self._mask == 0]
         return rows, list(zip(col.hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
 
-    def _removed(self, number: int, rows: np.ndarray) -> list[Any]:
-        return self._updates(messages.UPDATE_TYPE_REMOVED, number, rows, [])
+    def _removed(self, group_index: int, rows: np.ndarray) -> list[Any]:
+        return self._updates(messages.UPDATE_TYPE_REMOVED, group_index, rows, [])
 
-    def _stored(self, number: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[Any]:
+    def _stored(self, group_index: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[Any]:
         parents = np.where(rows[:, col.DEPTH] > 0, col.hashes_of(rows, col.ABOVE), 0).tolist()
-        return self._updates(messages.UPDATE_TYPE_ADDED, number, rows, [str(parent or "") for parent in parents])
+        return self._updates(messages.UPDATE_TYPE_ADDED, group_index, rows, [str(parent or "") for parent in parents])
 
-    def _updates(self, kind: int, number: int, rows: np.ndarray, parents: list[str]) -> list[Any]:
-        names, levels, found = [str(one) for one in col.hashes_of(rows).tolist()], rows[:, col.LEVEL], []
-        for start, stop in pieces(runs(levels), MOST_HASHES):
-            update = messages.KVCacheStateUpdate(update_type=kind, memory_tier=_TIERS[levels[start]], group=number)
+    def _updates(self, kind: int, group_index: int, rows: np.ndarray, parents: list[str]) -> list[Any]:
+        names = [str(block_hash) for block_hash in col.hashes_of(rows).tolist()]
+        levels = rows[:, col.LEVEL]
+        updates = []
+        for start, stop in pieces(runs(levels), MAX_HASHES):
+            tier = _TIERS[levels[start]]
+            update = messages.KVCacheStateUpdate(update_type=kind, memory_tier=tier, group=group_index)
             update.cache_ids.extend(names[start:stop])
             update.parent_ids.extend(parents[start:stop])
-            found.append(update)
-        return found
+            updates.append(update)
+        return updates
 
 
 class End(enum.Enum):
-    """Why a stream ends."""
+    """The reason for the end of a stream."""
 
     GONE = "the subscriber has gone"
     LATE = "the subscriber reads too slowly: subscribe again"
@@ -99,26 +104,29 @@ class End(enum.Enum):
 
 
 class Stream:
-    """Messages that wait for a subscriber, whose thread takes them; who has the agent's lock puts them and ends it."""
+    """Messages for a subscriber, whose thread takes them. Put messages and end the stream under the agent's lock."""
 
     def __init__(self, groups: tuple[int, ...], max_behind: int, cancel: Callable[[], object]):
-        self.groups, self.cancel, self._most = groups, cancel, max_behind  # `cancel` ends it without a word
+        self.groups = groups
+        self.cancel = cancel  # ends the stream without a reason
         self.ended: End | None = None
-        self.since = 0.0  # when it ended
+        self.since = 0.0  # the time of its end
+        self._max_behind = max_behind
         self._queue = queue.SimpleQueue[bytes | None]()  # None ends it
 
     def put(self, message: bytes) -> None:
-        """Sends a message, or ends the stream if too many wait."""
-        if self._queue.qsize() >= self._most:
+        """Sends a message, or ends the stream if too many messages wait."""
+        if self._queue.qsize() >= self._max_behind:
             self.end(End.LATE)
         elif self.ended is None:
             self._queue.put(message)
 
-    def end(self, why: End) -> None:
-        """Ends it, if it has not ended. What waits is sent in a stream that is closed, and in no other."""
+    def end(self, reason: End) -> None:
+        """Ends the stream, if it has not ended. Only a closed stream still sends its waiting messages."""
         if self.ended is None:
-            self.ended, self.since = why, time.monotonic()
-            if why is not End.CLOSED:
+            self.ended = reason
+            self.since = time.monotonic()
+            if reason is not End.CLOSED:
                 with contextlib.suppress(queue.Empty):
                     while True:
                         self._queue.get_nowait()
@@ -129,28 +137,31 @@ class Stream:
 
 
 class Agent(PublisherThread[UpdateEncoder]):
-    """Serves what is cached to subscribers: MAX's, and whoever reads `kvjax/interop/agent/agent.proto`.
+    """Serves a cache's contents to subscribers: MAX's, and any reader of `kvjax/interop/agent/agent.proto`.
 
-    A subscriber gets the present state and then differences: whole blocks, once each, by the hashes of 64 bits that all
-    wires use (`kvjax.interop.hashing`), of the first group that has K/V, unless it asks for others. Without a `key`,
-    who guesses a prompt learns from its hash whether it is cached. `close`, or the end of a `with`, puts what is queued
-    into the streams, and ends these. A port in use, or an address of another machine, is an OSError.
+    A subscriber gets the present state and then differences: each whole block once, by the 64-bit hash that all wires
+    use (`kvjax.interop.hashing`), of the first group with K/V unless it requests other groups. Without a `key`, anyone
+    who guesses a prompt can tell from its hash whether it is cached. `close`, or the end of a `with`, puts queued
+    events into the streams and ends them.
 
     Args:
-      spec: of the cache, which is empty; see `attach` for others.
-      host: the address of the machine to listen at. Other machines see "0.0.0.0" and "[::]".
-      port: 0 chooses one.
-      credentials: from `grpc.ssl_server_credentials`; None: in clear.
-      names, lora_names, model, key: as for `hashing.Hashing`. Extra ids are part of hashes too, as numbers: let them be
-        the same on all replicas.
-      max_subscribers: the most at a time; others end with RESOURCE_EXHAUSTED.
-      max_behind: the most updates that wait for a subscriber; one that is later ends with RESOURCE_EXHAUSTED, and may
-        come again.
-      queue_bytes: the most events that wait for the agent's thread.
-      heartbeat: seconds between two updates with how full the tiers are; None: there is one.
+      spec: the spec of the cache, which must be empty; otherwise call `attach`.
+      host: the address of this machine to listen at. Other machines can reach "0.0.0.0" and "[::]".
+      port: the port to listen at; 0 chooses a free port.
+      credentials: from `grpc.ssl_server_credentials`; None disables encryption.
+      names, lora_names, model, key: options of `hashing.Hashing`. Hashes include extra ids as numbers: let them be the
+        same on all replicas.
+      max_subscribers: the maximum number of subscribers. Further subscribers end with RESOURCE_EXHAUSTED.
+      max_behind: the maximum number of updates queued for a subscriber. A later subscriber ends with
+        RESOURCE_EXHAUSTED, and may subscribe again.
+      queue_bytes: the maximum bytes of events queued for the agent's thread.
+      heartbeat: seconds between updates with fill levels of the tiers; None sends them only with the present state.
 
     Attributes:
-      address, port: where it listens, with the port that was chosen.
+      address, port: the address to connect to, with the chosen port.
+
+    Raises:
+      OSError: for a port in use, or an address of another machine.
     """
 
     _name = "agent"
@@ -171,17 +182,20 @@ class Agent(PublisherThread[UpdateEncoder]):
         queue_bytes: int = 64 << 20,
         heartbeat: float | None = 1.0,
     ):
-        limits = ("max_subscribers", max_subscribers, 1), ("max_behind", max_behind, 1), ("port", port, 0)
-        for name, value, least in limits:
-            static_int(name, value, least)
+        limits = (("max_subscribers", max_subscribers, 1), ("max_behind", max_behind, 1), ("port", port, 0))
+        for name, value, minimum in limits:
+            static_int(name, value, minimum)
         self._groups = range(int(spec.bare), len(spec.groups))
         encoder = UpdateEncoder(spec, Hashing(names, lora_names, model, key), self._groups, WHOLE)
         super().__init__(encoder, queue_bytes=queue_bytes, heartbeat=heartbeat)
-        self._lock, self._streams, self._due = threading.RLock(), set[Stream](), 0.0
-        self._sent = NodeMap(spec)  # the index that each subscriber has once it has read its stream
-        self._usage: dict[tuple[int, int], tuple[int, int, float]] = {}  # by group and level: used, in all, and when
-        self._max_subscribers, self._max_behind = max_subscribers, max_behind
-        counted = "updates", "subscriptions", "subscribers_refused", "subscribers_late", "requests_refused"
+        self._lock = threading.RLock()
+        self._streams = set[Stream]()
+        self._due = 0.0
+        self._sent = NodeMap(spec)  # the index of each subscriber that has read all of its stream
+        self._usage: dict[tuple[int, int], tuple[int, int, float]] = {}  # (group, level): (used, total, time)
+        self._max_subscribers = max_subscribers
+        self._max_behind = max_behind
+        counted = ("updates", "subscriptions", "subscribers_refused", "subscribers_late", "requests_refused")
         self._counts |= dict.fromkeys(counted, 0)
         self._threads = ThreadPoolExecutor(max_subscribers + _SPARE_THREADS, "kvjax-agent-stream")
         options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _READ_BYTES)]
@@ -197,25 +211,27 @@ class Agent(PublisherThread[UpdateEncoder]):
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             self._threads.shutdown()
-            raise OSError(f"port: got {address}, wanted one of this machine that is not in use") from error
+            raise OSError(f"port: got {address}, wanted a free port of this machine") from error
         self.address = f"{host}:{self.port}"
         self._server.start()
         self._thread.start()
 
     def set(self, state: CacheState) -> None:
-        """Reads from the state how many blocks rows hold or find, which is no event; call it between transitions."""
+        """Reads fill levels of the tiers from a state, since no event has them. Call it between transitions."""
         now = time.monotonic()
-        for number in self._groups:
-            s = stats(state, number)
-            self._usage[number, 0] = s.active_blocks + s.cached_blocks, s.num_blocks, now
-            self._usage[number, 1] = s.host_active_blocks + s.host_cached_blocks, s.host_blocks, now
+        for group_index in self._groups:
+            counts = stats(state, group_index)
+            num_used = counts.active_blocks + counts.cached_blocks
+            num_used_on_host = counts.host_active_blocks + counts.host_cached_blocks
+            self._usage[group_index, 0] = (num_used, counts.num_blocks, now)
+            self._usage[group_index, 1] = (num_used_on_host, counts.host_blocks, now)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Updates, subscribers and refusals, overflows of the queue, calls ignored after an error, blocks left out."""
+        """Updates, subscribers, refusals, overflows of the queue, calls ignored after an error, unpublished blocks."""
         return {"subscribers": len(self._streams), **super().counts}
 
-    # The agent's thread.
+    # Methods of the agent's thread.
 
     def _send(self, changes: list[Change]) -> None:
         updates = self._encoder.messages(changes)
@@ -223,7 +239,7 @@ class Agent(PublisherThread[UpdateEncoder]):
             for change in changes:
                 self._sent.write(change)
             self._broadcast(updates)
-            if self._patience() == 0:
+            if self._idle_seconds() == 0:
                 self._idle()
 
     def _resync(self, nodes: NodeMap) -> None:
@@ -233,7 +249,7 @@ class Agent(PublisherThread[UpdateEncoder]):
             self._broadcast(updates)
 
     def _broadcast(self, updates: Iterable[Any]) -> None:
-        """Sends each update to the streams of its group; needs the lock."""
+        """Sends each update to the streams of its group. Call it under the lock."""
         for update in updates:
             self._counts["updates"] += 1
             message = update.SerializeToString()
@@ -241,11 +257,11 @@ class Agent(PublisherThread[UpdateEncoder]):
                 if update.group in stream.groups:
                     stream.put(message)
 
-    def _patience(self) -> float | None:
+    def _idle_seconds(self) -> float | None:
         return None if self._heartbeat is None else max(0.0, self._due - time.monotonic())
 
     def _idle(self) -> None:
-        """Sends each stream how full the tiers are, and gives up the subscribers that do not read why theirs ended."""
+        """Sends fill levels to each stream. Gives up late subscribers that do not read why their stream ended."""
         with self._lock:
             self._due = time.monotonic() + (self._heartbeat or 0)
             messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}
@@ -261,7 +277,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         self._server.stop(seconds).wait()
         self._threads.shutdown()
 
-    # A subscriber's thread.
+    # Methods of a subscriber's thread.
 
     def _subscribe(self, request: bytes, context: Any) -> Iterator[bytes]:
         """The messages of a subscription: the present state, and all updates after it."""
@@ -271,19 +287,20 @@ class Agent(PublisherThread[UpdateEncoder]):
                 context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
             if len(self._streams) >= self._max_subscribers:
                 self._counts["subscribers_refused"] += 1
-                why = f"subscribers: got another one, wanted at most {self._max_subscribers}"
-                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+                details = f"subscribers: got another one, wanted at most {self._max_subscribers}"
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
             stream = Stream(groups, self._max_behind, context.cancel)
             self._streams.add(stream)
             self._counts["subscriptions"] += 1
-            nodes, end = self._sent.copy(), self._fill(groups, snapshot_end=True)
+            nodes = self._sent.copy()
+            end = self._fill(groups, snapshot_end=True)
         if not context.add_callback(lambda: self._leave(stream)):
             self._leave(stream)
         snapshot = self._encoder.messages([change for change in nodes.snapshot() if change.group in groups])
         for update in snapshot:
             update.in_snapshot = True
         parts = itertools.chain((update.SerializeToString() for update in snapshot), [end], stream)
-        for sequence, message in enumerate(parts):  # messages that are joined are merged
+        for sequence, message in enumerate(parts):  # concatenated messages are merged
             yield message + messages.KVCacheStateUpdate(sequence=sequence).SerializeToString()
         if stream.ended is End.LATE:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, End.LATE.value)
@@ -297,34 +314,38 @@ class Agent(PublisherThread[UpdateEncoder]):
             self._counts["subscribers_late"] += stream.ended is End.LATE
 
     def _requested(self, request: bytes, context: Any) -> tuple[int, ...]:
-        """The groups that a request asks for, which must have K/V."""
-        numbers, wrong, groups = list(self._groups), "", []
+        """The requested groups, which must have K/V."""
+        valid_groups = list(self._groups)
+        groups = []
+        complaint = ""
         try:
-            groups = sorted(set(messages.SubscriptionRequest.FromString(request).groups)) or numbers[:1]
+            groups = sorted(set(messages.SubscriptionRequest.FromString(request).groups)) or valid_groups[:1]
         except DecodeError:
-            wrong = f"request: got {request!r:.80}, wanted a SubscriptionRequest"
-        if not set(groups) <= set(numbers):
-            wrong = f"groups: got {groups!r:.80}, wanted some of {numbers}"
+            complaint = f"request: got {request!r:.80}, wanted a SubscriptionRequest"
+        if not set(groups) <= set(valid_groups):
+            complaint = f"groups: got {groups!r:.80}, wanted some of {valid_groups}"
         if len(request) > _REQUEST_BYTES:
-            wrong = f"request: got {len(request):,} bytes, wanted at most {_REQUEST_BYTES:,}"
-        if wrong:
+            complaint = f"request: got {len(request):,} bytes, wanted at most {_REQUEST_BYTES:,}"
+        if complaint:
             with self._lock:
                 self._counts["requests_refused"] += 1
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, complaint)
         return tuple(groups)
 
     def _fill(self, groups: tuple[int, ...], snapshot_end: bool = False) -> bytes:
-        """A message without blocks, with how full the tiers are; needs the lock."""
+        """A message without blocks, with the fill levels of the tiers. Call it under the lock."""
         kinds = {"update_type": messages.UPDATE_TYPE_ADDED, "memory_tier": messages.MEMORY_TIER_GPU}
         update = messages.KVCacheStateUpdate(**kinds, group=groups[0], snapshot_end=snapshot_end)
-        for number in groups:
-            table, group = self._sent.groups[number].table, self._sent.spec.groups[number]
+        for group_index in groups:
+            table = self._sent.groups[group_index].table
+            group = self._sent.spec.groups[group_index]
             cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(_TIERS)).tolist()
             for level, total in enumerate((group.num_blocks, group.num_host_blocks)):
-                used, total, then = self._usage.get((number, level), (None, total, 0.0))
+                used, total, timestamp = self._usage.get((group_index, level), (None, total, 0.0))
                 if total:
-                    fill = update.fill.add(group=number, memory_tier=_TIERS[level], total_blocks=total)
+                    fill = update.fill.add(group=group_index, memory_tier=_TIERS[level], total_blocks=total)
                     fill.cached_blocks = cached[level]
                     if used is not None:
-                        fill.used_blocks, fill.used_age_seconds = used, time.monotonic() - then
+                        fill.used_blocks = used
+                        fill.used_age_seconds = time.monotonic() - timestamp
         return update.SerializeToString()

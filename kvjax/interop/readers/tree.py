@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that another engine has cached: a tree for each group of layers. Hashes are opaque."""
+"""The cached blocks of another engine: a tree for each group of layers. Hashes are opaque."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Root(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A cached block: tokens and keys in the form of its engine, adapter and salt as its event has them."""
+    """A cached block: tokens and keys in the form of its engine, adapter and salt as in its event."""
 
     parent: Hash | Root
     tokens: Any
@@ -30,17 +30,18 @@ class Node:
 
 
 def paths[K](groups: Mapping[K, Mapping[Hash, Node]]) -> Iterator[tuple[K, list[Node], Hash | None]]:
-    """The group of each block; the blocks up to it; and the hash before them, None if they begin at a root.
+    """The group of each block, the blocks up to it, and the hash before them, None if they begin at a root.
 
-    A window loses blocks ahead of those that follow them, so a block of any group continues a path.
+    Windows lose earlier blocks first, so a block of any group may continue a path.
     """
     for key, nodes in groups.items():
-        own_first = [nodes, *(others for other, others in groups.items() if other != key)]
+        own_first = [nodes, *(group for other_key, group in groups.items() if other_key != key)]
         for block_hash in nodes:
             before: Hash | Root = block_hash
-            path, seen = [], set[Hash]()
-            while not isinstance(before, Root) and before not in seen:  # foreign events may go in a circle
-                node = next((some[before] for some in own_first if before in some), None)
+            path = []
+            seen = set[Hash]()
+            while not isinstance(before, Root) and before not in seen:  # foreign events may make a circle
+                node = next((group[before] for group in own_first if before in group), None)
                 if node is None:
                     break
                 seen.add(before)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-LLM's event JSON, of any engine: lines, decoded with limits on everything, and a mirror of the cache.
+"""TensorRT-LLM's event JSON, from any engine: lines, decoded with limits on everything, and a mirror of the cache.
 
-Each event is judged by itself, so that an event which no mirror can place costs nothing but itself.
+Each event is judged by itself, so an event that cannot be applied does not affect others.
 
 Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
 """
@@ -16,10 +16,16 @@ from typing import Annotated, Any, NamedTuple
 from kvjax.interop._wires import msgspec
 from kvjax.interop.readers.tree import Hash, Node, Root, paths
 
-Struct, Meta, field = msgspec.Struct, msgspec.Meta, msgspec.field
-_LONGEST_LINE, _LONGEST_TEXT = 64 << 20, 4096  # characters
-_BLOCK, _GROUPS = 1 << 16, 1 << 10  # the most tokens of a block, and the most groups
-_BLOCK_BYTES, _TOKEN_BYTES = 300, 120  # of a mirrored block without tokens and names, and of a token, about
+Struct = msgspec.Struct
+Meta = msgspec.Meta
+field = msgspec.field
+# Limits, in characters, tokens and groups.
+_LONGEST_LINE = 64 << 20
+_LONGEST_TEXT = 4096
+_MAX_BLOCK = 1 << 16
+_MAX_GROUPS = 1 << 10
+_BLOCK_BYTES = 300  # of a mirrored block without tokens and names, about
+_TOKEN_BYTES = 120  # of a mirrored token, about
 
 _Number = Annotated[int, Meta(ge=0)]
 _Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
@@ -34,7 +40,7 @@ class Diff(Struct, frozen=True):
 
 
 class Created(Struct, frozen=True, tag="created"):
-    """A group begins, empty: its blocks on each level."""
+    """The beginning of a group without blocks, with its number of blocks on each level."""
 
     num_blocks: tuple[_Number, ...] = field(name="num_blocks_per_cache_level")
 
@@ -44,7 +50,7 @@ class Tokens(tuple[tuple[int, int], ...]):
 
 
 class Block(Struct, frozen=True):
-    """A block that is cached; without tokens, a block that an earlier event has stored."""
+    """A cached block. Without tokens, a block stored by an earlier event."""
 
     block_hash: _Hash
     tokens: Tokens
@@ -53,7 +59,7 @@ class Block(Struct, frozen=True):
 
 
 class Stored(Struct, frozen=True, tag="stored"):
-    """Blocks that follow each other are cached; `parent` is the prefix before them, None at a root."""
+    """Newly cached blocks of a chain. `parent` is the hash of the prefix before them, None at a root."""
 
     parent: _Hash | None = field(name="parent_hash")
     blocks: tuple[Block, ...]
@@ -62,13 +68,13 @@ class Stored(Struct, frozen=True, tag="stored"):
 
 
 class Removed(Struct, frozen=True, tag="removed"):
-    """Blocks are no longer cached."""
+    """Blocks no longer cached."""
 
     block_hashes: tuple[_Hash, ...]
 
 
 class Updated(Struct, frozen=True, tag="updated"):
-    """A block has another level or priority."""
+    """A new level or priority of a block."""
 
     block_hash: _Hash
     level: Diff | None = field(name="cache_level", default=None)
@@ -76,19 +82,19 @@ class Updated(Struct, frozen=True, tag="updated"):
 
 
 class Event(Struct, frozen=True):
-    """A line; without a `group`, the window alone identifies a group."""
+    """A line. Without a `group`, the window alone identifies a group."""
 
-    number: _Number = field(name="event_id")
+    event_id: _Number
     data: Created | Stored | Removed | Updated
     window: Annotated[int, Meta(ge=-1)] = field(name="window_size")  # -1: recurrent states
-    group: Annotated[int, Meta(ge=0, lt=_GROUPS)] | None = field(name="layer_group_id", default=None)
+    group: Annotated[int, Meta(ge=0, lt=_MAX_GROUPS)] | None = field(name="layer_group_id", default=None)
     rank: _Number | None = field(name="attention_dp_rank", default=None)
 
 
 class _Numbered(Struct):
-    """The number and the rank of an event that cannot be read."""
+    """The id and the rank of an unreadable event."""
 
-    number: _Number = field(name="event_id")
+    event_id: _Number
     rank: _Number | None = field(name="attention_dp_rank", default=None)
 
 
@@ -97,11 +103,11 @@ class _Token(Struct, gc=False):
     token_extra_id: _Number = 0
 
 
-_UniqueTokens = Annotated[list[_Token], Meta(max_length=_BLOCK)]
+_UniqueTokens = Annotated[list[_Token], Meta(max_length=_MAX_BLOCK)]
 
 
 def _tokens(kind: type, value: Any) -> Tokens:
-    """The hook that decodes `Tokens`."""
+    """Decodes `Tokens`, as a hook."""
     try:
         return Tokens((token.token_id, token.token_extra_id) for token in msgspec.convert(value, _UniqueTokens))
     except msgspec.ValidationError as error:
@@ -112,31 +118,34 @@ _DECODERS: dict[type, Any] = {kind: msgspec.json.Decoder(kind, dec_hook=_tokens)
 
 
 def parse(lines: str | bytes | Iterable[str | bytes | dict[str, Any]]) -> list[Event]:
-    """Reads events; a ValueError for a line that is none has its number and the path of the field.
+    """Reads events.
 
     Args:
-      lines: a text of lines, such as a file's; or lines, or dicts.
+      lines: a text of lines, such as a file's contents, or an iterable of lines or dicts.
+
+    Raises:
+      ValueError: for a line without an event, with its number and the path of the field.
 
     Example:
       >>> from kvjax.interop.trtllm import parse
       >>> line = '{"event_id": 0, "data": {"type": "removed", "block_hashes": [17, 18]}, "window_size": 32}'
       >>> (event,) = parse(line)
-      >>> event.number, event.data
+      >>> event.event_id, event.data
       (0, Removed(block_hashes=(17, 18)))
     """
     if isinstance(lines, str | bytes):
         lines = [line for line in lines.splitlines() if line.strip()]
-    found = []
-    for number, line in enumerate(lines, 1):
+    events = []
+    for line_number, line in enumerate(lines, 1):
         try:
-            found.append(_parse_line(line))
+            events.append(_parse_line(line))
         except ValueError as error:
-            raise ValueError(f"lines: got no event in line {number}: {error}") from error
-    return found
+            raise ValueError(f"lines: got no event in line {line_number}: {error}") from error
+    return events
 
 
 def _parse_line(line: str | bytes | dict[str, Any]) -> Event:
-    """The event of a line; a ValueError for a line that is none."""
+    """The event of a line. A line without an event is a ValueError."""
     event = _read(line, Event)
     match event.data:
         case Stored(parent, blocks):
@@ -144,7 +153,7 @@ def _parse_line(line: str | bytes | dict[str, Any]) -> Event:
             hashes = [block.block_hash for block in blocks]
             _check_hashes("block_hash", hashes)
             if len(set(hashes)) < len(hashes):
-                raise ValueError("block_hash: got one twice, wanted each once")
+                raise ValueError("block_hash: got the same hash twice, wanted each once")
         case Removed(hashes):
             _check_hashes("block_hashes", hashes)
         case Updated(block_hash):
@@ -153,7 +162,7 @@ def _parse_line(line: str | bytes | dict[str, Any]) -> Event:
 
 
 def _read[T](line: str | bytes | dict[str, Any], kind: type[T]) -> T:
-    """A line as an Event, or as the numbers of one."""
+    """A line as an Event, or only its id and rank."""
     try:
         if not isinstance(line, str | bytes):
             return msgspec.convert(line, kind, dec_hook=_tokens)
@@ -161,47 +170,47 @@ def _read[T](line: str | bytes | dict[str, Any], kind: type[T]) -> T:
             raise ValueError(f"got {len(line)} characters, wanted at most {_LONGEST_LINE}")
         return _DECODERS[kind](line)
     except RecursionError as error:
-        raise ValueError("got lists in each other, wanted an event") from error
+        raise ValueError("got too deeply nested lists, wanted an event") from error
 
 
 def _check_hashes(name: str, hashes: Iterable[Hash]) -> None:
-    """Checks what their type does not say: integers have 64 bits."""
+    """Checks the range of hashes, which their type does not: integers have 64 bits."""
     for block_hash in hashes:
         if isinstance(block_hash, int) and not -(1 << 63) <= block_hash < 1 << 64:
             raise ValueError(f"{name}: got {block_hash!r:.80}, wanted an int of 64 bits or a short text")
 
 
 class Prefix(NamedTuple):
-    """A cached prefix; group, adapter and salt as on the line, None where it has none."""
+    """A cached prefix, with group, adapter and salt as on the line, or None."""
 
     window: int
     group: int | None
     lora: str | None
     salt: str | None
-    tokens: tuple[tuple[int, int], ...]  # (token id, extra id) of all, or of those behind `after`
-    after: Hash | None = None  # the hash of the prefix before, where no line has stored it
+    tokens: tuple[tuple[int, int], ...]  # (token id, extra id) of all tokens, or of the tokens after `after`
+    after: Hash | None = None  # the hash of the prefix before, if no line has stored it
 
 
 def _bytes_of(block_hash: Hash, node: Node) -> int:
     """The memory of a mirrored block, about."""
-    names = block_hash, node.lora, node.salt
+    names = (block_hash, node.lora, node.salt)
     return _BLOCK_BYTES + _TOKEN_BYTES * len(node.tokens) + sum(map(sys.getsizeof, names))
 
 
 class Mirror:
-    """The cached blocks by the lines so far.
+    """The cached blocks after the lines so far.
 
     Args:
-      max_blocks: the most blocks that it takes.
-      rank: the one to follow where a stream has events of several; None: all.
-      max_bytes: the most memory that the blocks may take, about.
+      max_blocks: the maximum number of blocks.
+      rank: the rank to follow in a stream with several ranks; None means all.
+      max_bytes: the approximate maximum memory of the blocks.
 
     Attributes:
-      last: the event_id of the last event that counts.
-      counts: `events`, those that it followed; `refused`, lines that are no events; `skipped`, events that it could not
-        read or that exceeded a limit; `unknown`, blocks without tokens, or with a new level, that no event has stored;
-        `gaps`; `duplicates`; and `others`, events of other ranks.
-      num_bytes: the memory of its blocks, about.
+      last: the event_id of the last event followed.
+      counts: `events` (followed), `refused` (lines without an event), `skipped` (unreadable events, and events beyond a
+        limit), `unknown` (blocks without tokens or with a new level, but never stored), `gaps`, `duplicates`, and
+        `others` (events of other ranks).
+      num_bytes: the approximate memory of the blocks.
 
     Example:
       >>> from kvjax.interop.trtllm import Mirror, Writer
@@ -222,18 +231,18 @@ class Mirror:
         self.counts = dict.fromkeys(("events", "refused", "skipped", "unknown", "gaps", "duplicates", "others"), 0)
         self.num_bytes = 0
         self._groups: dict[tuple[int, int | None], dict[Hash, Node]] = {}
-        self._complete = set[tuple[int, int | None]]()  # groups of which no event is missing since they were created
+        self._complete = set[tuple[int, int | None]]()  # groups without a missing event since they were created
 
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
 
     @property
     def complete(self) -> bool:
-        """Whether each group has been followed from its beginning (created), with no event missing or skipped since."""
+        """Whether each group has been followed since it was created, and no event was missing or skipped."""
         return bool(self._groups) and self._complete == self._groups.keys()
 
     def follow(self, lines: Iterable[str | bytes | dict[str, Any]]) -> None:
-        """Follows lines or dicts. An event that cannot be read is skipped, a line that is none is refused."""
+        """Follows lines or dicts. Skips an unreadable event, and refuses a line without an event."""
         for line in lines:
             try:
                 self.apply(_parse_line(line))
@@ -241,12 +250,12 @@ class Mirror:
                 self._skip_line(line)
 
     def apply(self, event: Event) -> None:
-        """Follows an event, or skips it if it has too many blocks or groups."""
-        if not self._is_next(event.number, event.rank):
+        """Follows an event. Skips an event with too many blocks or groups."""
+        if not self._is_next(event.event_id, event.rank):
             return
         key = event.window, event.group
         data = event.data
-        if key not in self._groups and len(self._groups) >= _GROUPS:
+        if key not in self._groups and len(self._groups) >= _MAX_GROUPS:
             self._skip()
             return
         nodes = self._groups.setdefault(key, {})
@@ -262,22 +271,22 @@ class Mirror:
         elif isinstance(data, Updated):
             self._update(nodes, data)
 
-    def _is_next(self, number: int, rank: int | None) -> bool:
-        """Whether an event counts, by its number and rank; notes the gap before it."""
+    def _is_next(self, event_id: int, rank: int | None) -> bool:
+        """Whether to follow an event, by its id and rank. Counts the gap before it."""
         if self.rank is not None and rank != self.rank:
             self.counts["others"] += 1
             return False
-        if number == self.last:
+        if event_id == self.last:
             self.counts["duplicates"] += 1
             return False
-        if self.last is not None and number < self.last:  # of another process
+        if self.last is not None and event_id < self.last:  # a new process
             self._groups.clear()
             self._complete.clear()
             self.num_bytes = 0
-        elif number != (0 if self.last is None else self.last + 1):
+        elif event_id != (0 if self.last is None else self.last + 1):
             self.counts["gaps"] += 1
             self._complete.clear()
-        self.last = number
+        self.last = event_id
         return True
 
     def _skip(self) -> None:
@@ -285,7 +294,7 @@ class Mirror:
         self._complete.clear()
 
     def _skip_line(self, line: str | bytes | dict[str, Any]) -> None:
-        """Skips the event of a line that cannot be read, or refuses the line."""
+        """Skips the event of an unreadable line, or refuses the line."""
         try:
             event = _read(line, _Numbered)
         except ValueError:
@@ -295,17 +304,17 @@ class Mirror:
         if self.rank is not None and event.rank != self.rank:
             self.counts["others"] += 1
             return
-        if event.number == (0 if self.last is None else self.last + 1):
-            self.last = event.number  # any other number is believed of events alone that can be read
+        if event.event_id == (0 if self.last is None else self.last + 1):
+            self.last = event.event_id  # any other id is trusted only in a readable event
         self._skip()
 
     def _store(self, nodes: dict[Hash, Node], event: Stored) -> bool:
-        """Adds blocks to a group; False if they exceed a limit. Blocks without tokens get a new level and priority."""
+        """Adds blocks to a group, or updates blocks without tokens. Returns False if the blocks exceed a limit."""
         parent = Root(event.lora, event.salt) if event.parent is None else event.parent
         placed: dict[Hash, Node] = {}
         for block in event.blocks:
             if block.tokens:
-                where = block.level, block.priority
+                where = (block.level, block.priority)
                 placed[block.block_hash] = Node(parent, block.tokens, (), event.lora, event.salt, where)
             parent = block.block_hash
         old = [(block_hash, nodes[block_hash]) for block_hash in placed if block_hash in nodes]
@@ -319,7 +328,7 @@ class Mirror:
             if node is None:
                 self.counts["unknown"] += 1
             else:
-                node.where = block.level, block.priority
+                node.where = (block.level, block.priority)
         return True
 
     def _update(self, nodes: dict[Hash, Node], event: Updated) -> None:
@@ -328,19 +337,19 @@ class Mirror:
             self.counts["unknown"] += 1
             return
         pairs = zip(node.where, (event.level, event.priority), strict=True)
-        node.where = tuple(was if diff is None else diff.new for was, diff in pairs)
+        node.where = tuple(old if diff is None else diff.new for old, diff in pairs)
 
     def _forget(self, nodes: dict[Hash, Node], hashes: Iterable[Hash]) -> None:
-        """Removes the blocks that are there."""
+        """Removes the blocks, except unknown blocks."""
         for block_hash in hashes:
             node = nodes.pop(block_hash, None)
             self.num_bytes -= 0 if node is None else _bytes_of(block_hash, node)
 
     @property
     def index(self) -> dict[Prefix, tuple[int, int]]:
-        """{prefix: (level, priority)} of everything that is cached; for looking at and for tests."""
-        found = {}
+        """{prefix: (level, priority)} of every cached block, for inspection and tests."""
+        index = {}
         for key, path, after in paths(self._groups):
             tokens = tuple(token for node in path for token in node.tokens)
-            found[Prefix(*key, path[-1].lora, path[-1].salt, tokens, after)] = path[-1].where
-        return found
+            index[Prefix(*key, path[-1].lora, path[-1].salt, tokens, after)] = path[-1].where
+        return index

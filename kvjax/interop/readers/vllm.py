@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's wire, as any engine publishes it: payloads in every form, decoded with limits, and a mirror of the cache.
+"""vLLM's wire, from any engine: payloads in every form, decoded with limits, and a mirror of the cache.
 
-Each event is judged by itself, so that an event which no mirror can place costs nothing but itself.
+Each event is judged by itself, so an event that cannot be applied does not affect others.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import Annotated, Any, NamedTuple
 from kvjax.interop._wires import msgspec
 from kvjax.interop.readers.tree import Hash, Node, Root, paths
 
-Key = str | int | float | bytes | tuple  # an extra key; (name, offset) of an image
+Key = str | int | float | bytes | tuple  # an extra key; (name, offset) for an image
 MEDIA = ("GPU", "CPU")  # by level
-SALT_PREFIX = "dynamo-cache-salt:"  # of the salt among the keys of `extra_keys`, which have no names
+SALT_PREFIX = "dynamo-cache-salt:"  # marks the salt in `extra_keys`, whose keys have no names
 _TOKEN_BYTES = 8
 _LONGEST = 4096  # characters of a name, bytes of a hash, keys of a block
-_GROUPS, _BLOCK = 1 << 10, 1 << 16  # the most groups, and the most tokens of a block
-_MOST_EVENTS = 1 << 20  # of a payload
-_MOST_MEDIA = 32
-_BLOCK_BYTES = 360  # of a mirrored block, about, without its tokens, names and keys
+_MAX_GROUPS = 1 << 10
+_MAX_BLOCK = 1 << 16  # tokens
+_MAX_EVENTS = 1 << 20  # of a payload
+_MAX_MEDIA = 32
+_BLOCK_BYTES = 360  # of a mirrored block without its tokens, names and keys, about
 _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})  # vLLM's words
 
 
 class Stored(NamedTuple):
-    """Blocks that follow each other are cached.
+    """Newly cached blocks of a chain.
 
-    An event whose tokens are not known for each block has none (`tokens` is empty). vLLM's offloading connector sends
-    events without tokens, and groups of Mamba layers events with fewer hashes than blocks of tokens.
+    `tokens` is empty if the event does not tell the tokens of every block. vLLM's offloading connector sends events
+    without tokens, and groups of Mamba layers send events with fewer hashes than blocks of tokens.
     """
 
     hashes: Sequence[Hash]
@@ -39,8 +40,8 @@ class Stored(NamedTuple):
     tokens: bytes  # i64[n * size], or empty
     size: int  # tokens of a block
     lora: str | None
-    salt: str | None  # an event without a salt has that of its parent
-    keys: Sequence[tuple[Key, ...]]  # for each block its extra keys; empty if no block has any
+    salt: str | None  # an event without a salt has its parent's
+    keys: Sequence[tuple[Key, ...]]  # the extra keys of each block; empty if no block has any
     medium: str
     group: int
     kind: str | None  # of the group: "full_attention", "sliding_window", ..., None if the event has none
@@ -48,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks are no longer cached there."""
+    """Blocks no longer cached in a medium."""
 
     hashes: Sequence[Hash]
     medium: str
@@ -56,11 +57,11 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """Nothing is cached any more, in any group."""
+    """The end of all cached blocks, in every group."""
 
 
 class Skipped(NamedTuple):
-    """An event that cannot be read: its kind is unknown, or a field is not as vLLM has it."""
+    """An unreadable event: an unknown kind, or a field unlike vLLM's."""
 
     reason: str
 
@@ -78,9 +79,9 @@ class Batch(NamedTuple):
 
 _Name = Annotated[str, msgspec.Meta(max_length=_LONGEST)]
 _Hash = Annotated[bytes, msgspec.Meta(max_length=_LONGEST)] | int
-_Keys = Annotated[list[Any], msgspec.Meta(max_length=_LONGEST)]  # text or bytes, so that `_keys` checks them
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=_GROUPS)]
-_Size = Annotated[int, msgspec.Meta(ge=0, le=_BLOCK)]
+_Keys = Annotated[list[Any], msgspec.Meta(max_length=_LONGEST)]  # either text or bytes, checked by `_keys`
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_GROUPS)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BLOCK)]
 _Token = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -119,25 +120,26 @@ class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True): ...
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_EVENTS)]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_EVENTS)]
     data_parallel_rank: int | None = None
 
 
-class _BatchMap(_Batch, array_like=False): ...  # some versions of vLLM have the batch as a map too
+class _BatchMap(_Batch, array_like=False): ...  # some versions of vLLM send the batch as a map too
 
 
-_decode_array, _decode_map = (msgspec.msgpack.Decoder(form).decode for form in (_Batch, _BatchMap))
+_decode_array = msgspec.msgpack.Decoder(_Batch).decode
+_decode_map = msgspec.msgpack.Decoder(_BatchMap).decode
 _decode_array_event = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
 _decode_map_event = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared).decode
 
 
 def decode(payload: bytes) -> Batch:
-    """Reads a payload of any of the forms, with hashes that are ints or bytes.
+    """Reads a payload of any form, with hashes that are ints or bytes.
 
-    An event that cannot be read is a `Skipped` with the reason, and costs no other event.
+    An unreadable event becomes a `Skipped` with the reason, and does not affect others.
 
     Raises:
-      ValueError: for a payload that is no batch of events.
+      ValueError: for a payload without a batch of events.
 
     Example:
       >>> import msgspec
@@ -151,7 +153,7 @@ def decode(payload: bytes) -> Batch:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"payload: got {payload[:40]!r}, wanted a KVEventBatch: {error}") from error
     events: list[Event] = []
-    skipped: dict[str, Skipped] = {}  # equal ones are one object, so that a payload full of them takes no memory
+    skipped: dict[str, Skipped] = {}  # shares equal objects, so a payload full of them takes no memory
     for event in batch.events:
         try:
             events.append(_checked((_decode_map_event if _is_map(event) else _decode_array_event)(event)))
@@ -168,29 +170,36 @@ def _is_map(message: bytes | msgspec.Raw) -> bool:
 
 
 def _checked(event: Any) -> Stored | Removed | Cleared:
-    """The public form of an event, once what its types do not say is checked."""
+    """The public form of an event, after the checks that its types cannot express."""
     if isinstance(event, _Cleared):
         return Cleared()
-    hashes, group, medium = event.block_hashes, event.group_idx or 0, event.medium or MEDIA[0]
+    hashes = event.block_hashes
+    group = event.group_idx or 0
+    medium = event.medium or MEDIA[0]
     if isinstance(event, _Removed):
         return Removed(hashes, medium, group)
     if len(hashes) > 1 and len(set(hashes)) < len(hashes):
-        raise ValueError("block_hashes: got one twice, wanted each once")
-    size, lora, salt, parent = event.block_size, event.lora_name, event.cache_salt, event.parent_block_hash
-    tokens, keys = _tokens(event.token_ids, len(hashes), size), []
+        raise ValueError("block_hashes: got the same hash twice, wanted each once")
+    size = event.block_size
+    lora = event.lora_name
+    salt = event.cache_salt
+    parent = event.parent_block_hash
+    tokens = _tokens(event.token_ids, len(hashes), size)
+    keys = []
     if lora is None and event.lora_id is not None:
         lora = str(event.lora_id)
     if tokens and event.extra_keys is not None:
         if len(event.extra_keys) != len(hashes):
-            raise ValueError(f"extra_keys: got those of {len(event.extra_keys)} blocks, wanted {len(hashes)}")
+            raise ValueError(f"extra_keys: got lists for {len(event.extra_keys)} blocks, wanted {len(hashes)}")
         keys, salt_key = _keys(event.extra_keys, lora, parent is None)
         salt = salt_key if salt is None else salt
-    kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+    kind = event.kv_cache_spec_kind
+    window = event.kv_cache_spec_sliding_window
     return Stored(hashes, parent, tokens, size, lora, salt, keys, medium, group, kind, window)
 
 
 def _tokens(token_ids: list[int], num_hashes: int, size: int) -> bytes:
-    """The tokens of blocks; none if an event has no tokens, or has skipped some blocks without saying which."""
+    """The tokens of blocks, or nothing if an event has no tokens, or has skipped some unknown blocks."""
     num_blocks, beyond = divmod(len(token_ids), size) if size else (0, len(token_ids))
     if beyond or (token_ids and num_blocks < num_hashes):
         raise ValueError(f"token_ids: got {len(token_ids)}, wanted {size} for each of {num_hashes} blocks")
@@ -200,23 +209,25 @@ def _tokens(token_ids: list[int], num_hashes: int, size: int) -> bytes:
 def _keys(extra_keys: Sequence[Any], lora: str | None, at_root: bool) -> tuple[list[tuple[Key, ...]], str | None]:
     """The extra keys of each block without the adapter's name, and the salt.
 
-    vLLM's keys have no names. A text in the first block that is not the adapter's is taken for the salt: then a block
-    may be found by fewer prompts than have it, and never by others.
+    vLLM's keys have no names. A text in the first block, unless it is the adapter's, is taken for the salt. A wrong
+    guess lets fewer prompts find the block, but never prompts of another salt.
     """
-    found, salt = [], None
-    for at, of_block in enumerate(extra_keys):
+    block_keys = []
+    salt = None
+    for block_index, unchecked_keys in enumerate(extra_keys):
         keys: list[Key] = []
-        for key in of_block or ():
+        for key in unchecked_keys or ():
             key = tuple(key) if isinstance(key, list) else key
             parts = key if isinstance(key, tuple) else (key,)
             if len(parts) > 8 or not all(map(_is_plain, parts)):
-                raise ValueError("extra_keys: got what is no key")
-            if isinstance(key, str) and (key.startswith(SALT_PREFIX) or (at_root and at == 0 and key != lora)):
+                raise ValueError(f"extra_keys: got {key!r:.80}, wanted a key of vLLM's")
+            is_first_text = at_root and block_index == 0 and key != lora
+            if isinstance(key, str) and (key.startswith(SALT_PREFIX) or is_first_text):
                 salt = key.removeprefix(SALT_PREFIX)
             elif key != lora:
                 keys.append(key)
-        found.append(tuple(keys))
-    return (found if any(found) else []), salt
+        block_keys.append(tuple(keys))
+    return (block_keys if any(block_keys) else []), salt
 
 
 def _is_plain(part: Any) -> bool:
@@ -224,28 +235,29 @@ def _is_plain(part: Any) -> bool:
 
 
 class Prefix(NamedTuple):
-    """A cached prefix; adapter and salt as on the wire."""
+    """A cached prefix, with adapter and salt as on the wire."""
 
     group: int
     lora: str | None
     salt: str | None
-    tokens: tuple[int, ...]  # all, or those behind `after`
+    tokens: tuple[int, ...]  # all tokens, or the tokens after `after`
     extra: tuple[tuple[int, Any], ...] = ()  # (position, name) of a key with an offset, else (block position, key)
-    after: Hash | None = None  # the hash of the prefix before, where no event has stored it
+    after: Hash | None = None  # the hash of the prefix before, if no event has stored it
 
 
-class Found(NamedTuple):
-    """The cached prefix of a prompt: tokens in whole blocks, and how many of them each medium has."""
+class PrefixMatch(NamedTuple):
+    """The cached prefix of a prompt: tokens in whole blocks, and the number of these tokens in each medium."""
 
     tokens: int
     media: dict[str, int]
 
 
 class _Group:
-    """The blocks of a group by their hashes, and the hashes by content: prefixes are found by their tokens."""
+    """The blocks of a group by hash, and the hashes by content, for lookups of tokens."""
 
     def __init__(self, size: int, kind: str | None):
-        self.size, self.kind = size, kind
+        self.size = size
+        self.kind = kind
         self.nodes: dict[Hash, Node] = {}
         self.hashes: dict[tuple[Any, ...], Hash] = {}
 
@@ -261,22 +273,22 @@ def _bytes_of(block_hash: Hash, node: Node) -> int:
 
 
 class Mirror:
-    """The cached blocks by the events so far.
+    """The cached blocks after the events so far.
 
-    It judges each event by itself. A stored event without tokens adds its medium to the blocks that are known, and the
-    others are counted (`unknown`). An event that cannot be read, has blocks of another size or exceeds a limit is
-    skipped and counted (`skipped`).
+    Each event is judged by itself. A stored event without tokens adds its medium to known blocks, and `unknown` counts
+    all others. An event is skipped, and counted in `skipped`, if it is unreadable, has blocks of another size, or
+    exceeds a limit.
 
     Args:
-      max_blocks: the most blocks that it takes.
-      max_bytes: the most memory that they may take, about.
+      max_blocks: the maximum number of blocks.
+      max_bytes: the approximate maximum memory of the blocks.
 
     Attributes:
-      counts: `skipped`, the events that it could not place; and `unknown`, the blocks that events without tokens have
-        named and no event with tokens.
-      complete: whether no event was skipped since the beginning, or since everything was cleared. Unknown blocks do not
-        change it: nothing that is sent says what they hold.
-      num_bytes: the memory of its blocks, about.
+      counts: `skipped`, the number of skipped events, and `unknown`, the number of blocks known only from events
+        without tokens.
+      complete: whether no event was skipped since the beginning, or since the last clear. Unknown blocks do not count,
+        because no message tells their content.
+      num_bytes: the approximate memory of the blocks.
 
     Example:
       >>> from kvjax.interop.vllm import Encoder, Mirror, decode
@@ -287,7 +299,7 @@ class Mirror:
       >>> for payload in Encoder(spec).encode(events):
       ...     mirror.apply(decode(payload))
       >>> mirror.lookup(range(10), salt=None, lora=None, extra_keys=())
-      Found(tokens=8, media={'GPU': 8})
+      PrefixMatch(tokens=8, media={'GPU': 8})
     """
 
     def __init__(self, max_blocks: int = 1 << 22, max_bytes: int = 1 << 30):
@@ -316,11 +328,11 @@ class Mirror:
                 self.complete = False
 
     def _store(self, event: Stored) -> bool:
-        """Adds the blocks of an event; False if they do not fit the group or the limits."""
+        """Adds the blocks of an event. Returns False if they do not fit the group or the limits."""
         group = self._groups.get(event.group)
         if group is None or not group.nodes:
             group = _Group(event.size, event.kind)
-        too_many_media = event.medium not in self._media and len(self._media) == _MOST_MEDIA
+        too_many_media = event.medium not in self._media and len(self._media) == _MAX_MEDIA
         if too_many_media or event.size != group.size:
             return False
         blocks, new = self._blocks_of(event, group.nodes)
@@ -340,39 +352,42 @@ class Mirror:
         return True
 
     def _blocks_of(self, event: Stored, nodes: dict[Hash, Node]) -> tuple[list[Any], list[tuple[Hash, Node]]]:
-        """(hash, node, content) of the blocks of an event; and those that the group has not, or with other contents.
+        """(hash, node, content) of an event's blocks, and the blocks new to the group or with new contents.
 
-        Contents of a block on the GPU stay: those that vLLM's offloading connector sends lack salts and extra keys.
+        Contents of a block on the GPU stay: the contents sent by vLLM's offloading connector lack salts and extra keys.
         """
         on_gpu = 0 if event.medium == MEDIA[0] else self._media.get(MEDIA[0], 0)
-        width, start = _TOKEN_BYTES * event.size, 0
+        width = _TOKEN_BYTES * event.size
         parent = Root(event.lora, event.salt) if event.parent is None else event.parent
-        blocks, new = [], []
-        for at, block_hash in enumerate(event.hashes):
-            content = parent, event.tokens[start : start + width], event.keys[at] if event.keys else ()
+        blocks = []
+        new = []
+        for index, block_hash in enumerate(event.hashes):
+            tokens = event.tokens[index * width : (index + 1) * width]
+            content = (parent, tokens, event.keys[index] if event.keys else ())
             node = nodes.get(block_hash)
             if node is not None and node.where & on_gpu:
-                content = node.parent, node.tokens, node.keys
+                content = (node.parent, node.tokens, node.keys)
             elif node is None or (node.parent, node.tokens, node.keys) != content:
                 node = Node(*content, event.lora, event.salt, 0)
                 new.append((block_hash, node))
             blocks.append((block_hash, node, content))
-            parent, start = block_hash, start + width
+            parent = block_hash
         return blocks, new
 
     def _add_medium(self, event: Stored) -> bool:
-        """Adds the medium of an event without tokens to the blocks that the group has; False if it has no bit left."""
+        """Adds the medium of an event without tokens to known blocks. Returns False if there are too many media."""
         nodes = self._groups[event.group].nodes if event.group in self._groups else {}
-        found = [nodes[block_hash] for block_hash in event.hashes if block_hash in nodes]
-        if found and event.medium not in self._media and len(self._media) == _MOST_MEDIA:
+        mirrored = [nodes[block_hash] for block_hash in event.hashes if block_hash in nodes]
+        if mirrored and event.medium not in self._media and len(self._media) == _MAX_MEDIA:
             return False
-        self.counts["unknown"] += len(event.hashes) - len(found)
-        for node in found:
+        self.counts["unknown"] += len(event.hashes) - len(mirrored)
+        for node in mirrored:
             node.where |= self._media.setdefault(event.medium, 1 << len(self._media))
         return True
 
     def _remove(self, event: Removed) -> None:
-        group, bit = self._groups.get(event.group), self._media.get(event.medium, 0)
+        group = self._groups.get(event.group)
+        bit = self._media.get(event.medium, 0)
         if group is None:
             return
         for block_hash in event.hashes:
@@ -383,50 +398,58 @@ class Mirror:
                     self._forget(group, block_hash)
 
     def _forget(self, group: _Group, block_hash: Hash) -> None:
-        """Removes a block, if it is there."""
+        """Removes a block, if it is known."""
         node = group.nodes.pop(block_hash, None)
         if node is None:
             return
         self.num_bytes -= _bytes_of(block_hash, node)
-        content = node.parent, node.tokens, node.keys
+        content = (node.parent, node.tokens, node.keys)
         if group.hashes.get(content) == block_hash:
             del group.hashes[content]
 
     def lookup(
         self, tokens: Iterable[int], salt: str | None, lora: str | None, extra_keys: Sequence[Sequence[Key]] | None
-    ) -> Found:
+    ) -> PrefixMatch:
         """The longest cached prefix of a prompt, in whole blocks of the groups of full attention."""
         text = array.array("q", tokens).tobytes()
-        keys = [tuple(tuple(key) if isinstance(key, list) else key for key in of or ()) for of in extra_keys or ()]
+        keys = [
+            tuple(tuple(key) if isinstance(key, list) else key for key in block_keys or ())
+            for block_keys in extra_keys or ()
+        ]
         groups = [group for group in self._groups.values() if group.kind in _FULL_ATTENTION]
-        found = (self._match(group, text, Root(lora, salt), keys) for group in groups)
-        return min(found, key=lambda match: match.tokens, default=Found(0, {}))
+        matches = (self._match(group, text, Root(lora, salt), keys) for group in groups)
+        return min(matches, key=lambda match: match.tokens, default=PrefixMatch(0, {}))
 
-    def _match(self, group: _Group, text: bytes, root: Root, keys: Sequence[tuple[Key, ...]]) -> Found:
-        width, total = _TOKEN_BYTES * group.size, 0
+    def _match(self, group: _Group, text: bytes, root: Root, keys: Sequence[tuple[Key, ...]]) -> PrefixMatch:
+        width = _TOKEN_BYTES * group.size
+        total = 0
         parent: Hash | Root | None = root
         media = dict.fromkeys(self._media, 0)
-        for at, start in enumerate(range(0, len(text) - width + 1, width)):
-            parent = group.hashes.get((parent, text[start : start + width], keys[at] if at < len(keys) else ()))
+        for index, start in enumerate(range(0, len(text) - width + 1, width)):
+            block_keys = keys[index] if index < len(keys) else ()
+            parent = group.hashes.get((parent, text[start : start + width], block_keys))
             if parent is None:
                 break
             total += group.size
             for medium, bit in self._media.items():
                 media[medium] += group.size if group.nodes[parent].where & bit else 0
-        return Found(total, {medium: count for medium, count in media.items() if count})
+        return PrefixMatch(total, {medium: count for medium, count in media.items() if count})
 
     @property
     def index(self) -> dict[Prefix, tuple[str, ...]]:
-        """{prefix: media}; whole paths, so for tests and small caches."""
-        found = {}
-        for number, path, after in paths({number: group.nodes for number, group in self._groups.items()}):
-            root, tokens, extra = path[0].parent, array.array("q"), []
+        """{prefix: media} of every cached block. It holds whole paths, so use it for tests and small caches."""
+        index = {}
+        nodes = {group_index: group.nodes for group_index, group in self._groups.items()}
+        for group_index, path, after in paths(nodes):
+            root = path[0].parent
+            tokens = array.array("q")
+            extra = []
             for node in path:
                 for key in node.keys:
                     named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int)
                     extra.append((len(tokens) + (key[1] if named else 0), key[0] if named else key))
                 tokens.frombytes(node.tokens)
             salt = root.salt if isinstance(root, Root) else None
-            prefix = Prefix(number, path[-1].lora, salt, tuple(tokens), tuple(extra), after)
-            found[prefix] = tuple(name for name, bit in self._media.items() if path[-1].where & bit)
-        return found
+            prefix = Prefix(group_index, path[-1].lora, salt, tuple(tokens), tuple(extra), after)
+            index[prefix] = tuple(name for name, bit in self._media.items() if path[-1].where & bit)
+        return index

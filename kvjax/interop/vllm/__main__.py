@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the events of any engine that publishes as vLLM does, a line an event.
+"""Prints the events of any engine that publishes as vLLM does, an event a line.
 
 python -m kvjax.interop.vllm tcp://127.0.0.1:5557
 """
@@ -24,16 +24,16 @@ def lines(frames: Sequence[bytes]) -> Iterator[str]:
     if len(frames) != 3 or len(frames[1]) != 8:
         yield f"refused: {len(frames)} frames, wanted a topic, a number of 8 bytes and a payload"
         return
-    number = int.from_bytes(frames[1], "big")
+    sequence = int.from_bytes(frames[1], "big")
     try:
         batch = decode(frames[2])
     except ValueError as error:
-        yield f"{number} refused: {error}"
+        yield f"{sequence} refused: {error}"
         return
     if not batch.events:
-        yield f"{number} idle"
+        yield f"{sequence} idle"
     for event in batch.events:
-        yield f"{number} {_text(event)}"
+        yield f"{sequence} {_text(event)}"
 
 
 def _text(event: Event) -> str:
@@ -41,7 +41,7 @@ def _text(event: Event) -> str:
         return "cleared"
     if isinstance(event, Skipped):
         return f"skipped: {event.reason}"
-    hashes = _some([_hex(block_hash) for block_hash in event.hashes])
+    hashes = _first_of([_hex(block_hash) for block_hash in event.hashes])
     if isinstance(event, Removed):
         return f"removed {event.medium} group {event.group}: {hashes}"
     after = "" if event.parent is None else f" after {_hex(event.parent)}"
@@ -50,7 +50,7 @@ def _text(event: Event) -> str:
     where = f"stored {event.medium} group {event.group}: {hashes}{after}"
     if not event.tokens:
         return f"{where} without tokens"
-    tokens = _some([str(token) for token in array.array("q", event.tokens)])
+    tokens = _first_of([str(token) for token in array.array("q", event.tokens)])
     return f"{where} of {event.size} tokens{tenant}: {tokens}"
 
 
@@ -58,16 +58,16 @@ def _hex(block_hash: Any) -> str:
     return block_hash.hex() if isinstance(block_hash, bytes) else f"{block_hash:016x}"
 
 
-def _some(parts: Sequence[str]) -> str:
-    more = len(parts) - _SHOWN
-    return " ".join(parts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _first_of(parts: Sequence[str]) -> str:
+    num_more = len(parts) - _SHOWN
+    return " ".join(parts[:_SHOWN]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints until it is interrupted."""
+    """Prints until interrupted."""
     parser = argparse.ArgumentParser(prog="python -m kvjax.interop.vllm", description=__doc__)
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="where the engine publishes, such as tcp://127.0.0.1:5557")
-    parser.add_argument("--topic", default="", help="print messages whose topic begins so")
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="the engine's endpoint, such as tcp://127.0.0.1:5557")
+    parser.add_argument("--topic", default="", help="print only messages whose topic begins with this")
     parser.add_argument("--bind", action="store_true", help="bind the endpoint, for engines that connect")
     args = parser.parse_args(arguments)
     with zmq.Context() as context, open_socket(context, zmq.SUB, None, 64 << 20, 100_000) as socket:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a cache as payloads of vLLM's wire, `KVEventBatch` in one of three forms.
+"""Events of a cache as payloads of vLLM's wire, `KVEventBatch` in three forms.
 
     payload     array: time f64, events, data-parallel rank
     map         events as maps with "type" (vLLM since 0.24)
     array       events as arrays, the tag first, with the same fields in the same order
-    array-0.11  the same, up to `medium`
+    array-0.11  like "array", up to the field `medium`
 
-Events are put together of bytes that numpy has made for many blocks at once, and of ends that are made once for each
+Events are joined from two kinds of bytes: numpy makes some for many blocks at once, and the ends are made once for each
 group, level and namespace.
 
-What readers do with a message that breaks a rule is mostly to drop it in silence. The rules:
+Most readers silently drop a message that breaks a rule. The rules:
 
-- Hashes are ints, the parent nil at a root; parents come before children, no hash twice in an event.
-- Whole blocks alone. Consecutive stored blocks that chain, of one group, level and namespace, are one event;
-  consecutive removals of one group and level too.
+- Hashes are ints, and the parent is nil at a root. Parents come before children, and no hash comes twice in an event.
+- Only whole blocks. Consecutive stored blocks of a chain, group, level and namespace are an event, and so are
+  consecutive removals from a group and level.
 - A change of level is a removal and a store (`interop/encoder.py`).
-- AllBlocksCleared empties every group at its reader. It is sent only when no group keeps anything.
+- AllBlocksCleared empties every group at its reader. It is sent only when all groups are empty.
 
 Source: vLLM's `distributed/kv_events.py`.
 """
@@ -42,29 +42,32 @@ from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
 from kvjax.spec import CacheSpec, GroupSpec, Kind
 
 FORMS = ("map", "array", "array-0.11")
-_HASH, _TOKEN, _FRAME = 9, 5, 512  # bytes of a hash, the most of a token, and usually of what is around them
-_ALWAYS = frozenset({"lora_id", "lora_name"})  # nil if there is none; other fields are left out
+# Bytes.
+_HASH = 9
+_TOKEN = 5  # at most
+_FRAME = 512  # around hashes and tokens, usually
+_ALWAYS = frozenset({"lora_id", "lora_name"})  # nil if absent; other absent fields are omitted
 _NIL = b"\xc0"
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class Encoder(EventEncoder[bytes]):
-    """Makes payloads of events, for whoever has a transport of their own; `Publisher` has one.
+    """Encodes events as payloads, for a transport of your own. `Publisher` has a transport.
 
-    A spec whose layers all have windows publishes its windows alone; NVIDIA Dynamo's indexer takes nothing of these.
+    If all layers of a spec have windows, only the windows are published. NVIDIA Dynamo's indexer accepts none of these.
 
     Args:
-      spec: of the cache, which is empty; see `attach` for others.
-      names, lora_names, model, key: as for `hashing.Hashing`.
-      salts: "digest" publishes a hash of each salt (without `key` short ones can be guessed from it), "plain" the salt,
-        and "omit" no blocks of prompts with a salt.
-      extra_name: the name of an extra id, the same on all replicas. None: blocks with extra ids other than 0, and what
-        is below them, are not published.
-      form: "map", "array" or "array-0.11". The default is refused by vLLM 0.11's decoder, AIBrix and kthena. The last
-        has no field for adapters' names, salts, extra ids and windows: such blocks are not published.
-      rank: data-parallel rank.
-      max_message: the most bytes of a payload; larger batches are several. One block with very long names may have
-        more.
+      spec: the spec of the cache, which must be empty; otherwise call `attach`.
+      names, lora_names, model, key: options of `hashing.Hashing`.
+      salts: "digest" publishes a hash of each salt, from which short salts can be guessed without a `key`; "plain" the
+        salt, and "omit" no blocks of prompts with a salt.
+      extra_name: from an extra id to its name, the same on all replicas. None omits blocks with extra ids other than 0,
+        and all blocks below them.
+      form: "map", "array" or "array-0.11". vLLM 0.11's decoder, AIBrix and kthena refuse the default. The form
+        "array-0.11" has no field for adapters' names, salts, extra ids and windows, and omits such blocks.
+      rank: the data-parallel rank.
+      max_message: the maximum bytes of a payload; larger batches are divided. A single block with very long names may
+        exceed it.
 
     Example:
       >>> from kvjax.interop.vllm import Encoder, decode
@@ -93,18 +96,20 @@ class Encoder(EventEncoder[bytes]):
     ):
         if form not in FORMS:
             raise ValueError(f"form: got {form!r}, wanted {' or '.join(map(repr, FORMS))}")
-        self._form, self._has_groups = form, form != "array-0.11"
+        self._form = form
+        self._has_groups = form != "array-0.11"
         without_field = () if self._has_groups else (col.SALT, col.LORA, col.EXTRA)
         unpublished = WHOLE | ({col.EXTRA: "extra_id_without_name"} if extra_name is None else {})
         unpublished |= dict.fromkeys(without_field, "form_without_field") | omitted_salts(salts)
         groups = range(int(spec.bare), len(spec.groups) if self._has_groups else 1)
         super().__init__(spec, Hashing(names, lora_names, model, key), groups, unpublished)
-        self._salt, self._extra_name = functools.partial(salt_text, salts=salts, key=key), extra_name
+        self._salt = functools.partial(salt_text, salts=salts, key=key)
+        self._extra_name = extra_name
         self._name_of = functools.cache(self._make_name)
         self.max_message = static_int("max_message", max_message, 4 * (_FRAME + _HASH + _TOKEN * spec.block_size))
         self.rank = static_int("rank", rank, 0)
-        self._most_blocks = max_message // 2 // (_HASH + _TOKEN * spec.block_size)
-        self._most_hashes = max_message // 2 // _HASH
+        self._max_blocks = max_message // 2 // (_HASH + _TOKEN * spec.block_size)
+        self._max_hashes = max_message // 2 // _HASH
         self._all_cleared = _pack({"type": "AllBlocksCleared"} if form == "map" else ["AllBlocksCleared"])
         names_of_fields = ("block_hashes", "parent_block_hash", "token_ids")
         self._hashes, self._parent, self._tokens = (_pack(name) if form == "map" else b"" for name in names_of_fields)
@@ -112,20 +117,20 @@ class Encoder(EventEncoder[bytes]):
         self._ends_of_removed = functools.cache(self._make_ends_of_removed)
 
     def encode(self, events: Any, now: float | None = None) -> list[bytes]:
-        """The payloads of events; none if nothing of them is published.
+        """The payloads of events; an empty list if nothing is published.
 
         Args:
-          events: `Events`, an `EventLog`, or decoded events, which must be possible after those so far.
-          now: seconds since 1970; None: by the clock.
+          events: `Events`, an `EventLog`, or decoded events, possible after all events so far.
+          now: seconds since 1970; defaults to the present time.
         """
         return self.payloads(self.messages(self.follow(events)), now)
 
     def snapshot(self, now: float | None = None) -> list[bytes]:
-        """The payloads that bring a reader to the present contents from any others: AllBlocksCleared, then stores."""
+        """The payloads that replace a reader's contents by the present index: AllBlocksCleared, then stores."""
         return self.snapshot_of(self.nodes, now)
 
     def snapshot_of(self, nodes: NodeMap, now: float | None = None) -> list[bytes]:
-        """The same for a copy of the index."""
+        """The snapshot of a copy of the index."""
         return self.payloads([self._all_cleared, *self.messages(nodes.snapshot())], now)
 
     def idle(self) -> bytes:
@@ -134,98 +139,107 @@ class Encoder(EventEncoder[bytes]):
 
     def payloads(self, events: Sequence[bytes], now: float | None = None) -> list[bytes]:
         """Encoded events as payloads of at most `max_message` bytes."""
-        timestamp, found, some, size = time.time() if now is None else now, [], [], _FRAME
+        timestamp = time.time() if now is None else now
+        payloads = []
+        batch = []
+        size = _FRAME
         for event in events:
-            if some and size + len(event) > self.max_message:
-                found.append(self._payload(some, timestamp))
-                some, size = [], _FRAME
-            some.append(event)
+            if batch and size + len(event) > self.max_message:
+                payloads.append(self._payload(batch, timestamp))
+                batch = []
+                size = _FRAME
+            batch.append(event)
             size += len(event)
-        return [*found, self._payload(some, timestamp)] if some else found
+        return [*payloads, self._payload(batch, timestamp)] if batch else payloads
 
     def _payload(self, events: Sequence[bytes], timestamp: float) -> bytes:
         header = b"\x93\xcb" + struct.pack(">d", timestamp) + _array_header(len(events))
         return b"".join((header, *events, _pack(self.rank)))
 
-    def _removed(self, number: int, rows: np.ndarray) -> list[bytes]:
-        """Consecutive removals from one level are one event."""
-        hashes, levels, found = _packed(col.hashes_of(rows)), rows[:, col.LEVEL], []
-        for start, stop in pieces(runs(levels), self._most_hashes):
-            head, tail = self._ends_of_removed(number, int(levels[start]))
-            found.append(b"".join((head, _array_header(stop - start), hashes[start * _HASH : stop * _HASH], tail)))
-        return found
+    def _removed(self, group_index: int, rows: np.ndarray) -> list[bytes]:
+        """Encodes consecutive removals from the same level as an event."""
+        hashes = _packed(col.hashes_of(rows))
+        levels = rows[:, col.LEVEL]
+        events = []
+        for start, stop in pieces(runs(levels), self._max_hashes):
+            head, tail = self._ends_of_removed(group_index, int(levels[start]))
+            events.append(b"".join((head, _array_header(stop - start), hashes[start * _HASH : stop * _HASH], tail)))
+        return events
 
     def _cleared(self) -> list[bytes]:
         return [self._all_cleared]
 
-    def _stored(self, number: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[bytes]:
-        """Consecutive blocks that chain are one event."""
+    def _stored(self, group_index: int, rows: np.ndarray, spaces: Mapping[int, Space]) -> list[bytes]:
+        """Encodes each chain of consecutive blocks as an event."""
         size = self.nodes.spec.block_size
         tokens, extra_ids = np.split(rows[:, col.TEXT :], [size], axis=1)
-        tokens, extra_keys = tokens.reshape(-1).tolist(), self._extra_keys(extra_ids)
-        hashes, parents = _packed(col.hashes_of(rows)), _packed(col.hashes_of(rows, col.ABOVE))
+        tokens = tokens.reshape(-1).tolist()
+        extra_keys = self._extra_keys(extra_ids)
+        hashes = _packed(col.hashes_of(rows))
+        parents = _packed(col.hashes_of(rows, col.ABOVE))
         columns = rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist()
 
         def chain(start: int, stop: int) -> bytes:
-            """The event that stores a chain."""
+            """The stored event of a chain."""
             level, namespace, depth = columns[start]
-            space, roots = spaces[namespace], 0 if depth else stop - start
+            space = spaces[namespace]
+            num_roots = 0 if depth else stop - start
             if extra_keys:
-                head, tail = self._make_ends(number, level, space, roots, extra_keys[start:stop])
+                head, tail = self._make_ends(group_index, level, space, num_roots, extra_keys[start:stop])
             else:
-                head, tail = self._ends(number, level, space, roots)
-            first, last = start * _HASH, stop * _HASH
-            parent = parents[first : first + _HASH] if depth else _NIL
-            return b"".join((
-                head, _array_header(stop - start), hashes[first:last], self._parent, parent,
-                self._tokens, _pack(tokens[start * size : stop * size]), tail,
-            ))  # fmt: skip
+                head, tail = self._ends(group_index, level, space, num_roots)
+            first = start * _HASH
+            parts = [head, _array_header(stop - start), hashes[first : stop * _HASH]]
+            parts += [self._parent, parents[first : first + _HASH] if depth else _NIL]
+            parts += [self._tokens, _pack(tokens[start * size : stop * size]), tail]
+            return b"".join(parts)
 
-        found = []
-        for start, stop in pieces(col.chains_of(rows, col.LEVEL, col.NAMESPACE), self._most_blocks):
+        events = []
+        for start, stop in pieces(col.chains_of(rows, col.LEVEL, col.NAMESPACE), self._max_blocks):
             event = chain(start, stop)
             if len(event) + _FRAME <= self.max_message:
-                found.append(event)
-            else:  # names are so long that it does not fit a message
-                found += [chain(at, at + 1) for at in range(start, stop)]
-        return found
+                events.append(event)
+            else:  # with very long names a chain does not fit a message
+                events += [chain(block, block + 1) for block in range(start, stop)]
+        return events
 
     def _extra_keys(self, ids: np.ndarray) -> list[list[Any] | None]:
-        """[name, offset] of each run of equal extra ids i32[n, P or 0] but 0, for each row; [] if no row has any."""
+        """[name, offset] of each run of equal extra ids i32[n, P or 0] except 0, for each row; [] if all are 0."""
         if not ids.any():
             return []
         begins = ids != 0
         begins[:, 1:] &= ids[:, 1:] != ids[:, :-1]
-        found: list[list[Any]] = [[] for _ in ids]
+        extra_keys: list[list[Any]] = [[] for _ in ids]
         for row, offset in np.argwhere(begins).tolist():
-            found[row].append([self._name_of(int(ids[row, offset])), offset])
-        return [keys or None for keys in found]
+            extra_keys[row].append([self._name_of(int(ids[row, offset])), offset])
+        return [keys or None for keys in extra_keys]
 
     def _make_name(self, extra_id: int) -> str:
-        assert self._extra_name is not None, "blocks with extra ids are left out without `extra_name`"
+        assert self._extra_name is not None, "blocks with extra ids are unpublished without `extra_name`"
         name = self._extra_name(extra_id)
         if not isinstance(name, str):
             raise ValueError(f"extra_name: got {name!r} for extra id {extra_id}, wanted text")
         return name
 
     def _make_ends(
-        self, number: int, level: int, space: Space, roots: int, extra_keys: Sequence[Any] = ()
+        self, group_index: int, level: int, space: Space, num_roots: int, extra_keys: Sequence[Any] = ()
     ) -> tuple[bytes, bytes]:
-        """The bytes of an event BlockStored before the number of its hashes and after its tokens.
+        """The bytes of a BlockStored event before the number of its hashes and after its tokens.
 
-        `roots` is the number of its blocks if the first one has no parent, else 0. `extra_keys` has for each block None
-        or [name, offset] lists, or is empty if no block has any.
+        `num_roots` is the number of its blocks if the first block has no parent, else 0. `extra_keys` has None or a
+        list of [name, offset] for each block. It is empty if no block has any.
         """
-        group = self.nodes.spec.groups[number]
+        group = self.nodes.spec.groups[group_index]
         window = group.window if group.kind is Kind.WINDOW else None
-        salt, keys = self._salt(space.salt), list(extra_keys)
-        if self._form == "array" and salt is not None and roots:
-            keys = keys or [None] * roots
+        salt = self._salt(space.salt)
+        keys = list(extra_keys)
+        if self._form == "array" and salt is not None and num_roots:
+            keys = keys or [None] * num_roots
             keys[0] = [SALT_PREFIX + salt, *(keys[0] or ())]
         size = self.nodes.spec.block_size
         fields: dict[str, Any] = {"block_size": size, "lora_id": space.lora_id, "medium": MEDIA[level]}
         if self._has_groups:
-            fields |= {"lora_name": space.lora, "extra_keys": keys if any(keys) else None, "group_idx": number}
+            fields |= {"lora_name": space.lora, "extra_keys": keys if any(keys) else None, "group_idx": group_index}
             fields |= {"kv_cache_spec_kind": _kind_of(group), "kv_cache_spec_sliding_window": window}
         if self._form == "map":
             fields["cache_salt"] = salt
@@ -234,14 +248,14 @@ class Encoder(EventEncoder[bytes]):
             fields.pop("kv_cache_spec_sliding_window", None)
         return self._around("BlockStored", 3, fields)
 
-    def _make_ends_of_removed(self, number: int, level: int) -> tuple[bytes, bytes]:
-        """The same of an event BlockRemoved."""
-        group = {"group_idx": number} if self._has_groups else {}
+    def _make_ends_of_removed(self, group_index: int, level: int) -> tuple[bytes, bytes]:
+        """The bytes of a BlockRemoved event before the number of its hashes and after its hashes."""
+        group = {"group_idx": group_index} if self._has_groups else {}
         return self._around("BlockRemoved", 1, {"medium": MEDIA[level], **group})
 
-    def _around(self, tag: str, before: int, fields: dict[str, Any]) -> tuple[bytes, bytes]:
-        """The bytes of an event up to its hashes, and from `fields` on; `before` fields are between."""
-        count = 1 + before + len(fields)
+    def _around(self, tag: str, num_before: int, fields: dict[str, Any]) -> tuple[bytes, bytes]:
+        """The bytes of an event up to its hashes, and from `fields` on. `num_before` fields come between."""
+        count = 1 + num_before + len(fields)
         if self._form == "map":
             values = [_pack(name) + _pack(value) for name, value in fields.items()]
             return bytes([0x80 | count]) + _pack("type") + _pack(tag) + self._hashes, b"".join(values)
@@ -249,7 +263,7 @@ class Encoder(EventEncoder[bytes]):
 
 
 def _kind_of(group: GroupSpec) -> str:
-    """The word for a group's layers in vLLM."""
+    """The name of a group's layers in vLLM."""
     if group.kind is not Kind.FULL:
         return "mamba" if group.kind is Kind.RECURRENT else "sliding_window"
     has_latents_alone = bool(group.pools) and all(pool.values is not None for pool in group.pools)

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes a cache's events over ZMQ as vLLM does, and answers readers who missed messages.
+"""A publisher of a cache's events over ZMQ, as vLLM does it. It also answers readers who missed messages.
 
-    publisher   payloads of what `publish` queues (`interop/hub.py`), history, PUB; an empty batch when idle
-    replayer    ROUTER: what was missed, by the history
+    publisher   sends payloads of queued changes (`interop/hub.py`) over PUB, keeps a history, sends empty batches when
+                idle
+    replayer    answers requests for missed messages over ROUTER, from the history
 
-The history has the last messages and the index before them, so that a replay has no holes:
+The history has the last messages and the index before them, so a replay has no holes:
 
-    base        the index before the oldest batch that is kept
-    batches     (number of the first message, payloads, the changes that they encode)
+    base        the index before the oldest batch
+    batches     (number of the first message, payloads, the encoded changes)
 
-The changes of a batch that drops out are written into the base. A replay that is too old begins with this base, not
-with the present index: readers such as vLLM's example end a replay at the message before the first that they have, and
-go on with that one, which must not be in the index already.
+When a batch drops out, its changes are written into the base. A replay that is too old begins with the base, not with
+the present index: readers such as vLLM's example end a replay at the message before their first, and go on with their
+first message, which must not be in the index already.
 
-    request     empty, u64be number of the first message that is wanted
+    request     empty, u64be number of the first wanted message
     answer      empty, topic, u64be number, payload: one for each message; vLLM 0.11's form has no topic
-    end         the same with number -1 and no payload
+    end         like an answer, with number -1 and no payload
 """
 
 from __future__ import annotations
@@ -35,42 +36,52 @@ from kvjax.interop.sockets import END, LOOPBACK, Curve, attach_socket, default_t
 from kvjax.interop.vllm.encode import Encoder
 from kvjax.spec import CacheSpec
 
-IN_FLIGHT, WAITING, WAITING_OF_PEER, INTERVAL = 4, 64, 8, 1.0
-_QUEUED = 1000  # messages queued for a subscriber that reads slowly; it asks for what is dropped beyond
-_SUBSCRIPTION_BYTES, _REQUEST_BYTES = 1024, 64  # the most of a subscription's and of a request's frame
-_OVERHEAD = 512  # bytes of a batch beside its payloads and arrays, about
-_AT_ONCE = 64  # messages to a peer, and requests, before others have their turn
-_BLOCKED, _IDLE = 5, 100  # milliseconds until the replayer looks again
+IN_FLIGHT = 4
+WAITING = 64
+WAITING_OF_PEER = 8
+INTERVAL = 1.0
+_MAX_QUEUED = 1000  # messages queued for a slow subscriber, which requests the dropped messages later
+_SUBSCRIPTION_BYTES = 1024  # the maximum of a subscription's frame
+_REQUEST_BYTES = 64  # the maximum of a request's frame
+_OVERHEAD = 512  # bytes of a batch without its payloads and arrays, about
+_MAX_BURST = 64  # messages to a peer, and requests, before others have their turn
+# Milliseconds until the replayer looks again.
+_BLOCKED = 5
+_IDLE = 100
 
 
 class Publisher(PublisherThread[Encoder]):
-    """Publishes the events of a cache; readers are vLLM's, NVIDIA Dynamo, llm-d, AIBrix and `Subscriber`.
+    """Publishes the events of a cache. Readers are vLLM's, NVIDIA Dynamo, llm-d, AIBrix and `Subscriber`.
 
-    The first message is a resync: AllBlocksCleared and the index, if any, so that what readers know of a process that
-    died goes. The stream holds prompts in clear. `close`, or the end of a `with`, sends what is queued. An
-    endpoint that cannot be bound is an OSError.
+    The first message is a resync: AllBlocksCleared and the index, if any. It makes readers forget the blocks of a
+    former process. The stream holds prompts as plain text. `close`, or the end of a `with`, sends all queued events.
 
     Args:
-      spec: of the cache, which is empty; see `attach` for others.
-      bind: where readers connect to; None: tcp://127.0.0.1:5557. Other machines see `tcp://*:5557`.
-      connect: where a reader binds (llm-d's central mode), in place of `bind`.
-      replay: where to answer readers who missed messages; None: nowhere.
-      topic: of the messages; None: `kv@<host>:<port>@<model>`.
-      model: as for `Encoder`.
+      spec: the spec of the cache, which must be empty; otherwise call `attach`.
+      bind: the endpoint for readers to connect to; defaults to tcp://127.0.0.1:5557. Other machines can reach
+        `tcp://*:5557`.
+      connect: the endpoint of a reader that binds (llm-d's central mode), in place of `bind`.
+      replay: the endpoint for readers who missed messages; None disables replays.
+      topic: the topic of the messages; defaults to `kv@<host>:<port>@<model>`.
+      model: the model's name, as for `Encoder`.
       replay_form: "0.11" leaves the topic out of answers, as vLLM 0.11 does.
-      first_seq: number of the first message; None: the clock in microseconds, so that a process that takes the place of
-        another begins with a higher one. A resync needs some numbers below.
-      queue_bytes: the most events that wait for the publisher's thread.
-      buffer_batches, buffer_bytes: the most batches, and bytes, that are buffered for replays.
-      heartbeat: after so many idle seconds an empty batch is sent, since a lost last message shows no gap; None: never.
-      replay_timeout: seconds after which a peer that does not read its replay is given up.
-      curve: keys; None: in clear.
-      options: as for `Encoder`: names, lora_names, key, salts, extra_name, form, rank, max_message.
+      first_seq: the first message's number, larger than the number of messages of a resync. It defaults to the clock in
+        microseconds, so a process that replaces another begins with a higher number.
+      queue_bytes: the maximum bytes of events queued for the publisher's thread.
+      buffer_batches, buffer_bytes: the maximum number of batches, and of their bytes, buffered for replays.
+      heartbeat: sends an empty batch after this many idle seconds, since the loss of a last message leaves no gap;
+        None disables it.
+      replay_timeout: seconds until a peer that does not read its replay is given up.
+      curve: keys; None disables encryption.
+      options: for `Encoder`: names, lora_names, key, salts, extra_name, form, rank, max_message.
 
     Attributes:
-      endpoint: where it publishes, with the port that was chosen.
-      replay_endpoint: where it answers, or None.
-      topic: of its messages.
+      endpoint: the endpoint to connect to, with the chosen port.
+      replay_endpoint: the endpoint for replays, or None.
+      topic: the topic of the messages.
+
+    Raises:
+      OSError: for an endpoint that cannot be bound.
     """
 
     def __init__(
@@ -95,7 +106,7 @@ class Publisher(PublisherThread[Encoder]):
         if not replay_timeout > 0:
             raise ValueError(f"replay_timeout: got {replay_timeout!r}, wanted more than 0")
         if bind is not None and connect is not None:
-            raise ValueError(f"connect: got {connect!r} beside bind={bind!r}, wanted one of them")
+            raise ValueError(f"connect: got {connect!r} and bind={bind!r}, wanted only one of them")
         if replay_form not in ("", "0.11"):
             raise ValueError(f"replay_form: got {replay_form!r}, wanted '' or '0.11'")
         first = time.time_ns() // 1000 if first_seq is None else static_int("first_seq", first_seq, 0)
@@ -103,12 +114,16 @@ class Publisher(PublisherThread[Encoder]):
         static_int("buffer_bytes", buffer_bytes, 0)
         super().__init__(Encoder(spec, model=model, **options), queue_bytes=queue_bytes, heartbeat=heartbeat)
         self._counts |= {"messages": 0, "resyncs": 0}
-        self._history, self._next = History(spec, self._encoder.snapshot_of, buffer_batches, buffer_bytes), first
-        self._context, self._replayer, self.replay_endpoint = zmq.Context(), None, None
+        self._history = History(spec, self._encoder.snapshot_of, buffer_batches, buffer_bytes)
+        self._next = first
+        self._context = zmq.Context()
+        self._replayer = None
+        self.replay_endpoint = None
         try:
-            self._socket = open_socket(self._context, zmq.PUB, curve, _SUBSCRIPTION_BYTES, _QUEUED)
-            name, given = ("bind", bind or LOOPBACK) if connect is None else ("connect", connect)
-            self.endpoint = attach_socket(self._socket, name, given, bind=connect is None)
+            self._socket = open_socket(self._context, zmq.PUB, curve, _SUBSCRIPTION_BYTES, _MAX_QUEUED)
+            name = "bind" if connect is None else "connect"
+            requested = (bind or LOOPBACK) if connect is None else connect
+            self.endpoint = attach_socket(self._socket, name, requested, bind=connect is None)
             default = default_topic(self.endpoint, model, bound=connect is None)
             self.topic = default if topic is None else topic.encode()
             if replay is not None:
@@ -123,20 +138,20 @@ class Publisher(PublisherThread[Encoder]):
 
     @property
     def last(self) -> int | None:
-        """Number of the last message; a `Subscriber` whose `last` is as high has followed."""
+        """The number of the last message. A `Subscriber` has caught up when its `last` is as high."""
         return self._next - 1 if self._counts["messages"] else None
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages, resyncs, overflows of the queue, calls ignored after an error, replays, and blocks left out."""
+        """Messages, resyncs, overflows of the queue, calls ignored after an error, replays, and unpublished blocks."""
         return super().counts | ({} if self._replayer is None else self._replayer.counts)
 
-    # The publisher's thread.
+    # Methods of the publisher's thread.
 
     def _send(self, changes: list[Change]) -> None:
         payloads = self._encoder.payloads(self._encoder.messages(changes))
         if payloads:
-            self._history.append(self._next, payloads, changes)  # a reader who has seen a message can ask for it
+            self._history.append(self._next, payloads, changes)  # before a reader can request it
             self._put(payloads)
 
     def _resync(self, nodes: NodeMap) -> None:
@@ -164,7 +179,7 @@ class Publisher(PublisherThread[Encoder]):
 
 
 class _Sent(NamedTuple):
-    """A batch that was sent: the number of its first message, what it changed, and the bytes that it holds."""
+    """A sent batch: the number of its first message, its payloads, its changes, and its memory."""
 
     first: int
     payloads: Sequence[bytes]
@@ -173,69 +188,75 @@ class _Sent(NamedTuple):
 
 
 class History:
-    """The last messages, and the index before them. One thread appends; any may ask."""
+    """The last messages, and the index before them. A single thread appends, any thread may ask."""
 
-    def __init__(self, spec: CacheSpec, snapshot: Callable[[NodeMap], list[bytes]], most_batches: int, most_bytes: int):
-        self._lock, self._snapshot = threading.Lock(), snapshot
-        self._most_batches, self._most_bytes = most_batches, most_bytes
+    def __init__(self, spec: CacheSpec, snapshot: Callable[[NodeMap], list[bytes]], max_batches: int, max_bytes: int):
+        self._lock = threading.Lock()
+        self._snapshot = snapshot
+        self._max_batches = max_batches
+        self._max_bytes = max_bytes
         self.restart(NodeMap(spec), 0)
 
     def restart(self, nodes: NodeMap, following: int) -> None:
-        """Begins with an index, which becomes the history's own, after which the message `following` comes."""
+        """Begins with an index, which the history takes over. The message `following` comes next."""
         with self._lock:
             self._base = nodes
             self._batches: collections.deque[_Sent] = collections.deque()
-            self._bytes, self._next = 0, following
+            self._bytes = 0
+            self._next = following
 
     def append(self, first: int, payloads: Sequence[bytes], changes: Sequence[Change]) -> None:
-        """Adds a batch, before it is sent: what a reader has seen can be asked for."""
+        """Adds a batch. Call it before sending the batch, as readers may request any message that they have seen."""
         num_bytes = _OVERHEAD + sum(map(len, payloads)) + sum(change.nbytes for change in changes)
         with self._lock:
             self._batches.append(_Sent(first, payloads, changes, num_bytes))
             self._bytes += num_bytes
             self._next = first + len(payloads)
-            while self._batches and (len(self._batches) > self._most_batches or self._bytes > self._most_bytes):
+            while self._batches and (len(self._batches) > self._max_batches or self._bytes > self._max_bytes):
                 oldest = self._batches.popleft()
                 self._bytes -= oldest.nbytes
                 for change in oldest.changes:
                     self._base.write(change)
 
     def since(self, start: int) -> list[tuple[int, bytes]]:
-        """The messages from `start` on with their numbers, and the base before them if some are no longer kept."""
+        """The messages from `start` on with their numbers, and the base before them if `start` is too old."""
         with self._lock:
             oldest = self._batches[0].first if self._batches else self._next
             base = self._base.copy() if start < oldest else None
-            found = [
-                (number, payload)
+            recent = [
+                (sequence, payload)
                 for sent in self._batches
-                for number, payload in enumerate(sent.payloads, sent.first)
-                if number >= start
+                for sequence, payload in enumerate(sent.payloads, sent.first)
+                if sequence >= start
             ]
         payloads = [] if base is None else self._snapshot(base)
         first = oldest - len(payloads)
-        return [(max(first + at, 0), payload) for at, payload in enumerate(payloads)] + found
+        return [(max(sequence, 0), payload) for sequence, payload in enumerate(payloads, first)] + recent
 
 
 @dataclasses.dataclass
 class _Answer:
-    """A replay in flight: the messages that are still to be sent, and until when the next one may wait for its peer."""
+    """A replay in flight: the unsent messages, and a deadline for the peer to take the next message."""
 
     messages: collections.deque[list[bytes]]
     deadline: float
 
 
 class Replayer:
-    """Answers requests for missed messages, which come to a bound ROUTER, on a thread of its own.
+    """Answers requests for missed messages at a bound ROUTER, on a thread of its own.
 
-    At most `IN_FLIGHT` replays run at a time, and one a second for a peer. A request that comes too early or is one too
-    many waits its turn; beyond a bounded queue it gets the end alone. A plain ROUTER drops answers in silence where a
-    peer reads slowly. So the socket says where it would block (ROUTER_MANDATORY), and that peer's answers wait; others
-    go on. A peer that does not read for `timeout` seconds is given up. `topic` is the frame with the topic, if any.
+    At most `IN_FLIGHT` replays run at a time, and a replay a second for each peer. Further requests wait. If too many
+    wait, a request gets only the end. A plain ROUTER silently drops answers to a slow peer. So the socket reports that
+    it would block (ROUTER_MANDATORY), and the answers to this peer wait while others go on. A peer that does not read
+    for `timeout` seconds is given up. `topic` is the frame with the topic, if any.
     """
 
     def __init__(self, socket: Any, history: History, topic: list[bytes], timeout: float):
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket, self._history, self._topic, self._timeout = socket, history, topic, timeout
+        self._socket = socket
+        self._history = history
+        self._topic = topic
+        self._timeout = timeout
         self._active: list[_Answer] = []
         self._waiting: collections.deque[tuple[bytes, int]] = collections.deque()
         self._ends: collections.deque[tuple[bytes, float]] = collections.deque(maxlen=WAITING)
@@ -254,13 +275,15 @@ class Replayer:
         busy = 0
         while not self._stop.is_set():
             blocked = self._active or self._ends or self._waiting
-            soon = 0 if busy else _BLOCKED if blocked else _IDLE  # POLLOUT would be true for any one peer
+            soon = (
+                0 if busy else _BLOCKED if blocked else _IDLE
+            )  # POLLOUT would be true if any peer could be written to
             self._socket.poll(soon, zmq.POLLIN)
-            for frames in receive(self._socket, _AT_ONCE):
+            for frames in receive(self._socket, _MAX_BURST):
                 self._take(frames)
             now = time.monotonic()
             self._start(now)
-            busy = sum(self._go_on(answer, now) for answer in self._active)  # each has its turn
+            busy = sum(self._go_on(answer, now) for answer in self._active)  # every replay has its turn
             self._active = [answer for answer in self._active if answer.messages]
             for _ in range(len(self._ends)):
                 peer, deadline = self._ends.popleft()
@@ -273,33 +296,34 @@ class Replayer:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             self.counts["requests_refused"] += 1
             return
-        peer, start = frames[0], int.from_bytes(frames[2], "big")
-        of_peer = sum(other == peer for other, _ in self._waiting)
-        if len(self._waiting) >= WAITING or of_peer >= WAITING_OF_PEER:
+        peer = frames[0]
+        start = int.from_bytes(frames[2], "big")
+        num_of_peer = sum(waiting_peer == peer for waiting_peer, _ in self._waiting)
+        if len(self._waiting) >= WAITING or num_of_peer >= WAITING_OF_PEER:
             self.counts["replays_refused"] += 1
             self._ends.append((peer, time.monotonic() + self._timeout))
         else:
             self._waiting.append((peer, start))
 
     def _start(self, now: float) -> None:
-        """Starts the replays whose turn it is."""
-        self._last = {peer: then for peer, then in self._last.items() if now - then < INTERVAL}
+        """Starts the next replays."""
+        self._last = {peer: started for peer, started in self._last.items() if now - started < INTERVAL}
         for _ in range(len(self._waiting)):
             peer, start = self._waiting.popleft()
             if len(self._active) >= IN_FLIGHT or peer in self._last:
                 self._waiting.append((peer, start))
                 continue
             self._last[peer] = now
-            messages = [(number.to_bytes(8, "big"), payload) for number, payload in self._history.since(start)]
+            messages = [(sequence.to_bytes(8, "big"), payload) for sequence, payload in self._history.since(start)]
             frames = collections.deque(self._frames(peer, *message) for message in [*messages, (END, b"")])
             self._active.append(_Answer(frames, now + self._timeout))
 
-    def _frames(self, peer: bytes, number: bytes, payload: bytes) -> list[bytes]:
-        return [peer, b"", *self._topic, number, payload]
+    def _frames(self, peer: bytes, sequence: bytes, payload: bytes) -> list[bytes]:
+        return [peer, b"", *self._topic, sequence, payload]
 
     def _go_on(self, answer: _Answer, now: float) -> bool:
-        """Sends some of a replay; whether there is more to send at once."""
-        for _ in range(min(_AT_ONCE, len(answer.messages))):
+        """Sends a part of a replay. Returns whether more can be sent at once."""
+        for _ in range(min(_MAX_BURST, len(answer.messages))):
             sent = self._send(answer.messages[0])
             if sent is False and now < answer.deadline:
                 return False
@@ -313,7 +337,7 @@ class Replayer:
         return bool(answer.messages)
 
     def _send(self, frames: list[bytes]) -> bool | None:
-        """Sends a message; False if its peer does not read, None if it is gone."""
+        """Sends a message. Returns False if its peer does not read, None if the peer is gone."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy learned from a trace, and its comparison with others on requests that it has not seen."""
+"""A policy learned from a trace, and its comparison with other policies on later requests."""

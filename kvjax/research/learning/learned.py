@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A learned policy: it evicts the block with the lowest expected hit density (hits per block and time).
 
-The hit density of a cached block depends on its class when it was released, and on its age since then. Both have few
-values, so that all hit densities are one small table:
+The hit density of a cached block depends on its class at its release, and on its age since then. Both have few values,
+so all hit densities fit a small table:
 
-    class    hits so far (0, 1, 2-3, more) x blocks of its prompt (8 ranges) x whether it is the last one
+    class    hits so far (0, 1, 2-3, more) x blocks of its prompt (8 ranges) x whether it is the prompt's last block
     age      releases and publications since (`Blocks.clock`), two ranges an octave
 
-`learn_policy` fills the table from a trace: it fits the probability that blocks of a class are used again at an age.
+`learn_policy` fills the table from a trace: it fits the probability of reuse for blocks of a class at an age.
 
 The classes, the ranges of ages and the constants below were chosen by hits in later parts of the first half of
-Mooncake's conversation trace (learned from its first 2,400 to 4,800 requests). Its other half was looked at too. No
-part of it is a clean test.
+Mooncake's conversation trace, after learning from its first 2,400 to 4,800 requests. The second half was looked at too.
+So no part of this trace is a clean test.
 """
 
 from __future__ import annotations
@@ -38,39 +38,42 @@ from kvjax.research.traces.trace import Trace, next_uses
 from kvjax.state import Blocks, EvictionPolicy
 
 NUM_LENGTHS = 8
-_HITS = (1, 2, 4)  # the least hits of each range but the first
-# The range of hits, the range of lengths, and whether it is a last block, of each class.
+_HITS = (1, 2, 4)  # the minimum hits of each range but the first
+# The range of hits, the range of lengths, and whether it is a last block, for each class.
 CLASSES = tuple(np.ndindex(len(_HITS) + 1, NUM_LENGTHS, 2))
 NUM_CLASSES = len(CLASSES)
-_LOW = 5  # ages below 1.5 * 2^_LOW are one range
+_LOW = 5  # ages below 1.5 * 2^_LOW are a single range
 NUM_AGES = 2 * (31 - _LOW)
 _FORMAT = "kvjax densities 1"
-_MEMBER_BYTES = 1 << 24  # the most of an array in a file
+_MEMBER_BYTES = 1 << 24  # limit of an array in a file
 
-# Of the fit.
+# Parameters of the fit.
 Hazard = Literal["mlp", "counted"]
-_NETS, _HIDDEN = 4, 16
-_STEPS, _PATIENCE = 1000, 150
-_RATE, _DECAY = 0.02, 0.03
-_HELD_OUT = 1 / 3  # of the requests, to choose the number of steps by
+_NETS = 4
+_HIDDEN = 16
+_STEPS = 1000
+_PATIENCE = 150
+_RATE = 0.02
+_DECAY = 0.03
+_HELD_OUT = 1 / 3  # share of the requests used to choose the number of steps
 
 
 class Densities(NamedTuple):
     """Learned hit densities."""
 
-    lengths: jax.Array  # i32[NUM_LENGTHS - 1]; the least blocks of a prompt of each range of lengths but the first
-    table: jax.Array  # f32[NUM_CLASSES, NUM_AGES]; expected hits for each block and tick of the clock
+    lengths: jax.Array  # i32[NUM_LENGTHS - 1]; the minimum blocks of a prompt for each range of lengths but the first
+    table: jax.Array  # f32[NUM_CLASSES, NUM_AGES]; expected hits per block and tick of the clock
 
 
 def age_range(age: Any) -> jax.Array:
-    """i32[...]; the range of ages i32[...]: [2^k, 1.5 * 2^k) and [1.5 * 2^k, 2^(k + 1)) by turns."""
+    """i32[...]; the range of ages i32[...]: [2^k, 1.5 * 2^k) and [1.5 * 2^k, 2^(k + 1)) alternate."""
     age = jnp.maximum(jnp.asarray(age, jnp.int32), 1 << _LOW)
     octave = 31 - lax.clz(age)
     return 2 * (octave - _LOW) + (lax.shift_right_logical(age, octave - 1) & 1)
 
 
 def age_limits() -> np.ndarray:
-    """f64[NUM_AGES + 1]; the first age of each range, and the end of the last one."""
+    """f64[NUM_AGES + 1]; the first age of each range, and the end of the last range."""
     octave, half = np.divmod(np.arange(NUM_AGES + 1), 2)
     limits = 2.0 ** (_LOW + octave) * (1 + half / 2)
     limits[0] = 0
@@ -78,17 +81,18 @@ def age_limits() -> np.ndarray:
 
 
 def class_number(hits: Any, length: Any, is_last: Any, lengths: Any) -> Any:
-    """i32[K]; the classes of blocks by hits i[K] since they were stored, and their prompts' length i[K] in blocks.
+    """i32[K]; the classes of blocks, by hits i[K] since they were stored and their prompts' length i[K] in blocks.
 
-    `is_last` bool[K] marks the last block of a prompt, `lengths` is that of `Densities`; all of numpy, or all of jax.
+    `is_last` bool[K] marks the last block of a prompt, and `lengths` is from `Densities`. All arguments are arrays of
+    numpy, or all are arrays of jax.
     """
-    hit_range = sum((hits >= least).astype(np.int32) for least in _HITS)
+    hit_range = sum((hits >= minimum).astype(np.int32) for minimum in _HITS)
     length_range = (length[:, None] >= lengths[None]).astype(np.int32).sum(-1, dtype=np.int32)
     return (hit_range * NUM_LENGTHS + length_range) * 2 + is_last.astype(np.int32)
 
 
 def _class_of(blocks: Blocks, ids: jax.Array, weights: Densities) -> jax.Array:
-    """i32[K]; see `by_class`. A release has the blocks of one prompt; requests that still run may hold some of them."""
+    """i32[K]; see `by_class`. A release has the blocks of a single prompt, except blocks held by running requests."""
     depth = pick(blocks.depth, ids)
     length = jnp.max(jnp.where(ids >= 0, depth + 1, 0))
     length = jnp.broadcast_to(length, ids.shape)
@@ -103,10 +107,10 @@ def _hit_density(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class _Begin:
-    """The weights as a value, so that equal ones make equal policies."""
+    """The weights as a value, so that equal weights make equal policies."""
 
-    lengths: tuple[int, ...]  # of `Densities`
-    table: bytes  # the bytes of it
+    lengths: tuple[int, ...]  # the lengths of `Densities`
+    table: bytes  # the bytes of its table
 
     def __call__(self, num_ids: int) -> Densities:
         """See `by_class`."""
@@ -117,15 +121,15 @@ class _Begin:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Learned:
-    """A policy that was learned from a trace; see `learn_policy`.
+    """A policy learned from a trace. See `learn_policy`.
 
-    It was fitted to one trace, so hits on that trace prove nothing. A part of it that was held back is no clean test
-    once anything was chosen by its hits. A second trace is one, or a seed of a generator that was not looked at.
+    It was fitted to this trace, so hits on the trace prove nothing. A part of the trace is no clean test either, once
+    anything was chosen by its hits. A second trace is a clean test, and so is a new seed of a generator.
 
     Attributes:
-      lengths: i32[NUM_LENGTHS - 1]; see `Densities`.
-      table: f32[NUM_CLASSES, NUM_AGES]; likewise.
-      notes: the arguments and results of learning, in values of JSON.
+      lengths: i32[NUM_LENGTHS - 1]; limits of the ranges of lengths, see `Densities`.
+      table: f32[NUM_CLASSES, NUM_AGES]; hit densities, see `Densities`.
+      notes: the arguments and results of learning, as values of JSON.
     """
 
     lengths: np.ndarray
@@ -133,26 +137,28 @@ class Learned:
     notes: dict[str, Any]
 
     def __post_init__(self):
-        """Raises ValueError for weights of another shape or type, or that are not finite."""
-        lengths, table = np.zeros(NUM_LENGTHS - 1, np.int32), np.zeros((NUM_CLASSES, NUM_AGES), np.float32)
+        """Refuses weights of another shape or dtype, and infinite weights, with a ValueError."""
+        lengths = np.zeros(NUM_LENGTHS - 1, np.int32)
+        table = np.zeros((NUM_CLASSES, NUM_AGES), np.float32)
         for name, like in (("lengths", lengths), ("table", table)):
-            value, kind = np.asarray(getattr(self, name)), f"{like.dtype}{list(like.shape)}"
+            value = np.asarray(getattr(self, name))
+            kind = f"{like.dtype}{list(like.shape)}"
             if f"{value.dtype}{list(value.shape)}" != kind or not np.all(np.isfinite(value)):
                 raise ValueError(f"{name}: got {value.dtype}{list(value.shape)}, wanted finite {kind}")
 
     @functools.cached_property
     def policy(self) -> EvictionPolicy:
-        """Evicts the block with the lowest hit density; has these weights, and costs O(blocks touched + classes)."""
+        """The policy with these weights: evicts the lowest hit density. Costs O(blocks touched + classes)."""
         begin = _Begin(tuple(self.lengths.tolist()), self.table.tobytes())
         return by_class(_class_of, _hit_density, classes=NUM_CLASSES, init=begin, name="learned")
 
     @property
     def weights(self) -> Densities:
-        """Of the policy: arrays, so that caches of one program can have different ones."""
+        """The policy's weights as arrays, so caches of the same program can have different weights."""
         return Densities(jnp.asarray(self.lengths), jnp.asarray(self.table))
 
     def state(self, num_ids: int) -> Any:
-        """A `policy_state` for any other learned policy, too: those then are one program."""
+        """A `policy_state` for any other learned policy too, so all of them share a program."""
         return self.policy.init(num_ids)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -162,32 +168,32 @@ class Learned:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Learned:
-        """The densities that `save` has written.
+        """Reads the densities written by `save`.
 
         Raises:
-          ValueError: for a file that it has not written, or that is damaged.
+          ValueError: for another or a damaged file.
           OSError: for a file that cannot be opened.
         """
         with open_regular(path, "rb") as file:
             try:
                 saved = _arrays_of(file)
-                found = str(saved["format"])
-                if found == _FORMAT:
+                file_format = str(saved["format"])
+                if file_format == _FORMAT:
                     return cls(saved["lengths"], saved["table"], _notes_of(saved["notes"]))
-            except Exception as error:  # whatever zipfile, zlib, numpy and json raise
-                message = f"{os.fspath(path)}: got no learned policy, wanted what Learned.save writes ({error})"
+            except Exception as error:  # any error of zipfile, zlib, numpy and json
+                message = f"{os.fspath(path)}: got no learned policy, wanted a file of Learned.save ({error})"
                 raise ValueError(message) from error
-        raise ValueError(f"{os.fspath(path)}: got {found:.80}, wanted {_FORMAT}")
+        raise ValueError(f"{os.fspath(path)}: got {file_format:.80}, wanted {_FORMAT}")
 
 
 def _arrays_of(file: IO[bytes]) -> dict[str, np.ndarray]:
-    """The arrays that `Learned.save` writes, none of which may be large."""
+    """The arrays written by `Learned.save`, if none is too large."""
     arrays = {}
     with zipfile.ZipFile(file) as members:
         for name in ("format", "lengths", "table", "notes"):
             member = members.getinfo(f"{name}.npy")
             if member.file_size > _MEMBER_BYTES:
-                raise ValueError(f"{name} of {member.file_size} bytes, wanted at most {_MEMBER_BYTES}")
+                raise ValueError(f"{name}: got {member.file_size} bytes, wanted at most {_MEMBER_BYTES}")
             arrays[name] = np.lib.format.read_array(io.BytesIO(members.read(member)), allow_pickle=False)
     return arrays
 
@@ -202,79 +208,87 @@ def _notes_of(text: np.ndarray) -> dict[str, Any]:
 def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Hazard = "mlp") -> Learned:
     """Learns from a trace which blocks to evict.
 
-    It learns the hazard: the probability that a block is used again at some age, given its class when it was released.
-    It is the mean of small networks that are fitted to the reuse of all blocks of the trace. The number of steps is the
-    one with the best likelihood of the last third of the trace, which a first fit does not see. The hazard gives the
-    hit density of each class at each age, and the policy evicts the block with the lowest.
+    It learns the hazard: the probability that a block is reused at some age, given its class at its release. The hazard
+    is the mean of small networks, fitted to the reuse of all blocks of the trace. The number of steps gives the best
+    likelihood of the last third of the trace, which a first fit does not see. From the hazard follows the hit density
+    of each class at each age, and the policy evicts the block with the lowest.
 
-    It takes no size: one policy serves caches of all sizes. Features are those of a cache that throws nothing out. Ages
-    and lengths count blocks, so the cache's blocks should have as many tokens as the trace's.
+    A single policy serves caches of all sizes. Its features are computed for an unbounded cache. Ages and lengths count
+    blocks, so the cache's blocks should have as many tokens as the trace's.
 
-    A comparison on this trace proves nothing; see `Learned` for a clean test.
+    A comparison on this trace proves nothing. See `Learned` for a clean test.
 
     Args:
-      trace: of at least two requests, whose blocks come back, in part.
-      rule: what counts as a hit; see `RULES`.
-      seed: of the networks' first weights; equal arguments give equal policies.
-      hazard: "mlp", or "counted": the share of blocks that were used again, with nothing fitted.
+      trace: a trace of at least two requests, with reused blocks.
+      rule: the rule of hits; see `RULES`.
+      seed: the seed of the networks' first weights; equal arguments give equal policies.
+      hazard: "mlp", or "counted" for the share of reused blocks, without a fit.
 
     Returns:
       The policy and its weights, f32[NUM_CLASSES, NUM_AGES].
 
     Raises:
       ImportError: without optax, for "mlp".
-      ValueError: for a rule or a hazard that does not exist; for a trace in which nothing can be learned.
+      ValueError: for an unknown rule or hazard, or a trace without reuse.
 
     Source: Beckmann et al. 2018 (LHD) for hit density, which is counted there; the hazard of censored lives by a
       network as in Gensheimer and Narasimhan 2019 (Nnet-survival).
     """
     if hazard not in ("mlp", "counted"):
         raise ValueError(f'hazard: got {hazard!r}, wanted "mlp" or "counted"')
-    all_releases, number = releases(trace, rule), len(trace)
-    whole = count(all_releases, 0, number)
-    if not whole.used.any():
-        raise ValueError(f"trace: got {number} requests that use no block again, wanted some that do")
+    all_releases = releases(trace, rule)
+    num_requests = len(trace)
+    whole_counts = count(all_releases, 0, num_requests)
+    if not whole_counts.used.any():
+        raise ValueError(f"trace: got {num_requests} requests without a reused block, wanted some reuse")
     notes: dict[str, Any] = {
-        "block_size": trace.block_size, "hazard": hazard, "requests": number, "rule": rule, "seed": seed,
-    }  # fmt: skip
+        "block_size": trace.block_size,
+        "hazard": hazard,
+        "requests": num_requests,
+        "rule": rule,
+        "seed": seed,
+    }
     if hazard == "counted":
-        share = counted(whole)
+        share = counted(whole_counts)
     else:
-        middle = number - int(number * _HELD_OUT)
-        seen, held_out = count(all_releases, 0, middle), count(all_releases, middle, number)
-        share, fit_notes = _fitted(whole, seen, held_out, seed)
+        middle = num_requests - int(num_requests * _HELD_OUT)
+        seen = count(all_releases, 0, middle)
+        held_out = count(all_releases, middle, num_requests)
+        share, fit_notes = _fitted(whole_counts, seen, held_out, seed)
         notes |= fit_notes
-    oldest = int(np.flatnonzero(whole.seen.any(axis=0))[-1])
-    share[:, oldest + 1 :] = share[:, oldest : oldest + 1]  # ages that the trace is too short for
+    oldest = int(np.flatnonzero(whole_counts.seen.any(axis=0))[-1])
+    share[:, oldest + 1 :] = share[:, oldest : oldest + 1]  # the trace is too short for these ages
     return Learned(all_releases.lengths, density(share).astype(np.float32), notes)
 
 
 class Releases(NamedTuple):
-    """The release of each block by each request, in a cache that throws nothing out."""
+    """The release of each block by each request, in an unbounded cache."""
 
-    request: np.ndarray  # i32[K]; the request that releases it
-    classes: np.ndarray  # i32[K]; its class then
-    released: np.ndarray  # i64[K]; the clock then, which counts releases and publications, as `Blocks.clock` does
-    used: np.ndarray  # i64[K]; the clock when the next request uses it, or at the end
-    again: np.ndarray  # bool[K]; whether one does
-    start: np.ndarray  # i64[R + 1]; the clock when each request comes, and at the end
+    request: np.ndarray  # i32[K]; the releasing request
+    classes: np.ndarray  # i32[K]; the block's class at the release
+    released: np.ndarray  # i64[K]; the clock at the release, which counts releases and publications like `Blocks.clock`
+    used: np.ndarray  # i64[K]; the clock at the next use, or at the end
+    again: np.ndarray  # bool[K]; whether there is a next use
+    start: np.ndarray  # i64[R + 1]; the clock at the beginning of each request, and at the end
     lengths: np.ndarray  # i32[NUM_LENGTHS - 1]; see `Densities`
 
 
 class Counts(NamedTuple):
     """Counts of each class at each age."""
 
-    used: np.ndarray  # f64[NUM_CLASSES, NUM_AGES]; blocks that were used again at that age
-    # f64[NUM_CLASSES, NUM_AGES]; blocks that became as old as that, those half that the trace leaves there
+    used: np.ndarray  # f64[NUM_CLASSES, NUM_AGES]; blocks reused at that age
+    # f64[NUM_CLASSES, NUM_AGES]; blocks that reached this age. If the trace ends at this age, a block counts half
     seen: np.ndarray
 
 
 def releases(trace: Trace, rule: Rule) -> Releases:
-    """All releases of a trace. Prompts are divided into ranges of lengths that are equally frequent."""
+    """All releases of a trace. The ranges of lengths have equal numbers of prompts."""
     check_rule(rule)
-    stored, request, depth = num_cached(trace, rule), trace.owners, trace.depths
-    is_stored = depth < stored[request]
-    request, depth, ids = request[is_stored], depth[is_stored], trace.ids[is_stored]
+    stored = num_cached(trace, rule)
+    is_stored = trace.depths < stored[trace.owners]
+    request = trace.owners[is_stored]
+    depth = trace.depths[is_stored]
+    ids = trace.ids[is_stored]
     following = next_uses(ids)
     again = following >= 0
     order = np.argsort(ids, kind="stable")
@@ -293,7 +307,7 @@ def releases(trace: Trace, rule: Rule) -> Releases:
 
 
 def count(all_releases: Releases, first: int, last: int) -> Counts:
-    """Counts of the releases of requests first..last-1, until the last of them is over."""
+    """Counts of the releases of requests first..last-1, up to the end of the last request."""
     chosen = (all_releases.request >= first) & (all_releases.request < last)
     end = all_releases.start[last]
     again = all_releases.again[chosen] & (all_releases.used[chosen] < end)
@@ -306,49 +320,53 @@ def count(all_releases: Releases, first: int, last: int) -> Counts:
 
 
 def counted(counts: Counts, prior: float = 20.0) -> np.ndarray:
-    """f64[NUM_CLASSES, NUM_AGES]; the share of blocks that are used again at an age, of those that become as old.
+    """f64[NUM_CLASSES, NUM_AGES]; the share of blocks reused at an age among blocks that reach it.
 
-    To the blocks of each class it adds `prior` blocks of all classes together.
+    `prior` is a number of average blocks added to the blocks of each class.
     """
-    together = counts.used.sum(axis=0) / np.maximum(counts.seen.sum(axis=0), 1)
-    return (counts.used + prior * together) / (counts.seen + prior)
+    average = counts.used.sum(axis=0) / np.maximum(counts.seen.sum(axis=0), 1)
+    return (counts.used + prior * average) / (counts.seen + prior)
 
 
 def density(hazard: np.ndarray) -> np.ndarray:
-    """f64[C, NUM_AGES]; the expected hits per block and time of a block, by its hazard f64[C, NUM_AGES]; see `counted`.
+    """f64[C, NUM_AGES]; the expected hits per block and time of a block, from its hazard f64[C, NUM_AGES].
 
-    A block of some age that stays until it is used again, or else until a later age, yields a share of a hit and takes
-    a block for some time. Its hit density is the most of hits over time that any later age gives. It is the Gittins
-    index of a block that is evicted for good at that age.
+    A block of some age may stay until it is reused, or else until a later age. It then yields a share of a hit and
+    takes a block for some time. Its hit density is the maximum of hits over time for any later age. It is the Gittins
+    index of a block with a final eviction at that age. `counted` describes the hazard.
 
     Source: LHD's hit density (Beckmann et al. 2018), whose horizon is one for all; Gittins 1979.
     """
-    hazard = np.minimum(hazard, 1 - 1e-6)  # some always stay: the share that is left never becomes 0
-    left = np.cumprod(1 - hazard, axis=1)
-    left = np.concatenate([np.ones((len(hazard), 1)), left[:, :-1]], axis=1)
-    hits, time = left * hazard, left * np.diff(age_limits()) * (1 - hazard / 2)
+    hazard = np.minimum(hazard, 1 - 1e-6)  # some blocks always stay, so the remaining share never becomes 0
+    remaining = np.cumprod(1 - hazard, axis=1)
+    remaining = np.concatenate([np.ones((len(hazard), 1)), remaining[:, :-1]], axis=1)
+    hits = remaining * hazard
+    time = remaining * np.diff(age_limits()) * (1 - hazard / 2)
     best = np.empty_like(hazard)
     for age in range(NUM_AGES):
         best[:, age] = np.max(np.cumsum(hits[:, age:], axis=1) / np.cumsum(time[:, age:], axis=1), axis=1)
     return best
 
 
-def _fitted(whole: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+def _fitted(whole_counts: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
     """The hazard f64[NUM_CLASSES, NUM_AGES], and notes on the fit."""
     fit = _program()
     keys = jax.random.split(jax.random.key(seed), _NETS)
     features = _features()
-    as_floats = lambda counts: [jnp.asarray(each, jnp.float32) for each in counts]  # noqa: E731
+    as_floats = lambda counts: [jnp.asarray(values, jnp.float32) for values in counts]  # noqa: E731
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a number of steps
-        _, least, best = fit(*features, as_floats(seen), as_floats(held_out), _STEPS, _PATIENCE, keys)
-        share, _, _ = fit(*features, as_floats(whole), as_floats(held_out), best, _STEPS, keys)
-    return np.asarray(share, np.float64), {"steps": int(best), "held_out_loss": float(least)}
+        _, lowest_loss, best_step = fit(*features, as_floats(seen), as_floats(held_out), _STEPS, _PATIENCE, keys)
+        share, _, _ = fit(*features, as_floats(whole_counts), as_floats(held_out), best_step, _STEPS, keys)
+    return np.asarray(share, np.float64), {"steps": int(best_step), "held_out_loss": float(lowest_loss)}
 
 
 def _features() -> tuple[np.ndarray, np.ndarray]:
-    """f32[NUM_CLASSES, F] and f32[NUM_AGES, G]; the features of a class and of an age."""
+    """The features of a class, f32[NUM_CLASSES, F], and of an age, f32[NUM_AGES, G]."""
     ranges = [sorted(set(values)) for values in zip(*CLASSES, strict=True)]
-    one_hot = [[one == value for one, values in zip(own, ranges, strict=True) for value in values] for own in CLASSES]
+    one_hot = [
+        [value == candidate for value, values in zip(label, ranges, strict=True) for candidate in values]
+        for label in CLASSES
+    ]
     age = np.linspace(-1, 1, NUM_AGES)[:, None]
     waves = [wave(np.pi * times * age / 2) for times, wave in itertools.product((1, 2, 4), (np.sin, np.cos))]
     return np.array(one_hot, np.float32), np.concatenate([age, *waves], axis=1).astype(np.float32)
@@ -356,60 +374,61 @@ def _features() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _program():
-    """The fit as one compiled program; see `fit` in it."""
+    """The fit as a compiled program. See its function `fit`."""
     try:
         import optax
     except ImportError as error:
         raise ImportError('learn_policy needs optax: pip install "kvjax[learn]"') from error
     optimizer = optax.adamw(_RATE, weight_decay=_DECAY)
 
-    def one(params, classes: jax.Array, ages: jax.Array) -> jax.Array:
-        """f32[C, A]; the logits of one network. Its first layer is a sum over a class and an age."""
+    def logits_of(params, classes: jax.Array, ages: jax.Array) -> jax.Array:
+        """f32[C, A]; the logits of a network. Its first layer is a sum over a class and an age."""
         hidden = jnp.tanh((classes @ params["class"])[:, None] + (ages @ params["age"])[None] + params["bias"])
         return hidden @ params["out"] + params["level"]
 
     def begin(key: jax.Array, width: tuple[int, int], level: jax.Array):
-        of_class, of_age, out = jax.random.split(key, 3)
+        class_key, age_key, out_key = jax.random.split(key, 3)
         normal = lambda key, *shape: jax.random.normal(key, shape, jnp.float32)  # noqa: E731
         return {
-            "class": normal(of_class, width[0], _HIDDEN) / 2,
-            "age": normal(of_age, width[1], _HIDDEN) / 2,
+            "class": normal(class_key, width[0], _HIDDEN) / 2,
+            "age": normal(age_key, width[1], _HIDDEN) / 2,
             "bias": jnp.zeros((1, 1, _HIDDEN), jnp.float32),
-            "out": normal(out, _HIDDEN) / 10,
+            "out": normal(out_key, _HIDDEN) / 10,
             "level": level,
         }
 
     def loss(logit: jax.Array, counts: list[jax.Array]) -> jax.Array:
-        """The mean of -log likelihood of the counts, as if blocks were independent."""
+        """The mean negative log-likelihood of the counts, as if blocks were independent."""
         used, seen = counts
-        each = used * jax.nn.log_sigmoid(logit) + (seen - used) * jax.nn.log_sigmoid(-logit)
-        return -jnp.sum(each) / jnp.maximum(jnp.sum(seen), 1)
+        likelihood = used * jax.nn.log_sigmoid(logit) + (seen - used) * jax.nn.log_sigmoid(-logit)
+        return -jnp.sum(likelihood) / jnp.maximum(jnp.sum(seen), 1)
 
     @jax.jit
-    def fit(classes, ages, counts, held_out, most, patience, keys):
-        """Takes up to `most` steps, and ends if the loss of held_out has not become less for `patience` steps.
+    def fit(classes, ages, counts, held_out, max_steps, patience, keys):
+        """Takes up to `max_steps` steps. Ends after `patience` steps without a lower loss of held_out.
 
         Returns:
-          f32[C, A], the mean hazard of the networks; f32[], the least loss of held_out; i32[], the step that gave it.
+          f32[C, A], the mean hazard of the networks, f32[], the lowest loss of held_out, and i32[], its step.
         """
         rate = jnp.maximum(jnp.sum(counts[0]) / jnp.maximum(jnp.sum(counts[1]), 1), 1e-6)
         level = jnp.log(rate) - jnp.log1p(-rate)
         params = jax.vmap(lambda key: begin(key, (classes.shape[1], ages.shape[1]), level))(keys)
-        logits = lambda params: jax.vmap(lambda own: one(own, classes, ages))(params)  # noqa: E731
+        logits = lambda params: jax.vmap(lambda network: logits_of(network, classes, ages))(params)  # noqa: E731
         total = lambda params: jnp.sum(jax.vmap(lambda logit: loss(logit, counts))(logits(params)))  # noqa: E731
         mean = lambda params: jnp.mean(jax.nn.sigmoid(logits(params)), axis=0)  # noqa: E731
 
         def step(carry):
-            params, state, number, least, best = carry
+            params, state, num_steps, lowest_loss, best_step = carry
             updates, state = optimizer.update(jax.grad(total)(params), state, params)
-            params, share = optax.apply_updates(params, updates), mean(params)
-            own = loss(jnp.log(share) - jnp.log1p(-share), held_out)  # of the step before
-            best = jnp.where(own < least, number, best)
-            return params, state, number + 1, jnp.minimum(own, least), best
+            share = mean(params)  # before the step
+            params = optax.apply_updates(params, updates)
+            held_out_loss = loss(jnp.log(share) - jnp.log1p(-share), held_out)
+            best_step = jnp.where(held_out_loss < lowest_loss, num_steps, best_step)
+            return params, state, num_steps + 1, jnp.minimum(held_out_loss, lowest_loss), best_step
 
-        going = lambda carry: (carry[2] < most) & (carry[2] - carry[4] < patience)  # noqa: E731
+        is_running = lambda carry: (carry[2] < max_steps) & (carry[2] - carry[4] < patience)  # noqa: E731
         start = (params, optimizer.init(params), jnp.int32(0), jnp.float32(jnp.inf), jnp.int32(0))
-        params, _, _, least, best = jax.lax.while_loop(going, step, start)
-        return mean(params), least, best
+        params, _, _, lowest_loss, best_step = jax.lax.while_loop(is_running, step, start)
+        return mean(params), lowest_loss, best_step
 
     return fit

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Belady's bound: the most that any policy could find that has the whole trace beforehand.
+"""Belady's bound: the maximum of hits for any policy, even with knowledge of the whole trace.
 
-Belady evicts the block whose next use is farthest away, of equal ones the deepest. A parent is used no later than its
-children, so the cached blocks stay a forest, and no policy that caches prefixes finds more.
+Belady evicts the block with the farthest next use, and among equal uses the deepest block. A parent is used no later
+than its children, so the cached blocks stay a forest, and no policy for prefixes finds more.
 
-No cache has to be simulated for the answer. A block that stays cached from one use to the next takes one block of space
-while each request in between runs. So requests are taken in order, and each finds the blocks for which all requests in
-between have left space. Space goes to the nearest next use first, which is evicting the farthest first. Both ways find
-the most that can be found in every beginning of the trace, so they are equal request by request.
+The answer needs no simulation of a cache. A block that stays cached from a use to the next takes a block of space while
+each request in between runs. So requests are taken in order, and each finds the blocks for which all requests in
+between have left space. Space goes to the nearest next use first, which means evicting the farthest first. Both methods
+find the maximum in every beginning of the trace, so they are equal request by request.
 
-Free space is counted by its age, for each cache. Space that has been free since request q serves all blocks that were
-last used at q or later. A block takes the youngest space that is old enough. Ages without space are skipped by path
-halving, as in union-find. So a step costs some gathers and scatters of one element a cache, for any sizes.
+Free space is counted by its age, for each cache. Space free since request q serves all blocks last used at q or later.
+A block takes the youngest space of sufficient age. Ages without space are skipped by path halving, as in union-find. So
+a step costs some gathers and scatters of an element per cache, for any sizes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from kvjax.research.traces.trace import Trace, runs
 
 
 def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = False) -> Hits:
-    """The hits of every request under the best policy there could be, for the rule "papers".
+    """The hits of every request under the best possible policy, for the rule "papers".
 
-    For the rules "kvjax" and "full" this is an upper bound that may be out of reach: this cache may hold what theirs
-    hold, but there a last block that comes back does not hit. All sizes run in one program, compiled for their number.
+    For the rules "kvjax" and "full" this is an upper bound, perhaps out of reach: the cache may hold the same blocks,
+    but a reused last block does not hit. All sizes run in a single program, compiled for the number of sizes.
 
     Args:
       trace: the requests.
       sizes: blocks of each cache, Z of them, in any order.
-      bypass: the cache need not take the blocks of a request, neither while it runs nor when it ends: a pool apart from
-        the GPU's memory. False: it holds all of them while the request runs, and then caches them.
+      bypass: whether the cache may leave out blocks of a request, during the request and at its end, like a pool apart
+        from the GPU's memory. Otherwise it holds all of them while the request runs, and then caches them.
 
     Returns:
       The hits, blocks i32[Z, R].
 
     Raises:
-      ValueError: for no sizes, or one smaller than the longest request.
+      ValueError: for no sizes, or a size smaller than the longest request.
 
     Example:
       >>> from kvjax import research
@@ -60,93 +60,93 @@ def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = Fa
     """
     checked = check_longest(trace, sizes)
     request, before, _, length = runs(trace, trace.lengths)
-    # With no request in between only a cache with bypass may lack them.
+    # Without a request in between, only a cache with bypass may lack the blocks.
     always = (before >= 0) & (before == request - 1) & (not bypass)
     wanted = np.flatnonzero((before >= 0) & ~always)
     blocks = np.zeros((len(checked), len(trace)), np.int32)
     blocks[:, request[always]] = length[always]
-    steps, of_run = _steps(trace, request[wanted], before[wanted], length[wanted], bypass)
-    found = np.asarray(_serve(steps, checked, _padded(len(trace) + 2)))
-    np.add.at(blocks.T, request[wanted], found[of_run])
+    steps, run_steps = _steps(trace, request[wanted], before[wanted], length[wanted], bypass)
+    num_taken = np.asarray(_serve(steps, checked, _padded(len(trace) + 2)))
+    np.add.at(blocks.T, request[wanted], num_taken[run_steps])
     return Hits(trace, "papers", checked, blocks)
 
 
 class _Steps(NamedTuple):
-    """The steps that take and free the space of a cache, in order."""
+    """The steps in which space of a cache is taken and freed, in order."""
 
-    since: jax.Array  # i32[P]; the entry of the space that is taken: blocks that have been free since then, or longer
-    # i32[P]; blocks of a request that should have stayed since then; where `ends`, all that it takes while it runs
+    since: jax.Array  # i32[P]; the entry of the space to take: blocks that have been free since then, or longer
+    # i32[P]; blocks of a request that should have stayed since then; where `ends`, all blocks that the request takes
     wanted: jax.Array
-    # bool[P]; the request has found its blocks, and runs. It takes the youngest space where the cache has less than it
-    # needs besides; the rest of the cache is free from now on
+    # bool[P]; the request has found its blocks, and runs. It takes the youngest space if the cache lacks free blocks;
+    # the rest of the cache is free from now on
     ends: jax.Array
 
 
-def _padded(number: int) -> int:
-    """Up to an eighth more, so that traces of about one length share a program."""
-    unit = max(64, 1 << max((number - 1).bit_length() - 4, 0))
-    return -(-number // unit) * unit
+def _padded(size: int) -> int:
+    """The size plus up to an eighth, so traces of similar lengths share a program."""
+    unit = max(64, 1 << max((size - 1).bit_length() - 4, 0))
+    return -(-size // unit) * unit
 
 
 def _steps(
     trace: Trace, request: np.ndarray, before: np.ndarray, length: np.ndarray, bypass: bool
 ) -> tuple[_Steps, np.ndarray]:
-    """The steps of a trace whose requests use runs of these lengths again; and i64[U], the step of each run.
+    """The steps of a trace whose requests reuse runs of these lengths, and i64[U], the step of each run.
 
-    Entry 0 of the space always stays empty, and entry q + 2 serves blocks that request q used last. Space that is free
-    while request r runs serves those that r - 1 used; with bypass those that r used, too.
+    Entry 0 of the space always stays empty, and entry q + 2 serves blocks last used by request q. Space free while
+    request r runs serves blocks used by r - 1, and with bypass also blocks used by r.
     """
-    number = len(trace)
-    running = np.zeros(number, np.int32) if bypass else trace.lengths
-    since = np.append(before + 2, np.arange(number) + (2 if bypass else 1))
-    order = np.argsort(np.append(request, np.arange(number)), kind="stable")
-    ends = np.append(np.zeros(len(request), np.bool_), np.ones(number, np.bool_))
-    fields = since.astype(np.int32), np.append(length, running).astype(np.int32), ends
-    more = (0, _padded(len(order)) - len(order))  # these want nothing
-    return _Steps(*(jnp.asarray(np.pad(field[order], more)) for field in fields)), np.flatnonzero(~ends[order])
+    num_requests = len(trace)
+    running = np.zeros(num_requests, np.int32) if bypass else trace.lengths
+    since = np.append(before + 2, np.arange(num_requests) + (2 if bypass else 1))
+    order = np.argsort(np.append(request, np.arange(num_requests)), kind="stable")
+    ends = np.append(np.zeros(len(request), np.bool_), np.ones(num_requests, np.bool_))
+    fields = (since.astype(np.int32), np.append(length, running).astype(np.int32), ends)
+    padding = (0, _padded(len(order)) - len(order))  # padded steps want nothing
+    return _Steps(*(jnp.asarray(np.pad(field[order], padding)) for field in fields)), np.flatnonzero(~ends[order])
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _serve(steps: _Steps, sizes: jax.Array, entries: int) -> jax.Array:
-    """i32[P, Z]; blocks that each step has taken in caches of sizes i32[Z]."""
-    shape = entries, sizes.shape[0]
+    """i32[P, Z]; blocks taken by each step in caches of sizes i32[Z]."""
+    shape = (entries, sizes.shape[0])
     below = jnp.maximum(jnp.arange(entries, dtype=jnp.int32) - 1, 0)[:, None]
 
     def step(carry: tuple[jax.Array, ...], now: _Steps) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        space, older, in_all = carry
-        idle = sizes - now.wanted  # may hold other blocks while the request runs
-        wanted = jnp.where(now.ends, jnp.maximum(in_all - idle, 0), now.wanted)
+        space, older, total = carry
+        idle = sizes - now.wanted  # blocks that may be cached while the request runs
+        wanted = jnp.where(now.ends, jnp.maximum(total - idle, 0), now.wanted)
         space, older, taken = _take(space, older, now.since, wanted)
-        freed = jnp.where(now.ends, idle - in_all + taken, 0)
+        freed = jnp.where(now.ends, idle - total + taken, 0)
         space = space.at[now.since].add(freed)
-        return (space, older, in_all - taken + freed), taken
+        return (space, older, total - taken + freed), taken
 
-    start = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(below, shape), jnp.zeros(shape[1:], jnp.int32)
+    start = (jnp.zeros(shape, jnp.int32), jnp.broadcast_to(below, shape), jnp.zeros(shape[1:], jnp.int32))
     return lax.scan(step, start, steps)[1]
 
 
 def _take(
     space: jax.Array, older: jax.Array, since: jax.Array, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Takes space i32[X, Z] from the entry `since` and older ones, youngest first: as much as wanted i32[Z], or all.
+    """Takes space i32[X, Z] from the entry `since` and older entries, youngest first: wanted i32[Z], or all.
 
-    Between an entry and the one that older i32[X, Z] names all are empty. Entry 0 is always empty, and the end.
+    All entries between an entry and its entry in older i32[X, Z] are empty. Entry 0 is always empty, and the end.
     """
     lane = jnp.arange(wanted.shape[0], dtype=jnp.int32)
 
     def take(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        space, older, at, left = carry
-        free = space[at, lane]
-        taken = jnp.minimum(free, left)
-        space = space.at[at, lane].set(free - taken, unique_indices=True)
-        left = left - taken
-        following = older[at, lane]
-        # Path halving: the next walk that passes here skips an empty entry.
+        space, older, entry, remaining = carry
+        free = space[entry, lane]
+        taken = jnp.minimum(free, remaining)
+        space = space.at[entry, lane].set(free - taken, unique_indices=True)
+        remaining = remaining - taken
+        following = older[entry, lane]
+        # Path halving: the next walk through this entry skips an empty entry.
         skipped = jnp.where(space[following, lane] == 0, older[following, lane], following)
-        older = older.at[at, lane].set(skipped, unique_indices=True)
-        return space, older, jnp.where(left > 0, skipped, at), left
+        older = older.at[entry, lane].set(skipped, unique_indices=True)
+        return space, older, jnp.where(remaining > 0, skipped, entry), remaining
 
-    at = jnp.broadcast_to(since, wanted.shape)
-    going = lambda carry: jnp.any((carry[3] > 0) & (carry[2] > 0))  # noqa: E731
-    space, older, _, left = lax.while_loop(going, take, (space, older, at, wanted))
-    return space, older, wanted - left
+    entry = jnp.broadcast_to(since, wanted.shape)
+    is_running = lambda carry: jnp.any((carry[3] > 0) & (carry[2] > 0))  # noqa: E731
+    space, older, _, remaining = lax.while_loop(is_running, take, (space, older, entry, wanted))
+    return space, older, wanted - remaining

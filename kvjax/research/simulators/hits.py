@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for what counts as a hit; and the hits of every request, with the rates that follow from them."""
+"""Rules of hits, and the hits of every request with their rates."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ Rule = Literal["kvjax", "papers", "full"]
 RULES: dict[str, str] = {
     "kvjax": "the last block of a prompt is never taken from the cache: its space is needed before it is merged",
     "papers": "every block may hit, the last one of a prompt too",
-    "full": "blocks filled in part are held while their request runs and never cached; the last block of a prompt is "
+    "full": "partly filled blocks are held while their request runs and never cached; the last block of a prompt is "
     "never taken from the cache",
 }
 
 
 def check_rule(rule: str) -> None:
-    """Raises ValueError for a rule that does not exist."""
+    """Refuses an unknown rule with a ValueError."""
     if rule not in get_args(Rule):
         raise ValueError(f"rule: got {rule!r}, wanted one of {', '.join(map(repr, RULES))}")
 
 
 def num_cached(trace: Trace, rule: Rule) -> np.ndarray:
-    """i32[R]; the number of leading blocks of each prompt that are cached when its request ends."""
+    """i32[R]; the number of leading blocks of each prompt to be cached at the end of its request."""
     return trace.full if rule == "full" else trace.lengths
 
 
 def num_hittable(trace: Trace, rule: Rule) -> np.ndarray:
-    """i32[R]; the number of leading blocks of each prompt that may hit."""
+    """i32[R]; the number of leading blocks of each prompt with a chance to hit."""
     return trace.lengths if rule == "papers" else trace.lengths - 1
 
 
 def check_longest(trace: Trace, sizes: Sequence[int] | np.ndarray, name: str = "sizes") -> np.ndarray:
-    """i32[Z]; sizes that every request of the trace fits into; a ValueError for a smaller one."""
-    checked, longest = check_sizes(sizes, name), int(trace.lengths.max(initial=1))
+    """i32[Z]; sizes of caches. A size smaller than the longest request is a ValueError."""
+    checked = check_sizes(sizes, name)
+    longest = int(trace.lengths.max(initial=1))
     if checked.min() < longest:
         raise ValueError(f"{name}: got {checked.min()}, wanted at least {longest} blocks, the longest request")
     return checked
 
 
 def check_sizes(sizes: Sequence[int] | np.ndarray, name: str = "sizes") -> np.ndarray:
-    """i32[Z]; sizes of caches, perhaps too small for some requests; a ValueError for none, or one out of range."""
+    """i32[Z]; sizes of caches, perhaps too small for some requests. Other sizes are a ValueError."""
     wanted = "at least one number of blocks, each at least 1 and below 2**31"
     blocks = host_integers(name, sizes, np.int32, wanted)
     if not blocks.size or blocks.min() < 1:
@@ -59,14 +60,14 @@ def check_sizes(sizes: Sequence[int] | np.ndarray, name: str = "sizes") -> np.nd
 class Hits:
     """The hits of every request in caches of several sizes.
 
-    Requests follow one another unless `replay` gets an `overlap`. Answers are not stored (see `summary`).
+    Requests follow one another unless `replay` has an `overlap`. Answers are not stored (see `summary`).
 
     Attributes:
       trace: the requests.
-      rule: what counts as a hit.
+      rule: the rule of hits.
       sizes: i32[Z]; blocks of each cache.
-      blocks: i32[Z, R]; blocks that each request found. A request longer than the cache is refused and finds none.
-      unserved: i32[Z]; how many were refused where requests hold blocks at the same time; None where they do not.
+      blocks: i32[Z, R]; blocks found by each request, 0 if the request is longer than the cache and refused.
+      unserved: i32[Z]; the number of refused requests if requests overlap, else None.
 
     Example:
       >>> from kvjax import research
@@ -84,23 +85,23 @@ class Hits:
 
     @property
     def refused(self) -> np.ndarray:
-        """i32[Z]; requests that got no blocks, such as those longer than the cache. They count as requested."""
+        """i32[Z]; requests without blocks, such as requests longer than the cache. They count as requested."""
         if self.unserved is not None:
             return self.unserved
         return np.sum(self.trace.lengths > self.sizes[:, None], axis=1, dtype=np.int32)
 
     @property
     def rate(self) -> np.ndarray:
-        """f64[Z]; blocks found of blocks requested."""
+        """f64[Z]; the share of blocks found in the blocks requested."""
         return self.blocks.sum(axis=1) / max(len(self.trace.ids), 1)
 
     @property
     def token_rate(self) -> np.ndarray:
-        """f64[Z]; tokens found of tokens requested."""
+        """f64[Z]; the share of tokens found in the tokens requested."""
         tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
         return tokens.sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
 
     @property
     def mean_rate(self) -> np.ndarray:
-        """f64[Z]; the mean of each request's share of blocks found."""
+        """f64[Z]; the mean over requests of their share of blocks found."""
         return np.mean(self.blocks / np.maximum(self.trace.lengths, 1), axis=1)

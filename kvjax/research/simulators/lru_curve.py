@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LRU at every size at once: the number of blocks that a cache needs to find each block of a trace.
+"""LRU at every size at once: the cache size needed to find each block of a trace.
 
-Caches of all sizes are the tops of one stack, which has the blocks in the order of their last use, and of one prompt
-the first block on top. A cache finds a block if its position in the stack, when the request comes, is less than the
-number of blocks that the cache has then. That is its size, or one less:
+Caches of all sizes are the tops of a single stack. The stack has the blocks in the order of their last use, the latest
+first, and a prompt's first block before its others. A cache finds a block if, when the request comes, the block's
+position in the stack is less than the number of blocks in the cache. This number is the cache's size, or one less:
 
-- "papers": always its size.
-- "kvjax": the last block of a prompt is not taken from the cache. It gets space of its own, and merges with its cached
-  copy, if there is one: that leaves one block empty. A copy that is the last of `size` blocks is evicted for the space.
-- "full": that, and a last block filled in part is not cached when its request ends: that leaves one empty, too.
+- "papers": always the size.
+- "kvjax": the last block of a prompt is not taken from the cache. It gets space of its own, and then merges with its
+  cached copy, if there is one, which leaves an empty block. If the copy is the last of `size` blocks, it is evicted for
+  the space.
+- "full": like "kvjax", but a partly filled last block is not cached when its request ends, which also leaves an empty
+  block.
 
-The next request always takes the block that is empty. So the size that finds a block depends only on its own position
-and on that of the last block of the request before. All larger sizes find it too.
+The next request always takes the empty block. So the size needed for a block depends only on the block's own position
+and on the position of the previous request's last block. All larger sizes find the block too.
 """
 
 from __future__ import annotations
@@ -24,55 +26,56 @@ import numpy as np
 from kvjax.research.simulators.hits import Hits, Rule, check_longest, check_rule, num_cached, num_hittable
 from kvjax.research.traces.trace import Runs, Trace, runs
 
-_NEVER = np.iinfo(np.int32).max - 1  # the position of a block that was never used
+_NEVER = np.iinfo(np.int32).max - 1  # the position of an unused block
 
 
 def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "full") -> Hits:
-    """The hits of every request under `kvjax.lru` in caches of any number of sizes, at the cost of one.
+    """The hits of every request under `kvjax.lru` in caches of any number of sizes, at the cost of a single size.
 
-    Exact. Runs in numpy: a trace of 288,500 blocks takes some hundredths of a second, and 1,000 sizes little more.
+    The result is exact. It runs in numpy: a trace of 288,500 blocks takes some hundredths of a second, and 1,000 sizes
+    take little more.
 
     Args:
       trace: the requests.
       sizes: blocks of each cache, Z of them, in any order.
-      rule: what counts as a hit; see `RULES`.
+      rule: the rule of hits; see `RULES`.
 
     Returns:
       The hits, blocks i32[Z, R].
 
     Raises:
-      ValueError: for no sizes; for a size smaller than the longest request: `replay` and `simulate` refuse single
-        requests, after which the caches are no longer one stack. And for a rule that does not exist.
+      ValueError: for no sizes, an unknown rule, or a size smaller than the longest request. After a refused request the
+        caches would no longer be a single stack. Use `replay` or `simulate` then.
 
     Example:
       >>> from kvjax import research
       >>> prompts = [[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 8]]  # ids of blocks
       >>> trace = research.make_trace([0, 1, 2, 3], [12] * 4, [0] * 4, prompts, block_size=4)
       >>> hits = research.lru_curve(trace, sizes=[4, 8])
-      >>> hits.blocks.tolist(), hits.blocks.sum(axis=1).tolist()  # of each request; of all
+      >>> hits.blocks.tolist(), hits.blocks.sum(axis=1).tolist()  # for each request, and in total
       ([[0, 0, 1, 1], [0, 0, 2, 2]], [2, 4])
     """
     check_rule(rule)
     checked = check_longest(trace, sizes)
     request, needed = _needed(trace, rule)
-    # A block counts at the least size that finds it; a size finds what the next smaller one finds, too.
+    # A block counts at the smallest size that finds it. A size also finds all that the next smaller size finds.
     order = np.argsort(checked, kind="stable")
     row = np.searchsorted(checked[order], needed)
-    found = row < len(checked)
+    is_found = row < len(checked)
     blocks = np.zeros((len(checked), len(trace)), np.int32)
-    np.add.at(blocks, (order[row[found]], request[found]), np.int32(1))
+    np.add.at(blocks, (order[row[is_found]], request[is_found]), np.int32(1))
     for smaller, size in itertools.pairwise(order):
         blocks[size] += blocks[smaller]
     return Hits(trace, rule, checked, blocks)
 
 
 def reuse_distances(trace: Trace, rule: Rule = "papers") -> np.ndarray:
-    """i32[K']; the blocks that an LRU cache needs to find each block that comes again.
+    """i32[K']; the number of blocks in the smallest LRU cache to find each reused block.
 
-    Under "papers" that is the block's position in the stack of last uses and one, the reuse distance of other work.
+    Under "papers" it is the block's position in the stack of last uses plus one, known as the reuse distance.
 
     Raises:
-      ValueError: for a rule that does not exist.
+      ValueError: for an unknown rule.
 
     Example:
       >>> from kvjax import research
@@ -85,12 +88,12 @@ def reuse_distances(trace: Trace, rule: Rule = "papers") -> np.ndarray:
 
 
 def _needed(trace: Trace, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
-    """(i32[K'], i32[K']): the request of each block that may hit, and the size that it needs."""
+    """(i32[K'], i32[K']): the request of each hittable block, and the needed size."""
     used = num_cached(trace, rule)
     reused = runs(trace, used)
     top = _positions(reused, used)
     old = np.flatnonzero(reused.before >= 0)
-    fields = reused.request, reused.depth, top
+    fields = (reused.request, reused.depth, top)
     request, depth, position = (np.repeat(field[old], reused.length[old]) for field in fields)
     within = np.arange(len(request)) - np.repeat(_sums_before(reused.length[old])[:-1], reused.length[old])
     position = position + within.astype(np.int32)
@@ -103,9 +106,9 @@ def _needed(trace: Trace, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _emptied(trace: Trace, used: np.ndarray, reused: Runs, top: np.ndarray) -> np.ndarray:
-    """i32[R]; the position p of each request's last block: it leaves a block empty in caches of p + 2 blocks or more.
+    """Positions i32[R]: the last block of each request, at p, leaves an empty block in caches of p + 2 blocks or more.
 
-    -1 where the last block is filled in part and not cached: that leaves one in all of them.
+    -1 if the last block is partly filled and not cached, which leaves an empty block in all caches.
     """
     emptied = np.where(used < trace.lengths, np.int32(-1), np.int32(_NEVER))
     last = np.append(reused.request[1:] != reused.request[:-1], True)[: len(reused.request)]
@@ -115,11 +118,11 @@ def _emptied(trace: Trace, used: np.ndarray, reused: Runs, top: np.ndarray) -> n
 
 
 def _positions(reused: Runs, used: np.ndarray) -> np.ndarray:
-    """i32[U]; the position in the stack of the first block of each run; the others of the run follow it.
+    """i32[U]; the position in the stack of the first block of each run. The run's other blocks follow it.
 
-    Above it are the blocks that the requests in between used. Each counts once, at its first use in between: that is
-    where its run was last used no later than this one was. What requests up to then used always counts so, and is
-    taken off again.
+    Above it are the blocks used by the requests in between. Each block counts once, at its first use in between, which
+    is where its run was last used no later than this run. Uses of earlier requests always count too, and are
+    subtracted.
     """
     earlier = np.searchsorted(reused.request, reused.request)
     counted = _weight_below(reused.before + 1, reused.length, earlier, reused.before + 2)
@@ -127,24 +130,28 @@ def _positions(reused: Runs, used: np.ndarray) -> np.ndarray:
 
 
 def _weight_below(values: np.ndarray, weights: np.ndarray, prefix: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """i64[U]; for each query, the sum of the weights of values[:prefix] that are less than the bound.
+    """i64[U]; for each query, the sum of the weights of values[:prefix] below the bound.
 
-    A wavelet matrix: entries are parted by their values' bits, highest first, and stay in order within each part. A
-    query is a range of entries on every level. Where the bound has a one, those with a zero are less.
+    A wavelet matrix: entries are divided by their values' bits, highest first, and stay in order within each part. A
+    query is a range of entries on every level. Where the bound's bit is 1, entries with a bit of 0 are below it.
     """
-    low, high = np.zeros_like(prefix), prefix
+    low = np.zeros_like(prefix)
+    high = prefix
     total = np.zeros(len(bound), np.int64)
     for bit in reversed(range(int(bound.max(initial=0)).bit_length())):
-        zero = (values >> bit & 1) == 0
-        zeros, weight = _sums_before(zero), _sums_before(np.where(zero, weights, 0))
-        one = (bound >> bit & 1) == 1
-        total += np.where(one, weight[high] - weight[low], 0)
-        low, high = (np.where(one, zeros[-1] + at - zeros[at], zeros[at]) for at in (low, high))
-        order = np.argsort(~zero, kind="stable")
-        values, weights = values[order], weights[order]
+        is_zero = (values >> bit & 1) == 0
+        zeros = _sums_before(is_zero)
+        weight = _sums_before(np.where(is_zero, weights, 0))
+        is_one = (bound >> bit & 1) == 1
+        total += np.where(is_one, weight[high] - weight[low], 0)
+        low = np.where(is_one, zeros[-1] + low - zeros[low], zeros[low])
+        high = np.where(is_one, zeros[-1] + high - zeros[high], zeros[high])
+        order = np.argsort(~is_zero, kind="stable")
+        values = values[order]
+        weights = weights[order]
     return total
 
 
 def _sums_before(counts: np.ndarray) -> np.ndarray:
-    """i64[K + 1]; the sum of the counts before each entry, and of all."""
+    """i64[K + 1]; the sum of the counts before each entry, and the total."""
     return np.append(0, np.cumsum(counts))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace through the cache's own verbs, in caches of several sizes at once.
+"""Runs a trace through the cache's own verbs, in caches of several sizes at once.
 
-Requests follow one another, or run at the same time, each in a row of its own while it runs.
+Requests follow one another, or run at the same time, each in its own row.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kvjax.verbs.release import release
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Overlap:
-    """Admits and releases in the order of time. They are fixed beforehand: a hit makes no request shorter.
+    """Admits and releases in the order of time. The times are fixed in advance: a hit makes no request shorter.
 
     Attributes:
-      time: f64[2R] ms.
-      request: i32[2R].
-      admit: bool[2R]; whether the request begins; else it ends, and releases its blocks.
-      blocks: i32[R]; blocks that each request holds for its prompt and its answer.
-      held: i32[2R]; blocks held after each step. A prompt's block that several hold is held once.
-      running: i32[2R]; requests that run after each step.
+      time: f64[2R] ms; the time of each step.
+      request: i32[2R]; the request of each step.
+      admit: bool[2R]; whether the request begins. Otherwise it ends, and releases its blocks.
+      blocks: i32[R]; blocks held by each request for its prompt and its answer.
+      held: i32[2R]; blocks held after each step. A block held by several requests counts once.
+      running: i32[2R]; running requests after each step.
     """
 
     time: np.ndarray
@@ -52,21 +52,21 @@ class Overlap:
     running: np.ndarray
 
     @property
-    def most(self) -> int:
-        """The most blocks that are held at once: a cache needs as many to serve the trace at this speed."""
+    def max_held(self) -> int:
+        """The maximum number of blocks held at the same time, which a cache needs to serve the trace at this speed."""
         return int(self.held.max(initial=0))
 
 
 def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 50) -> Overlap:
-    """The begins and ends of requests if none waits for another.
+    """The beginnings and ends of requests if none has to wait.
 
-    A request begins when it comes. It ends after its whole prompt was computed, at `tokens_per_s`, and its answer made,
-    at `ms_a_token`. From its beginning it holds the blocks of both. Where times are equal, releases come first.
+    A request begins when it comes. It ends when its prompt has been computed, at `tokens_per_s`, and its answer made,
+    at `ms_a_token`. From its beginning it holds the blocks of both. At equal times, releases come first.
 
     Args:
-      trace: of R requests.
-      tokens_per_s: tokens of a prompt.
-      ms_a_token: of an answer.
+      trace: a trace of R requests.
+      tokens_per_s: tokens of a prompt computed per second.
+      ms_a_token: time per token of an answer.
 
     Raises:
       ValueError: for a speed out of range.
@@ -75,45 +75,50 @@ def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 
       >>> from kvjax import research
       >>> trace = research.make_trace([0, 100], [8, 8], [4, 4], [[1, 2], [1, 3]], block_size=4)
       >>> steps = research.overlapping(trace, tokens_per_s=1000, ms_a_token=50)  # 208 ms each
-      >>> steps.admit.tolist(), steps.held.tolist(), steps.most
+      >>> steps.admit.tolist(), steps.held.tolist(), steps.max_held
       ([True, True, False, False], [3, 5, 3, 0], 5)
     """
     if not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
         raise ValueError(f"tokens_per_s: got {tokens_per_s}, wanted a finite number above 0")
     if not (math.isfinite(ms_a_token) and ms_a_token >= 0):
         raise ValueError(f"ms_a_token: got {ms_a_token}, wanted a finite number of at least 0")
-    number = len(trace)
+    num_requests = len(trace)
     takes = trace.input_length / tokens_per_s * 1000 + trace.output_length * float(ms_a_token)
     time = np.concatenate([trace.time, trace.time + takes])
-    admit = np.arange(2 * number) < number
-    order = np.lexsort((np.arange(2 * number), admit, time))
-    request = np.tile(np.arange(number, dtype=np.int32), 2)[order]
+    admit = np.arange(2 * num_requests) < num_requests
+    order = np.lexsort((np.arange(2 * num_requests), admit, time))
+    request = np.tile(np.arange(num_requests, dtype=np.int32), 2)[order]
     admit = admit[order]
     total = trace.input_length.astype(np.int64) + trace.output_length
     blocks = -(-total // trace.block_size)
     change = np.where(admit, 1, -1)
     answers = np.cumsum(change * (blocks - trace.lengths)[request])
     return Overlap(
-        time[order], request, admit, blocks.astype(np.int32),
-        (answers + _prompts_held(trace, order)).astype(np.int32), np.cumsum(change).astype(np.int32),
-    )  # fmt: skip
+        time[order],
+        request,
+        admit,
+        blocks.astype(np.int32),
+        (answers + _prompts_held(trace, order)).astype(np.int32),
+        np.cumsum(change).astype(np.int32),
+    )
 
 
 def _prompts_held(trace: Trace, order: np.ndarray) -> np.ndarray:
-    """i64[2R]; prompts' blocks that are held after each step; `order` sorts the R admits and the R releases."""
-    number, owner = len(trace), trace.owners
-    step = np.empty(2 * number, np.int64)
-    step[order] = np.arange(2 * number)
-    at = np.concatenate([step[owner], step[owner + number]])
+    """i64[2R]; prompts' blocks held after each step. `order` sorts the R admits and the R releases."""
+    num_requests = len(trace)
+    owner = trace.owners
+    step_of = np.empty(2 * num_requests, np.int64)
+    step_of[order] = np.arange(2 * num_requests)
+    step = np.concatenate([step_of[owner], step_of[owner + num_requests]])
     ids = np.tile(trace.ids, 2)
     change = np.repeat(np.array([1, -1]), len(owner))
-    along = np.lexsort((at, ids))
-    # Each id's changes sum to 0, so one running sum counts the holders of every id.
+    along = np.lexsort((step, ids))
+    # Each id's changes sum to 0, so a single running sum counts the holders of every id.
     holders = np.cumsum(change[along])
     begins = (holders == 1) & (change[along] == 1)
     ends = holders == 0
-    held = np.zeros(2 * number, np.int64)
-    np.add.at(held, at[along], begins.astype(np.int64) - ends)
+    held = np.zeros(2 * num_requests, np.int64)
+    np.add.at(held, step[along], begins.astype(np.int64) - ends)
     return np.cumsum(held)
 
 
@@ -126,32 +131,32 @@ def replay(
     overlap: tuple[float, float] | None = None,
     policy_state: Any = None,
 ) -> Hits:
-    """Serves the requests one after the other: each is admitted, its blocks committed, and released.
+    """Serves the requests one after the other: each is admitted, its blocks are committed, and it is released.
 
-    With `overlap` they run at the same time, as `overlapping` says, each in a row of its own. Then a request holds the
-    blocks of its answer, too; it is refused where they, or those of its prompt, do not fit beside the others'.
+    With `overlap` they run at the same time, as in `overlapping`, each in its own row. Then a request also holds the
+    blocks of its answer. It is refused if the blocks of its prompt and answer do not fit.
 
-    Takes any policy that needs no spec with `retention`. All caches run in one program, compiled for each policy,
+    Accepts any policy that works without `retention`. All caches run in a single program, compiled for each policy,
     number of sizes, largest size, longest prompt, and number of requests and blocks. A request costs about the same in
-    small and large caches, and more the longer the longest prompt is.
+    small and large caches, and its cost grows with the longest prompt.
 
-    A block is one token to these caches, so positions count blocks: the balance of `cost_aware` is divided by the
+    To these caches a block is a token, so positions count blocks. So the balance of `cost_aware` is divided by the
     trace's block size (`in_blocks`).
 
     Args:
-      trace: the requests; the time in ms since the first one is the policy's `now`.
-      policy: the eviction policy, `lru()` if None.
+      trace: the requests. The time in ms since the first request is the policy's `now`.
+      policy: the eviction policy; defaults to `lru()`.
       sizes: i32[Z]; blocks of each cache.
-      overlap: (tokens/s, ms a token): the speed at which prompts are computed and answers made; None: in no time.
-      rule: "full" or "kvjax". A cache never takes the last block of a prompt from the cache, so "papers" is none.
-      policy_state: the policy's own state to begin with (weights, parameters), as for `init`, but with a leading axis
-        Z; None: that of the policy's `init`.
+      overlap: (prompt tokens/s, ms per token of an answer), the speed of requests; None disables overlap.
+      rule: "full" or "kvjax". A cache never takes the last block of a prompt from the cache, so "papers" is invalid.
+      policy_state: the policy's initial state (weights, parameters), as for `init`, but with a leading axis Z; defaults
+        to the state made by the policy's `init`.
 
     Returns:
-      Hits of every request. One that is longer than a cache is refused there and finds none.
+      Hits of every request. A request longer than a cache is refused there and finds nothing.
 
     Raises:
-      ValueError: for rule "papers"; for no sizes, or one below 1; for a policy or a state that `init` refuses.
+      ValueError: for the rule "papers", no sizes, a size below 1, or a policy or state that `init` refuses.
     """
     check_rule(rule)
     if rule == "papers":
@@ -161,19 +166,19 @@ def replay(
     requests = request_arrays(trace, rule)
     if overlap is None:
         spec, ids = _caches(blocks, trace, trace.lengths, 1)
-        found = _serve(spec, policy, 0, blocks, policy_state, requests, None, ids)
-        return Hits(trace, rule, blocks, np.asarray(found).T)
+        num_found = _serve(spec, policy, 0, blocks, policy_state, requests, None, ids)
+        return Hits(trace, rule, blocks, np.asarray(num_found).T)
     plan = overlapping(trace, *overlap)
     spec, ids = _caches(blocks, trace, plan.blocks, int(plan.running.max(initial=1)))
-    more, ends = _rows_and_ends(trace, plan)
-    longest_answer = int(more["answer"].max(initial=0))
-    found = _serve(spec, policy, longest_answer, blocks, policy_state, requests | more, ends, ids)
-    found = np.asarray(found).T
-    return Hits(trace, rule, blocks, np.maximum(found, 0), np.sum(found < 0, axis=1, dtype=np.int32))
+    begins, ends = _rows_and_ends(trace, plan)
+    longest_answer = int(begins["answer"].max(initial=0))
+    num_found = _serve(spec, policy, longest_answer, blocks, policy_state, requests | begins, ends, ids)
+    num_found = np.asarray(num_found).T
+    return Hits(trace, rule, blocks, np.maximum(num_found, 0), np.sum(num_found < 0, axis=1, dtype=np.int32))
 
 
 def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
-    """The same policy for a cache that takes a block for one token: `cost_aware` counts positions in its balance.
+    """The same policy for a cache in which a block is a token. It divides `cost_aware`'s balance, a position.
 
     Example:
       >>> from kvjax import policies, research
@@ -185,7 +190,7 @@ def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
 
 
 def request_arrays(trace: Trace, rule: Rule) -> dict[str, np.ndarray]:
-    """i32[R] each: the start of a prompt in `ids`, its blocks, the number of them cached in the end, and ms."""
+    """i32[R] each: the start of a prompt in `ids`, its blocks, the number of blocks cached at its end, and ms."""
     since = trace.time - trace.time[:1]
     return {
         "start": trace.starts[:-1],
@@ -196,19 +201,20 @@ def request_arrays(trace: Trace, rule: Rule) -> dict[str, np.ndarray]:
 
 
 def _caches(sizes: np.ndarray, trace: Trace, held: np.ndarray, rows: int) -> tuple[CacheSpec, np.ndarray]:
-    """The caches' description, whose rows hold i32[R] blocks; and the ids, padded so that no slice is cut off."""
+    """The spec of caches with rows of held i32[R] blocks, and the ids, padded so no slice is cut off."""
     width = int(held.max(initial=1))
     spec = make_spec(num_blocks=int(sizes.max()), max_seqs=rows, max_length=width, block_size=1, partial_reuse=False)
     return spec, np.concatenate([trace.ids, np.zeros(width, np.int32)])
 
 
 def _rows_and_ends(trace: Trace, overlap: Overlap) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The arrays of requests that overlap beside those of `request_arrays`, and of their ends, i32[R] each.
+    """Further arrays of overlapping requests besides `request_arrays`, and arrays of their ends, i32[R] each.
 
-    Of a request its row (the lowest free one), the blocks of its answer, and the ends from..to-1 since the request
-    before it. Of an end the row, and ms since the first request.
+    A request has its row (the lowest free row), the blocks of its answer, and the ends from..to-1 since the previous
+    request. An end has its row, and ms since the first request.
     """
-    rows, free = np.zeros(len(trace), np.int32), list(range(int(overlap.running.max(initial=1))))
+    rows = np.zeros(len(trace), np.int32)
+    free = list(range(int(overlap.running.max(initial=1))))
     for request, begins in zip(overlap.request.tolist(), overlap.admit.tolist(), strict=True):
         if begins:
             rows[request] = heapq.heappop(free)
@@ -232,39 +238,47 @@ def _serve(
     ends: dict[str, jax.Array] | None,
     ids: jax.Array,
 ) -> jax.Array:
-    """i32[R, Z]; blocks that each request found in a cache of each size, or -1 where it was refused beside others."""
-    one = functools.partial(_serve_one, ids, ends, longest_answer)
+    """i32[R, Z]; blocks found by each request in a cache of each size, or -1 if it was refused for lack of blocks."""
+    serve = functools.partial(_serve_request, ids, ends, longest_answer)
     caches = jax.vmap(lambda size, state: init(spec, policy, size, policy_state=state))(sizes, states)
-    step = lambda caches, request: jax.vmap(one, in_axes=(0, None))(caches, request)  # noqa: E731
+    step = lambda caches, request: jax.vmap(serve, in_axes=(0, None))(caches, request)  # noqa: E731
     return lax.scan(step, caches, requests)[1]
 
 
-def _serve_one(
-    ids: jax.Array, ends: dict[str, jax.Array] | None, longest_answer: int, cache: CacheState,
+def _serve_request(
+    ids: jax.Array,
+    ends: dict[str, jax.Array] | None,
+    longest_answer: int,
+    cache: CacheState,
     request: dict[str, jax.Array],
-) -> tuple[CacheState, jax.Array]:  # fmt: skip
-    """Releases the requests that end before this one begins, admits it, and reserves blocks for its answer.
+) -> tuple[CacheState, jax.Array]:
+    """Releases the requests that end before this request begins, admits it, and reserves blocks for its answer.
 
-    Without `ends` no requests overlap: it releases this one.
+    Without `ends` requests do not overlap, so this request is released too.
     """
-    row, seqs = (0, None) if ends is None else (request["row"], request["row"][None])
+    row = 0 if ends is None else request["row"]
+    seqs = None if ends is None else request["row"][None]
     if ends is not None:
-        rows, times = ends["row"], ends["now"]
-        end = lambda number, cache: release(cache, rows[number], now=times[number])[0]  # noqa: E731
+        rows = ends["row"]
+        times = ends["now"]
+        end = lambda index, cache: release(cache, rows[index], now=times[index])[0]  # noqa: E731
         cache = lax.fori_loop(request["from"], request["to"], end, cache)
-    start, now, width = request["start"], request["now"], cache.spec.max_blocks_per_seq
+    start = request["start"]
+    now = request["now"]
+    width = cache.spec.max_blocks_per_seq
     cache, admitted = admit(cache, row, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
-    found, ok = admitted.cached[0], admitted.ok
-    tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
-    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], seqs=seqs, now=now)
+    num_found = admitted.cached[0]
+    ok = admitted.ok
+    tokens = lax.dynamic_slice_in_dim(ids, start + num_found, width)[None]
+    cache, _ = commit(cache, tokens, (request["cached"] - num_found)[None], seqs=seqs, now=now)
     if longest_answer:
         wanted = request["answer"][None]
         cache, extended = extend(cache, wanted > 0, wanted, seqs=seqs, max_tokens=longest_answer, now=now)
         ok &= extended.ok
-        cache, _ = release(cache, jnp.where(ok, -1, row), now=now)  # without an answer the prompt is held in vain
+        cache, _ = release(cache, jnp.where(ok, -1, row), now=now)  # without an answer the prompt's blocks are useless
     if ends is None:
-        # A block that is not committed, filled in part, becomes empty when the row is released. Where the request was
-        # refused the row is free, so that commit and release are refused too.
+        # A partly filled block, which is not committed, becomes empty when the row is released. After a refused request
+        # the row is free, so commit and release are refused too.
         cache, _ = release(cache, row, now=now)
-        return cache, found
-    return cache, jnp.where(ok, found, -1)
+        return cache, num_found
+    return cache, jnp.where(ok, num_found, -1)

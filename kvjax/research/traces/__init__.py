@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of requests: read from files, drawn at random, written for other tools."""
+"""Traces of requests: read from files, generated at random, or written for other tools."""

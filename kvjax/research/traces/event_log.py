@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace from the events of a cache: blocks stored and removed, in vLLM's events or kvjax's own.
+"""A trace from the events of a cache: blocks stored and removed, in vLLM's or kvjax's events.
 
-Such a log has no requests. A run of blocks stored one behind the other, with all blocks before it, is taken for one.
-The trace's `notes` say what that misses.
+Such a log has no requests. A run of consecutively stored blocks, with all blocks before it, counts as a request. The
+trace's `notes` describe the missing requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvjax.research.traces import records
 from kvjax.research.traces.log_lines import LogFollower, checked_line
 from kvjax.research.traces.trace import Trace, make_trace
 
-_MOST_BLOCKS = 1 << 25  # of all prompts: each has all blocks before its own
+_MAX_BLOCKS = 1 << 25  # of all prompts, each with all blocks before its stored blocks
 _ON_DEVICE = (None, "GPU")
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _STORED += ("lora_name", "extra_keys", "group_idx")
@@ -24,23 +24,25 @@ _REMOVED = ("block_hashes", "medium", "group_idx")
 
 
 def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_size: int | None = None) -> Trace:
-    """Reads a log of events: kvjax's own (`kvjax.interop.log`), or JSON lines of vLLM's batches (`KVEventBatch`).
+    """Reads a log of events from `kvjax.interop.log`, or JSON lines of vLLM's batches (`KVEventBatch`).
 
-    vLLM sends msgpack; `json.dumps(msgspec.msgpack.decode(payload), default=bytes.hex)` is such a line, of either form.
-    Only events of blocks of the first group on the device are used.
+    vLLM sends msgpack. Convert a payload to a line by `json.dumps(msgspec.msgpack.decode(payload), default=bytes.hex)`,
+    in either form. Only events of the first group's blocks on the device are used.
 
-    Prompts that only hit store nothing: the log does not have them. Nor does it mark the end of a prompt and the
-    beginning of its answer: all blocks count as prompt, and answers have 0 tokens.
+    Prompts without new blocks are missing, as they store nothing. The log does not mark the beginning of an answer: all
+    blocks count as prompt, and answers have 0 tokens.
 
     Args:
-      path: of the file.
-      pause_ms: a run that goes on where an earlier one ended belongs to the same request if no more time has passed.
-      block_size: tokens of a block of kvjax's; None: those of the longest block in the log.
+      path: path of the file.
+      pause_ms: the maximum pause within a request. A run that continues an earlier run belongs to the same request only
+        if no more time has passed.
+      block_size: tokens of a block in a log of kvjax; defaults to the tokens of its longest block.
 
     Raises:
-      ValueError: for a line that is no such batch.
+      ValueError: for a line of another form.
     """
-    follower, log = _Follower(pause_ms), LogFollower()
+    follower = _Follower(pause_ms)
+    log = LogFollower()
     for where, line in records.lines(path):
         batch = records.parse_batch(where, line)
         if isinstance(batch, dict) and "queried" in batch:
@@ -66,24 +68,24 @@ class _Request:
 
 
 class _Follower:
-    """Puts requests together."""
+    """Joins runs of stored blocks to requests."""
 
     def __init__(self, pause_ms: float):
-        self.requests: list[_Request] = []  # in the order in which they began
-        self.removed = self.unknown = 0  # blocks: removed, and stored behind blocks that the log does not have
-        self.skipped = 0  # events that say no tokens of their blocks
-        self.queried = self.cached = 0  # tokens: looked up and found, where the log has them
-        self.nodes: dict[Hashable, int] = {}  # vLLM's: ids of the blocks that are cached, by their hash
+        self.requests: list[_Request] = []  # in the order of their beginning
+        self.removed = self.unknown = 0  # blocks: removed, and stored after blocks that the log lacks
+        self.skipped = 0  # events that do not tell the tokens of their blocks
+        self.queried = self.cached = 0  # tokens looked up and found, if the log has them
+        self.nodes: dict[Hashable, int] = {}  # for vLLM: ids of the cached blocks by hash
         self.sizes: list[int] = []  # the tokens of each id
-        self.block_size: int | None = None  # vLLM's
+        self.block_size: int | None = None  # of vLLM's events
         self._parents: list[int] = []  # id -> id, or -1
         self._depths: list[int] = []  # id -> blocks up to it
         self.ids: dict[Hashable, int] = {}  # contents, as a hash of the prefix -> id
-        self._ends: dict[int, _Request] = {}  # id -> the request that ended there last
+        self._ends: dict[int, _Request] = {}  # id -> the last request that ended there
         self._pause = pause_ms
 
     def id_of(self, contents: Hashable, parent: int, tokens: int) -> int:
-        """The id of a block with these contents; equal after it was removed and stored again."""
+        """The id of a block with these contents. It stays the same when the block is removed and stored again."""
         block = self.ids.setdefault(contents, len(self._parents))
         if block == len(self._parents):
             self._parents.append(parent)
@@ -92,12 +94,13 @@ class _Follower:
         return block
 
     def store(self, where: str, now: float, parent: int, blocks: Sequence[int]) -> None:
-        """Blocks were stored one behind the other."""
+        """Follows consecutively stored blocks."""
         request = self._ends.pop(parent, None)
         if request is None or now - request.last > self._pause:
             request = _Request(where, now, parent, now)
             self.requests.append(request)
-        request.leaf, request.last = blocks[-1], now
+        request.leaf = blocks[-1]
+        request.last = now
         self._ends[request.leaf] = request
 
     def path(self, leaf: int) -> list[int]:
@@ -110,21 +113,25 @@ class _Follower:
 
     def trace(self, block_size: int | None) -> Trace:
         """The requests as a trace."""
-        records.check_blocks(((request.where, self._depths[request.leaf]) for request in self.requests), _MOST_BLOCKS)
+        records.check_blocks(((request.where, self._depths[request.leaf]) for request in self.requests), _MAX_BLOCKS)
         prompts = [self.path(request.leaf) for request in self.requests]
         lengths = [sum(self.sizes[block] for block in prompt) for prompt in prompts]
         first = self.requests[0].begun
         return make_trace(
-            [request.begun - first for request in self.requests], lengths, [0] * len(prompts), prompts,
-            self.block_size or block_size or max(self.sizes), notes=self._notes(sum(lengths)),
+            [request.begun - first for request in self.requests],
+            lengths,
+            [0] * len(prompts),
+            prompts,
+            self.block_size or block_size or max(self.sizes),
+            notes=self._notes(sum(lengths)),
             where=[request.where for request in self.requests],
-        )  # fmt: skip
+        )
 
     def _notes(self, tokens: int) -> list[str]:
         notes = [
-            "From a log of stored blocks: a request is a run of them with all blocks before it, answers included; a "
-            f"run that goes on after more than {self._pause:g} ms is another one.",
-            "Prompts that only hit stored nothing and are missing, so hit rates are lower than they were.",
+            "From a log of stored blocks: a request is a run of them with all blocks before it, including answers. A "
+            f"run that continues after more than {self._pause:g} ms is another request.",
+            "Prompts without new blocks stored nothing and are missing, so the hit rates are below the true rates.",
         ]
         if self.queried:
             notes.append(
@@ -132,14 +139,14 @@ class _Follower:
                 f"have {tokens:,}."
             )
         if self.unknown:
-            notes.append(f"{self.unknown:,} blocks followed blocks that the log does not have: prompts begin there.")
+            notes.append(f"{self.unknown:,} blocks followed blocks that the log lacks: prompts begin there.")
         if self.skipped:
-            notes.append(f"{self.skipped:,} events of stored blocks did not say the tokens of each, and were skipped.")
-        return [*notes, f"{self.removed:,} blocks were removed; a trace does not say so."]
+            notes.append(f"{self.skipped:,} events of stored blocks did not tell the tokens of each, and were skipped.")
+        return [*notes, f"{self.removed:,} blocks were removed, which a trace cannot express."]
 
 
 def _follow_kvjax(follower: _Follower, log: LogFollower, where: str, batch: dict[str, Any]) -> None:
-    """Reads a line of `kvjax.interop.log`. One with `created` is a snapshot: no requests."""
+    """Reads a line of `kvjax.interop.log`. A line with `created` is a snapshot, without requests."""
     line = checked_line(where, batch)
     now = 1000 * line.ts
     follower.queried += line.queried
@@ -153,13 +160,13 @@ def _follow_kvjax(follower: _Follower, log: LogFollower, where: str, batch: dict
                 continue
             parent = follower.ids.get(block.parent, -1)
             follower.unknown += event.get("parent") is not None and parent < 0
-            number = follower.id_of(block.digest, parent, len(event["tokens"]))
+            block_id = follower.id_of(block.digest, parent, len(event["tokens"]))
             if not is_snapshot:
-                follower.store(where, now, parent, [number])
+                follower.store(where, now, parent, [block_id])
 
 
 def _follow_vllm(follower: _Follower, where: str, value: Any) -> None:
-    """Reads a `KVEventBatch`, as a map or as an array, with events that are maps or arrays."""
+    """Reads a `KVEventBatch`. The batch and its events are maps or arrays."""
     batch: dict[str, Any] = value if isinstance(value, dict) else {"ts": value[0], "events": value[1]}
     now = 1000 * records.timestamp(where, batch, "ts")
     for event in records.field(where, batch, "events"):
@@ -168,7 +175,7 @@ def _follow_vllm(follower: _Follower, where: str, value: Any) -> None:
             follower.nodes.clear()
             continue
         if kind not in ("BlockStored", "BlockRemoved"):
-            raise ValueError(f"{where}: got an event {kind!r:.40}, wanted one of vLLM's")
+            raise ValueError(f"{where}: got an event {kind!r:.40}, wanted an event of vLLM's")
         hashes = event["block_hashes"]
         if event.get("medium") not in _ON_DEVICE or event.get("group_idx") or not hashes:
             continue
@@ -188,7 +195,8 @@ def _follow_vllm(follower: _Follower, where: str, value: Any) -> None:
         follower.block_size = size
         above = event["parent_block_hash"]
         follower.unknown += above is not None and above not in follower.nodes
-        parent, blocks = follower.nodes.get(above, -1), []
+        parent = follower.nodes.get(above, -1)
+        blocks = []
         for block_hash in hashes:
             blocks.append(follower.id_of(block_hash, blocks[-1] if blocks else parent, size))
             follower.nodes[block_hash] = blocks[-1]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random traces: system prompts whose popularity drifts, sessions of several turns, one-shot prompts.
+"""Random traces: system prompts whose popularity drifts, sessions of several turns, and one-shot prompts.
 
-And random sessions, for published traces without the contents of prompts.
+Also random sessions, for published traces without the contents of prompts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Workload:
     """Parameters of a random trace. Lengths and times are means of geometric and exponential distributions.
 
     Attributes:
-      system_prompts: the number of them. The k-th most popular one is drawn with a weight of 1/k.
-      system_tokens: of a system prompt.
-      user_tokens, answer_tokens: of a turn.
-      one_shot: the share of arrivals that are prompts of their own: no system prompt, no second turn.
-      one_shot_tokens: of such a prompt.
-      turns: of a session.
-      gap_ms: between arrivals of sessions and one-shot prompts.
-      think_ms: between turns of a session.
-      drift: arrivals after which the least popular system prompt becomes the most popular one; 0: never.
-      block_size: tokens.
+      system_prompts: number of system prompts. The k-th most popular prompt has a weight of 1/k.
+      system_tokens: tokens of a system prompt.
+      user_tokens, answer_tokens: tokens of a turn.
+      one_shot: the share of one-shot arrivals, which have no system prompt and no second turn.
+      one_shot_tokens: tokens of a one-shot prompt.
+      turns: turns of a session.
+      gap_ms: time between arrivals of sessions and one-shot prompts.
+      think_ms: time between turns of a session.
+      drift: number of arrivals until the least popular system prompt becomes the most popular; 0 disables drift.
+      block_size: tokens of a block.
     """
 
     system_prompts: int = 8
@@ -60,18 +60,18 @@ class Workload:
 
 
 def draw_trace(seed: int, requests: int = 1000, workload: Workload | None = None) -> Trace:
-    """A trace drawn at random, equal for equal arguments.
+    """Generates a random trace. Equal arguments give equal traces.
 
-    A prompt is a system prompt and all turns of its session so far, answers included. It shares with the prompt before
-    it the blocks that are full there. The classes are `KINDS`.
+    A prompt is a system prompt and all turns of its session so far, including answers. It shares the full blocks of the
+    session's previous prompt. The classes are `KINDS`.
 
     Args:
-      seed: of numpy's generator.
-      requests: R.
-      workload: parameters; None: the defaults.
+      seed: the seed of numpy's generator.
+      requests: number of requests, R.
+      workload: parameters; defaults to `Workload()`.
 
     Raises:
-      ValueError: for fewer than one request.
+      ValueError: for `requests` below 1.
 
     Example:
       >>> from kvjax import research
@@ -92,57 +92,68 @@ def draw_trace(seed: int, requests: int = 1000, workload: Workload | None = None
         tokens = tokens_of(workload.system_tokens)
         systems.append((tokens, [next(system_ids) for _ in range(tokens // workload.block_size)]))
     first_blocks: dict[Hashable, list[int]] = {}
-    waiting: list[tuple[float, int, int]] = []  # sessions: time of the next turn, number, tokens so far
-    arrival, arrivals = 0.0, 0
+    waiting: list[tuple[float, int, int]] = []  # sessions: time of the next turn, index, tokens so far
+    next_arrival = 0.0
+    num_arrivals = 0
     records = []
     while len(records) < requests:
-        if waiting and waiting[0][0] < arrival:
-            now, number, tokens = heapq.heappop(waiting)
-            kind, tokens = "later", tokens + tokens_of(workload.user_tokens)
+        if waiting and waiting[0][0] < next_arrival:
+            now, session, tokens = heapq.heappop(waiting)
+            kind = "later"
+            tokens += tokens_of(workload.user_tokens)
         else:
-            now, number = arrival, arrivals
-            kind, tokens, first_blocks[number] = _begin(random, workload, number, systems)
-            arrival, arrivals = arrival + random.exponential(workload.gap_ms), arrivals + 1
+            now = next_arrival
+            session = num_arrivals
+            kind, tokens, first_blocks[session] = _begin(random, workload, session, systems)
+            next_arrival += random.exponential(workload.gap_ms)
+            num_arrivals += 1
         answer = tokens_of(workload.answer_tokens)
-        records.append((now, tokens, answer, kind, number))
+        records.append((now, tokens, answer, kind, session))
         if kind != "one-shot" and random.random() >= 1 / workload.turns:
-            heapq.heappush(waiting, (now + random.exponential(workload.think_ms), number, tokens + answer))
+            heapq.heappush(waiting, (now + random.exponential(workload.think_ms), session, tokens + answer))
     time, lengths, answers, kinds, sessions = zip(*records, strict=True)
     prompts = blocks_of(sessions, lengths, workload.block_size, first_blocks)
     return make_trace(
-        time, lengths, answers, prompts, workload.block_size, kind=kinds, session=sessions,
-        notes=[f"Drawn at random with seed {seed}: {workload}."],
-    )  # fmt: skip
+        time,
+        lengths,
+        answers,
+        prompts,
+        workload.block_size,
+        kind=kinds,
+        session=sessions,
+        notes=[f"Generated at random with seed {seed}: {workload}."],
+    )
 
 
 def _begin(
-    random: np.random.Generator, workload: Workload, number: int, systems: list[tuple[int, list[int]]]
+    random: np.random.Generator, workload: Workload, session: int, systems: list[tuple[int, list[int]]]
 ) -> tuple[str, int, list[int]]:
-    """The kind of the `number`-th arrival, the tokens of its prompt, and the ids that this begins with."""
+    """The kind of an arrival, the tokens of its prompt, and the prompt's first ids."""
     if random.random() < workload.one_shot:
         return "one-shot", int(random.geometric(1 / workload.one_shot_tokens)), []
     weights = 1 / np.arange(1, len(systems) + 1)
     rank = int(random.choice(len(systems), p=weights / weights.sum()))
-    turned = number // workload.drift if workload.drift else 0
-    tokens, blocks = systems[(rank - turned) % len(systems)]
+    shift = session // workload.drift if workload.drift else 0
+    tokens, blocks = systems[(rank - shift) % len(systems)]
     return "first", tokens + int(random.geometric(1 / workload.user_tokens)), blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class Sessions:
-    """A model of sessions: a request goes on with an earlier one's prompt, or begins a session of its own.
+    """A model of sessions: a request continues an earlier request's prompt, or begins a session.
 
-    With probability `share` a request goes on with a session, drawn among the `open` sessions used last whose prompt it
-    is longer than. Its prompt begins with the full blocks of that prompt; all others are its own. A session ends with
-    its `turns`-th request. Where the source tells the sessions, those are taken instead, and nothing is drawn.
+    With probability `share` a request continues a session. The session is drawn among the `open` sessions used last, if
+    their prompts are shorter. The request's prompt begins with the full blocks of the session's prompt, and its other
+    blocks are unique. A session ends after `turns` requests. If the source tells the sessions, they are used instead,
+    and nothing is random.
 
-    The hit rates of such a trace are those of this model: they are no measurement.
+    The hit rates of such a trace are properties of this model, not measurements.
 
     Attributes:
-      seed: of what is drawn.
+      seed: the seed of numpy's generator.
       share: from 0 to 1.
-      turns: the most requests of a session.
-      open: the most sessions that may go on.
+      turns: the maximum number of requests of a session.
+      open: the maximum number of sessions that may continue.
     """
 
     seed: int = 0
@@ -159,27 +170,29 @@ class Sessions:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1")
 
     def draw(self, input_length: Sequence[int]) -> list[int]:
-        """The session of each request, numbered from 0; equal for equal seeds and lengths.
+        """The session of each request, numbered from 0. Equal seeds and lengths give equal sessions.
 
         Example:
           >>> from kvjax import research
-          >>> research.Sessions(seed=0, share=1.0).draw([100, 200, 300])  # each goes on with the one before
+          >>> research.Sessions(seed=0, share=1.0).draw([100, 200, 300])  # each continues the session
           [0, 0, 0]
         """
         random = np.random.default_rng(self.seed)
         last: dict[int, tuple[int, int]] = {}  # session -> (tokens of its last prompt, requests so far), oldest first
         sessions: list[int] = []
-        begun = 0
+        num_sessions = 0
         for tokens in input_length:
-            goes_on = random.random() < self.share
-            fits = [session for session, (least, _) in last.items() if least < tokens] if goes_on else []
+            continues = random.random() < self.share
+            fits = [session for session, (previous, _) in last.items() if previous < tokens] if continues else []
             if fits:
                 session = fits[random.integers(len(fits))]
                 turn = last.pop(session)[1] + 1
             else:
-                session, turn, begun = begun, 1, begun + 1
+                session = num_sessions
+                turn = 1
+                num_sessions += 1
             if turn < self.turns:
-                last[session] = tokens, turn
+                last[session] = (tokens, turn)
                 if len(last) > self.open:
                     del last[next(iter(last))]
             sessions.append(session)
@@ -192,20 +205,20 @@ def blocks_of(
     block_size: int,
     system_prompts: Mapping[Hashable, list[int]] | None = None,
 ) -> list[list[int]]:
-    """The ids, from 0, of prompts that begin with the full blocks of the prompt before them in their session.
+    """The ids, from 0, of prompts. Each begins with the full blocks of the previous prompt of its session.
 
-    Without `sessions` every block is its own. A session's first prompt begins with the negative ids `system_prompts`.
+    Without `sessions` every block is unique. A session's first prompt begins with its negative ids in `system_prompts`.
     """
     prompts: list[list[int]] = []
     full: dict[Hashable, list[int]] = dict(system_prompts or {})
-    begun = 0
-    for number, tokens in enumerate(input_length):
-        whole = tokens // block_size
-        prompt = [] if sessions is None else full.get(sessions[number], [])[:whole]
-        new = -(-tokens // block_size) - len(prompt)
-        prompt = [*prompt, *range(begun, begun + new)]
-        begun += new
+    next_id = 0
+    for request, tokens in enumerate(input_length):
+        num_full = tokens // block_size
+        prompt = [] if sessions is None else full.get(sessions[request], [])[:num_full]
+        num_new = -(-tokens // block_size) - len(prompt)
+        prompt = [*prompt, *range(next_id, next_id + num_new)]
+        next_id += num_new
         if sessions is not None:
-            full[sessions[number]] = prompt[:whole]
+            full[sessions[request]] = prompt[:num_full]
         prompts.append(prompt)
     return prompts

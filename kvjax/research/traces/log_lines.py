@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a log of events (`kvjax.interop.log`): checked, and followed on an index of the cached blocks.
+"""Checked lines of a log of events (`kvjax.interop.log`), and an index of the cached blocks that follows them.
 
-A digest of its whole prefix identifies the content of a block, so that memory does not grow with the prefix's length.
+A digest of its whole prefix identifies the content of a block, so memory does not grow with the prefix's length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from kvjax.research.traces import records
 
 _KINDS = frozenset(kind.name.lower() for kind in EventKind if kind)
 _ABOUT_NODES = frozenset({"stored", "removed", "updated"})
-_WORD, _SECONDS = 1 << 31, 1 << 53  # tokens are below, and times: float64 has such integers exactly
+_WORD = 1 << 31  # limit of tokens
+_SECONDS = 1 << 53  # limit of times: float64 represents smaller integers exactly
 
 
 class LogLine(NamedTuple):
@@ -28,16 +29,16 @@ class LogLine(NamedTuple):
 
 
 class LoggedBlock(NamedTuple):
-    """A cached block as a log has it."""
+    """A cached block as described by a log."""
 
     digest: bytes  # of the prefix that ends with the block
-    parent: bytes | None  # digest of the block before; None at a root, and after a block that the log does not have
+    parent: bytes | None  # digest of the block before; None at a root, and after a block that the log lacks
     level: int
-    since: float  # time at which it was stored
+    since: float  # time of storing
 
 
 class LogFollower:
-    """The index of a cache by the lines of its log, which may begin in the middle.
+    """The index of a cache after the lines of its log, which may begin in the middle of a run.
 
     Attributes:
       blocks: {(group, block, generation): the cached block}.
@@ -51,18 +52,19 @@ class LogFollower:
         self.unknown = 0
 
     def follow(self, event: dict[str, Any], now: float) -> list[tuple[str, LoggedBlock]]:
-        """Follows an event; returns the blocks that it stored or took from the index, and how.
+        """Follows an event. Returns (change, block) for blocks added to or taken from the index.
 
-        "removed" and "cleared" end the life of a block. One that is "replaced" goes on in another cache: its end is not
-        in the log.
+        "removed" and "cleared" end the life of a block. A "replaced" block lives on in another cache, and the log does
+        not have its end.
         """
-        kind, group = event["kind"], event["group"]
+        kind = event["kind"]
+        group = event["group"]
         if kind in ("created", "cleared"):
             nodes = [node for node in self.blocks if node[0] == group]
             return [("replaced" if kind == "created" else kind, self._pop(node)) for node in nodes]
         if kind == "copied":
             return []
-        node = group, event["block"], event["generation"]
+        node = (group, event["block"], event["generation"])
         if kind == "stored":
             replaced = [("replaced", self._pop(node))] if node in self.blocks else []
             return [*replaced, (kind, self._put(node, self._stored(event, now)))]
@@ -77,7 +79,9 @@ class LogFollower:
 
     def _stored(self, event: dict[str, Any], now: float) -> LoggedBlock:
         parent = event.get("parent")
-        above = None if parent is None else self.blocks.get((0, *parent))  # the first group links prefixes for all
+        above = (
+            None if parent is None else self.blocks.get((0, *parent))
+        )  # the first group links prefixes for all groups
         if above is None:
             self.unknown += parent is not None
             prefix = root_hash(salt=str(event["namespace"] if parent is None else parent))
@@ -101,12 +105,13 @@ def checked_line(where: str, value: Any) -> LogLine:
     """The line of a JSON value.
 
     Raises:
-      ValueError: naming the line and the field.
+      ValueError: with the line and the field.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: got {value!r:.80}, wanted an object")
     queried, cached = (records.count(where, value, name) for name in ("queried", "cached"))
-    ts, events = records.timestamp(where, value, "ts"), records.field(where, value, "events")
+    ts = records.timestamp(where, value, "ts")
+    events = records.field(where, value, "events")
     if abs(ts) >= _SECONDS:
         raise ValueError(f"{where}: ts: got {ts!r}, wanted a number of seconds below {_SECONDS}")
     if not isinstance(events, list):
@@ -117,10 +122,10 @@ def checked_line(where: str, value: Any) -> LogLine:
 
 
 def _check_event(where: str, event: Any) -> None:
-    """Checks that an event has all that is read of it."""
+    """Checks the fields of an event that are read later."""
     kind = event.get("kind") if isinstance(event, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"{where}: events: got {event!r:.80}, wanted an event as to_list makes it")
+        raise ValueError(f"{where}: events: got {event!r:.80}, wanted an event of to_list")
     for name in ("group", "block", "generation") if kind in _ABOUT_NODES else ("group",):
         records.integer(where, event, name)
     if kind in ("stored", "updated") and records.integer(where, event, "level") not in (0, 1):
@@ -130,10 +135,10 @@ def _check_event(where: str, event: Any) -> None:
     tokens = records.integers(where, event, "tokens")
     extra_ids = records.integers(where, event, "extra_ids") if "extra_ids" in event else tokens
     if not tokens or len(extra_ids) != len(tokens):
-        wanted = "wanted at least one, and one id each"
+        wanted = "wanted at least one token, and an id for each"
         raise ValueError(f"{where}: tokens: got {len(tokens)} with {len(extra_ids)} extra ids, {wanted}")
-    if not all(-_WORD <= one < _WORD for one in (*tokens, *extra_ids)):
-        raise ValueError(f"{where}: tokens: got some beyond 32 bits, wanted i32")
+    if not all(-_WORD <= word < _WORD for word in (*tokens, *extra_ids)):
+        raise ValueError(f"{where}: tokens: got values beyond 32 bits, wanted i32")
     if event.get("parent") is None:
         records.integer(where, event, "namespace")
     elif len(parent := records.integers(where, event, "parent")) != 2:

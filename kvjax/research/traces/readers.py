@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published traces as values. A record that breaks its format is refused with its file and line."""
+"""Readers of published traces. An invalid record is an error with its file and line."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TwoParents = Literal["refuse", "rename"]
 
 
 def read_mooncake(path: str | pathlib.Path, *, block_size: int = 512, two_parents: TwoParents = "refuse") -> Trace:
-    """Reads a trace of Mooncake's form: JSON lines with `timestamp` (ms), lengths and `hash_ids`.
+    """Reads a trace in Mooncake's form: JSON lines with `timestamp` (ms), lengths and `hash_ids`.
 
     Args:
-      path: of the file.
-      block_size: tokens that an id stands for.
-      two_parents: as for `make_trace`; Mooncake's ids name whole prefixes, so an id with two parents is a mistake.
+      path: path of the file.
+      block_size: tokens per id.
+      two_parents: see `make_trace`. Mooncake's ids stand for whole prefixes, so an id with two parents is a mistake.
 
     Raises:
-      ValueError: for a record that is none of such a trace.
+      ValueError: for an invalid record.
 
     Source: github.com/kvcache-ai/Mooncake, FAST25-release.
     """
@@ -39,22 +39,23 @@ def read_mooncake(path: str | pathlib.Path, *, block_size: int = 512, two_parent
 
 
 def read_bailian(path: str | pathlib.Path, *, block_size: int = 16, two_parents: TwoParents = "rename") -> Trace:
-    """Reads a trace of Qwen-Bailian's form: JSON lines as Mooncake's with seconds, chats and types.
+    """Reads a trace in Qwen-Bailian's form: JSON lines like Mooncake's, with seconds, chats and types.
 
     An id is a hash of its block alone, so equal ids after different blocks are different prefixes. A request's session
-    is the chat that `parent_chat_id` leads back to, as far as the file has it; its class is its `type`.
+    is the first chat on its way of `parent_chat_id`, as far as the file has it. Its class is its `type`.
 
     Args:
-      path: of the file.
-      block_size: tokens that an id stands for.
-      two_parents: as for `make_trace`.
+      path: path of the file.
+      block_size: tokens per id.
+      two_parents: see `make_trace`.
 
     Raises:
-      ValueError: for a record that is none of such a trace.
+      ValueError: for an invalid record.
 
     Source: github.com/alibaba-edu/qwen-bailian-usagetraces-anon.
     """
-    columns, sessions = _Columns(), []
+    columns = _Columns()
+    sessions = []
     roots: dict[int, int] = {}
     for where, record in records.objects(path):
         chat, parent = (records.integer(where, record, name) for name in ("chat_id", "parent_chat_id"))
@@ -72,17 +73,17 @@ def read_azure(
 ) -> Trace:
     """Reads a trace of Azure's LLM inference: a table of TIMESTAMP, ContextTokens and GeneratedTokens.
 
-    It does not say which prompts share blocks. Without a model of sessions every block is its own and nothing hits;
-    with one, reuse is drawn at random. The trace's `notes` say which.
+    The table lacks the blocks shared by prompts. Without a model of sessions every block is unique and nothing hits.
+    With a model, reuse is random. The trace's `notes` tell which applies.
 
     Args:
-      path: of the file.
-      sessions: the model; None: no reuse.
+      path: path of the file.
+      sessions: the model of sessions; None disables reuse.
       block_size: tokens of a block.
-      max_blocks: the most blocks of all prompts together, whose ids take some 250 bytes each.
+      max_blocks: the maximum number of blocks of all prompts; an id takes some 250 bytes.
 
     Raises:
-      ValueError: for a record that is none of such a trace.
+      ValueError: for an invalid record.
 
     Source: github.com/Azure/AzurePublicDataset.
     """
@@ -96,70 +97,80 @@ def read_azure(
 def read_burst(
     path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16, max_blocks: int = 1 << 23
 ) -> Trace:
-    """Reads a trace of BurstGPT's form: a table with Timestamp (s), lengths, Model and Log Type.
+    """Reads a trace in BurstGPT's form: a table with Timestamp (s), lengths, Model and Log Type.
 
-    It does not say which prompts share blocks. Without a model of sessions every block is its own and nothing hits;
-    with one, reuse is drawn at random, or follows the column Session ID where the file has it. The trace's `notes` say
-    which. A request's class is its model and log type; a failed one has an answer of 0 tokens.
+    The table lacks the blocks shared by prompts. Without a model of sessions every block is unique and nothing hits.
+    With a model, reuse is random, or follows the column Session ID if the file has it. The trace's `notes` tell which
+    applies. A request's class is its model and log type. A failed request has an answer of 0 tokens.
 
     Args:
-      path: of the file.
-      sessions: the model; None: no reuse.
+      path: path of the file.
+      sessions: the model of sessions; None disables reuse.
       block_size: tokens of a block.
-      max_blocks: the most blocks of all prompts together, whose ids take some 250 bytes each.
+      max_blocks: the maximum number of blocks of all prompts; an id takes some 250 bytes.
 
     Raises:
-      ValueError: for a record that is none of such a trace.
+      ValueError: for an invalid record.
 
     Source: github.com/HPMLL/BurstGPT.
     """
-    columns, own_sessions = _Columns(), []
+    columns = _Columns()
+    source_sessions = []
     for where, row in _rows(path, ("Timestamp", "Model", "Request tokens", "Response tokens", "Log Type")):
         columns.add(where, row, 1000 * records.timestamp(where, row, "Timestamp"), "Request tokens", "Response tokens")
         total = columns.input_length[-1] + columns.output_length[-1]
         if "Total tokens" in row and records.count(where, row, "Total tokens") != total:
             raise ValueError(f"{where}: Total tokens: got {row['Total tokens']}, wanted {total}")
         columns.kinds.append(f"{row['Model']}, {row['Log Type']}")
-        # A request without a session is one of its own: no other has the same file and line.
-        own_sessions.append(row.get("Session ID", "").strip() or where)
-    has_sessions = own_sessions != columns.where
-    own_sessions = own_sessions if has_sessions else None
-    return _without_contents(columns, path, block_size, max_blocks, sessions, own_sessions)
+        # A request without a session gets its own: no other request has the same file and line.
+        source_sessions.append(row.get("Session ID", "").strip() or where)
+    has_sessions = source_sessions != columns.where
+    return _without_contents(columns, path, block_size, max_blocks, sessions, source_sessions if has_sessions else None)
 
 
 @dataclasses.dataclass
 class _Columns:
-    """The requests of a file so far, a list for each argument of `make_trace`; those without `kinds` have none."""
+    """The requests of a file so far, a list for each argument of `make_trace`. Without `kinds` there are no classes."""
 
     time: list[float] = dataclasses.field(default_factory=list)
     input_length: list[int] = dataclasses.field(default_factory=list)
     output_length: list[int] = dataclasses.field(default_factory=list)
-    hash_ids: list[list[int]] = dataclasses.field(default_factory=list)  # where the source has them
+    hash_ids: list[list[int]] = dataclasses.field(default_factory=list)  # if the source has them
     kinds: list[str] = dataclasses.field(default_factory=list)
     where: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, where: str, record: Mapping[str, Any], time: float, input_name: str, output_name: str) -> None:
-        """A request that came at `time` (ms), with its lengths in the fields of these names."""
+        """Adds a request at `time` (ms), with its lengths in the fields of these names."""
         self.time.append(time)
         self.input_length.append(records.count(where, record, input_name))
         self.output_length.append(records.count(where, record, output_name))
         self.where.append(where)
 
     def trace(self, path: str | pathlib.Path, block_size: int, **options: Any) -> Trace:
-        """The requests as a trace; at least one."""
+        """The requests as a trace, which needs at least one."""
         if not self.where:
             raise ValueError(f"{path}: got no requests, wanted at least one")
         return make_trace(
-            self.time, self.input_length, self.output_length, self.hash_ids, block_size,
-            kind=self.kinds or None, where=self.where, **options,
-        )  # fmt: skip
+            self.time,
+            self.input_length,
+            self.output_length,
+            self.hash_ids,
+            block_size,
+            kind=self.kinds or None,
+            where=self.where,
+            **options,
+        )
 
 
 def _without_contents(
-    columns: _Columns, path: str | pathlib.Path, block_size: int, max_blocks: int, model: Sessions | None,
-    own_sessions: list[str] | None,
-) -> Trace:  # fmt: skip
-    """A trace whose ids are made here, by the sessions of a model or those that the source has."""
+    columns: _Columns,
+    path: str | pathlib.Path,
+    block_size: int,
+    max_blocks: int,
+    model: Sessions | None,
+    source_sessions: list[str] | None,
+) -> Trace:
+    """A trace with ids made here, by the sessions of a model or of the source."""
     for where, tokens in zip(columns.where, columns.input_length, strict=True):
         if tokens < 1:
             raise ValueError(f"{where}: got a prompt of {tokens} tokens, wanted at least 1")
@@ -169,33 +180,37 @@ def _without_contents(
     records.check_blocks(zip(columns.where, num_blocks, strict=True), max_blocks)
     sessions: Sequence[Any] | None = None
     if model is None:
-        note = "The source does not say what prompts have in common: every block is its own, and nothing can hit."
-    elif own_sessions is not None:
-        sessions = own_sessions
-        note = "Reuse is assumed: each prompt begins with the full blocks of the one before it in its Session ID."
+        note = "The source lacks the blocks shared by prompts: every block is unique, and nothing can hit."
+    elif source_sessions is not None:
+        sessions = source_sessions
+        note = "Reuse is assumed: each prompt begins with the full blocks of the prompt before it in its Session ID."
     else:
-        sessions, note = model.draw(columns.input_length), f"Reuse is not measured but drawn at random: {model}."
+        sessions = model.draw(columns.input_length)
+        note = f"Reuse is not measured but random: {model}."
     columns.hash_ids = blocks_of(sessions, columns.input_length, block_size)
-    return columns.trace(path, block_size, session=own_sessions if sessions is None else sessions, notes=[note])
+    return columns.trace(path, block_size, session=source_sessions if sessions is None else sessions, notes=[note])
 
 
 FORMATS: dict[str, Callable[..., Trace]] = {
-    "mooncake": read_mooncake, "bailian": read_bailian, "azure": read_azure, "burst": read_burst,
+    "mooncake": read_mooncake,
+    "bailian": read_bailian,
+    "azure": read_azure,
+    "burst": read_burst,
     "events": read_events,
-}  # fmt: skip
+}
 
 
 def read_trace(path: str | pathlib.Path, format: str | None = None, **options: Any) -> Trace:
-    """Reads a trace of any form that has a reader.
+    """Reads a trace in any supported form.
 
     Args:
-      path: of the file.
-      format: one of `FORMATS`; None: that of the first line.
-      **options: of that reader.
+      path: path of the file.
+      format: a key of `FORMATS`; defaults to the form of the first line.
+      **options: options of the form's reader.
 
     Raises:
-      ValueError: for a form that no reader has, and for a file that the reader refuses. `make_trace` makes a trace of
-        requests that are in another form.
+      ValueError: for an unknown form, and for a file refused by the reader. Use `make_trace` for requests in another
+        form.
 
     Example:
       >>> import pathlib, tempfile
@@ -215,7 +230,7 @@ def read_trace(path: str | pathlib.Path, format: str | None = None, **options: A
 
 
 def _format_of(path: str | pathlib.Path) -> str:
-    """The format of a file by its first line."""
+    """The format of a file, from its first line."""
     where, line = next(records.lines(path), (f"{path}:1", ""))
     if line.startswith(("{", "[")):
         record = records.parse_batch(where, line)
@@ -229,21 +244,21 @@ def _format_of(path: str | pathlib.Path) -> str:
     if "Timestamp" in columns and "Request tokens" in columns:
         return "burst"
     raise ValueError(
-        f"{where}: got {line[:60]!r}, wanted the first line of {', '.join(FORMATS)}; kvjax.research.make_trace makes a "
-        "trace of requests in any other form"
+        f"{where}: got {line[:60]!r}, wanted the first line of {', '.join(FORMATS)}; use kvjax.research.make_trace for "
+        "requests in any other form"
     )
 
 
 def _rows(path: str | pathlib.Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
-    """(file:line, {column: text}) of every row of a table whose first line names the columns."""
+    """(file:line, {column: text}) of every row of a table. The first line has the names of the columns."""
     columns: list[str] = []
     for where, line in records.lines(path):
         cells = _cells(where, line)
         if not columns:
             columns = cells
-            lacks = [name for name in wanted if name not in columns]
-            if lacks:
-                raise ValueError(f"{where}: got the columns {line:.80}, wanted {', '.join(lacks)} too")
+            missing = [name for name in wanted if name not in columns]
+            if missing:
+                raise ValueError(f"{where}: got the columns {line:.80}, wanted {', '.join(missing)} too")
         elif len(cells) != len(columns):
             raise ValueError(f"{where}: got {len(cells)} cells, wanted {len(columns)}")
         else:
@@ -251,7 +266,7 @@ def _rows(path: str | pathlib.Path, wanted: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def _cells(where: str, line: str) -> list[str]:
-    """The cells of a row, of which any may be quoted."""
+    """The cells of a row. Any cell may be quoted."""
     try:
         return [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error as error:
@@ -259,7 +274,7 @@ def _cells(where: str, line: str) -> list[str]:
 
 
 def _date(where: str, text: str) -> float:
-    """Milliseconds since 1970 of a date and time. One without a zone is of UTC; fractions below 1 us are dropped."""
+    """Milliseconds since 1970 of a date and time. Without a zone it is UTC. Fractions below 1 us are dropped."""
     try:
         date = datetime.datetime.fromisoformat(text.strip())
     except ValueError as error:

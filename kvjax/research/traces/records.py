@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a file, a line each, and checked fields of them. Every refusal names the file and the line."""
+"""Lines of a file as records with checked fields. Every error message has the file and the line."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def lines(path: str | pathlib.Path) -> Iterator[tuple[str, str]]:
     """(file:line, the line) of every line that is not blank.
 
     Raises:
-      ValueError: for a file that is no text, and for a pipe or a device.
+      ValueError: for a file that is not text, and for a pipe or a device.
     """
-    number = 0
-    with open_regular(path, "rb") as file:  # a file of text reads ahead, and its errors tell no line
+    line_number = 0
+    with open_regular(path, "rb") as file:  # a text file would read ahead, so its errors could not tell the line
         for line in itertools.chain.from_iterable(part.rstrip(b"\r\n").split(b"\r") for part in file):
-            number += 1
+            line_number += 1
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                text = line.decode("utf-8-sig" if line_number == 1 else "utf-8").strip()
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}:{number}: got bytes that are no UTF-8, wanted text") from error
+                raise ValueError(f"{path}:{line_number}: got bytes that are not UTF-8, wanted text") from error
             if text:
-                yield f"{path}:{number}", text
+                yield f"{path}:{line_number}", text
 
 
 def parse_json(where: str, line: str) -> Any:
@@ -52,21 +52,21 @@ def objects(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_batch(where: str, line: str) -> Any:
-    """The value of a line of JSON, whose records are not in an array together."""
+    """The value of a line of JSON. An array of records is an error."""
     if line.startswith("[") and line[1:].lstrip()[:1] in ("", "{"):
         raise ValueError(f"{where}: got a JSON array of objects, wanted JSON lines: an object a line, without brackets")
     return parse_json(where, line)
 
 
 def check_blocks(requests: Iterable[tuple[str, int]], max_blocks: int) -> None:
-    """Refuses requests of too many blocks before their ids are made: a short line could make gigabytes of them.
+    """Refuses requests of too many blocks before their ids are made, since a short line could make gigabytes of ids.
 
     Args:
-      requests: the file and line, and the number of blocks, of each.
-      max_blocks: the most blocks of all requests together.
+      requests: the file and line of each request, and its number of blocks.
+      max_blocks: the maximum number of blocks of all requests.
 
     Raises:
-      ValueError: for the first request that has too many, or with which the trace has too many.
+      ValueError: for the first request with too many blocks, or beyond `max_blocks`.
     """
     total = 0
     for where, num_blocks in requests:
@@ -78,9 +78,9 @@ def check_blocks(requests: Iterable[tuple[str, int]], max_blocks: int) -> None:
 
 
 def field(where: str, record: Mapping[str, Any], name: str) -> Any:
-    """A field that has to be there."""
+    """A required field."""
     if name not in record:
-        raise ValueError(f"{where}: {name}: got no such field, wanted one")
+        raise ValueError(f"{where}: {name}: got no such field, wanted a value")
     return record[name]
 
 
@@ -93,9 +93,9 @@ def integer(where: str, record: Mapping[str, Any], name: str) -> int:
 
 
 def count(where: str, record: Mapping[str, Any], name: str) -> int:
-    """A number of tokens: an integer that fits 32 bits, or its decimal digits."""
+    """A number of tokens: an integer of 32 bits, or its decimal digits."""
     value = field(where, record, name)
-    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 100:  # int takes no more than 4300 digits
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 100:  # int() accepts at most 4300 digits
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
         raise ValueError(f"{where}: {name}: got {value!r:.40}, wanted an integer from 0 to {_LARGEST}")
@@ -103,20 +103,20 @@ def count(where: str, record: Mapping[str, Any], name: str) -> int:
 
 
 def timestamp(where: str, record: Mapping[str, Any], name: str) -> float:
-    """A finite number, or the text of one; seconds are finite as milliseconds too."""
+    """A finite number, or its text. Seconds must be finite as milliseconds too."""
     value = field(where, record, name)
     try:
-        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+        time = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(1000 * number):
+        time = math.nan
+    if not math.isfinite(1000 * time):
         raise ValueError(f"{where}: {name}: got {value!r:.40}, wanted a finite number")
-    return number
+    return time
 
 
 def integers(where: str, record: Mapping[str, Any], name: str) -> list[int]:
     """A list of integers, such as the hashes of a prompt's blocks."""
     value = field(where, record, name)
-    if not isinstance(value, list) or any(type(one) is not int for one in value):
+    if not isinstance(value, list) or any(type(element) is not int for element in value):
         raise ValueError(f"{where}: {name}: got {value!r:.40}, wanted a list of integers")
     return value

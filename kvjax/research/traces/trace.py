@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace: the requests that came to a server, and which blocks of their prompts are equal."""
+"""A trace: the requests to a server, and the equal blocks of their prompts."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _LARGEST = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order in which they came.
+    """Requests in the order of their arrival.
 
-    A block has an id. Equal ids are equal prefixes: a block and all before it. So each id follows one and the same
-    parent, and the ids form a forest. They are numbered from 0 in the order of their first use; a parent comes before
-    its children. `make_trace` builds one and checks it.
+    Each block has an id. Equal ids are equal prefixes: a block and all blocks before it. So an id always follows the
+    same parent, and the ids form a forest. Ids are numbered from 0 in the order of their first use, so a parent comes
+    before its children. `make_trace` builds and checks a trace.
 
     Attributes:
-      time: f64[R] ms; when each request came.
+      time: f64[R] ms; the arrival of each request.
       input_length: i32[R]; tokens of its prompt.
       output_length: i32[R]; tokens of its answer.
-      ids: i32[K]; the blocks of all prompts, one prompt behind the other.
-      starts: i32[R + 1]; where in `ids` each prompt begins, and behind the last one where it ends.
-      parent: i32[D]; the id before each id, -1 where a prompt begins.
-      block_size: tokens of a block. The last block of a prompt may be filled in part.
+      ids: i32[K]; the blocks of all prompts, prompt after prompt.
+      starts: i32[R + 1]; the index in `ids` of each prompt's first block, and at the end the length of `ids`.
+      parent: i32[D]; the id before each id, or -1 at the beginning of a prompt.
+      block_size: tokens of a block. The last block of a prompt may be partly filled.
       kind: i32[R] or None; the class of each request, an index into `kinds`.
       kinds: names of the classes.
-      session: i32[R] or None; requests of equal numbers are turns of one session.
-      notes: caveats for the reader of a figure, such as reuse that was drawn at random.
+      session: i32[R] or None; the session of each request. The requests of a session are its turns.
+      notes: caveats for readers of figures, such as randomly generated reuse.
 
     Example:
       >>> from kvjax import research
       >>> trace = research.make_trace([0, 5, 9], [12, 8, 10], [0, 0, 0], [[1, 2, 3], [4, 5], [1, 2, 6]], block_size=4)
-      >>> trace.lengths.tolist(), trace.full.tolist()  # the last block of the last prompt is filled in part
+      >>> trace.lengths.tolist(), trace.full.tolist()  # the last block of the last prompt is partly filled
       ([3, 2, 3], [3, 2, 2])
     """
 
@@ -55,36 +55,42 @@ class Trace:
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """R."""
+        """The number of requests, R."""
         return len(self.time)
 
     def __getitem__(self, part: slice) -> Trace:
-        """The requests of a slice without a step, as a trace of their own; their ids are numbered anew."""
+        """The requests of a slice without a step, as a trace with newly numbered ids."""
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise ValueError(f"trace[part]: got {part!r}, wanted a slice without a step")
         first, last, _ = part.indices(len(self))
         last = max(first, last)
         ids, parent = _forest([self.blocks(request).tolist() for request in range(first, last)])
-        some = lambda values: None if values is None else values[first:last]  # noqa: E731
+        part_of = lambda values: None if values is None else values[first:last]  # noqa: E731
         return dataclasses.replace(
-            self, time=self.time[first:last], input_length=self.input_length[first:last],
-            output_length=self.output_length[first:last], ids=ids, parent=parent,
-            starts=self.starts[first : last + 1] - self.starts[first], kind=some(self.kind), session=some(self.session),
-        )  # fmt: skip
+            self,
+            time=self.time[first:last],
+            input_length=self.input_length[first:last],
+            output_length=self.output_length[first:last],
+            ids=ids,
+            parent=parent,
+            starts=self.starts[first : last + 1] - self.starts[first],
+            kind=part_of(self.kind),
+            session=part_of(self.session),
+        )
 
     @property
     def num_ids(self) -> int:
-        """D."""
+        """The number of distinct ids, D."""
         return len(self.parent)
 
     @property
     def lengths(self) -> np.ndarray:
-        """i32[R]; blocks of each prompt."""
+        """i32[R]; the number of blocks of each prompt."""
         return np.diff(self.starts)
 
     @property
     def full(self) -> np.ndarray:
-        """i32[R]; full blocks of each prompt: all, or all but the last one."""
+        """i32[R]; the number of full blocks of each prompt: all blocks, or all but the last."""
         return np.minimum(self.input_length // self.block_size, self.lengths)
 
     @property
@@ -103,7 +109,7 @@ class Trace:
 
 
 def next_uses(ids: np.ndarray) -> np.ndarray:
-    """i64[K]; the index of the next equal id of ids i32[K], -1 where there is none."""
+    """i64[K]; the index of the next equal id for ids i32[K], or -1."""
     order = np.argsort(ids, kind="stable")
     again = ids[order[1:]] == ids[order[:-1]]
     following = np.full(len(ids), -1, np.int64)
@@ -112,30 +118,31 @@ def next_uses(ids: np.ndarray) -> np.ndarray:
 
 
 def previous_uses(ids: np.ndarray) -> np.ndarray:
-    """i64[K]; the index of the equal id before, -1 where there is none; see `next_uses`."""
+    """i64[K]; the index of the previous equal id, or -1. See `next_uses`."""
     following = next_uses(ids[::-1])
     return np.where(following >= 0, len(ids) - 1 - following, -1)[::-1]
 
 
 class Runs(NamedTuple):
-    """Runs of blocks that come back together, in the order of their blocks in the trace.
+    """Runs of blocks that are reused together, in the order of their blocks in the trace.
 
-    All blocks of a prompt share one history: a parent was used whenever one of its children was. So the blocks of a
-    prompt fall into runs that the same prompt used last, the latest of them first, and a run has the same depth in both
+    All blocks of a prompt share a history: a parent was used whenever a child was. So the blocks of a prompt fall into
+    runs, and each run was last used by the same prompt. Later prompts come first, and a run has the same depth in both
     prompts. The whole trace of Mooncake has 28,621 runs of 288,500 blocks.
     """
 
-    request: np.ndarray  # i32[U]; the prompt that has the run
-    before: np.ndarray  # i32[U]; the last prompt before it that used these blocks, -1 if none did
-    depth: np.ndarray  # i32[U]; the column of its first block, in the prompt and in the one before
-    length: np.ndarray  # i32[U]; its blocks
+    request: np.ndarray  # i32[U]; the prompt with the run
+    before: np.ndarray  # i32[U]; the previous prompt that used these blocks, or -1
+    depth: np.ndarray  # i32[U]; the column of its first block, equal in both prompts
+    length: np.ndarray  # i32[U]; its number of blocks
 
 
 def runs(trace: Trace, used: np.ndarray) -> Runs:
-    """The runs of the first used i32[R] blocks of each prompt; the others are as if they were not there."""
-    request, depth = trace.owners, trace.depths
-    is_used = depth < used[request]
-    request, depth, ids = request[is_used], depth[is_used], trace.ids[is_used]
+    """The runs of the first used i32[R] blocks of each prompt. The other blocks are ignored."""
+    is_used = trace.depths < used[trace.owners]
+    request = trace.owners[is_used]
+    depth = trace.depths[is_used]
+    ids = trace.ids[is_used]
     previous = previous_uses(ids)
     before = np.where(previous >= 0, request[previous], np.int32(-1))
     begins = np.ones(len(ids), np.bool_)
@@ -158,23 +165,23 @@ def make_trace(
     notes: Sequence[str] = (),
     where: Sequence[str] | None = None,
 ) -> Trace:
-    """A trace of requests whose blocks have any ids.
+    """Makes a trace of requests whose blocks have any ids.
 
     Args:
-      time: ms, finite and never less than that of the request before.
+      time: arrival times in ms, finite and in ascending order.
       input_length: tokens of each prompt, at least 1.
       output_length: tokens of each answer, at least 0.
-      hash_ids: the ids of each prompt, one for each begun block of `block_size` tokens.
-      block_size: tokens.
-      two_parents: what to do with an id that follows different ids in different prompts, as a hash of the block's own
-        tokens does. "rename" tells prefixes apart by all their ids; "refuse" raises.
-      kind: the name of each request's class; None: there are no classes.
-      session: the session of each request, any value; None: the source does not say.
-      notes: see `Trace`.
-      where: the source of each request, for messages; None: its number.
+      hash_ids: the ids of each prompt, an id for each begun block of `block_size` tokens.
+      block_size: tokens of a block.
+      two_parents: the treatment of an id after different ids in different prompts, such as a hash of the block's own
+        tokens. "rename" distinguishes prefixes by all their ids, "refuse" raises.
+      kind: the name of each request's class; None means no classes.
+      session: the session of each request, any value; None means unknown.
+      notes: the trace's `notes`.
+      where: the source of each request for error messages; defaults to its index.
 
     Raises:
-      ValueError: for a request that is not as said; the message says which one.
+      ValueError: for an invalid request, with its source.
 
     Example:
       >>> from kvjax import research
@@ -184,21 +191,22 @@ def make_trace(
       >>> trace.parent.tolist()
       [-1, 0, 1, -1, 3, 1]
     """
-    number = len(hash_ids)
-    where = where if where is not None else [f"request {n}" for n in range(number)]
+    num_prompts = len(hash_ids)
+    where = where if where is not None else [f"request {n}" for n in range(num_prompts)]
     fields = {"time": time, "input_length": input_length, "output_length": output_length, "kind": kind}
     for name, values in (fields | {"session": session}).items():
-        if values is not None and len(values) != number:
-            raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
+        if values is not None and len(values) != num_prompts:
+            raise ValueError(f"{name}: got {len(values)} values, wanted a value for each of {num_prompts} prompts")
     block_size = static_int("block_size", block_size, 1)
     prompts = _tokens("input_length", input_length, where, 1)
     answers = _tokens("output_length", output_length, where, 0)
     times = _times(time, where)
     for n, tokens in enumerate(prompts.tolist()):
-        blocks, begun = len(hash_ids[n]), -(-tokens // block_size)
-        if blocks != begun:
-            wanted = f"{begun} for {tokens} tokens in blocks of {block_size}"
-            raise ValueError(f"{where[n]}: hash_ids: got {blocks}, wanted {wanted}")
+        num_blocks = len(hash_ids[n])
+        num_begun = -(-tokens // block_size)
+        if num_blocks != num_begun:
+            wanted = f"{num_begun} for {tokens} tokens in blocks of {block_size}"
+            raise ValueError(f"{where[n]}: hash_ids: got {num_blocks}, wanted {wanted}")
     if len(late := np.flatnonzero(np.diff(times) < 0) + 1):
         n = int(late[0])
         raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
@@ -206,13 +214,22 @@ def make_trace(
     starts = np.cumsum([0, *map(len, hash_ids)], dtype=np.int32)
     kinds = () if kind is None else tuple(dict.fromkeys(kind))
     return Trace(
-        times, prompts, answers, ids, starts, parent, block_size, _numbered(kind), kinds, _numbered(session),
+        times,
+        prompts,
+        answers,
+        ids,
+        starts,
+        parent,
+        block_size,
+        _numbered(kind),
+        kinds,
+        _numbered(session),
         tuple(notes),
-    )  # fmt: skip
+    )
 
 
 def _tokens(name: str, values: Sequence[int], where: Sequence[str], minimum: int) -> np.ndarray:
-    """i32[R]; the tokens of each request, at least `minimum`; a ValueError that names the request."""
+    """i32[R]; the tokens of each request, at least `minimum`. Other values are a ValueError with the source."""
     for n, value in enumerate(values):
         is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not is_integer or not minimum <= value <= _LARGEST:
@@ -221,7 +238,7 @@ def _tokens(name: str, values: Sequence[int], where: Sequence[str], minimum: int
 
 
 def _times(values: Sequence[float], where: Sequence[str]) -> np.ndarray:
-    """f64[R]; when each request came; a ValueError that names the request."""
+    """f64[R]; the arrival of each request. Other values are a ValueError with the source."""
     for n, value in enumerate(values):
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not is_number or not np.isfinite(np.float64(value)):
@@ -232,7 +249,7 @@ def _times(values: Sequence[float], where: Sequence[str]) -> np.ndarray:
 def _forest(
     hash_ids: Sequence[Sequence[int]], two_parents: str = "rename", where: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of all prompts, i32[K], numbered by first use; and the parent of each, i32[D]; see `make_trace`."""
+    """The ids of all prompts, i32[K], numbered by first use, and the parent of each, i32[D]. See `make_trace`."""
     numbers: dict[tuple[int, int], int] = {}  # (parent, id of the source) -> id
     parents: dict[int, int] = {}  # id of the source -> its parent
     ids: list[int] = []
@@ -242,8 +259,8 @@ def _forest(
         for hash_id in prompt:
             if two_parents == "refuse" and parents.setdefault(hash_id, above) != above:
                 raise ValueError(
-                    f"{where[n]}: hash_ids: {hash_id} follows another block than before, wanted one parent for each "
-                    'id (two_parents="rename" tells equal ids by the blocks before them)'
+                    f"{where[n]}: hash_ids: {hash_id} follows another block than before, wanted the same parent for "
+                    'each id (two_parents="rename" distinguishes equal ids by the blocks before them)'
                 )
             block = numbers.setdefault((above, hash_id), len(parent))
             if block == len(parent):
@@ -254,6 +271,6 @@ def _forest(
 
 
 def _numbered(values: Sequence[object] | None) -> np.ndarray | None:
-    """i32[R]; equal numbers for equal values, from 0 in order of first use; None for None."""
+    """i32[R]; equal numbers for equal values, from 0 in order of first use. None for None."""
     seen: dict[object, int] = {}
     return None if values is None else np.asarray([seen.setdefault(value, len(seen)) for value in values], np.int32)

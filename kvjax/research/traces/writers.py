@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces as files for other tools: Mooncake's JSON lines, and libCacheSim's tables, text and binary."""
+"""Writes traces for other tools: Mooncake's JSON lines, and libCacheSim's tables in text and binary form."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from kvjax._files import create
 from kvjax.research.traces.trace import Trace, next_uses
 
-# libCacheSim's oracleGeneral: seconds, object, bytes, number of the next access to the object; packed.
+# libCacheSim's oracleGeneral: seconds, object, bytes, index of the next access to the object; packed.
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
 
 
 def write_mooncake(trace: Trace, path: str | pathlib.Path) -> None:
     """Writes JSON lines with `timestamp` (ms), lengths and `hash_ids`.
 
-    `read_mooncake` with the trace's block size gives it back without classes, sessions and notes.
+    `read_mooncake` with the trace's block size restores it, except classes, sessions and notes.
 
     Example:
       >>> import pathlib, tempfile
@@ -31,25 +31,25 @@ def write_mooncake(trace: Trace, path: str | pathlib.Path) -> None:
       {"timestamp": 5, "input_length": 12, "output_length": 2, "hash_ids": [0, 1, 3]}
     """
     with create(path, encoding="utf-8") as file:
-        for number in range(len(trace)):
-            time = float(trace.time[number])
+        for request in range(len(trace)):
+            time = float(trace.time[request])
             record = {
                 "timestamp": int(time) if time.is_integer() else time,
-                "input_length": int(trace.input_length[number]),
-                "output_length": int(trace.output_length[number]),
-                "hash_ids": trace.blocks(number).tolist(),
+                "input_length": int(trace.input_length[request]),
+                "output_length": int(trace.output_length[request]),
+                "hash_ids": trace.blocks(request).tolist(),
             }
             file.write(json.dumps(record) + "\n")
 
 
 def write_libcachesim_csv(trace: Trace, path: str | pathlib.Path) -> None:
-    """Writes a table of references for libCacheSim: time (s), object, size, and the number of the next access.
+    """Writes a table of references for libCacheSim: time (s), object, size, and the index of the next access.
 
-    Blocks are objects of size 1, referenced singly; the table does not say that a block needs those before it. A
-    prompt's last block comes first, as kvjax releases them. The next access is -1 where there is none.
+    Blocks are objects of size 1 with a reference each. The table cannot express that a block needs the blocks before
+    it. A prompt's last block comes first, in the order of kvjax's releases. The next access is -1 if there is none.
 
-    The columns are 1 to 4, under a header. libCacheSim 0.3.5 ignores the fourth one, so that its Belady is wrong there:
-    that one needs `write_oracle_general`.
+    The columns are 1 to 4, under a header. libCacheSim 0.3.5 ignores the fourth column, so its Belady is wrong for this
+    table. Use `write_oracle_general` for Belady.
     """
     with create(path, encoding="utf-8") as file:
         file.write("time,object,size,next\n")
@@ -57,9 +57,9 @@ def write_libcachesim_csv(trace: Trace, path: str | pathlib.Path) -> None:
 
 
 def write_oracle_general(trace: Trace, path: str | pathlib.Path) -> None:
-    """Writes libCacheSim's oracleGeneral: 24 bytes a reference, little-endian, as `ORACLE_GENERAL` has them.
+    """Writes libCacheSim's oracleGeneral: 24 bytes for each reference, little-endian, in the form of `ORACLE_GENERAL`.
 
-    References as in `write_libcachesim_csv`, next accesses included.
+    The references are equal to `write_libcachesim_csv`, including the next accesses.
     """
     with create(path, "wb") as file:
         file.write(_references(trace).tobytes())

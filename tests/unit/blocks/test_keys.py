@@ -54,7 +54,7 @@ def test_versions_of_weights_are_namespaces_that_no_salt_can_name():
     assert names(weights=np.int32(17)) == names(weights="17") == names(weights=17)
     salt, _ = names.describe(names("a", weights=1))
     assert salt == Namespaces.salted("a", 1) and "a" in salt
-    with pytest.raises(ValueError, match=r"salt: got .*, wanted one that does not begin with 'kvjax-weights:'"):
+    with pytest.raises(ValueError, match=r"salt: got .*, wanted a salt that does not begin with 'kvjax-weights:'"):
         names(salt)
     for weights in (1.5, True, b"a"):
         with pytest.raises(ValueError, match=r"^weights: got .*, wanted a str, an int or None"):
@@ -103,14 +103,14 @@ def test_a_lent_number_ends_with_its_last_borrower_and_is_never_given_out_again(
     again = pickle.loads(pickle.dumps(names))
     for restored in (Namespaces.from_dict(json.loads(json.dumps(names.to_dict()))), again):
         assert len(restored) == 2 and restored("b") == other and restored("c") == 4
-    with pytest.raises(ValueError, match=r"^salt: got .*, wanted one that does not begin with 'kvjax-weights:'"):
+    with pytest.raises(ValueError, match=r"^salt: got .*, wanted a salt that does not begin with 'kvjax-weights:'"):
         names.lend(Namespaces.salted("a", 1))
 
 
 def test_numbers_end_at_those_of_an_i32():
     names = Namespaces.from_dict({"version": 2, "namespaces": [[0, None, None]], "next": 2**31 - 1})
     assert names("a") == 2**31 - 1 == names("a")
-    with pytest.raises(RuntimeError, match=r"^all 2,147,483,648 numbers of namespaces were given out"):
+    with pytest.raises(RuntimeError, match=r"^all 2,147,483,648 numbers of namespaces are in use or were used"):
         names("b")
     assert Namespaces.from_dict(names.to_dict())("a") == 2**31 - 1
 
@@ -118,8 +118,8 @@ def test_numbers_end_at_those_of_an_i32():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ([], r"got \[\], wanted what Namespaces.to_dict gives"),
-        ({"more": 1}, r"got \{.*\}, wanted what Namespaces.to_dict gives"),
+        ([], r"got \[\], wanted the result of Namespaces.to_dict"),
+        ({"more": 1}, r"got \{.*\}, wanted the result of Namespaces.to_dict"),
         ({"version": 3}, "got version 3, wanted 2 with next, or 1 without"),
         ({"version": 1}, "got version 1, wanted 2 with next"),
         ({"version": True}, "got version True, wanted 2 with next"),

@@ -134,16 +134,16 @@ def test_cleared_is_about_one_group():
 @pytest.mark.parametrize(
     ("events", "complaint"),
     [
-        ([A, A], r"got stored of node \(0, 2, 5\), wanted one that is new"),
-        ([B], r"got stored under node \(0, 2, 5\), wanted one that the mirror has: fold\(events, mirror\)"),
+        ([A, A], r"got stored of node \(0, 2, 5\), wanted a new node"),
+        ([B], r"got stored under node \(0, 2, 5\), wanted a node of the mirror: fold\(events, mirror\)"),
         (
             [{**A, "kind": "removed"}],
-            r"got removed of node \(0, 2, 5\), wanted one that the mirror has: fold\(events, mirror\)",
+            r"got removed of node \(0, 2, 5\), wanted a node of the mirror: fold\(events, mirror\)",
         ),
-        ([{**A, "kind": "updated"}], r"got updated of node \(0, 2, 5\), wanted one that the mirror has"),
+        ([{**A, "kind": "updated"}], r"got updated of node \(0, 2, 5\), wanted a node of the mirror"),
         (
             [A, {**A, "kind": "removed", "generation": 4}],
-            r"got removed of node \(0, 2, 4\), wanted one that the mirror has",
+            r"got removed of node \(0, 2, 4\), wanted a node of the mirror",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_what_cannot_have_happened_is_refused(events, complaint):
 
 def test_fold_wants_decoded_events():
     for events in (SOME, init_log(3, 4)):
-        with pytest.raises(ValueError, match=r"^events: got Event\w+, wanted the list that to_list makes of it"):
+        with pytest.raises(ValueError, match=r"^events: got Event\w+, wanted a list from to_list"):
             kvjax.fold(events)
 
 

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.events import NodeMap
 from kvjax.events.host_events import arrays, host_events
-from kvjax.interop import together
+from kvjax.interop import combine_listeners
 from kvjax.interop.hashing import Hashing
 from kvjax.interop.vllm import Encoder
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
@@ -42,7 +42,7 @@ def test_a_map_takes_what_its_copy_has_not_seen():
 
 
 STORED = [stored(1, 5, 0, [1, 2, 3, 4]), stored(2, 1, (1, 5), [5])]
-NEW, LACKS = "wanted one that is new", r"wanted one that the map has: begin with `attach\(state\)`"
+NEW, LACKS = "wanted a new node", r"wanted a node of the map: begin with `attach\(state\)`"
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_what_cannot_have_happened_is_refused(events, complaint):
 @pytest.mark.parametrize(
     ("events", "complaint"),
     [
-        (None, "events: got NoneType, wanted Events, an EventLog or what to_list makes of it"),
+        (None, "events: got NoneType, wanted Events, an EventLog or a list from to_list"),
         ("stored", "events: got str, wanted Events"),
-        ([{"kind": "gone"}], "events: got .*, wanted an event as to_list makes it"),
-        ([{"kind": "stored", "block": 1}], "events: got .*, wanted an event as to_list makes it"),
-        ([stored(1, 1, 0, [1, 2, 3, 4, 5])], "events: got .*, wanted an event as to_list makes it"),
+        ([{"kind": "gone"}], "events: got .*, wanted an event of to_list"),
+        ([{"kind": "stored", "block": 1}], "events: got .*, wanted an event of to_list"),
+        ([stored(1, 1, 0, [1, 2, 3, 4, 5])], "events: got .*, wanted an event of to_list"),
         (
             arrays_of([], spec_of("extra ids")),
             r"events: got blocks of {'tokens': 4, 'extra_ids': 4}, wanted",
@@ -110,7 +110,7 @@ def test_events_may_have_leading_axes_and_are_copied():
 @pytest.mark.parametrize("log", [False, True])
 def test_listeners_together_get_one_batch_and_a_copy_on_the_host(log):
     got, nodes = [], [NodeMap(PLAIN) for _ in range(2)]
-    listener = together(PLAIN, got.append, *(one.fold for one in nodes))
+    listener = combine_listeners(PLAIN, got.append, *(one.fold for one in nodes))
     listener(jax.device_put(arrays_of(STORED, PLAIN, log=log)))
     listener(jax.device_put(arrays_of([removed(2, 1)], PLAIN, log=log)))
     first, second = got
@@ -147,7 +147,7 @@ def test_listeners_together_fold_once_and_hash_once_for_each_key(monkeypatch):
 
     monkeypatch.setattr(Hashing, "hash", counted)
     one, same, other, nodes = Listener(), Listener(form="array"), Listener(key=b"secret"), NodeMap(PLAIN)
-    listener = together(PLAIN, nodes.fold, one.write, same.write, other.write)
+    listener = combine_listeners(PLAIN, nodes.fold, one.write, same.write, other.write)
     listener(arrays_of(STORED, PLAIN))
     assert hashed == [2, 2] and nodes.groups is one.nodes.groups is same.nodes.groups is not other.nodes.groups
     assert [len(each.payloads) for each in (one, same, other)] == [1, 1, 1] and one.payloads != other.payloads
@@ -156,7 +156,7 @@ def test_listeners_together_fold_once_and_hash_once_for_each_key(monkeypatch):
 
 def test_maps_that_share_part_when_one_gets_events_alone_or_is_attached():
     maps = [NodeMap(PLAIN) for _ in range(3)]
-    listener = together(PLAIN, *(one.fold for one in maps))
+    listener = combine_listeners(PLAIN, *(one.fold for one in maps))
     listener(arrays_of(STORED, PLAIN))
     assert maps[0].groups is maps[1].groups is maps[2].groups
     maps[0].fold([removed(2, 1)])
@@ -180,7 +180,7 @@ def test_events_that_change_no_index_leave_those_who_share_together():
                 self.nodes.fold(events)
 
     source, nodes = Publisher(), NodeMap(PLAIN)
-    listener = together(PLAIN, nodes.fold, source.publish)
+    listener = combine_listeners(PLAIN, nodes.fold, source.publish)
     for events in (STORED, [], [removed(2, 1)]):
         listener(arrays_of(events, PLAIN))
     assert source.nodes.groups is nodes.groups and len(nodes) == 1
@@ -189,22 +189,22 @@ def test_events_that_change_no_index_leave_those_who_share_together():
 def test_maps_of_other_contents_do_not_share():
     one, other = NodeMap(PLAIN), NodeMap(PLAIN)
     one.fold(STORED)
-    together(PLAIN, one.fold, other.fold)
+    combine_listeners(PLAIN, one.fold, other.fold)
     assert one.groups is not other.groups and len(other) == 0
 
 
 def test_a_map_that_missed_events_of_those_who_share_says_so():
     one, other = NodeMap(PLAIN), NodeMap(PLAIN)
-    together(PLAIN, one.fold, other.fold)
+    combine_listeners(PLAIN, one.fold, other.fold)
     shared = dataclasses.replace(host_events(arrays_of(STORED, PLAIN), PLAIN), is_shared=True)
     one.fold(shared)
-    with pytest.raises(ValueError, match=r"^events: got some after others that were left out, wanted `attach"):
+    with pytest.raises(ValueError, match=r"^events: got events after others that were left out, wanted `attach"):
         other.fold(host_events(arrays_of([removed(2, 1)], PLAIN), PLAIN))
 
 
 def test_impossible_events_are_impossible_for_all_who_share():
     one, other = Listener(), Listener()
-    together(PLAIN, one.write, other.write)(arrays_of([removed(2, 1)], PLAIN))
+    combine_listeners(PLAIN, one.write, other.write)(arrays_of([removed(2, 1)], PLAIN))
     assert one.errors == other.errors and "removed of node (0, 2, 1)" in str(one.errors[0])
 
 

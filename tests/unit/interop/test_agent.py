@@ -22,7 +22,7 @@ import kvjax
 from kvjax.blocks.hashes import first_64_bits
 from kvjax.interop import hashing
 from kvjax.interop.agent import Agent, messages, service, services
-from kvjax.interop.agent.service import MOST_HASHES
+from kvjax.interop.agent.service import MAX_HASHES
 from tests.drive import TIMEOUT
 from tests.unit.debug import stories
 from tests.unit.interop.forest import named, spec_of
@@ -159,18 +159,18 @@ def test_who_subscribes_while_events_come_misses_none_and_gets_none_twice():
 
 
 def test_a_large_state_comes_in_pieces():
-    spec = kvjax.make_spec(num_blocks=MOST_HASHES + 10, max_seqs=1, max_length=4, block_size=1)
+    spec = kvjax.make_spec(num_blocks=MAX_HASHES + 10, max_seqs=1, max_length=4, block_size=1)
     sizes = []
     with agent(spec) as source, grpc.insecure_channel(source.address) as channel:
-        source.publish([stored(block, 1, 0, [block]) for block in range(MOST_HASHES + 10)])
+        source.publish([stored(block, 1, 0, [block]) for block in range(MAX_HASHES + 10)])
         assert source.flush(LONG)
         for message in channel.unary_stream(METHOD)(b""):
             update = messages.KVCacheStateUpdate.FromString(message)
             sizes.append((len(update.cache_ids), len(message) < 1 << 20))
             if update.snapshot_end:
                 break
-    assert sizes == [(MOST_HASHES, True), (10, True), (0, True)]
-    assert MOST_HASHES * 2 * (2 + len(str(2**64))) < 1 << 20
+    assert sizes == [(MAX_HASHES, True), (10, True), (0, True)]
+    assert MAX_HASHES * 2 * (2 + len(str(2**64))) < 1 << 20
 
 
 # Fill levels.

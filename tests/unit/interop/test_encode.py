@@ -257,13 +257,13 @@ def test_adapters_and_salts():
     plain = events_of(Encoder(SPEC, names=names, salts="plain").encode(store))
     assert [event.get("cache_salt") for event in plain[:4]] == [None, "tenant a", None, "tenant b"]
     omitted = Encoder(SPEC, names=names, salts="omit")
-    assert len(events_of(omitted.encode(store))) == 2 and omitted.left_out == {"salt_omitted": 4}
+    assert len(events_of(omitted.encode(store))) == 2 and omitted.unpublished_counts == {"salt_omitted": 4}
 
 
 def test_a_form_without_fields_leaves_out_who_needs_them():
     names, encoder = namespaces(), Encoder(SPEC, names=namespaces(), form="array-0.11")
     store = [stored(b, 1, b, [1] * 4) for b in range(4)]
-    assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {"form_without_field": 3}
+    assert len(events_of(encoder.encode(store))) == 1 and encoder.unpublished_counts == {"form_without_field": 3}
     assert names.describe(3) == ("tenant b", 3)
 
 
@@ -271,7 +271,7 @@ def test_namespaces_that_were_never_given_out_are_left_out_with_all_below():
     names = kvjax.Namespaces()
     encoder = Encoder(SPEC, names=names)
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2])]
-    assert encoder.encode(store) == [] and encoder.left_out == {"unknown_namespace": 2}
+    assert encoder.encode(store) == [] and encoder.unpublished_counts == {"unknown_namespace": 2}
     names(salt="late")
     assert encoder.encode([stored(4, 1, (1, 1), [3] * 4)]) == []  # a child stays with its parent
     assert encoder.encode([stored(5, 1, 1, [3] * 4)]) != []
@@ -309,7 +309,7 @@ def test_blocks_with_extra_ids_are_left_out_where_these_have_no_names():
     store = [with_ids(1, 0, [0] * 4), with_ids(2, (1, 1), [0, 7, 0, 0]), with_ids(3, (2, 1), [0] * 4)]
     for options, reason in (({}, "extra_id_without_name"), ({"form": "array-0.11"}, "form_without_field")):
         encoder = Encoder(EXTRA, **options)
-        assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {reason: 2}
+        assert len(events_of(encoder.encode(store))) == 1 and encoder.unpublished_counts == {reason: 2}
 
 
 def test_a_salt_and_extra_ids_in_arrays():
@@ -329,7 +329,7 @@ def test_of_two_blocks_with_one_name_the_second_is_left_out_with_all_below(monke
     one, two = names(lora=3), names(lora=4)
     encoder = Encoder(SPEC, names=names, lora_names={3: "4"})
     store = [stored(1, 1, one, [1] * 4), stored(2, 1, two, [1] * 4), stored(3, 1, (2, 1), [2] * 4)]
-    assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {"collision": 2}
+    assert len(events_of(encoder.encode(store))) == 1 and encoder.unpublished_counts == {"collision": 2}
     later = [stored(4, 1, two, [2] * 4), stored(5, 1, one, [2] * 4)]
     assert len(events_of(encoder.encode(later[:1]))) == 1 and encoder.encode(later[1:]) == []
     below = [stored(6, 1, (2, 1), [5] * 4), removed(6, 1), stored(7, 1, (1, 1), [5] * 4)]  # 6 takes no hash from 7

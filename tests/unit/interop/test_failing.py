@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.events import Listeners, NodeMap
 from kvjax.events.host_events import arrays
-from kvjax.interop import together, trtllm
+from kvjax.interop import combine_listeners, trtllm
 from kvjax.interop.log import Log
 from kvjax.research import log_report
 from tests.drive import EXTRA, PLAIN, TIERS, Driver
@@ -28,7 +28,7 @@ class Published(Driver):
 
     def __init__(self, spec, *listeners):
         super().__init__(kvjax.init(spec))
-        self.listeners = together(spec, *listeners)
+        self.listeners = combine_listeners(spec, *listeners)
 
     def follow(self, events):
         super().follow(events)

@@ -92,7 +92,7 @@ def test_whatever_differs_gives_another_digest():
         (lambda: block_hash(ROOT, [2**31]), r"tokens: got \[2147483648\], wanted a list of integers"),
         (lambda: block_hash(ROOT, [1.0]), r"tokens: got \[1.0\], wanted a list of integers"),
         (lambda: block_hash(ROOT, [[1], [2, 3]]), r"tokens: got \[\[1\], \[2, 3\]\], wanted a list of integers"),
-        (lambda: block_hash(ROOT, [1, 2], [1]), "extra_ids: got 1, wanted one for each of 2 tokens"),
+        (lambda: block_hash(ROOT, [1, 2], [1]), "extra_ids: got 1, wanted an id for each of 2 tokens"),
         (lambda: block_hash(ROOT, [1], ["a"]), r"extra_ids: got \['a'\], wanted a list of integers"),
     ],
 )
@@ -146,13 +146,13 @@ def test_salts_and_adapters_are_hashed_by_their_names():
 @pytest.mark.parametrize(
     ("events", "options", "complaint"),
     [
-        ([removed(*A)], {}, r"events: got removed of node \(0, 2, 5\), wanted one that `hashes` has"),
-        ([stored(*B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted one that `hashes` has"),
-        ([stored(*A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted one that is new"),
-        ([stored(*A, 2, [1])], {}, "names: got none of namespace 2, wanted the Namespaces that gave it out"),
-        ([stored(*A, 1, [1])], {"lora": 3}, "loras: got no name of adapter 3, wanted one for each adapter in use"),
-        ([stored(*A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name of adapter 3"),
-        ([], {"loras": {3: "sql", 4: "sql"}}, "loras: got .*, wanted another name for each adapter"),
+        ([removed(*A)], {}, r"events: got removed of node \(0, 2, 5\), wanted a node of `hashes`"),
+        ([stored(*B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted a node of `hashes`"),
+        ([stored(*A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted a new node"),
+        ([stored(*A, 2, [1])], {}, "names: got no entry for namespace 2, wanted the Namespaces that issued it"),
+        ([stored(*A, 1, [1])], {"lora": 3}, "loras: got no name for adapter 3, wanted a name for each adapter in use"),
+        ([stored(*A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name for adapter 3"),
+        ([], {"loras": {3: "sql", 4: "sql"}}, "loras: got .*, wanted a different name for each adapter"),
     ],
 )
 def test_events_without_a_name_are_refused(events, options, complaint):
@@ -165,7 +165,7 @@ def test_events_without_a_name_are_refused(events, options, complaint):
 
 
 def test_digests_want_decoded_events():
-    with pytest.raises(ValueError, match=r"^events: got EventLog, wanted the list that to_list makes of it"):
+    with pytest.raises(ValueError, match=r"^events: got EventLog, wanted a list from to_list"):
         block_hashes(kvjax.events.init_log(3, 4))
 
 

@@ -89,7 +89,7 @@ def test_a_trace_by_hand():
     ]  # fmt: skip
     assert file.getvalue() == "[\n" + ",\n".join(lines) + "\n]\n"
     checked(file.getvalue())
-    with pytest.raises(ValueError, match=r"^write: got events for a trace that is closed"):
+    with pytest.raises(ValueError, match=r"^write: got events for a closed trace, wanted an open trace"):
         trace.write(arrays_of([], PLAIN))
 
 

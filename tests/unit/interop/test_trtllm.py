@@ -148,7 +148,7 @@ def test_a_file_gets_the_lines():
     writer = Writer(SPEC, file)
     writer.write([STORE_A])
     writer.write([removed(1, 1)])
-    assert [event.number for event in parse(file.getvalue())] == [0, 1, 2]
+    assert [event.event_id for event in parse(file.getvalue())] == [0, 1, 2]
     again = Writer(SPEC)
     assert again.dicts([STORE_A]) + again.dicts([removed(1, 1)]) == [
         json.loads(line) for line in file.getvalue().splitlines()
@@ -168,9 +168,9 @@ def test_the_blocks_in_use_are_the_states():
 def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2]), removed(3, 1)]
     writer = Writer(SPEC, names=kvjax.Namespaces())
-    assert len(writer.lines(store)) == 1 and writer.left_out == {"unknown_namespace": 3}
+    assert len(writer.lines(store)) == 1 and writer.unpublished_counts == {"unknown_namespace": 3}
     writer = Writer(SPEC, names=namespaces(), salts="omit")
-    assert len(writer.lines(store)) == 1 and writer.left_out == {"salt_omitted": 3}
+    assert len(writer.lines(store)) == 1 and writer.unpublished_counts == {"salt_omitted": 3}
 
 
 # Reading.
@@ -260,7 +260,7 @@ def test_an_event_that_cannot_be_read_is_skipped_and_counted(line):
         (entry(priority=None), "Expected `int`, got `null` - at `$.data.blocks[0].priority`"),
         (entry(tokens=[{"token_id": "1"}]), "at `$[0].token_id` - at `$.data.blocks[0].tokens`"),
         (data(parent_hash=1 << 64), "parent_hash: got 18446744073709551616, wanted an int of 64 bits"),
-        (data(blocks=V1["data"]["blocks"] * 2), "block_hash: got one twice, wanted each once"),
+        (data(blocks=V1["data"]["blocks"] * 2), "block_hash: got the same hash twice, wanted each once"),
     ],
 )
 @pytest.mark.parametrize("form", [dict, json.dumps])

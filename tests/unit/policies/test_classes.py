@@ -184,8 +184,8 @@ def test_victims_are_those_of_lists_in_plain_python(name):
 @pytest.mark.slow
 def test_a_score_with_a_state_conforms():
     policy, _ = POLICIES["with weights"]
-    state = policy.init(PLAIN.groups[0].num_ids)._replace(own={"w": jnp.float32(2)})
-    assert check_policy(policy, seed=4, steps=200, pstate=state)["removed"] > 10
+    state = policy.init(PLAIN.groups[0].num_ids)._replace(state={"w": jnp.float32(2)})
+    assert check_policy(policy, seed=4, steps=200, policy_state=state)["removed"] > 10
 
 
 def test_what_is_no_policy_is_refused():

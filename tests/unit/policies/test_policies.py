@@ -67,7 +67,7 @@ def hostile():
 def test_a_hostile_policy_cannot_break_the_cache(name):
     honest = name.startswith("all, ")
     which = jnp.int32(list(HOSTILE).index(name))
-    tally = check_policy(hostile(), seed=1, steps=STEPS, delivers=honest, pstate=which)
+    tally = check_policy(hostile(), seed=1, steps=STEPS, must_admit=honest, policy_state=which)
     if honest:
         assert tally["removed"] > 10
     if name == "nobody":
@@ -98,7 +98,7 @@ def scored():
 @pytest.mark.parametrize("name", SCORES)
 def test_any_score_has_victims(name):
     """`check_policy` demands that prompts that fit by the free count are admitted, and that leaves go first."""
-    tally = check_policy(scored(), seed=2, steps=STEPS, pstate=jnp.int32(list(SCORES).index(name)))
+    tally = check_policy(scored(), seed=2, steps=STEPS, policy_state=jnp.int32(list(SCORES).index(name)))
     assert tally["removed"] > 10 and tally["NO_BLOCKS"] > 0
 
 
@@ -233,7 +233,9 @@ def test_a_policy_that_takes_padding_for_the_last_block_is_found(part):
     }
     policy = COUNTED._replace(idle=False, **{part: wrong[part]})
     with pytest.raises(AssertionError, match=f"{part}: NO_BLOCK is padding"):
-        check_policy(policy, steps=0, pstate=jnp.arange(1, 1 + kvjax.testing.SMALL.groups[0].num_ids, dtype=jnp.int32))
+        check_policy(
+            policy, steps=0, policy_state=jnp.arange(1, 1 + kvjax.testing.SMALL.groups[0].num_ids, dtype=jnp.int32)
+        )
 
 
 @pytest.mark.long
@@ -317,7 +319,7 @@ def counting():
 @pytest.mark.long
 def test_a_refused_verb_leaves_the_policys_own_state():
     """A trial verifies that a refused verb changes nothing; here the policy counts all calls of its functions."""
-    tally = check_policy(counting(), seed=1, steps=STEPS, delivers=False)
+    tally = check_policy(counting(), seed=1, steps=STEPS, must_admit=False)
     assert min(tally["BAD_REQUEST"], tally["HELD"], tally["NO_BLOCKS"]) > 0
 
 

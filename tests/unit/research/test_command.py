@@ -163,7 +163,7 @@ def test_gains_are_plotted_for_each_part(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["sweep", "--policies", "nobody"], f"got 'nobody', wanted {', '.join(_POLICIES)}, FILE.npz that learn"),
+        (["sweep", "--policies", "nobody"], f"got 'nobody', wanted {', '.join(_POLICIES)}, FILE.npz saved by learn"),
         (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
         (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),

@@ -62,7 +62,7 @@ def test_an_unbounded_cache_hits_what_plain_python_finds(trace, rule):
 def test_what_is_held_is_what_plain_python_finds(trace, speed):
     overlap = overlapping(trace, *speed)
     assert overlap.held.tolist() == held_in_python(trace, overlap)
-    assert overlap.held[-1] == overlap.running[-1] == 0 and overlap.most == max(overlap.held)
+    assert overlap.held[-1] == overlap.running[-1] == 0 and overlap.max_held == max(overlap.held)
     begins = overlap.request[overlap.admit]
     np.testing.assert_array_equal(begins, np.arange(len(trace)))  # in order of arrival
     takes = trace.input_length / speed[0] * 1000 + trace.output_length * speed[1]

@@ -154,7 +154,7 @@ def test_a_learned_policy_is_saved_and_loaded(tmp_path):
     np.savez(tmp_path / "other.npz", table=learned.table)
     (tmp_path / "text.npz").write_text("no zip")
     for name in ("other.npz", "text.npz"):
-        with pytest.raises(ValueError, match="got no learned policy, wanted what"):
+        with pytest.raises(ValueError, match="got no learned policy, wanted a file of Learned"):
             Learned.load(tmp_path / name)
     with np.load(tmp_path / "learned.npz") as file:
         saved = dict(file)
@@ -205,11 +205,11 @@ def test_a_damaged_file_is_no_learned_policy(tmp_path, compression):
     huge = HEADER + f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**15},)}}".encode().ljust(117) + b"\n"
     for wrong in (b"", b"text", huge, b"\x93NUMPY\x09\x00", bytes(module._MEMBER_BYTES + 1)):
         write(table=wrong)
-        with pytest.raises(ValueError, match="got no learned policy, wanted what"):
+        with pytest.raises(ValueError, match="got no learned policy, wanted a file of Learned"):
             Learned.load(path)
     for cut in sorted({0, 1, 30, *rng.integers(len(whole), size=40).tolist()}):
         path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match="got no learned policy, wanted what"):
+        with pytest.raises(ValueError, match="got no learned policy, wanted a file of Learned"):
             Learned.load(path)
     for at in rng.integers(len(whole), size=200).tolist():
         path.write_bytes(whole[:at] + bytes([whole[at] ^ int(rng.integers(1, 256))]) + whole[at + 1 :])
@@ -223,7 +223,7 @@ def test_a_learned_policy_is_a_regular_file(tmp_path):
         with pytest.raises(ValueError, match=rf"^{path}: got a folder, a pipe or a device, wanted a regular file"):
             Learned.load(path)
     np.save(tmp_path / "array.npy", ARRAYS["table"])
-    with pytest.raises(ValueError, match="got no learned policy, wanted what"):
+    with pytest.raises(ValueError, match="got no learned policy, wanted a file of Learned"):
         Learned.load(tmp_path / "array.npy")
     with pytest.raises(FileNotFoundError):
         Learned.load(tmp_path / "nothing.npz")
@@ -243,7 +243,7 @@ def test_what_cannot_be_learned_is_refused():
         learn_policy(trace, hazard="tree")
     with pytest.raises(ValueError, match="rule: got"):
         learn_policy(trace, rule="vllm")
-    with pytest.raises(ValueError, match="got 1 requests that use no block again"):
+    with pytest.raises(ValueError, match="got 1 requests without a reused block"):
         learn_policy(trace[:1])
     with pytest.raises(ValueError, match=r"table: got float32\[2\], wanted finite"):
         Learned(np.zeros(7, np.int32), np.zeros(2, np.float32), {})

@@ -45,10 +45,10 @@ def test_vllms_batches_by_hand(tmp_path):
     assert prompts_of(trace) == IDS and trace.block_size == 2
     assert trace.time.tolist() == [0, 20_000, 20_000, 30_000, 32_000, 33_000]
     assert trace.input_length.tolist() == [6, 6, 2, 8, 6, 2] and not trace.output_length.any()
-    assert "Prompts that only hit stored nothing and are missing" in trace.notes[1]
+    assert "Prompts without new blocks stored nothing and are missing" in trace.notes[1]
     assert trace.notes[2:] == (
-        "1 blocks followed blocks that the log does not have: prompts begin there.",
-        "2 blocks were removed; a trace does not say so.",
+        "1 blocks followed blocks that the log lacks: prompts begin there.",
+        "2 blocks were removed, which a trace cannot express.",
     )
     assert len(read_trace(tmp_path / "log", pause_ms=0.0)) == len(trace) + 1
 
@@ -72,12 +72,12 @@ def test_events_that_say_no_tokens_of_their_blocks_are_skipped(tmp_path):
     odd = [stored(["z"], None) | change for change in ({"token_ids": [], "block_size": 0}, {"token_ids": [1] * 6})]
     trace = read_events(jsonl(tmp_path / "log", [*VLLM[:3], batch(31.0, *odd), *VLLM[3:]]))
     assert prompts_of(trace) == IDS
-    assert "2 events of stored blocks did not say the tokens of each, and were skipped." in trace.notes
+    assert "2 events of stored blocks did not tell the tokens of each, and were skipped." in trace.notes
 
 
 def test_a_log_cannot_make_more_ids_than_a_trace_may_have(tmp_path, monkeypatch):
     """Each request has all blocks before its own, so that n lines make up to n * n / 2 ids."""
-    monkeypatch.setattr(event_log, "_MOST_BLOCKS", 1000)
+    monkeypatch.setattr(event_log, "_MAX_BLOCKS", 1000)
     rows = [batch(10.0 * n, stored([n], n - 1 if n else None)) for n in range(100)]
     with pytest.raises(ValueError, match=r"log:45: got 1035 blocks up to this request, wanted at most 1000"):
         read_events(jsonl(tmp_path / "log", rows))
@@ -112,8 +112,8 @@ def test_kvjaxs_lines_by_hand(tmp_path):
     assert trace.time.tolist() == [0, 8000, 9000, 10_000, 11_000]
     assert trace.notes[2:] == (
         "The log counts 9 prompt tokens looked up and 4 found; the requests here have 15.",
-        "2 blocks followed blocks that the log does not have: prompts begin there.",
-        "2 blocks were removed; a trace does not say so.",
+        "2 blocks followed blocks that the log lacks: prompts begin there.",
+        "2 blocks were removed, which a trace cannot express.",
     )
 
 

@@ -86,7 +86,7 @@ def test_random_sessions_are_seeded_and_say_so(tmp_path):
     model = Sessions(seed=3, share=0.6, turns=3, open=5)
     trace, again, other = (read_azure(path, sessions=Sessions(seed, 0.6, 3, 5)) for seed in (3, 3, 4))
     assert trace.ids.tolist() == again.ids.tolist() != other.ids.tolist()
-    assert str(model) in trace.notes[0] and "drawn at random" in trace.notes[0]
+    assert str(model) in trace.notes[0] and "not measured but random" in trace.notes[0]
     turns = np.bincount(trace.session)
     assert turns.max() == 3 and 0.4 < 1 - len(turns) / 300 < 0.65
     last = {}
@@ -240,7 +240,7 @@ def test_a_file_without_requests_is_refused(tmp_path, read):
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "trace").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="trace:1: got bytes that are no UTF-8, wanted text"):
+    with pytest.raises(ValueError, match="trace:1: got bytes that are not UTF-8, wanted text"):
         read_trace(tmp_path / "trace")
 
 
@@ -251,13 +251,13 @@ def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path, number, end):
     lines = [json.dumps(MOONCAKE[0] | {"timestamp": time}).encode() for time in range(1000)]
     lines[number - 1] = lines[number - 1].replace(b"timestamp", b"time\xffstamp")
     (tmp_path / "trace").write_bytes(end.join([lines[0], b"", *lines[1:]]))
-    with pytest.raises(ValueError, match=f"trace:{number + 1}: got bytes that are no UTF-8, wanted text"):
+    with pytest.raises(ValueError, match=f"trace:{number + 1}: got bytes that are not UTF-8, wanted text"):
         read_trace(tmp_path / "trace")
 
 
 def test_an_unknown_form_points_to_make_trace(tmp_path):
     with pytest.raises(
-        ValueError, match=r"trace:1: got 'hello', wanted .*; kvjax\.research\.make_trace makes a trace of"
+        ValueError, match=r"trace:1: got 'hello', wanted .*; use kvjax\.research\.make_trace for requests"
     ):
         read_trace(text(tmp_path / "trace", "hello"))
 

@@ -24,7 +24,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("ids", [[[1, 2], [3, 2]], [[1, 2], [2, 1]], [[1, 1], [1, 2]]])
 def test_an_id_with_two_parents_is_refused_or_renamed(ids):
-    with pytest.raises(ValueError, match="wanted one parent for each id"):
+    with pytest.raises(ValueError, match="wanted the same parent for each id"):
         make_trace([0, 0], [8, 8], [0, 0], ids, 4)
     trace = make_trace([0, 0], [8, 8], [0, 0], ids, 4, two_parents="rename")
     paths = {tuple(prompt[: end + 1]) for prompt in ids for end in range(2)}
@@ -34,7 +34,7 @@ def test_an_id_with_two_parents_is_refused_or_renamed(ids):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([0], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "time: got 1 values, wanted one for each of 2 prompts"),
+        (([0], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "time: got 1 values, wanted a value for each of 2 prompts"),
         (([1, 0], [8, 8], [0, 0], [[1, 2], [3, 4]], 4), "request 1: time: got 0 ms after 1"),
         (([0, 0], [8, 0], [0, 0], [[1, 2], []], 4), "request 1: input_length: got 0, wanted an integer from 1"),
         (([0, 0], [8, 5.5], [0, 0], [[1, 2], [3, 4]], 4), r"request 1: input_length: got 5\.5, wanted an integer"),

@@ -365,7 +365,7 @@ def test_wrong_models_and_caches_are_named(way):
     for model, given, message in (
         (MODEL, cache.state, r"cache: got a CacheState, wanted a Cache\(state, pools\) or a TieredCache"),
         *([(cache, MODEL, "model: got a Cache, wanted a kvjax.serving.Model")] if way != "Engine" else []),
-        (MODEL, gone, "cache: was donated to an earlier call: go on with what that call returned"),
+        (MODEL, gone, "cache: was donated to an earlier call: go on with the result of that call"),
         (wrong, cache, r"model: got wrong, which is no pytree: wrap a function as jax\.tree_util\.Partial\(fn\)"),
         (jax.tree_util.Partial(wrong), cache, r"model: got NoneType for last=.*, wanted a pair of logits f32\[3, V\]"),
     ):
@@ -409,7 +409,7 @@ def test_events_come_once_and_in_order(way, kind, host):
 @ways(but="rollout")
 def test_a_new_cache_finds_what_an_earlier_one_has_stored(way, tmp_path):
     """Of a prompt of whole blocks all but the last token, and of each block one is read for all."""
-    options = {"model": "m", "names": Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000}
+    options = {"model": "m", "names": Namespaces(), "max_bytes": 1 << 30, "read_timeout_ms": 60_000}
     requests = [ask(DOCUMENT[:16]), ask([*DOCUMENT[:16], 1]), ask(DOCUMENT[20:30])]
     for turn in range(2):
         session = WAYS[way]()

@@ -47,7 +47,7 @@ def refused(message, model=MODEL, prompts=((1, 2, 3),), use=kvjax.generate, **op
 )
 def test_a_model_that_is_called_otherwise_is_refused_with_the_call(wrong, takes):
     call = r"wanted one that is called as model\(tokens, pools, view, last=\); see kvjax\.serving\.Model"
-    error = refused(rf"^model: got one that takes {takes} \(.*\), {call}", Partial(wrong))
+    error = refused(rf"^model: got a model that takes {takes} \(.*\), {call}", Partial(wrong))
     assert isinstance(error.__cause__, TypeError)
     tokens, count = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
     with pytest.raises(ValueError, match=call):
@@ -113,7 +113,7 @@ def test_a_call_that_changes_a_models_attribute_is_refused():
             self.calls += 1
             return successor(tokens, pools, view, last=last)
 
-    refused("^model: got one that its call changes, wanted one that stays as it is", Counts())
+    refused("^model: got a model that its call changes, wanted one that stays as it is", Counts())
 
 
 def test_a_static_leaf_of_a_model_is_named():

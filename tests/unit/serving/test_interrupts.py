@@ -200,7 +200,7 @@ def test_a_cache_with_a_host_tier_steps():
     with pytest.raises(ValueError, match=r"^cache: was donated"):
         cache.step(MODEL, tokens, np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"^cache: was donated"):
-        cache.watermark(1, most=1)
+        cache.watermark(1, max_blocks=1)
     with pytest.raises(ValueError, match=r"^model: got successor"):
         after.step(successor, tokens, np.zeros(3, np.int32))
 

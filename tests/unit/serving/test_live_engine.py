@@ -350,7 +350,7 @@ def test_what_was_pinned_is_not_found_behind_a_step_that_failed(monkeypatch, tok
 
 @pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
 def test_with_a_store_and_two_tiers_nothing_is_compiled_after_the_start(host, tmp_path, tokens):
-    options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000}
+    options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "read_timeout_ms": 60_000}
     for turn in range(2):
         with DiskStore(tmp_path, make_spec(host=host), **options) as store, opened(host, store=store) as engine:
             with no_compiles():

@@ -195,12 +195,12 @@ def test_min_p_leaves_the_tokens_that_transformers_leaves(limits):
     scaled = jnp.asarray(logits) / each.temperature[:, None]
     np.testing.assert_array_equal(np.isfinite(limited(scaled, sampling)), np.isfinite(wanted))
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(SEEDS, POSITIONS)
-    drawn = jax.vmap(jax.random.categorical)(keys, jnp.asarray(wanted, jnp.float32))
-    assert found.tokens.tolist() == drawn.tolist()
+    tokens = jax.vmap(jax.random.categorical)(keys, jnp.asarray(wanted, jnp.float32))
+    assert found.tokens.tolist() == tokens.tolist()
     assert found.tokens[4] == np.argmax(logits[4])  # by a min-p of 1
     log_probs = np.asarray(sample(jnp.asarray(logits), sampling, SEEDS, POSITIONS, logprobs="sampling").logprobs)
     left = wanted - np.log(np.exp(wanted - wanted.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(log_probs, (left - wanted.max(axis=1, keepdims=True))[np.arange(R), drawn], atol=1e-4)
+    np.testing.assert_allclose(log_probs, (left - wanted.max(axis=1, keepdims=True))[np.arange(R), tokens], atol=1e-4)
 
 
 def test_a_min_p_of_nothing_changes_no_token_and_greedy_rows_have_none():
@@ -212,7 +212,7 @@ def test_a_min_p_of_nothing_changes_no_token_and_greedy_rows_have_none():
     assert greedy.tokens.tolist() == jnp.argmax(args[0], axis=-1).tolist()
 
 
-def test_without_a_min_p_there_is_no_leaf_and_alone_it_sorts_nothing():
+def test_without_a_min_p_no_leaf_exists_and_alone_it_sorts_nothing():
     one = Sampling(0.7, min_p=0.25)
     assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(Sampling(0.7))) + 1
     assert one.with_min_p() is one and Sampling(min_p=None).min_p is None

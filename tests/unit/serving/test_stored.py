@@ -38,7 +38,7 @@ TEXT = np.random.default_rng(0).integers(0, 40, 3 * 96).tolist()
 
 
 def store_in(folder, spec=None, **options):
-    options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "patience_ms": 60_000, **options}
+    options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 30, "read_timeout_ms": 60_000, **options}
     return DiskStore(folder, spec or make_spec(), **options)
 
 
@@ -202,7 +202,7 @@ def test_the_first_loop_waits_no_longer_than_the_patience(tmp_path, monkeypatch)
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT, OTHER], store)
         outputs_of([DOCUMENT], store)
-    with store_in(tmp_path, patience_ms=100) as store:
+    with store_in(tmp_path, read_timeout_ms=100) as store:
         slow(store, monkeypatch, 0.5)
         began = time.monotonic()
         assert outputs_of([DOCUMENT, OTHER], store)[0] == [(0, 0), (0, 0)]
@@ -213,7 +213,7 @@ def test_the_first_loop_waits_no_longer_than_the_patience(tmp_path, monkeypatch)
 def test_what_has_come_by_then_is_adopted(tmp_path, monkeypatch):
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT], store)
-    with store_in(tmp_path, patience_ms=300) as store:
+    with store_in(tmp_path, read_timeout_ms=300) as store:
         fast, read = store.blocks(np.array(DOCUMENT))[:2], store._read
         monkeypatch.setattr(store, "_read", lambda *args: (time.sleep(1 if args[0] not in fast else 0), read(*args))[1])
         assert outputs_of([DOCUMENT], store)[0] == [(8, 8)]
@@ -225,7 +225,7 @@ def test_what_comes_later_is_adopted_between_loops(tmp_path, monkeypatch):
     prompts = [[n, *OTHER[:5]] for n in range(ROWS)] + [DOCUMENT[:13]]
     with store_in(tmp_path) as store:
         outputs_of([DOCUMENT], store)
-    with store_in(tmp_path, patience_ms=0) as store:
+    with store_in(tmp_path, read_timeout_ms=0) as store:
         slow(store, monkeypatch, 0.05)
         first = True
 
@@ -335,7 +335,7 @@ def test_bad_input_is_refused_before_anything_is_donated(tmp_path):
         for change, message in [
             ({"store": "folder"}, r"store: got 'folder', wanted a kvjax.stores.DiskStore or None"),
             ({"store": of_8}, r"cache: got one with block_size=4, wanted that of the store, 8"),
-            ({"namespace": 1}, r"prompt 0: names: got none of namespace 1, wanted the Namespaces"),
+            ({"namespace": 1}, r"prompt 0: names: got no entry for namespace 1, wanted the Namespaces"),
             ({"names": kvjax.Namespaces()}, r"names: got others than the store's"),
         ]:
             with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax import Cache, LayerSpec, Status
 from kvjax.blocks.keys import prefix_keys
-from kvjax.stores import Staged, adopt, land
+from kvjax.stores import Staged, adopt, finish_adoption
 from kvjax.tiers import TieredCache
 from tests.drive import Driver, Verbs, verb
 from tests.poison import poisoned
@@ -115,13 +115,13 @@ def test_events_and_arrived_of_a_landing():
     state, events = jax.jit(adopt)(cache.state, TEXT, np.int32(WIDTH), HAVE)
     for arrived in (np.ones(COLUMNS, np.int32), np.ones(COLUMNS - 1, bool), np.ones((1, COLUMNS), bool)):
         with pytest.raises(ValueError, match=r"^arrived: got .*wanted "):
-            land(state, events.adopted, arrived)
+            finish_adoption(state, events.adopted, arrived)
     other = jax.eval_shape(kvjax.admit, state, 0, TEXT, 4)[1]
     for adopted in (None, other, other.adopted):
         with pytest.raises(ValueError, match=r"^adopted: got .*wanted "):
-            land(state, adopted, HAVE)
-    with pytest.raises(ValueError, match=r"^events: got those of another verb, wanted "):
-        cache._land(other, KV, HAVE)
+            finish_adoption(state, adopted, HAVE)
+    with pytest.raises(ValueError, match=r"^events: got events of another verb, wanted "):
+        cache._finish_adoption(other, KV, HAVE)
 
 
 # The oracles' machines have random adoptions and landings.
@@ -130,7 +130,7 @@ def test_events_and_arrived_of_a_landing():
 @pytest.mark.long
 def test_blocks_land_once():
     state, events = jax.jit(adopt)(Cache.create(SPEC).state, TEXT, np.int32(WIDTH), HAVE)
-    step = jax.jit(land)
+    step = jax.jit(finish_adoption)
     landed, done = step(state, events.adopted, HAVE)
     assert bool(done.ok) and len(kvjax.to_list(done)) == 2 * COLUMNS
     landed, _ = jax.jit(kvjax.admit)(landed, np.int32(0), TEXT, np.int32(WIDTH))  # counts hits in every group

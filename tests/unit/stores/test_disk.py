@@ -183,9 +183,9 @@ def test_another_process_finds_the_blocks_of_a_salt_and_a_lora_by_their_names(tm
     with opened(tmp_path, names=after, loras={9: "french"}) as store:
         for number, wanted in ((after("a", 9), 1), (after("b"), 1), (after("c"), 0), (after("b", 9), 0), (after(), 0)):
             assert store.has(store.blocks([1, 2, 3, 4], number)[0], 0) == wanted
-        with pytest.raises(ValueError, match="loras: got no name of adapter 5"):
+        with pytest.raises(ValueError, match="loras: got no name for adapter 5"):
             store.blocks([1, 2, 3, 4], after("a", 5))
-        with pytest.raises(ValueError, match="names: got none of namespace 99"):
+        with pytest.raises(ValueError, match="names: got no entry for namespace 99"):
             store.blocks([1, 2, 3, 4], 99)
 
 
@@ -198,13 +198,13 @@ def test_bad_input_is_refused_and_nothing_is_made(tmp_path):
         ({"spec": None}, "spec: got a NoneType, wanted a CacheSpec"),
         ({"names": None}, "names: got None, wanted the kvjax.Namespaces"),
         ({"model": ""}, "model: got '', wanted the name"),
-        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a name of its own"),
+        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a different name"),
         ({"key": "text"}, "key: got a str, wanted at most 64 bytes"),
         ({"key": b"x" * 65}, "key: got 65 bytes, wanted at most 64 bytes"),
         ({"max_bytes": None}, "max_bytes: got None, wanted an int of at least"),
         ({"max_bytes": FOUR // 4 - 1}, "max_bytes: got .*, wanted an int of at least"),
         ({"max_in_flight": 10}, "max_in_flight: got 10, wanted an int of at least"),
-        ({"patience_ms": -1}, "patience_ms: got -1, wanted an int of at least 0"),
+        ({"read_timeout_ms": -1}, "read_timeout_ms: got -1, wanted an int of at least 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             opened(**{"location": tmp_path / "store", **change})

@@ -207,7 +207,7 @@ def test_namespaces_keep_apart_what_they_did_before(tmp_path):
         assert int(loaded.lookup(padded(text, WIDTH), 5, namespace=other).cached_tokens) == 0
     _, counts = load(create(make_spec("plain")), tmp_path, names=Namespaces(), model=MODEL, loras={2: "french"})
     assert counts == Loaded(4, 2, 0)
-    with pytest.raises(ValueError, match="loras: got no name of adapter 5"):
+    with pytest.raises(ValueError, match="loras: got no name for adapter 5"):
         save(cache, tmp_path, names=names, model=MODEL, loras={0: "french"})
 
 
@@ -218,7 +218,7 @@ def test_a_cache_without_namespaces_needs_no_names(tmp_path):
         save(cache, tmp_path / folder, model=MODEL, **({"names": names} if number else {}))
     _, counts = load(create(make_spec("plain")), tmp_path / "plain", model=MODEL)
     assert counts == Loaded(2, 0, 0)
-    with pytest.raises(ValueError, match="names: got none of namespace 1, wanted"):
+    with pytest.raises(ValueError, match="names: got no entry for namespace 1, wanted"):
         save(cache, tmp_path / "plain", model=MODEL)
     empty = create(make_spec("plain"))
     with pytest.raises(ValueError, match="names: got None, wanted a kvjax"):
@@ -250,7 +250,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
         ({"model": ""}, "model: got '', wanted the name"),
         ({"model": 3}, "model: got 3, wanted the name"),
         ({"loras": {"a": 1}}, "loras: got 'a': 1, wanted numbers with names"),
-        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a name of its own"),
+        ({"loras": {1: "a", 2: "a"}}, "loras: .* wanted a different name"),
         ({"loras": 3}, "loras: got 3, wanted"),
         ({"folder": None}, "folder: got None, wanted the path"),
         ({"folder": tmp_path / "file"}, "folder: got .* which is a file"),
@@ -260,7 +260,7 @@ def test_bad_input_is_refused_before_anything_is_touched(tmp_path):
             "folder: got .*manifest.json' of version 1, wanted 2: a save of",
         ),
     ]
-    for change, message in [*both, ({"cache": tenant}, "names: got none of namespace 3, wanted")]:
+    for change, message in [*both, ({"cache": tenant}, "names: got no entry for namespace 3, wanted")]:
         with pytest.raises(ValueError, match=message):
             save(**{**good, **change})
     others = {"block_size": 8, "extra_ids": True, "dtype": "float32"}

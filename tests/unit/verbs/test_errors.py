@@ -154,7 +154,7 @@ def test_wrong_arguments_of_a_landing_are_named():
 
     def landed(**changed):
         arguments = {"adopted": adopted, "arrived": np.ones(2, bool)} | changed
-        return jax.eval_shape(lambda state: drive.verb("land")(state, **arguments), state_of(PLAIN))
+        return jax.eval_shape(lambda state: drive.verb("finish_adoption")(state, **arguments), state_of(PLAIN))
 
     bad = {
         "adopted": (None, 0, traced("release")[1]), "now": SCALAR,
@@ -201,7 +201,7 @@ def test_a_donated_state_says_so():
         leaf.delete()
     assert repr(state).endswith("; donated)")
     for verb in ON_STATES:
-        with pytest.raises(ValueError, match=r"^state: was donated to an earlier call: go on with what that call ret"):
+        with pytest.raises(ValueError, match=r"^state: was donated to an earlier call: go on with the result"):
             drive.verb(verb)(state)
 
 
@@ -392,7 +392,7 @@ def test_numpys_integers_pass_wherever_an_int_does():
 def test_an_array_of_tokens_asks_for_the_most(num_tokens):
     for where in (jax.eval_shape, lambda call: call()):
         with pytest.raises(
-            ValueError, match=r"^max_tokens: got None with num_tokens i32\[4?\], wanted an int: the most"
+            ValueError, match=r"^max_tokens: got None with num_tokens i32\[4?\], wanted an int: the largest number"
         ):
             where(lambda: kvjax.extend(state_of(PLAIN), np.ones(4, bool), num_tokens))
     with pytest.raises(ValueError, match=r"^max_tokens: got None with num_tokens i32\[\], wanted an int"):

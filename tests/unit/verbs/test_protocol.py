@@ -27,7 +27,7 @@ OPTIONS = {
     "stated": ("ArrayLike", -1),
     "hits": ("ArrayLike", 0),
     "seqs": ("ArrayLike | None", None),
-    "most": ("int", inspect.Parameter.empty),
+    "max_blocks": ("int", inspect.Parameter.empty),
     "max_tokens": ("int | None", None),
     "max_removed": ("int | None", None),
     "now": ("ArrayLike", 0),
@@ -106,7 +106,7 @@ def test_the_calls_are_of_all_verbs():
     called = {call.split()[0] for call in cases.CALLS | cases.HOST_CALLS}
     assert called == VERBS.keys() - {
         "complete",
-        "land",
+        "finish_adoption",
     }  # each call that orders moves is completed, each adoption lands
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 import kvjax
 from kvjax._arrays import loop
-from kvjax.stores import adopt, land
+from kvjax.stores import adopt, finish_adoption
 
 N, S, P = 4099, 4, 4  # N: a number that no other array has in its shape
 BATCHES = {"one cache": (), "4 caches": (4,), "2 x 4 caches": (2, 4)}
@@ -24,11 +24,11 @@ LAYERS = {
 
 def adopt_and_land(state):
     state, events = adopt(state, jnp.arange(32, dtype=jnp.int32), 30, jnp.ones((8,), jnp.bool_))
-    return land(state, events.adopted, jnp.ones((8,), jnp.bool_))
+    return finish_adoption(state, events.adopted, jnp.ones((8,), jnp.bool_))
 
 
 VERBS = {
-    "adopt and land": adopt_and_land,
+    "adopt and finish_adoption": adopt_and_land,
     "admit": lambda state: kvjax.admit(state, 0, jnp.arange(32, dtype=jnp.int32), 30),
     "admit rows": lambda state: kvjax.admit(
         state, jnp.arange(2, dtype=jnp.int32), jnp.zeros((2, 32), jnp.int32), jnp.full((2,), 30, jnp.int32)
