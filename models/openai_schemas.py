@@ -32,13 +32,10 @@ def read_grammar(fields: Fields) -> Grammar | None:
 
 def check_wish(wish: Wish) -> None:
     """Refuses a form for an answer that would not end where the form does."""
-    if wish.grammar is not None:
-        for name, value, wanted in (
-            ("ignore_eos", wish.ignores_eos, "false"),
-            ("min_tokens", wish.sampling.min_tokens, "0"),
-        ):
-            if value:
-                raise refuse(name, value, f"{wanted} with {wish.grammar.field}")
+    if wish.grammar is not None and wish.ignores_eos:
+        raise refuse("ignore_eos", True, f"false with {wish.grammar.field}")
+    if wish.grammar is not None and wish.sampling.min_tokens > 0:
+        raise refuse("min_tokens", int(wish.sampling.min_tokens), f"0 with {wish.grammar.field}")
 
 
 def _read(name: str, value: Any) -> Grammar | None:

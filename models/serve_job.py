@@ -52,7 +52,7 @@ class Served:
     timeout: float  # seconds in which an answer is made
     shows_cached: bool  # whether answers say how many tokens of their prompts were cached
     before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
-    schemas: Schemas | str  # of answers; a text: why there are none
+    schemas: Schemas | str = "the server has none"  # of answers; a text: why there are none
     tool_format: type[Parser] | None = None  # of calls of tools in answers to chats; None: tools are refused
 
     def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:

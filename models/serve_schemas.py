@@ -26,7 +26,7 @@ from .openai_api import ApiError, Grammar, busy
 MOST_STATES, MOST_CLASSES = 4096, 1024
 SECONDS = 10.0  # of CPU time for a grammar to compile
 MOST_BYTES = 2 << 30  # of memory of the process that compiles
-MOST_COMPILING = 8  # grammars that wait for it
+MOST_COMPILING = 32  # grammars that wait for it
 MOST_KEPT, MOST_KEPT_BYTES = 64, 256 << 20  # tables and errors that are kept, and the tables' bytes
 _LIMITS = {"max_states": MOST_STATES, "max_classes": MOST_CLASSES}
 _PROGRAM = pathlib.Path(__file__).with_name("grammar_process.py")
@@ -158,15 +158,17 @@ class Schemas:
         Raises:
           ApiError: if the grammar is not served, or too many requests wait, or one waits too long.
         """
-        table = await self._compiler.table(wanted)
         if self._num_waiting >= most_waiting:
-            raise busy(f"{wanted.param}: {self._num_waiting} requests wait for one of {len(self._slots)} schemas")
+            raise busy(f"{wanted.param}: {self._num_waiting} requests wait for their schemas already")
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(self._timeout), self._turn:
-                return await self._lend((wanted.kind, wanted.text), table)
+            async with asyncio.timeout(self._timeout):
+                table = await self._compiler.table(wanted)
+                async with self._turn:
+                    return await self._lend((wanted.kind, wanted.text), table)
         except TimeoutError:
-            raise busy(f"{wanted.param}: all {len(self._slots)} schemas that fit are in use") from None
+            message = f"{wanted.param}: others have had all {len(self._slots)} places of --schemas for the whole time"
+            raise busy(message) from None
         finally:
             self._num_waiting -= 1
 

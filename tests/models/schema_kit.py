@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server whose model writes at random: the real server and engine, a tokenizer of bytes and of parts of JSON."""
 
+import asyncio
 import functools
 import json
 
@@ -12,8 +13,9 @@ import tokenizers
 from flax import nnx
 
 import kvjax
-from models import session
+from models import serve, session
 from models.config import ModelConfig
+from models.serve_schemas import open_schemas
 from tests.drive import DATA
 from tests.models.scripted_kit import FAMILIES, SPECIAL, TAGS
 from tests.models.serve_kit import KEY, Running
@@ -46,7 +48,7 @@ class Random(nnx.Module):
         bias = jnp.zeros(self.config.vocab_size)
         for text, value in {**LIKELY, end: 4.0}.items():
             bias = bias.at[tokenizer.encode(text).ids[0]].set(value)
-        self.bias = nnx.Variable(bias)
+        self.bias = nnx.Variable(bias[None])
 
     def layer_specs(self):
         return [kvjax.LayerSpec(1, 8)]
@@ -59,7 +61,7 @@ class Random(nnx.Module):
 
         def logits(token, position):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), position), token)
-            return jax.random.normal(key, self.bias.shape) + self.bias[...]
+            return jax.random.normal(key, self.bias.shape[1:]) + self.bias[0]
 
         each = jax.vmap(logits) if tokens.ndim == 1 else jax.vmap(jax.vmap(logits))
         return each(tokens, positions), pools
@@ -71,6 +73,7 @@ class RandomServer:
     Attributes:
       running: the server.
       client: OpenAI's.
+      schemas: what it has of schemas.
     """
 
     def __init__(self, folder, family, *options):
@@ -79,9 +82,30 @@ class RandomServer:
         (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": end}))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session, "load_model", lambda parser, args, **_: (Random(end), make_tokenizer()))
+            patch.setattr(serve, "open_schemas", self._open)
             sizes = ("--max-length", str(LENGTH), "--blocks", "2048", "--name", "random")
             self.running = Running(folder, *sizes, *options)
         self.client = openai.OpenAI(base_url=f"{self.running.url}/v1", api_key=KEY, max_retries=0)
+
+    def _open(self, *arguments):
+        self.schemas = open_schemas(*arguments)
+        take = self.schemas.take
+
+        async def taking(*arguments):
+            self._loop = asyncio.get_running_loop()
+            return await take(*arguments)
+
+        self.schemas.take = taking
+        return self.schemas
+
+    def release(self, slot):
+        """Gives a slot back, on the server's thread."""
+        self._loop.call_soon_threadsafe(self.schemas.release, slot)
+
+    def token(self, text):
+        """The id of a token."""
+        (found,) = make_tokenizer().encode(text).ids
+        return found
 
     def ask(self, question="hi", **fields):
         """OpenAI's client's answer to a chat, or its stream."""

@@ -302,14 +302,14 @@ def test_wrong_fields_are_named(fields, message):
 CHANGES = {
     "allowed_token_ids": [3], "audio": {"voice": "alloy"}, "bad_words": ["bob"], "chat_template": "{{ messages }}",
     "documents": [{"text": "a"}], "early_stopping": True,
-    "function_call": {"name": "f"}, "functions": [{"name": "f"}], "guided_choice": ["a"], "guided_grammar": "root ::=",
-    "guided_json": {}, "guided_json_object": True, "guided_regex": "a+", "include_reasoning": False,
+    "function_call": {"name": "f"}, "functions": [{"name": "f"}], "guided_decoding_backend": "outlines",
+    "guided_grammar": "root ::=", "guided_whitespace_pattern": " *", "include_reasoning": False,
     "include_stop_str_in_output": True, "kv_transfer_params": {"do_remote_decode": True}, "length_penalty": 2,
     "logits_processors": ["f"], "logprob_token_ids": [1], "modalities": ["text", "audio"],
     "prompt_embeds": "x", "reasoning_effort": "high", "repetition_detection": {},
-    "response_format": {"type": "json_object"}, "return_token_ids": True,
+    "return_token_ids": True,
     "return_tokens_as_token_ids": True, "skip_special_tokens": False, "structural_tag": "x",
-    "structured_outputs": {"choice": ["a"]}, "suffix": "x", "thinking_token_budget": 9,
+    "suffix": "x", "thinking_token_budget": 9,
     "truncate_prompt_tokens": 3, "use_beam_search": True, "verbosity": "low", "vllm_xargs": {"a": 1},
     "web_search_options": {},
 }  # fmt: skip
@@ -487,7 +487,7 @@ def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
     args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64", "--chunk", "64"])
     for number, wanted in ((0, 8), (6, 8), (7, 9), (20, 22)):
         model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
-        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted
+        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None, "none") == wanted
 
 
 # A save at the end.
