@@ -38,7 +38,7 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
 
     def without(read: Callable[[], Expression], name: str = "") -> Expression:
         """What is read, without texts that have an excluded part."""
-        found = _named(structure.get("name", place), name, read)
+        found = _named(structure.get("name", f"{place}.json_schema" if name else place), name, read)
         excluded = structure.get("excludes", [])
         if not isinstance(excluded, list):
             raise GrammarError(f"{place}.excludes: got {excluded!r:.80}, wanted a list")

@@ -14,13 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax import grammar
-from kvjax._arrays import Pytree, described, pick
+from kvjax._arrays import Pytree, described, fence, pick
 from kvjax.checks import check_functions, host_integers, static_int
 from kvjax.grammar import TokenTable, Vocabulary
-from pallas_kernels.loops import varying
 
 NONE = -1  # the state of a row without a constraint
 _FIRST = -2  # the state of a row before its first choice in automaton state x is `_FIRST - x`
@@ -192,17 +190,15 @@ class Constraints(Pytree):
         after = pick(self.next_state, (grammar, current, pick(self.token_class, (grammar, last)))).astype(jnp.int32)
         # A token that was forbidden, which another logits_fn has forced, ends the text as a stop token does.
         current = jnp.where(is_first, current, jnp.maximum(after, _END))
-
-        def masked() -> jax.Array:
-            is_allowed = (pick(self.next_state, (grammar, current)) >= 0) | ~is_bound[:, None]
-            each = np.arange(rows, dtype=np.int32)[:, None]
-            allowed = pick(is_allowed, (each, pick(self.token_class, grammar).astype(jnp.int32)))
+        # Fenced, or XLA would gather each entry from the table itself, for each token.
+        (class_allowed,) = fence((pick(self.next_state, (grammar, current)) >= 0) | ~is_bound[:, None])
+        token_class = pick(self.token_class, grammar).astype(jnp.int32)
+        allowed = jnp.take_along_axis(class_allowed, token_class, axis=1, mode="promise_in_bounds")
+        if vocabulary > size:
             beyond = jnp.broadcast_to(~is_bound[:, None], (rows, vocabulary - size))
-            return jnp.where(jnp.concatenate([allowed, beyond], axis=1), logits, -jnp.inf)
-
-        vary = varying((logits, last, state))
-        logits = lax.cond(jnp.any(is_bound), lambda: vary(masked()), lambda: vary(logits))
-        return logits, jnp.where(is_bound, grammar * states + current, NONE).astype(jnp.int32)
+            allowed = jnp.concatenate([allowed, beyond], axis=1)
+        state = jnp.where(is_bound, grammar * states + current, NONE).astype(jnp.int32)
+        return jnp.where(allowed, logits, -jnp.inf), state
 
 
 def _placed(
