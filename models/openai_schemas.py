@@ -13,10 +13,15 @@ FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_json_o
 # Fields of `structured_outputs`: those that say a form, and the values of others that change no answer.
 _FORMS = ("json", "regex", "choice", "json_object")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "backend": ("auto",), "backend_was_auto": (True, False), "disable_additional_properties": (False,),
-    "disable_any_whitespace": (False,), "disable_fallback": (True, False), "grammar": (), "structural_tag": (),
+    "backend": ("auto",),
+    "backend_was_auto": (True, False),
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (True, False),
+    "grammar": (),
+    "structural_tag": (),
     "whitespace_pattern": (),
-}  # fmt: skip
+}
 _ANY_OBJECT = {"type": "object"}
 
 

@@ -96,12 +96,17 @@ class _HermesForm(_Form):
 
     def _call(self) -> Structure:
         return _either(
-            _sequence([
-                _const(f'{HermesParser.opening}\n{{"name": "'), _names(names), _const('", "arguments": '), arguments,
-                _const(f"}}\n{HermesParser.closing}"),
-            ])
+            _sequence(
+                [
+                    _const(f'{HermesParser.opening}\n{{"name": "'),
+                    _names(names),
+                    _const('", "arguments": '),
+                    arguments,
+                    _const(f"}}\n{HermesParser.closing}"),
+                ]
+            )
             for names, arguments in self._arguments()
-        )  # fmt: skip
+        )
 
 
 class _Llama3Form(_Form):
@@ -139,17 +144,25 @@ class _HarmonyForm(_Form):
     def _call(self) -> Structure:
         kind = _names([" json", " <|constrain|>json"])
         return _either(
-            _sequence([
-                _const(" to=functions."), _names(names), _const("<|channel|>commentary"), kind, _const("<|message|>"),
-                arguments,
-            ])
+            _sequence(
+                [
+                    _const(" to=functions."),
+                    _names(names),
+                    _const("<|channel|>commentary"),
+                    kind,
+                    _const("<|message|>"),
+                    arguments,
+                ]
+            )
             for names, arguments in self._arguments()
-        )  # fmt: skip
+        )
 
 
 _FORMS: dict[type[Parser], type[_Form]] = {
-    HermesParser: _HermesForm, Llama3Parser: _Llama3Form, HarmonyParser: _HarmonyForm,
-}  # fmt: skip
+    HermesParser: _HermesForm,
+    Llama3Parser: _Llama3Form,
+    HarmonyParser: _HarmonyForm,
+}
 
 
 def _arguments_schema(parameters: dict[str, Any] | None, place: str) -> dict[str, Any]:

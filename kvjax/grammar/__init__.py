@@ -22,9 +22,14 @@ from kvjax.grammar.tokens import TokenTable, token_table
 from kvjax.grammar.vocabulary import Vocabulary
 
 __all__ = [
-    "GrammarError", "TokenTable", "Vocabulary", "compile_choices", "compile_regex", "compile_schema",
+    "GrammarError",
+    "TokenTable",
+    "Vocabulary",
+    "compile_choices",
+    "compile_regex",
+    "compile_schema",
     "compile_structure",
-]  # fmt: skip
+]
 
 
 def _compiled(

@@ -29,8 +29,9 @@ PERSON = {
         "name": {"type": "string", "maxLength": 5},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
     },
-    "required": ["name", "age"], "additionalProperties": False,
-}  # fmt: skip
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 DATE, COLORS = r"\d{4}-\d\d?", ["red", "green", "grey"]
 
 
@@ -54,7 +55,7 @@ FORMS = {
     "json": ({"extra_body": {"structured_outputs": {"json": PERSON}}}, lambda text: is_valid(PERSON, text)),
     "regex": ({"extra_body": {"structured_outputs": {"regex": DATE}}}, lambda text: re.fullmatch(DATE, text)),
     "choice": ({"extra_body": {"structured_outputs": {"choice": COLORS}}}, COLORS.__contains__),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +207,11 @@ def test_penalties_and_biases_are_served_with_a_form(writer):
 
 
 WRONG = {
-    "a place in a schema": ({"response_format": format_of({"type": "object", "properties": {"a": {"not": {}}}})},
-                            "response_format", "response_format.json_schema.schema.properties.a.not: "),
+    "a place in a schema": (
+        {"response_format": format_of({"type": "object", "properties": {"a": {"not": {}}}})},
+        "response_format",
+        "response_format.json_schema.schema.properties.a.not: ",
+    ),
     "a pattern": ({"guided_regex": "(?=a)b"}, "guided_regex", "guided_regex: got a lookahead"),
     "no text": ({"guided_regex": r"[^\x00-\U0010ffff]"}, "guided_regex", "guided_regex: "),
     "two forms": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "none with guided_choice"),
@@ -215,7 +219,7 @@ WRONG = {
     "ignore_eos": ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "false with guided_regex"),
     "min_tokens": ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "0 with guided_regex"),
     "another field": ({"structured_outputs": {"grammar": "root"}}, "structured_outputs", "structured_outputs.grammar"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

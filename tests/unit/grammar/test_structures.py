@@ -38,7 +38,8 @@ CASES = {
     "text without": (FREE, ["", "<cal", "<<call", "<cal<call", "a > b"], ["<call>", "a<call>b", "<<call>"]),
     "a pattern without": (
         {"type": "regex", "pattern": "[a-z]*", "excludes": ["bad", {"type": "regex", "pattern": "x+y"}]},
-        ["", "ba", "xxx"], ["bad", "abadc", "zxxyz"],
+        ["", "ba", "xxx"],
+        ["bad", "abadc", "zxxyz"],
     ),
     "a schema without": (schema({"type": "string"}, excludes=["<end>"]), ['"<end"', '"a"'], ['"<end>"', '"a<end>b"']),
     "a sequence": (CALL, ['<call>{"name": "f", "arguments": {"age": 1}}</call>'], ["<call>", '{"age": 1}']),
@@ -46,7 +47,7 @@ CASES = {
     "several": ({"type": "plus", "content": const("ab"), "separator": "; "}, ["ab", "ab; ab"], ["", "abab", "ab; "]),
     "without a separator": ({"type": "plus", "content": const("ab")}, ["ab", "abab"], [""]),
     "perhaps nothing": (sequence(const("a"), either(const(""), const("b"))), ["a", "ab"], ["", "b"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,13 +85,14 @@ WRONG = {
     "structure.elements[0].content: got {}": sequence({"type": "plus", "content": {}}),
     "structure: got {'type': 'plus', 'content': {}, 'separator': 1}": {"type": "plus", "content": {}, "separator": 1},
     "structure.json_schema.not: this keyword": schema({"not": {}}),
-    "structure: tools[0].parameters.properties.a.minimum: got 'x', wanted a number":
-        schema({"type": "object", "properties": {"a": {"type": "integer", "minimum": "x"}}}, name="tools[0].parameters"),
+    "structure: tools[0].parameters.properties.a.minimum: got 'x', wanted a number": schema(
+        {"type": "object", "properties": {"a": {"type": "integer", "minimum": "x"}}}, name="tools[0].parameters"
+    ),
     "structure: got a lookahead": {"type": "regex", "pattern": "(?=a)"},
     "structure.excludes: got 'a', wanted a list": {"type": "any_text", "excludes": "a"},
     "structure.excludes[0]: got '', wanted an object": {"type": "any_text", "excludes": [""]},
     "structure: no text matches": {"type": "regex", "pattern": "ab", "excludes": ["b"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", WRONG)
