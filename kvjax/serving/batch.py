@@ -14,6 +14,7 @@ import numpy as np
 from kvjax._compile import own_transfers
 from kvjax.cache import AnyCache
 from kvjax.model import Model
+from kvjax.serving.constraints import check_request, initial_state
 from kvjax.serving.driver import Driver, Limits, check_run
 from kvjax.serving.prompt_scores import Step, check_all_logits
 from kvjax.serving.request import Request, RunOptions, check_state, errors_of
@@ -60,7 +61,10 @@ class Batch[C: AnyCache]:
             raise ValueError("cache: got one without a free row")
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(), own_rows)
+        state = initial_state(options.logits_fn)  # of requests without one
+        if state is None and requests:
+            state = requests[0].logits_state
+        self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(state), own_rows)
         self.state, self._is_submitted = self.driver.state, False
 
     def _add(self, request: Request, limits: Limits) -> None:
@@ -74,7 +78,7 @@ class Batch[C: AnyCache]:
         for job in jobs:
             job.output.finish = refusal
 
-    def _slots(self) -> Slots:
+    def _slots(self, logits_state: Any) -> Slots:
         """A slot for each output, in arrays of few sizes: most batches find the programs of the first one."""
         jobs, spec, size = self._jobs, self._spec, self._spec.block_size
         requests = [job.request for job in jobs]
@@ -92,7 +96,7 @@ class Batch[C: AnyCache]:
             num_stop_tokens=bucket(max((len(request.stop_tokens) for request in requests), default=0), MIN_STOP_TOKENS),
             width=min(bucket(max(max(max_tokens, default=1) - 1, 1024), size), spec.max_length),
             num_ranges=bucket(max(ranges), 1) if ranges else None,
-            logits_state=jax.tree.map(np.asarray, requests[0].logits_state) if requests else None,
+            logits_state=jax.tree.map(np.asarray, logits_state),
             # On a CPU the program that samples is as fast for greedy rows, and no other one is compiled.
             greedy=not samples and jax.default_backend() != "cpu",
             min_p=any(request.has_min_p for request in requests),
@@ -165,5 +169,7 @@ def checked_requests(requests: Any, options: RunOptions, spec: CacheSpec) -> lis
             raise ValueError(f"requests: got a {type(request).__name__} as number {number}, {wanted}")
         with errors_of(number):
             options.check_request(request, spec)
-            check_state(request.logits_state, listed[0].logits_state, "arrays like those of the first prompt")
+            states = map(options.state_of, (request, listed[0]))
+            check_state(*states, "arrays like those of the first prompt")
+            check_request(options.logits_fn, request, options.state_of(request))
     return listed

@@ -360,7 +360,7 @@ def decode(
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
-      logits_fn: static; see `RunOptions`.
+      logits_fn: see `RunOptions`.
       k: static; the most steps of a block, 1 to P; P if None.
       fixed_steps: static; see `RunOptions`.
       now: i32[] ms, the same for all steps.

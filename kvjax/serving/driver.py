@@ -29,6 +29,7 @@ from kvjax.events.records import Status
 from kvjax.model import Model, check_model, check_placement, forward
 from kvjax.pools import mixed
 from kvjax.serving.capacity import admission_events, most_blocks, worst_step
+from kvjax.serving.constraints import as_tree
 from kvjax.serving.decode import check_cache
 from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
@@ -132,6 +133,7 @@ class Driver[C: AnyCache]:
       num_rows: the number of rows that requests get.
       active: the requests that the scheduler has, by their slots, until these are empty again.
       host_tier: moves blocks between the tiers.
+      logits_fn: a pytree, on the devices of the cache; None: there is none.
       stored: reads of prefixes from a store, and writes to it; None without a store.
     """
 
@@ -142,7 +144,9 @@ class Driver[C: AnyCache]:
         self._model, self._options, self._scheduler = model, options, scheduler
         self._slots, self._own_rows = slots, own_rows
         self.num_rows = int(own_rows.sum())
-        self.spec = cache.state.spec
+        self.spec, length = cache.state.spec, cache.state.seqs.length
+        self._sharding = length.sharding if length.committed else None
+        self.logits_fn = self.placed(options.logits_fn)
         logits_state = jax.device_put(stacked([], slots.logits_state, len(slots.max_tokens)))
         serving: Serving = init_serving(
             cache.cache, slots.max_tokens, capacity=slots.capacity, width=slots.width, logits_state=logits_state,
@@ -165,6 +169,10 @@ class Driver[C: AnyCache]:
         worst = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
         usual = slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2
         self._log_size = 3 * worst + usual if slots.has_log else 0
+
+    def placed(self, logits_fn: Any) -> Any:
+        """A `logits_fn` as a pytree, with its arrays on the cache's devices."""
+        return jax.device_put(as_tree(logits_fn), self._sharding)
 
     @property
     def num_free_slots(self) -> int:
@@ -229,7 +237,7 @@ class Driver[C: AnyCache]:
         state.serving, log, result = turn(
             self._model, state.serving, scheduler=self._scheduler, steps=np.int32(steps),
             num_columns=self._slots.num_columns, log_size=self._log_size, loop=options.loop,
-            logits_fn=options.logits_fn, fixed_steps=options.fixed_steps, now=state.now(),
+            logits_fn=self.logits_fn, fixed_steps=options.fixed_steps, now=state.now(),
         )  # fmt: skip
         if log is not None:
             state.unpublished.append(log)

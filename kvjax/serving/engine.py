@@ -22,11 +22,13 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax._arrays import described
 from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import AnyCache
 from kvjax.checks import check_bool, static_int
 from kvjax.model import Model, check_placement
+from kvjax.serving.constraints import as_tree, check_request, initial_state
 from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
@@ -87,7 +89,8 @@ class Engine[C: AnyCache]:
           num_stop_tokens: K, the most stop tokens of a request.
           num_ranges: the most ranges of a request's retention; None: no request has one.
           min_p: whether a request may have a `Sampling.min_p`; else programs have nothing for it.
-          logits_state: a tree of numpy arrays; what `logits_fn` keeps of a request that is submitted without one.
+          logits_state: a tree of numpy arrays; what `logits_fn` keeps of a request that is submitted without one. None:
+            its `initial_state`, if it has one.
 
         Raises:
           ValueError: naming the argument, before anything is donated.
@@ -107,6 +110,9 @@ class Engine[C: AnyCache]:
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
         number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
         steps = min(options.steps or MANY, MANY)
+        self._logits_fn = as_tree(options.logits_fn)
+        if logits_state is None:
+            logits_state = initial_state(options.logits_fn)
         self._slots = Slots(
             [spec.max_length + 1] * number, steps=steps, num_columns=steps, entries=ENTRIES,
             entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
@@ -192,6 +198,25 @@ class Engine[C: AnyCache]:
             raise ValueError("sampling.min_p: got one, wanted None (the engine was made without min_p=True)")
         if request.logits_state is not None:
             check_state(request.logits_state, slots.logits_state, "arrays like those of the engine")
+        state = slots.logits_state if request.logits_state is None else request.logits_state
+        check_request(self._logits_fn, request, state)
+
+    @own_transfers()
+    def replace_logits_fn(self, logits_fn: Any) -> None:
+        """Goes on with another `logits_fn` from the next loop on, such as constraints with a grammar that is new.
+
+        Requests keep their `logits_state`. Call it from any thread, before you submit a request that needs it. Nothing
+        is compiled.
+
+        Raises:
+          ValueError: unless it has arrays like those of the engine's.
+        """
+        new, old = (jax.tree.flatten(fn) for fn in (as_tree(logits_fn), self._logits_fn))
+        if new[1] != old[1] or described(new[0]) != described(old[0]):
+            got, wanted = described(as_tree(logits_fn)), described(self._logits_fn)
+            raise ValueError(f"logits_fn: got {got}, wanted arrays like those of the engine's, {wanted}")
+        self._logits_fn = jax.tree.unflatten(*reversed(new))
+        self._thread.replace_logits_fn(self._logits_fn)
 
     @property
     def vocabulary(self) -> int:

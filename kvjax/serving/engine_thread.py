@@ -28,6 +28,7 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.pools.host import init_host_pools
+from kvjax.serving.constraints import as_tree
 from kvjax.serving.driver import Driver, StepOutput
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.prompt_scores import Step, check_all_logits
@@ -113,6 +114,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec, self._model, self._options = cache.state.spec, model, options
         self._inbox, self._slots = inbox, slots
+        self.logits_fn = as_tree(options.logits_fn)  # the latest
         self.last = None  # the cache, once the thread has ended
         # Requests whose prefixes are being read from the store, or for which there is no slot.
         self.reading = list[EngineJob]()
@@ -136,6 +138,8 @@ class EngineThread(threading.Thread):
             self._model, cache, self._options, self._options.scheduler, self._slots,
             np.ones((self.spec.max_seqs,), np.bool_),
         )  # fmt: skip
+        with self._inbox.wake:
+            self.driver.logits_fn = self.driver.placed(self.logits_fn)
         # Loops that are under way while an earlier one is read.
         self._ahead = 0 if cache.host or self.driver.stored else 1
         self.active: dict[int, Any] = self.driver.active  # the requests that the scheduler has, by their slots
@@ -160,6 +164,13 @@ class EngineThread(threading.Thread):
                     self._recover(error)
         finally:
             self._end()
+
+    def replace_logits_fn(self, logits_fn: Any) -> None:
+        """Takes another `logits_fn` of the same shapes, from the next loop on; for any thread."""
+        with self._inbox.wake:
+            self.logits_fn = logits_fn
+            if driver := vars(self).get("driver"):  # not set while it recovers
+                driver.logits_fn = driver.placed(logits_fn)
 
     @own_transfers()
     def _step(self) -> None:

@@ -21,6 +21,7 @@ from kvjax.checks import check_bool, check_functions, check_on_host, host_intege
 from kvjax.events.listeners import Listener, Listeners
 from kvjax.layers import set_ints
 from kvjax.policies.retention import Retention
+from kvjax.serving.constraints import initial_state
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds, seed_key
@@ -48,8 +49,9 @@ class Request:
       samples: answers. They run at the same time, and share what is computed of the prompt. Without blocks for all of
         them they end with "no_blocks".
       retention: of the prompt's blocks, where the spec has it; None: none.
-      logits_state: a tree of numpy arrays; what `logits_fn` gets with the first logits. None: the engine's. In
-        `run_batch` all requests have one, or none has.
+      logits_state: a tree of numpy arrays; what `logits_fn` gets with the first logits. None: the engine's, or the
+        `initial_state` of `logits_fn`, such as that of a constraint. In `run_batch` otherwise all requests have one, or
+        none has.
       prompt_logprobs_from: the position of the first prompt token whose log-probability is wanted, and of all that
         follow it; 0 to the prompt's length. These tokens are computed even if they are cached, between the loops of the
         other requests, and before the request itself runs. None: none are wanted.
@@ -203,7 +205,9 @@ class RunOptions:
         buffers, where each turn of a loop of unknown length waits for the host; see `compiler_options`.
       loop: False: Python calls each step of the scheduler and reads what it did, for a GPU that does not run the loop;
         see `compiler_options`.
-      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      logits_fn: (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits; with a `logits_state` it gets that
+        as a fourth argument, and returns (logits, state). A pytree, such as of `constrain`, has arrays that may change
+        without a new program; any other function is static.
       top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
       logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
         token was drawn from, after temperature, top-k, top-p, min-p and `min_tokens`; 0 where it is greedy.
@@ -265,6 +269,10 @@ class RunOptions:
             read_clock(self.clock)
         if self.store is not None:
             self.store.check(spec, [], self.names)
+
+    def state_of(self, request: Request) -> Any:
+        """The `logits_state` that a request of a batch begins with."""
+        return initial_state(self.logits_fn) if request.logits_state is None else request.logits_state
 
     def check_request(self, request: Request, spec: CacheSpec) -> None:
         """Raises a ValueError for a request whose namespace, retention or state the run does not know."""

@@ -19,6 +19,7 @@ from kvjax.events.log import EventLog, Log, init_log
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model, check_placement
 from kvjax.serving.capacity import admission_events, worst_step
+from kvjax.serving.constraints import initial_state
 from kvjax.serving.decode import LogitsFn, note
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
@@ -103,10 +104,12 @@ def rollout(
         begins with the text of one, such as that with a tool's answer behind it, finds all of it.
       logprobs: static; "sampling": of the distribution that a token was drawn from, after temperature, top-k, top-p
         and min-p, 0 where the choice is greedy. "raw": of the logits as they came.
-      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits, for constrained decoding.
-        Called once for each token, with the token before it.
+      logits_fn: (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits, such as of `constrain`. Called once
+        for each token, with the token before it. Pass a pytree of arrays, as a constraint is, to your program as an
+        argument: a closed-over one is a constant of it.
       logits_state: a tree of arrays [B, ...], such as the state of a grammar. Each completion begins with its
         prompt's, and `logits_fn` gets those of the rows [S, ...] as a fourth argument and returns (logits, new ones).
+        None: for all prompts the `initial_state` of `logits_fn`, if it has one.
       scheduler: static; None: `Scheduler()`. With its option `canonical` a completion is the same bits whatever the
         cache has and whoever runs beside it.
       log: of `rollout_log`, takes the events; if it has no space for the next step's, the rollout ends. None: nobody
@@ -129,6 +132,8 @@ def rollout(
     if not isinstance(scheduler, Scheduler):
         raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
     check_logprobs(logprobs)
+    if logits_state is None:
+        logits_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *np.shape(x))), initial_state(logits_fn))
     _check(spec, scheduler, (number, groups), hold, logits_state)
     if continues is not None:
         cache, events = cache.release(jnp.reshape(integers("continues", continues), -1), now=now)

@@ -68,7 +68,7 @@ def serve_step(
       log: takes the events; it has room for `worst_step` of them. None: nobody wants them.
       scheduler: static.
       steps: i32[]; the most decode steps; None: those of a block.
-      logits_fn: static; see `RunOptions`.
+      logits_fn: see `RunOptions`.
       fixed_steps: static; see `RunOptions`.
       now: i32[] ms.
     """

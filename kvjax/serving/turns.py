@@ -265,6 +265,6 @@ def _turn(
 apply = OutermostJit(_apply, static_argnames="scheduler", donate_argnums=0)
 turn = OutermostJit(
     _turn,
-    static_argnames=("scheduler", "num_columns", "log_size", "loop", "logits_fn", "fixed_steps"),
+    static_argnames=("scheduler", "num_columns", "log_size", "loop", "fixed_steps"),
     donate_argnames="serving",
 )

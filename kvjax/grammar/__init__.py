@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Grammars for decoding: a JSON schema, a regular expression or choices as tables over a vocabulary's tokens.
+
+    vocabulary = kvjax.grammar.Vocabulary.of(tokenizer)
+    table = kvjax.grammar.compile_regex(r"[a-z]+@[a-z]+\.(com|org)", vocabulary)
+
+The tables are arrays of numpy, so that a decode loop follows them without a host: the tokens that may come next in
+state `s` are those with `table.next_state[s, table.token_class] >= 0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvjax.grammar.automaton import Builder
+from kvjax.grammar.expressions import Expression, GrammarError, alt, literal
+from kvjax.grammar.json_schema import schema_expression
+from kvjax.grammar.patterns import pattern_expression
+from kvjax.grammar.tokens import TokenTable, token_table
+from kvjax.grammar.vocabulary import Vocabulary
+
+__all__ = ["GrammarError", "TokenTable", "Vocabulary", "compile_choices", "compile_regex", "compile_schema"]
+
+
+def _compiled(
+    name: str, read: Callable[[Builder], Expression], vocabulary: Vocabulary, max_states: int, max_classes: int
+) -> TokenTable:
+    """Makes the table of what `read` returns. An error begins with the path of a part, or with `name`."""
+    builder = Builder(max_states)
+    try:
+        return token_table(builder.whole(read(builder)), vocabulary, max_states, max_classes)
+    except GrammarError as error:
+        message = str(error)
+        raise GrammarError(message if message.startswith(name) else f"{name}: {message}") from None
+    except RecursionError:
+        raise GrammarError(f"{name}: has too many levels within each other") from None
+
+
+def compile_regex(
+    pattern: str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
+) -> TokenTable:
+    r"""Makes the table of the texts that a regular expression matches as a whole, as by Python's `re.fullmatch`.
+
+    `\d`, `\w` and `\s` are ASCII's; a text is UTF-8. Lookaround, backreferences, word boundaries and inline flags are
+    refused.
+
+    Args:
+      pattern: the regular expression.
+      vocabulary: the tokens' bytes.
+      max_states: limit on the table's states.
+      max_classes: limit on its classes of tokens.
+
+    Raises:
+      GrammarError: naming the construct or the limit.
+    """
+    return _compiled("regex", lambda _: pattern_expression(pattern), vocabulary, max_states, max_classes)
+
+
+def compile_choices(
+    choices: Sequence[str], vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
+) -> TokenTable:
+    """Makes the table of some texts.
+
+    Args:
+      choices: the texts.
+      vocabulary: the tokens' bytes.
+      max_states: limit on the table's states.
+      max_classes: limit on its classes of tokens.
+
+    Raises:
+      GrammarError: naming the choice or the limit.
+    """
+    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise GrammarError(f"choices: got {choices!r:.80}, wanted a list of texts")
+    return _compiled("choices", lambda _: alt(*map(literal, choices)), vocabulary, max_states, max_classes)
+
+
+def compile_schema(
+    schema: dict[str, Any] | bool | str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
+) -> TokenTable:
+    r"""Makes the table of the JSON texts that satisfy a schema; `{"type": "object"}` is any object.
+
+    Each text is valid. Not each valid text is in the table:
+
+    - Properties come in the order of the schema, then additional ones. Without `additionalProperties`, an object that
+      names its properties has no others, and an array with `prefixItems` and without `items` no further items.
+    - A text is compact, with at most one space after `:` and `,`.
+    - A string is UTF-8. Without constraints it may have all escapes, and a surrogate in a pair alone. With a length, a
+      pattern or a format, and as the name of an additional property, it is written in one way: a character stands for
+      itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for those that JSON escapes; other control characters do not
+      occur. A `pattern` is searched for, as in ECMAScript, with the classes of ASCII.
+    - A number may have an exponent of two digits; with bounds or `multipleOf` it is a plain decimal.
+    - A schema without `type` has the types that its keywords concern.
+    - A value without a schema has at most 3 levels of objects and arrays, and `{"type": "object"}` as the whole schema
+      5. A schema that contains itself has at most 3 copies of itself within each other.
+
+    Annotations are ignored. Other keywords that are not served are refused: `not`, `if`, `contains`,
+    `dependentRequired`, `unevaluatedProperties`, `uniqueItems: true`, and `oneOf` unless its branches visibly differ. A
+    `maxLength` of N takes 8 N states.
+
+    Args:
+      schema: a JSON schema, or its text.
+      vocabulary: the tokens' bytes.
+      max_states: limit on the table's states.
+      max_classes: limit on its classes of tokens.
+
+    Raises:
+      GrammarError: naming the keyword that is not served, or the limit.
+    """
+    return _compiled("schema", lambda builder: schema_expression(schema, builder), vocabulary, max_states, max_classes)
