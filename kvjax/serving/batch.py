@@ -61,9 +61,8 @@ class Batch[C: AnyCache]:
             raise ValueError("cache: got one without a free row")
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        state = initial_state(options.logits_fn)  # of requests without one
-        if state is None and requests:
-            state = requests[0].logits_state
+        have_states = all(request.logits_state is not None for request in requests)
+        state = requests[0].logits_state if requests and have_states else initial_state(options.logits_fn)
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(state), own_rows)
         self.state, self._is_submitted = self.driver.state, False
 

@@ -344,7 +344,7 @@ class Served(Life):
             penalties = {"repetition": 1.0, **penalties}
             states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, most=MOST_BIASES))
         if self.constraints is not None:
-            states.append(NONE if grammar is None else self.constraints.state(grammar))
+            states.append(np.int32(NONE) if grammar is None else self.constraints.state(grammar))
         return tuple(states) if len(states) > 1 else states[0] if states else None
 
     def check(self, request: Any, space: int, output: Any, sample: int) -> None:
