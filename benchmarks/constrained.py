@@ -57,7 +57,10 @@ def loop(model: Decoder, start: decode_loop.Start, steps: int, constraint: servi
 
 
 SIZES = {
-    "config": tuple(dataclasses.replace(config, vocab_size=size) for config, size in zip(caches.CONFIGS, (49_152, 512))),
+    "config": tuple(
+        dataclasses.replace(config, vocab_size=size)
+        for config, size in zip(caches.CONFIGS, (49_152, 512), strict=True)
+    ),
     "rows": (16, 2), "context": (256, 48), "steps": (32, 16), "block_size": 16,
 }  # fmt: skip
 
