@@ -180,7 +180,7 @@ class Api:
 
     def _tokenized(self, body: bytearray) -> dict[str, Any]:
         fields, served = self._fields(body), self._served
-        openai_api.check_refused(fields, openai_api.TOKENIZE)
+        openai_api.check_refused(fields, openai_api.fields_of(openai_api.TOKENIZE)[2])
         if served.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer", "prompt")
         if fields.get("messages") is None:
