@@ -40,8 +40,9 @@ class ResponseForm(Form):
         self._parser = None if make_parser is None else make_parser(True)
         self._finish: str | None = None
         self._num_events = 0
+        numbers = {name: float(str(getattr(wish.sampling, name))) for name in ("temperature", "top_p")}  # as written
         self._fields = {
-            **(wish.repeated or {}), "temperature": wish.sampling.temperature, "top_p": wish.sampling.top_p,
+            **(wish.repeated or {}), **numbers,
             "max_output_tokens": wish.max_tokens, "background": False, "previous_response_id": None, "store": False,
             "truncation": "disabled",
         }  # fmt: skip
