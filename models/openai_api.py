@@ -20,6 +20,7 @@ import kvjax
 from kvjax.serving.penalties import LEAST_REPETITION, MOST_REPETITION
 
 COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES = "/v1/responses"  # whose fields `openai_responses` has
 MOST_INT = 2**30
 MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT, MOST_BIASES = 4, 1024, 256, 300
 RETRY_SECONDS = 1  # that a client is to wait before it tries again
@@ -167,7 +168,7 @@ class Grammar(NamedTuple):
     @property
     def field(self) -> str:
         """The field of the request."""
-        return self.param.partition(".")[0]
+        return "text.format" if self.param.startswith("text.") else self.param.partition(".")[0]
 
 
 @dataclasses.dataclass
@@ -192,6 +193,7 @@ class Wish:
     includes_usage: bool  # whether the last event is the usage
     tools: Tools | None = None  # of a chat; see `openai_messages.read_tools`
     grammar: Grammar | None = None  # of the answer; None: any text
+    repeated: dict[str, Any] | None = None  # fields that a response has again; see `openai_responses.read_request`
 
     def prompt_logprobs_from(self, length: int) -> int | None:
         """The first token, of a prompt of this length, whose log-probability is wanted; see `kvjax.serving.Request`."""
@@ -256,7 +258,7 @@ def read_wish(
     fields: Fields, limits: Limits, *, is_chat: bool, defaults: Mapping[str, Any] = NO_DEFAULTS
 ) -> Wish:  # fmt: skip
     """Everything of a request but its prompt; refuses what is not served. `defaults` are of `read_defaults`."""
-    check_refused(fields, CHATS if is_chat else COMPLETIONS)
+    check_refused(fields, fields_of(CHATS if is_chat else COMPLETIONS)[2])
     echoes, prompt_logprobs = fields.flag("echo") and not is_chat, _prompt_logprobs(fields, limits)
     least = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens is no use by itself
     usual_tokens = defaults.get("max_new_tokens")
@@ -372,9 +374,9 @@ def _includes_usage(fields: Fields) -> bool:
     return bool(options.get("include_usage"))
 
 
-def check_refused(fields: Fields, endpoint: str) -> None:
-    """Refuses the fields that an endpoint does not serve, where their values would change an answer."""
-    for name, harmless_values in fields_of(endpoint)[2].items():
+def check_refused(fields: Fields, refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses fields, where their values would change an answer; `refused` is of the form of `REFUSED`."""
+    for name, harmless_values in refused.items():
         value = fields.get(name)
         if value is not None and not any(_is_equal(value, harmless) for harmless in harmless_values):
             wanted = " or ".join(["none", *map(json.dumps, harmless_values)])

@@ -25,9 +25,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _ANY_OBJECT = {"type": "object"}
 
 
-def read_grammar(fields: Fields) -> Grammar | None:
-    """The form that a request wants for its answers; None: any text."""
+def read_grammar(fields: Fields, format_name: str = FIELDS[0]) -> Grammar | None:
+    """The form that a request wants for its answers; None: any text. The client knows the first field by a name."""
     given = {name: fields.get(name) for name in FIELDS}
+    given[format_name] = given.pop(FIELDS[0])
     found = {name: grammar for name, value in given.items() if (grammar := _read(name, value)) is not None}
     if len(found) > 1:
         name, *others = found
@@ -47,8 +48,6 @@ def _read(name: str, value: Any) -> Grammar | None:
     if value is None:
         return None
     match name:
-        case "response_format":
-            return read_format(name, value)
         case "structured_outputs":
             return _structured(name, value)
         case "guided_json":
@@ -57,7 +56,9 @@ def _read(name: str, value: Any) -> Grammar | None:
             return _object(name, value)
         case "guided_regex":
             return _of_regex(name, value)
-    return _of_choices(name, value)
+        case "guided_choice":
+            return _of_choices(name, value)
+    return read_format(name, value)
 
 
 def read_format(param: str, value: Any) -> Grammar | None:
@@ -141,4 +142,4 @@ def _grammar(kind: Any, value: Any, name: str, place: str | None = None) -> Gram
 
 def _field(name: str) -> str:
     """The field of the request that a place is in."""
-    return name.partition(".")[0]
+    return Grammar("schema", "", name).field

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine behind OpenAI's HTTP API: completions, chats and models, as a Starlette application.
+"""An engine behind OpenAI's HTTP API: completions, chats, responses and models, as a Starlette application.
 
 A request whose client goes away is cancelled, whether it is answered by events or at once.
 """
@@ -20,10 +20,11 @@ import kvjax
 from kvjax import serving
 from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
-from . import openai_api, openai_messages, openai_schemas
+from . import openai_api, openai_messages, openai_responses, openai_schemas
 from .answers import Failed
 from .openai_api import ApiError, Fields, Grammar, Tools, Wish, busy
 from .openai_replies import Form
+from .openai_response_form import ResponseForm
 from .serve_job import Events, Job, Served, events, failure, note_failure, while_connected, whole
 from .serve_pages import Pages
 from .serve_schemas import Slot
@@ -48,6 +49,13 @@ _PARAMS = {
     "samples": "n", "stop_tokens": "stop_token_ids", "max_new_tokens": "max_tokens", "salt": "cache_salt",
     "prompt_logprobs_from": "prompt_logprobs",
 }  # fmt: skip
+# The field of a request's prompt, and the form of its response.
+_PROMPTS = {openai_api.COMPLETIONS: "prompt", openai_api.CHATS: "messages", openai_api.RESPONSES: "input"}
+_FORMS = {
+    openai_api.COMPLETIONS: functools.partial(Form, is_chat=False),
+    openai_api.CHATS: functools.partial(Form, is_chat=True),
+    openai_api.RESPONSES: ResponseForm,
+}
 
 
 class Api:
@@ -58,12 +66,12 @@ class Api:
         self._jobs, self._body_bytes, self._created = set[Job](), 0, int(time.time())
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS, "kvjax-read")
 
-    async def answer(self, request: Request, *, is_chat: bool) -> Response:
-        """POST /v1/chat/completions, or /v1/completions."""
+    async def answer(self, request: Request, *, endpoint: str) -> Response:
+        """POST /v1/chat/completions, /v1/completions, or /v1/responses."""
         served = self._served
-        read = functools.partial(self._read, is_chat=is_chat)
+        read = functools.partial(self._read, endpoint=endpoint)
         async with self._body(request) as body:
-            wish, prompts = await self._read_aside(read, body, is_short=not is_chat)
+            wish, prompts = await self._read_aside(read, body, is_short=endpoint == openai_api.COMPLETIONS)
         wish.salt = served.keys.salt(_key_of(request), wish.salt)
         slot = None
         if wish.grammar is not None:
@@ -71,15 +79,15 @@ class Api:
             if slot is None:
                 return Response(status_code=GONE)
         try:
-            job = self._submit(prompts, wish, slot, "messages" if is_chat else "prompt")
+            job = self._submit(prompts, wish, slot, _PROMPTS[endpoint])
         except BaseException:
             self._release(slot)
             raise
-        form = Form(
+        make_form = _FORMS[endpoint]
+        form = make_form(
             served.name,
             wish,
             served.decode_all,
-            is_chat=is_chat,
             shows_cached=served.shows_cached,
             make_parser=served.parser_for(wish.tools),
         )
@@ -90,7 +98,8 @@ class Api:
             self._release(slot)
 
         if wish.streams:
-            return Events(events(job, form, request.state.request_id), close)
+            found = events(job, form, request.state.request_id)
+            return Events(found, close, has_types=endpoint == openai_api.RESPONSES)
         try:
             body = await while_connected(request.receive, whole(job, form))
         finally:
@@ -134,11 +143,26 @@ class Api:
         finally:
             self._body_bytes -= len(body)
 
-    def _read(self, body: bytearray, *, is_chat: bool) -> tuple[Wish, list[list[int]]]:
+    def _read(self, body: bytearray, *, endpoint: str) -> tuple[Wish, list[list[int]]]:
         """Reads a body: the wish, and the token ids of its prompts."""
-        fields, served = self._fields(body), self._served
+        fields = self._fields(body)
+        if endpoint != openai_api.RESPONSES:
+            return self._read_fields(fields, is_chat=endpoint == openai_api.CHATS)
+        has_schemas = not isinstance(self._served.schemas, str)
+        chat, repeated = openai_responses.read_request(fields, has_schemas=has_schemas)
+        with openai_responses.own_names():
+            wish, prompts = self._read_fields(chat, is_chat=True, format_name="text.format")
+        if wish.logprobs is not None and self._served.parser_for(wish.tools) is not None:
+            raise openai_api.refuse("include", fields.get("include"), "no logprobs with calls or reasoning")
+        wish.repeated = repeated
+        return wish, prompts
+
+    def _read_fields(
+        self, fields: Fields, *, is_chat: bool, format_name: str = "response_format"
+    ) -> tuple[Wish, list[list[int]]]:
+        served = self._served
         wish = openai_api.read_wish(fields, served.limits, is_chat=is_chat, defaults=served.defaults)
-        wish.grammar = openai_schemas.read_grammar(fields)
+        wish.grammar = openai_schemas.read_grammar(fields, format_name)
         if is_chat:
             wish.tools = openai_messages.read_tools(fields)
             prompt = self._chat(fields, wish.tools)
@@ -184,7 +208,7 @@ class Api:
 
     def _tokenized(self, body: bytearray) -> dict[str, Any]:
         fields, served = self._fields(body), self._served
-        openai_api.check_refused(fields, openai_api.TOKENIZE)
+        openai_api.check_refused(fields, openai_api.fields_of(openai_api.TOKENIZE)[2])
         if served.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer", "prompt")
         if fields.get("messages") is None:
@@ -345,8 +369,7 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
     """
     api, keys, no_keys = Api(engine, served, pages), served.keys, Keys()
     endpoints: list[tuple[str, str, Endpoint, Keys]] = [
-        ("POST", openai_api.COMPLETIONS, functools.partial(api.answer, is_chat=False), keys),
-        ("POST", openai_api.CHATS, functools.partial(api.answer, is_chat=True), keys),
+        *(("POST", path, functools.partial(api.answer, endpoint=path), keys) for path in _FORMS),
         ("POST", openai_api.TOKENIZE, api.tokenize, keys),
         ("POST", openai_api.DETOKENIZE, api.detokenize, keys),
         ("GET", "/v1/models", api.models, keys),

@@ -134,7 +134,7 @@ class JsonScanner:
         return character in "-0123456789tfn"
 
 
-def units(text: str, reader: Arguments | CallReader) -> Iterator[tuple[int, str]]:
+def units(text: str, reader: Arguments | CallReader | JsonScanner) -> Iterator[tuple[int, str]]:
     """Characters for a reader, those within a string together; each with the index after it."""
     end = 0
     while end < len(text):

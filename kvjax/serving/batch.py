@@ -61,10 +61,8 @@ class Batch[C: AnyCache]:
             raise ValueError("cache: got one without a free row")
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        state = initial_state(options.logits_fn)  # of requests without one
-        first = options.state_of(requests[0]) if requests else state
-        if jax.tree.structure(state) != jax.tree.structure(first):
-            state = first  # then each request has one
+        have_states = all(request.logits_state is not None for request in requests)
+        state = requests[0].logits_state if requests and have_states else initial_state(options.logits_fn)
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(state), own_rows)
         self.state, self._is_submitted = self.driver.state, False
 
@@ -170,7 +168,7 @@ def checked_requests(requests: Any, options: RunOptions, spec: CacheSpec) -> lis
             raise ValueError(f"requests: got a {type(request).__name__} as number {number}, {wanted}")
         with errors_of(number):
             options.check_request(request, spec)
-            states = map(options.state_of, (request, listed[0]))
-            check_state(*states, "arrays like those of the first prompt")
-            check_request(options.logits_fn, request, options.state_of(request))
+            state = options.state_of(request)
+            check_state(state, options.state_of(listed[0]), "arrays like those of the first prompt")
+            check_request(options.logits_fn, request, state)
     return listed

@@ -48,7 +48,7 @@ class Constraints(Pytree):
 
     @classmethod
     def create(
-        cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 512
+        cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 1024
     ) -> Constraints:  # fmt: skip
         """Space for so many grammars, each of up to `max_states` states, over a vocabulary of V tokens.
 
@@ -64,7 +64,7 @@ class Constraints(Pytree):
 
     @classmethod
     def of(
-        cls, table: TokenTable, stop_tokens: Sequence[int], *, max_states: int = 4096, max_classes: int = 512
+        cls, table: TokenTable, stop_tokens: Sequence[int], *, max_states: int = 4096, max_classes: int = 1024
     ) -> Constraints:  # fmt: skip
         """The constraint of one grammar, in arrays whose shapes follow the limits and the vocabulary alone.
 
@@ -225,7 +225,7 @@ def constrain(
     tokenizer: Any,
     stop_tokens: Sequence[int],
     max_states: int = 4096,
-    max_classes: int = 512,
+    max_classes: int = 1024,
 ) -> Constraints:
     """Constrains answers to a JSON schema, to a regular expression, or to one of some texts.
 

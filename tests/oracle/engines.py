@@ -68,8 +68,8 @@ from tests.oracle.bytes_machine import (
 from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
-GRAMMARS, STOP = 3, 1  # grammars that requests may have, and the token that ends an answer
 MOST_BIASES = 2  # of a request
+GRAMMARS, STOP = 3, 1  # grammars that requests may have, and the token that ends an answer
 VERBS = ("admit", "commit", "release", "pin", "unpin", "generate")
 AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
 SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
@@ -93,8 +93,8 @@ class Serves(Config):
       store: whether there is a `DiskStore`.
       limits: other arguments of an engine.
       replicas: whether it is `Replicas` that serve.
-      grammars: whether requests may have a grammar.
       penalties: whether requests have penalties, biases and a min-p.
+      grammars: whether requests may have a grammar.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -103,8 +103,8 @@ class Serves(Config):
     store: bool = False
     limits: dict[str, Any] = dataclasses.field(default_factory=dict)
     replicas: bool = False
-    grammars: bool = False
     penalties: bool = False
+    grammars: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)
@@ -134,6 +134,13 @@ class Sent:
     sample: int
     turns: int = 0
     is_cancelled: bool = False
+
+
+def under(grammar: Grammar, answer: Sequence[int], likeliest: int, token: int) -> tuple[float, int]:
+    """The log-probability of a token after an answer under a grammar, and the greedy one, by `Chain`."""
+    allowed = grammar.allowed(answer, VOCAB)
+    logits = np.where(allowed, (np.arange(VOCAB) == likeliest).astype(np.float64), -np.inf)
+    return float(logits[token] - np.log(np.sum(np.exp(logits)))), int(np.argmax(logits))
 
 
 class Served(Life):
@@ -195,12 +202,6 @@ class Served(Life):
     def model(self) -> Chain:
         roots = np.array([name_of(space, ()) for space in self.space_of], np.int32)
         return Chain(roots, self.config.layers)
-
-    @property
-    def logits_fn(self) -> Any:
-        functions = [penalize] if self.config.penalties else []
-        functions += [] if self.constraints is None else [self.constraints]
-        return chain(*functions) if len(functions) > 1 else next(iter(functions), None)
 
     def run_options(self, *listeners: Any, **options: Any) -> RunOptions:
         listener = Listeners(self.follow, *listeners)
@@ -317,34 +318,50 @@ class Served(Life):
             fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["stated"]]))
         min_p = ask["min_p"] if self.config.penalties else None
         sampling = kvjax.Sampling(temperature=ask["temperature"], min_p=min_p) if ask["temperature"] else None
-        number = None if self.constraints is None else ask.get("grammar")
-        states = list[Any]()
-        if self.config.penalties:
-            states += [Penalties.of(2 * WIDTH, **ask["penalties"], prompt=ask["prompt"], most=MOST_BIASES)]
-        if self.constraints is not None and (states or number is not None):
-            states += [np.int32(NONE) if number is None else self.constraints.state(number)]
-        if states:
-            fields["logits_state"] = tuple(states) if len(states) > 1 else states[0]
-        if number is not None:
-            fields["stop_tokens"] = [STOP]
         if not namespace and ask["prompt"]:
             namespace = {"namespace": self.space_of[ask["prompt"][0] % VOCAB]}
-        request = kvjax.serving.Request(sampling=sampling, **fields, **namespace)
+        number = ask.get("grammar") if self.config.grammars else None
+        if number is not None:
+            fields["stop_tokens"] = [STOP]
+        state = self.logits_state(ask["prompt"], number, **ask["penalties"])
+        request = kvjax.serving.Request(sampling=sampling, logits_state=state, **fields, **namespace)
         if number is not None:
             self.bound[request] = self.grammars[number]
         return request
 
+    @property
+    def logits_fn(self) -> Any:
+        """The penalties and the grammars that requests may have, by a `chain` if they may have both."""
+        functions = [penalize] if self.config.penalties else []
+        if self.constraints is not None:
+            functions.append(self.constraints)
+        return chain(*functions) if len(functions) > 1 else functions[0] if functions else None
+
+    def logits_state(self, prompt: Sequence[int] = (), grammar: int | None = None, **penalties: Any) -> Any:
+        """The state of a request for `logits_fn`; its penalties are in the first place."""
+        states: list[Any] = []
+        if self.config.penalties:
+            penalties = {"repetition": 1.0, **penalties}
+            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, most=MOST_BIASES))
+        if self.constraints is not None:
+            states.append(np.int32(NONE) if grammar is None else self.constraints.state(grammar))
+        return tuple(states) if len(states) > 1 else states[0] if states else None
+
     def check(self, request: Any, space: int, output: Any, sample: int) -> None:
         """Each token is one of the model's after the text before it, by its probability, and so is the end."""
         path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
-        grammar, prompt = self.bound.get(request), path
+        prompt = path
+        grammar = self.bound.get(request)
         options = [leaf.tobytes() for leaf in jax.tree.leaves((request.sampling, request.logits_state))]
         wanted = self.answers.setdefault((space, path, *options, request.seed + sample, grammar), [])
         same = min(len(wanted), len(new))
         assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
         wanted += new[same:]
         for token, logprob in zip(new, output.logprobs, strict=True):
-            logits = penalized(request, path, name_of(space, path) % VOCAB)
+            penalties = None
+            if self.config.penalties:
+                penalties = request.logits_state[0] if self.config.grammars else request.logits_state
+            logits = penalized(path, len(prompt), name_of(space, path) % VOCAB, penalties)
             if grammar is not None:
                 logits = np.where(grammar.allowed(path[len(prompt) :], VOCAB), logits, -np.inf)
             score = logits[token] - np.log(np.sum(np.exp(logits)))
@@ -402,9 +419,7 @@ class Served(Life):
         options = self.run_options(self.away.listen, steps=self.config.limits.get("steps"))
         limits = {name: value for name, value in self.config.limits.items() if name != "steps"}
         if self.config.penalties:
-            penalties = Penalties.of(2 * WIDTH, repetition=1, most=MOST_BIASES)
-            state = penalties if self.constraints is None else (penalties, np.int32(NONE))
-            limits |= {"min_p": True, "logits_state": state}
+            limits |= {"min_p": True, "logits_state": self.logits_state()}
         self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
         self.standing = options.listeners._listeners[1][1]
         self.engine._thread._most_lent = 2 if self.config.salts and not self.config.store else 64
@@ -538,19 +553,18 @@ class Served(Life):
         self.requests = []
 
 
-def penalized(request: kvjax.serving.Request, path: Sequence[int], name: int) -> np.ndarray:
-    """The logits [V] of `Chain` after a path, which has this name, with the penalties of a request in plain Python."""
-    logits, state = np.zeros(VOCAB), request.logits_state
+def penalized(path: Sequence[int], num_prompt: int, name: int, state: Penalties | None) -> np.ndarray:
+    """The logits [V] of `Chain` after a path, which has this name, with penalties in plain Python."""
+    logits = np.zeros(VOCAB)
     logits[name] = 1.0
-    state = state[0] if isinstance(state, tuple) else state
-    if not isinstance(state, Penalties):
+    if state is None:
         return logits
     for token, value in zip(state.bias_tokens.tolist(), state.bias.tolist(), strict=True):
         if token >= 0:
             logits[token] += value
     for token in set(path):
         logits[token] *= state.repetition if logits[token] < 0 else 1 / state.repetition
-    answer = path[len(request.prompt) :]
+    answer = path[num_prompt:]
     for token in set(answer):
         logits[token] -= state.frequency * answer.count(token) + state.presence
     return logits
@@ -647,7 +661,9 @@ class Asks(bytes_machine.Requests):
     def __init__(self, seed: int, config: Serves):
         super().__init__(seed, config)
         # Apart, so that a seed's other requests stay as they are.
-        self.of_scores, self.of_penalties, self.of_grammars = (np.random.default_rng((seed, n)) for n in (2, 3, 4))
+        self.of_scores, self.of_penalties, self.of_grammars = (
+            np.random.default_rng((seed, number)) for number in (2, 3, 4)
+        )
 
     def ask(self) -> dict[str, Any]:
         prompt = self.text(self.number(1, 13))

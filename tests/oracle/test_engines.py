@@ -21,10 +21,16 @@ OF_ENGINES = (
 OF_BATCHES = "turns of batches", "beside other rows", "closed stream", "broken batch"
 OF_MOVES = "failed in a turn", "failed in generate", "offloaded", "onboarded", "dropped by the host"
 OF_GRAMMARS = "under a grammar stop", "under a grammar length", "new grammar"
-OF_PREEMPTED = "under a grammar preempted", "penalized after a preemption"
 OF_REPLICAS = "by replica 0", "by replica 1", "turns of batches", "lost replica", "failed", "generate hit", "scored"
 HAPPENS = {
-    "plain": (*OF_ENGINES, *OF_BATCHES, *OF_GRAMMARS, *OF_PREEMPTED, "lent anew"),
+    "plain": (
+        *OF_ENGINES,
+        *OF_BATCHES,
+        *OF_GRAMMARS,
+        "lent anew",
+        "penalized after a preemption",
+        "under a grammar preempted",
+    ),
     "host": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, *OF_GRAMMARS, "preempted"),
     "store": (*OF_ENGINES, "from the store"),
     "host, store": (*OF_ENGINES, *OF_MOVES, "from the store"),
