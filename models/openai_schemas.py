@@ -64,7 +64,7 @@ def _read(name: str, value: Any) -> Grammar | None:
 def read_format(param: str, value: Any) -> Grammar | None:
     """The form that an object of a type wants: text, json_object, or json_schema with a schema.
 
-    The schema is the field `schema` of the field `json_schema`, or, as in the Responses API, of the object itself.
+    The name and the schema are fields of the field `json_schema`, or in the Responses API of the object itself.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
@@ -73,7 +73,8 @@ def read_format(param: str, value: Any) -> Grammar | None:
         return _grammar("schema", _ANY_OBJECT, param)
     if kind != "json_schema":
         raise refuse(param, value, 'the type "text", "json_object" or "json_schema"')
-    inner, place = (value, param) if "schema" in value else (value.get("json_schema"), f"{param}.json_schema")
+    is_flat = param != FIELDS[0]
+    inner, place = (value, param) if is_flat else (value.get("json_schema"), f"{param}.json_schema")
     wanted = "an object with a name of text, and a schema"
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise refuse(place, inner, wanted, param)

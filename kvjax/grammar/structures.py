@@ -37,7 +37,7 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
         return structure_expression(child, builder, f"{place}.{name}", level + 1)
 
     def without(read: Callable[[], Expression], name: str = "") -> Expression:
-        """What is read, without texts that have an excluded part."""
+        """Reads a part, without texts that have an excluded part."""
         found = _named(structure.get("name", f"{place}.json_schema" if name else place), name, read)
         excluded = structure.get("excludes", [])
         if not isinstance(excluded, list):

@@ -43,7 +43,8 @@ def test_each_way_to_ask_for_a_form():
         found = grammar(structured_outputs={**others, name: value})
         assert found == (kind, text, f"structured_outputs.{name}") and found.field == "structured_outputs"
     flat = {"type": "json_schema", "name": "x", "schema": SCHEMA}  # as in the Responses API
-    assert read_format("text.format", flat) == ("schema", TEXT, "text.format.schema")
+    found = read_format("text.format", flat)
+    assert found == ("schema", TEXT, "text.format.schema") and found.field == "text.format"
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,35 @@ def test_the_client_parses_models_of_pydantic(writer):
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Flat)
 
 
+def test_responses_have_the_form_and_their_client_parses_it(writer):
+    found = writer.client.responses.parse(model="random", input="hi", text_format=Flat, max_output_tokens=500)
+    assert isinstance(found.output_parsed, Flat) and found.text.format.type == "json_schema"
+    with writer.client.responses.stream(model="random", input="hi", text_format=Flat, max_output_tokens=500) as stream:
+        for _ in stream:
+            pass
+        assert isinstance(stream.get_final_response().output_parsed, Flat)
+    wrong = {"type": "json_schema", "name": "a", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}
+    with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema\.properties\.a\.not: ") as caught:
+        writer.client.responses.create(model="random", input="hi", text={"format": wrong})
+    assert caught.value.param == "text.format"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_calls_of_responses_have_the_tools_arguments(servers, family):
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    named = {"type": "function", "name": "save"}
+    for choice in ("required", named):
+        found = servers(family).client.responses.create(
+            model="random", input="hi", tools=tools, tool_choice=choice, max_output_tokens=400
+        )
+        calls = [item for item in found.output if item.type == "function_call" and item.status == "completed"]
+        assert found.status == "incomplete" or calls
+        assert [tool.strict for tool in found.tools] == [True, False]
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            assert call.name != "save" or jsonschema.Draft202012Validator(PERSON).is_valid(arguments)
+
+
 def test_twenty_schemas_at_once_share_the_places(writer):
     def ask(number):
         schema = {"type": "object", "properties": {f"k{number}": {"const": number}}, "required": [f"k{number}"]}
@@ -383,8 +412,9 @@ def answered(server, body, seed):
 
 
 SEEDS = st.integers(0, 2**31)
-BY_NIGHT = hypothesis.settings(max_examples=500, derandomize=False, deadline=None)
-SHARED = {"suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]}
+CHECKS = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
+BY_DAY = hypothesis.settings(max_examples=20, deadline=None, suppress_health_check=CHECKS)
+BY_NIGHT = hypothesis.settings(BY_DAY, max_examples=500, derandomize=False)
 
 
 def check_schema(server, schema, seed):
@@ -397,27 +427,27 @@ def check_pattern(server, pattern, seed):
         assert re.fullmatch(pattern, text, re.ASCII), text
 
 
-@hypothesis.settings(max_examples=20, deadline=None, **SHARED)
+@hypothesis.settings(BY_DAY)
 @hypothesis.given(schema=schemas(), seed=SEEDS)
 def test_each_answer_under_a_drawn_schema_is_valid(writer, schema, seed):
     check_schema(writer, schema, seed)
 
 
-@hypothesis.settings(max_examples=20, deadline=None, **SHARED)
+@hypothesis.settings(BY_DAY)
 @hypothesis.given(pattern=patterns(), seed=SEEDS)
 def test_each_answer_under_a_drawn_pattern_matches(writer, pattern, seed):
     check_pattern(writer, pattern, seed)
 
 
 @pytest.mark.slow
-@hypothesis.settings(BY_NIGHT, **SHARED)
+@hypothesis.settings(BY_NIGHT)
 @hypothesis.given(schema=schemas(), seed=SEEDS)
 def test_each_answer_under_a_drawn_schema_is_valid_at_length(writer, schema, seed):
     check_schema(writer, schema, seed)
 
 
 @pytest.mark.slow
-@hypothesis.settings(BY_NIGHT, max_examples=200, **SHARED)
+@hypothesis.settings(BY_NIGHT, max_examples=200)
 @hypothesis.given(pattern=patterns(), seed=SEEDS)
 def test_each_answer_under_a_drawn_pattern_matches_at_length(writer, pattern, seed):
     check_pattern(writer, pattern, seed)
