@@ -21,7 +21,10 @@ from .norm import RMSNorm
 from .rope import Angles, Rope
 from .scan import Turn
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
+# Types of layers in a config.json.
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 
 
 class Mixer:

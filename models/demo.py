@@ -55,9 +55,14 @@ def questions(document: recall.Document, people: Sequence[str]) -> list[Question
 def make_spec(model: Any, host_blocks: int = 0) -> kvjax.CacheSpec:
     """The spec of a session's cache; stores are for all of them."""
     return kvjax.make_spec(
-        model.layer_specs(), num_blocks=BLOCKS, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK,
-        dtype="float32", num_host_blocks=host_blocks,
-    )  # fmt: skip
+        model.layer_specs(),
+        num_blocks=BLOCKS,
+        max_seqs=ROWS,
+        max_length=LENGTH,
+        block_size=BLOCK,
+        dtype="float32",
+        num_host_blocks=host_blocks,
+    )
 
 
 class Session:
@@ -85,9 +90,15 @@ class Session:
         for prompt, answer in pairs:
             began = time.perf_counter()
             outputs, self.cache, _ = kvjax.generate(
-                self.model, self.cache, [prompt], max_new_tokens=1, namespace=0 if reuse else 1 + self.answered,
-                log_events=False, listener=self.hear, store=self.store,
-            )  # fmt: skip
+                self.model,
+                self.cache,
+                [prompt],
+                max_new_tokens=1,
+                namespace=0 if reuse else 1 + self.answered,
+                log_events=False,
+                listener=self.hear,
+                store=self.store,
+            )
             seconds = time.perf_counter() - began
             turn = Turn(outputs[0].prompt_tokens, outputs[0].cached_tokens, seconds, outputs[0].stored_tokens)
             self.turns.append(turn)
@@ -174,10 +185,17 @@ class Parts(NamedTuple):
 
 
 NAMES = (
-    "nothing shared", "first question", "other questions", "a row forked in 4", f"{OTHERS} other documents",
-    "the first again", f"{1 + OTHERS} in {BLOCKS} blocks", "all of them again", f"{HOST_BLOCKS} on the host",
+    "nothing shared",
+    "first question",
+    "other questions",
+    "a row forked in 4",
+    f"{OTHERS} other documents",
+    "the first again",
+    f"{1 + OTHERS} in {BLOCKS} blocks",
     "all of them again",
-)  # fmt: skip
+    f"{HOST_BLOCKS} on the host",
+    "all of them again",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -252,9 +270,13 @@ def bar(name: str, turn: Turn, width: int) -> str:
 
 
 def play(
-    model: Any, document: recall.Document, others: Sequence[recall.Document], pairs: Sequence[Question], width: int,
+    model: Any,
+    document: recall.Document,
+    others: Sequence[recall.Document],
+    pairs: Sequence[Question],
+    width: int,
     store: DiskStore | None = None,
-) -> Parts:  # fmt: skip
+) -> Parts:
     """Puts all questions; those in namespaces of their own go without the store."""
     Session(model).ask(pairs[:2]).ask(pairs[:1], reuse=False)  # compiles
     if store is not None:
@@ -276,9 +298,13 @@ def play(
 def _compile_store(model: Any, pairs: Sequence[Question]) -> None:
     """Compiles what a store needs, with another one, in memory."""
     with DiskStore(
-        "memory://", make_spec(model), model="recall", names=kvjax.Namespaces(), max_bytes=stores.DEFAULT_BYTES,
+        "memory://",
+        make_spec(model),
+        model="recall",
+        names=kvjax.Namespaces(),
+        max_bytes=stores.DEFAULT_BYTES,
         read_timeout_ms=PATIENCE_MS,
-    ) as store:  # fmt: skip
+    ) as store:
         for host_blocks in (0, 0, HOST_BLOCKS):  # writes; reads
             Session(model, host_blocks, store).ask(pairs)
             store.flush()

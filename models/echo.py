@@ -21,9 +21,16 @@ def prompt_piece(decode: Decode, prompt: Sequence[int], output: Output) -> Piece
     text = answer.add(prompt, done=True)
     every = slice(0, len(prompt))
     return Piece(
-        text, list(prompt), [], answer.texts(every), answer.starts, list(output.prompt_logprobs),
-        list(output.prompt_top_logprobs), None, 0,
-    )  # fmt: skip
+        text,
+        list(prompt),
+        [],
+        answer.texts(every),
+        answer.starts,
+        list(output.prompt_logprobs),
+        list(output.prompt_top_logprobs),
+        None,
+        0,
+    )
 
 
 def after_prompt(piece: Piece, prompt: Piece) -> Piece:
@@ -51,10 +58,16 @@ def prompt_logprobs(
         entries = {token: (logprob, rank)}
         entries |= {other: (value, order) for other, value, order in likeliest[:num_top] if other != token}
         before = list(prompt[max(position - CONTEXT, 0) : position])
-        found.append({
-            str(other): {"logprob": finite(value), "rank": order, "decoded_token": text_after(decode, before, other)}
-            for other, (value, order) in entries.items()
-        })  # fmt: skip
+        found.append(
+            {
+                str(other): {
+                    "logprob": finite(value),
+                    "rank": order,
+                    "decoded_token": text_after(decode, before, other),
+                }
+                for other, (value, order) in entries.items()
+            }
+        )
     return found
 
 

@@ -77,8 +77,13 @@ def main(arguments: list[str] | None = None) -> None:
     option = parser.add_argument
     option("--replicas", metavar="N", type=commands.number(int, 2), default=2, help="actors (default: %(default)s)")
     option("--address", metavar="HOST:PORT", help="a cluster's, which is joined (default: Ray starts on this machine)")
-    option("--bind", metavar="IP", type=_address, default=ipaddress.IPv4Address(LOOPBACK),
-           help="address that replicas publish at; 0.0.0.0 is all of a machine's (default: %(default)s)")  # fmt: skip
+    option(
+        "--bind",
+        metavar="IP",
+        type=_address,
+        default=ipaddress.IPv4Address(LOOPBACK),
+        help="address that replicas publish at; 0.0.0.0 is all of a machine's (default: %(default)s)",
+    )
     option("--curve", action="store_true", help="encrypt events, with new keys")
     option("--gpus", metavar="N", type=commands.number(float, 0), default=0, help="of each replica (default: none)")
     option("--quick", action="store_true", help="few questions: a test of the demo")

@@ -118,9 +118,12 @@ def _parser() -> commands.Parser:
     )
     session.add_dtype(parser)
     parser.add_argument(
-        "--max-new-tokens", type=number(int, 1, MOST), default=SIZES["max_new_tokens"], metavar="N",
+        "--max-new-tokens",
+        type=number(int, 1, MOST),
+        default=SIZES["max_new_tokens"],
+        metavar="N",
         help="default: %(default)s",
-    )  # fmt: skip
+    )
     parser.add_argument("--temperature", type=number(float, 0.0), default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=number(int, 1, MOST), metavar="K")
     parser.add_argument("--top-p", type=number(float, 0.0, 1.0), metavar="P")

@@ -46,13 +46,25 @@ def make_step(graph: Any, optimizer: optax.GradientTransformation, samples: int)
         weights, moments, cache = training  # donated
         lengths = np.full(PROMPTS, WIDTH, np.int32)  # all prompts are of one length
         found, cache, _ = kvjax.rollout(
-            nnx.merge(graph, weights), cache, prompts, lengths, samples=samples, max_new_tokens=MOST,
-            stop_tokens=[END], seed=seed, namespace=versions[1],
-        )  # fmt: skip
+            nnx.merge(graph, weights),
+            cache,
+            prompts,
+            lengths,
+            samples=samples,
+            max_new_tokens=MOST,
+            stop_tokens=[END],
+            seed=seed,
+            namespace=versions[1],
+        )
         expected, cache, _ = kvjax.score(
-            nnx.merge(graph, reference), cache, prompts, found.tokens, lengths, completion_lengths=found.lengths,
+            nnx.merge(graph, reference),
+            cache,
+            prompts,
+            found.tokens,
+            lengths,
+            completion_lengths=found.lengths,
             namespace=versions[0],
-        )  # fmt: skip
+        )
         cache, _ = cache.forget_namespaces(versions[:1])  # the updates end this version; the reference's K/V stay
         reward = jnp.where(found.tokens[:, :, 0] == answers[:, None], 1 - (found.lengths - 1) / MOST, 0)  # f32[B, G]
         advantage = jax.nn.standardize(reward, axis=1, epsilon=1e-6)[:, :, None]  # within the prompt's group

@@ -49,10 +49,16 @@ def fitting(
     weights, steps = own_bytes(nnx.state(model)), step_bytes(args, model, max_length)
     try:
         spec, _ = kvjax.plan(
-            model.layer_specs(), budget_bytes=args.budget, model_bytes=weights + steps, max_seqs=args.rows,
-            max_length=max_length, block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
+            model.layer_specs(),
+            budget_bytes=args.budget,
+            model_bytes=weights + steps,
+            max_seqs=args.rows,
+            max_length=max_length,
+            block_size=args.block_size,
+            dtype=args.dtype,
+            num_host_blocks=args.host_blocks,
             **where,
-        )  # fmt: skip
+        )
     except ValueError as error:
         message, taken = str(error).splitlines()[0], f"{human(weights)} are for weights, {human(steps)} for steps"
         if message.startswith("budget_bytes: "):

@@ -21,7 +21,8 @@ import numpy as np
 from . import fields
 
 Angles = tuple[jax.Array, jax.Array] | None  # cosine and sine; None leaves vectors as they are
-_ORIGINAL, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"
 # The required fields of each kind, and its optional fields.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -85,12 +86,12 @@ class Rope:
     sequence_length: int | None = None
 
     @classmethod
-    def from_hf(cls, rope: Mapping[str, Any], of: str, *, positions: int, kinds: Iterable[str] = _FIELDS) -> Rope:
+    def from_hf(cls, rope: Mapping[str, Any], section: str, *, positions: int, kinds: Iterable[str] = _FIELDS) -> Rope:
         """Reads a set of rope fields of a config.json.
 
         Args:
           rope: the fields; an older file may say `type` instead of `rope_type`.
-          of: name of the field with this set, for error messages.
+          section: name of the field with this set, for error messages.
           positions: the config's context length, which gives some fields their defaults.
           kinds: the family's kinds of ropes.
 
@@ -100,25 +101,25 @@ class Rope:
         rope = {name: value for name, value in rope.items() if value or name not in _ZERO_IS_NONE}
         rope = {name: value for name, value in rope.items() if value is not None}
         rope.setdefault("rope_type", rope.get("type", "default"))
-        kind = fields.only(rope, "rope_type", *kinds, of=of)
+        kind = fields.only(rope, "rope_type", *kinds, section=section)
         needed, optional = _FIELDS[kind]
         if _ORIGINAL in needed:
             rope.setdefault(_ORIGINAL, positions)
             if kind != "llama3":
-                rope.setdefault("factor", positions / fields.count(rope, _ORIGINAL, of=of))
-        values = {name: _read(rope, name, of) for name in (*needed, *optional) if name in needed or name in rope}
+                rope.setdefault("factor", positions / fields.count(rope, _ORIGINAL, section=section))
+        values = {name: _read(rope, name, section) for name in (*needed, *optional) if name in needed or name in rope}
         if kind == "dynamic":
             values[_ORIGINAL] = positions
-        share = fields.number(rope, _SHARE, 1.0, of)
+        share = fields.number(rope, _SHARE, 1.0, section)
         if share > 1:
-            raise ValueError(f"{of}.{_SHARE}: got {share}, wanted at most 1")
+            raise ValueError(f"{section}.{_SHARE}: got {share}, wanted at most 1")
         if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
             wanted = f"more than low_freq_factor={values['low_freq_factor']}"
-            raise ValueError(f"{of}.high_freq_factor: got {values['high_freq_factor']}, wanted {wanted}")
-        return cls(fields.number(rope, "rope_theta", 10000.0, of), kind, share=share, **values)
+            raise ValueError(f"{section}.high_freq_factor: got {values['high_freq_factor']}, wanted {wanted}")
+        return cls(fields.number(rope, "rope_theta", 10000.0, section), kind, share=share, **values)
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields that `from_hf` reads back as this rope."""
+        """The fields of this rope, for `from_hf`."""
         rope: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
         needed, optional = _FIELDS[self.kind]
         for name in needed + optional:
@@ -270,15 +271,15 @@ def rope_limit(config: Any) -> int | None:
     return min(filter(None, limits), default=None)
 
 
-def _read(rope: Mapping[str, Any], name: str, of: str) -> Any:
+def _read(rope: Mapping[str, Any], name: str, section: str) -> Any:
     """The value of a rope's field."""
     if name == "truncate":
-        return fields.only(rope, name, True, False, of=of)
+        return fields.only(rope, name, True, False, section=section)
     if name in (_ORIGINAL, "sequence_length"):
-        return fields.count(rope, name, least=2, of=of)
+        return fields.count(rope, name, minimum=2, section=section)
     if name not in ("short_factor", "long_factor"):
-        return fields.number(rope, name, of=of)
+        return fields.number(rope, name, section=section)
     numbers = fields.listed(rope, name)
     if not numbers:
-        raise ValueError(f"{of}.{name}: got {numbers!r:.80}, wanted a list of numbers")
-    return tuple(fields.number({name: value}, name, of=of) for value in numbers)
+        raise ValueError(f"{section}.{name}: got {numbers!r:.80}, wanted a list of numbers")
+    return tuple(fields.number({name: value}, name, section=section) for value in numbers)

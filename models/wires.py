@@ -95,9 +95,12 @@ class Wires:
         self.feeds: dict[str, Any] = {}  # the wires with a queue, by their options' names
         self._files: list[_File] = []
         openers = {
-            "events": self._log, "trace": self._trace, "publish": self._publish, "agent": self._serve,
+            "events": self._log,
+            "trace": self._trace,
+            "publish": self._publish,
+            "agent": self._serve,
             "metrics": self._export,
-        }  # fmt: skip
+        }
         with contextlib.ExitStack() as self._stack:  # closed if one of them cannot be had
             for option, open_ in openers.items():
                 if getattr(args, option) is None:
@@ -161,9 +164,13 @@ class Wires:
         from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
 
         publisher = Publisher(
-            spec, bind=args.publish, replay=args.replay, model=commands.model_name(args), names=self._names,
+            spec,
+            bind=args.publish,
+            replay=args.replay,
+            model=commands.model_name(args),
+            names=self._names,
             curve=_server_keys() if args.curve else None,
-        )  # fmt: skip
+        )
         self.feeds["publish"] = self._stack.enter_context(publisher)
         self._note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
         self._listeners.append(publisher.publish)
