@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
 
 
 def scanned[M: Decoder](model: M) -> M:
-    """Returns the model with its longest run of equal layer patterns scanned, or itself if no pattern repeats.
+    """Returns the model with its longest run of equal layer patterns scanned, or the model if no pattern repeats.
 
     A scanned model compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack.
     Logits differ by rounding alone, and `save` writes the same file. The weights of the run are copied: while both

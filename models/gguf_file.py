@@ -138,7 +138,7 @@ class GgufFile:
         return self._tensors
 
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer`, or None if the file has none. A ValueError tells the fault of a broken one."""
+        """The `tokenizers.Tokenizer`, or None if the file has none. A ValueError names the broken field."""
         with errors_in(self.path):
             return make_tokenizer(self._values)
 

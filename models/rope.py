@@ -149,7 +149,7 @@ class Rope:
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of the longest sequences with these frequencies in transformers; None means no limit."""
+        """Tokens of the longest sequences with these frequencies in transformers, or None for no limit."""
         if self.kind not in ("dynamic", "longrope"):
             return None
         return max(self.sequence_length or 0, self.original_max_position_embeddings)
@@ -266,7 +266,7 @@ def rotary_tables(config: Any, positions: jax.Array, max_length: int) -> list[An
 
 
 def rope_limit(config: Any) -> int | None:
-    """Tokens of the longest sequence with the frequencies of a config's ropes; None means no limit."""
+    """Tokens of the longest sequence with the frequencies of a config's ropes, or None for no limit."""
     limits = [rope.max_length for rope, _ in filter(None, config.rotations)]
     return min(filter(None, limits), default=None)
 

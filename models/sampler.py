@@ -259,17 +259,17 @@ class Sampler:
 
     def _on_host(self, rollouts: Rollout) -> Samples:
         """Brings the completions to the host, as a list. Raises a RuntimeError if any is unfinished."""
-        rollouts = jax.device_get(rollouts)
-        is_done = np.isin(rollouts.finish, (Finish.STOP, Finish.LENGTH))
+        fetched = jax.device_get(rollouts)
+        is_done = np.isin(fetched.finish, (Finish.STOP, Finish.LENGTH))
         if not is_done.all():
-            reasons = sorted({Finish(finish).name for finish in rollouts.finish[~is_done].tolist()})
+            reasons = sorted({Finish(finish).name for finish in fetched.finish[~is_done].tolist()})
             raise self._too_few(f"{np.sum(~is_done)} of {is_done.size} completions ended with {', '.join(reasons)}")
-        lengths = rollouts.lengths.ravel()
+        lengths = fetched.lengths.ravel()
 
         def without_padding(array: np.ndarray) -> list[np.ndarray]:
             return [row[:length] for row, length in zip(array.reshape(lengths.size, -1), lengths, strict=True)]
 
-        return Samples(without_padding(rollouts.tokens), without_padding(rollouts.logprobs), rollouts.cached[:, 0])
+        return Samples(without_padding(fetched.tokens), without_padding(fetched.logprobs), fetched.cached[:, 0])
 
     def _too_few(self, reason: str) -> RuntimeError:
         assert self.cache is not None

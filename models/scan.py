@@ -49,7 +49,7 @@ class Run:
 
 
 class Turn(NamedTuple):
-    """The layer of a phase in one turn of the scan: `layers[repeat]`, where `repeat` is a traced i32[]."""
+    """The layer of a phase in a turn of the scan: `layers[repeat]`, where `repeat` is a traced i32[]."""
 
     layers: range
     repeat: jax.Array
@@ -64,7 +64,7 @@ class Turn(NamedTuple):
 
 
 def longest_run(layers: Sequence[Any], dense: Sequence[int] = ()) -> Run | None:
-    """Finds the run of equal layer patterns with the fewest layers left to compile; None if no pattern repeats.
+    """Finds the run of equal layer patterns with the fewest layers left to compile, or None if no pattern repeats.
 
     A layer with K/V that others reuse is in no run, because `Decoder.dense` hands its K/V to them. Layers in `dense`
     differ from the others by their MLP.
@@ -87,7 +87,7 @@ def longest_run(layers: Sequence[Any], dense: Sequence[int] = ()) -> Run | None:
 
 
 def stacked[L: nnx.Module](layers: Sequence[L], run: Run | None) -> list[L]:
-    """Stacks the layers of a run by phase, as a decoder holds them; None leaves the layers as they are."""
+    """Stacks the layers of a run by phase, as a decoder holds them. Without a run the layers stay as they are."""
     if run is None:
         return [*layers]
     phases = [_stack([layers[index] for index in run.layers(phase)]) for phase in run.phases]
