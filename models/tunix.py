@@ -215,11 +215,11 @@ class KvjaxRollout(base_rollout.BaseRollout):
             self.sampler.renew()
 
     def pad_id(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's pad token."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's eos token."""
         return self._tokenizer.eos_id()
 
     def model(self) -> Any:
