@@ -68,7 +68,7 @@ class HostTier[C: AnyCache]:
             need += int(np.sum(-(-num_tokens // size)))
         for number in self.groups:
             target = min(need, self.spec.groups[number].num_blocks)
-            options = {"most": self._most_taken(number), "group": number}
+            options = {"max_blocks": self._most_taken(number), "group": number}
             while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
                 events, _, has_failed = self.call(TieredCache.watermark, target, **options)
                 is_over = events.ok or has_failed  # fewer moves would fail as well
