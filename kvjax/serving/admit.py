@@ -13,8 +13,8 @@ from kvjax.cache import Cache
 from kvjax.events.log import Log, num_free
 from kvjax.policies.retention import Retention, is_retention
 from kvjax.pools.device import apply
-from kvjax.serving.capacity import admission_events, most_blocks, reserved, sample_blocks
-from kvjax.serving.decode import note
+from kvjax.serving.capacity import admission_events, max_blocks, reserved, sample_blocks
+from kvjax.serving.decode import append_events
 from kvjax.serving.options import Scheduler, first, sort_keys
 from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.state import NO_BLOCK, Match
@@ -43,7 +43,7 @@ def admit(
         serving, log, row, done, cached = _admit_one(serving, log, scheduler, slot, now)
         skipped = skipped | (~done & (np.arange(skipped.shape[0], dtype=np.int32) == slot))
         num_skipped = num_skipped + (~done).astype(jnp.int32)
-        late = jnp.any(skipped & (serving.requests.passed >= scheduler.patience))
+        late = jnp.any(skipped & (serving.requests.passed >= scheduler.max_deferrals))
         admitted = put(admitted, count(admitted.slots >= 0), Admitted(slot, row, cached), done)
         over = late | (num_skipped >= scheduler.max_skips) | (serving.onboard_slot >= 0) | (num_free(log) < log_room)
         goes_on = ~over & jnp.any(serving.free) & jnp.any(serving.requests.waiting & ~skipped)
@@ -79,8 +79,10 @@ def _admit_one(
 ) -> tuple[Serving, Log, jax.Array, jax.Array, jax.Array]:
     """Admits request slot i32[] if it can be; also returns its row, whether it was, and the tokens found for it."""
     tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
-    state, request = serving.cache.state, serving.requests[slot]
-    spec, text = state.spec, checked_text(state.spec, tokens, None)
+    state = serving.cache.state
+    request = serving.requests[slot]
+    spec = state.spec
+    text = checked_text(state.spec, tokens, None)
     text = checked_prompt(text, request.num_tokens, request.namespace, spec.block_size)
     match = find(state, text, TIERS[0], scheduler.alignment_tokens)
     samples = serving.requests.samples_of(slot)
@@ -91,20 +93,22 @@ def _admit_one(
         both = find(state, text, TIERS[1], scheduler.alignment_tokens)
         enough = both.host_tokens >= scheduler.min_onboard * spec.block_size
         brings = good & (enough | evicts) & request.onboard
-        serving, good = serving.replace(onboard_slot=jnp.where(brings, slot, serving.onboard_slot)), good & ~brings
+        serving = serving.replace(onboard_slot=jnp.where(brings, slot, serving.onboard_slot))
+        good = good & ~brings
     row = jnp.argmax(serving.free).astype(jnp.int32)
     reserve_tokens = scheduler.chunk if len(state.groups) > 1 else None
-    width = spec.max_seqs * most_columns(scheduler.most_steps(spec), spec.block_size)  # the length of that of `grow`
+    width = spec.max_seqs * most_columns(scheduler.max_steps(spec), spec.block_size)  # the length of that of `grow`
     width = width if width <= FEW else 0
 
     def try_it(carry):
         serving, log, _, _ = carry
-        state, retention = serving.cache.state, _retention(serving, slot)
+        state = serving.cache.state
+        retention = _retention(serving, slot)
         state, events, sources = admit_row(state, row, text, match, retention, now, reserve_tokens, TIERS[0], width)
         cache = Cache(release_sources(state, sources), apply(serving.cache.pools, events))
         serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
         requests, done = fence(serving.requests, events.ok)  # as in a mixed step: nobody reads the text any more
-        return serving.replace(requests=requests), note(log, events), done, events.cached[0]
+        return serving.replace(requests=requests), append_events(log, events), done, events.cached[0]
 
     serving, log, done, cached = once(good, try_it, (serving, log, jnp.bool_(False), jnp.int32(0)))
     return serving, log, row, done, cached
@@ -114,28 +118,37 @@ def _fits(
     serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """bool[] each; whether a request and its samples bool[W] fit, and whether cached blocks may leave for them."""
-    state, request = serving.cache.state, serving.requests[slot]
-    spec, size = state.spec, state.spec.block_size
-    num_tokens, max_tokens, prompt = request.num_tokens, request.max_tokens, request.prompt
-    cached, columns = match.cached_tokens, np.arange(match.blocks.shape[0], dtype=np.int32)
+    state = serving.cache.state
+    request = serving.requests[slot]
+    spec = state.spec
+    size = state.spec.block_size
+    num_tokens = request.num_tokens
+    max_tokens = request.max_tokens
+    prompt = request.prompt
+    cached = match.cached_tokens
+    columns = np.arange(match.blocks.shape[0], dtype=np.int32)
     length = num_tokens if len(state.groups) == 1 else jnp.minimum(num_tokens, cached + scheduler.chunk)
-    new, most = -(-length // size) - match.num_blocks, most_blocks(spec, scheduler, max_tokens)
+    new = -(-length // size) - match.num_blocks
+    most = max_blocks(spec, scheduler, max_tokens)
     more = sample_blocks(spec, scheduler, serving.requests.max_tokens, prompt, samples)
     counted = reserved(serving, scheduler)
-    good, evicts = jnp.bool_(True), jnp.bool_(False)
+    good = jnp.bool_(True)
+    evicts = jnp.bool_(False)
     for number, (group, group_spec) in enumerate(zip(state.groups, spec.groups, strict=True)):
         ids = group.in_this_group(match.blocks)
         found = (ids >= 0) & group_spec.keeps(columns, cached, size)
         held = found & (pick(group.blocks.refcount, ids) > 0)
         if scheduler.reserve == "num_tokens":
             spare = jnp.where(jnp.any(serving.running), scheduler.watermark, 0)
-            need, limit = new + count(found & ~held), group.available - spare
+            need = new + count(found & ~held)
+            limit = group.available - spare
         else:
             shared = 0 if group_spec.window else count(held)
             need, limit = counted[number]
             need = most[number] - shared + need
         need = need + more[number]
-        good, evicts = good & (need <= limit), evicts | (need - count(found & ~held) > limit - group.num_cached)
+        good = good & (need <= limit)
+        evicts = evicts | (need - count(found & ~held) > limit - group.num_cached)
     return good, evicts
 
 
@@ -145,9 +158,13 @@ def _waits_for_prefix(
     """bool[]; whether a row is about to compute the next part of a request's prefix that can be reused."""
     if not scheduler.wait_for_prefix:
         return jnp.bool_(False)
-    requests, seqs, size = serving.requests, serving.cache.state.seqs, serving.cache.state.spec.block_size
+    requests = serving.requests
+    seqs = serving.cache.state.seqs
+    size = serving.cache.state.spec.block_size
     part = (scheduler.alignment_tokens or size) // size
-    request, others, column = requests[slot], serving.by_row, match.num_blocks + part - 1  # its last block
+    request = requests[slot]
+    others = serving.by_row
+    column = match.num_blocks + part - 1  # its last block
     end = (column + 1) * size
     usable = (end <= request.num_tokens - 1) & (end <= request.prompt)
 
@@ -186,7 +203,8 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
     requests = requests.at(slot, first_time, cached=cached, admitted=serving.steps)
     earlier = (requests.stage == Stage.WAITING) & (requests.arrival < requests[slot].arrival)
     requests = requests.replace(passed=requests.passed + (done & earlier).astype(jnp.int32))
-    slots, leads = put(serving.row, row, slot, done), put(serving.leads, row, jnp.any(samples), done)
+    slots = put(serving.row, row, slot, done)
+    leads = put(serving.leads, row, jnp.any(samples), done)
     serving = serving.replace(requests=requests, row=slots, leads=leads)
     # Its samples get other free rows, where they wait until its prompt is computed.
     slots, _ = compact(jnp.where(samples, np.arange(samples.shape[0], dtype=np.int32), -1))
@@ -202,7 +220,8 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
 
 def has_row(serving: Serving, placed: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
     """Notes an admission between loops, of a slot to a row, placed i32[2], with so many tokens cached i32[]."""
-    slot, row = placed[0], placed[1]
+    slot = placed[0]
+    row = placed[1]
     requests = serving.requests.at(slot, ~done, onboard=False)  # next time without its blocks on the host
     serving = serving.replace(requests=requests, onboard_slot=jnp.int32(-1), dirty=jnp.bool_(True))
     return enter(serving, slot, row, cached, done)

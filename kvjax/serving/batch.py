@@ -23,7 +23,10 @@ from kvjax.serving.turns import Job, Slots
 from kvjax.spec import CacheSpec
 
 # Batches that need no more have arrays of these sizes, so that they share the programs of the first one.
-MIN_SLOTS, MIN_TOKENS, MIN_COLUMNS, MIN_STOP_TOKENS = 32, 4096, 128, 4
+MIN_SLOTS = 32
+MIN_TOKENS = 4096
+MIN_COLUMNS = 128
+MIN_STOP_TOKENS = 4
 MOST_SPARE = 2**18  # tokens: each has a few numbers of 4 bytes
 
 
@@ -49,11 +52,12 @@ class Batch[C: AnyCache]:
         self._spec = spec = cache.state.spec
         requests = checked_requests(requests, options, spec)
         self._steps = options.steps or steps
-        scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.most_steps(spec), self._steps))
+        scheduler = dataclasses.replace(options.scheduler, k=min(options.scheduler.max_steps(spec), self._steps))
         limits = Limits.of(model, cache.cache, scheduler, options.top_logprobs)
         if any(request.prompt_logprobs_from is not None for request in requests):
             check_all_logits(model, cache.cache)
-        self.outputs, self._jobs = list[Output](), list[Job]()
+        self.outputs = list[Output]()
+        self._jobs = list[Job]()
         for request in requests:
             self._add(request, limits)
         own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; others have the rows that are in use
@@ -64,7 +68,8 @@ class Batch[C: AnyCache]:
         have_states = all(request.logits_state is not None for request in requests)
         state = requests[0].logits_state if requests and have_states else initial_state(options.logits_fn)
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(state), own_rows)
-        self.state, self._is_submitted = self.driver.state, False
+        self.state = self.driver.state
+        self._is_submitted = False
 
     def _add(self, request: Request, limits: Limits) -> None:
         """Adds the outputs of a request; those of a prompt that cannot be computed at all end here."""
@@ -79,11 +84,13 @@ class Batch[C: AnyCache]:
 
     def _slots(self, logits_state: Any) -> Slots:
         """A slot for each output, in arrays of few sizes: most batches find the programs of the first one."""
-        jobs, spec, size = self._jobs, self._spec, self._spec.block_size
+        jobs = self._jobs
+        spec = self._spec
+        size = self._spec.block_size
         requests = [job.request for job in jobs]
         max_tokens = [job.max_tokens for job in jobs]
         number = bucket(max(len(jobs), 1), MIN_SLOTS)
-        longest_answer = max((job.left for job in jobs), default=1)
+        longest_answer = max((job.remaining for job in jobs), default=1)
         ranges = [request.num_ranges for request in requests if request.num_ranges is not None]
         samples = any(not request.is_greedy for request in requests)
         return Slots(
@@ -114,7 +121,8 @@ class Batch[C: AnyCache]:
             raise
 
     def _turn(self) -> bool:
-        driver, state = self.driver, self.state
+        driver = self.driver
+        state = self.state
         self.new = {}
         if not self._jobs:
             return False

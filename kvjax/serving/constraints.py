@@ -22,7 +22,8 @@ from kvjax.grammar import TokenTable, Vocabulary
 
 NONE = -1  # the state of a row without a constraint
 _FIRST = -2  # the state of a row before its first choice in automaton state x is `_FIRST - x`
-_END, _FORBIDDEN = 0, -1  # the state after a stop token, in which it may only be chosen again; no state
+_END = 0
+_FORBIDDEN = -1  # the state after a stop token, in which it may only be chosen again; no state
 _STOP_CLASS = 0
 _MOST_STOP_TOKENS = 16
 
@@ -47,14 +48,13 @@ class Constraints(Pytree):
     stop_tokens: Any
 
     @classmethod
-    def create(
-        cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 512
-    ) -> Constraints:  # fmt: skip
+    def create(cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 512) -> Constraints:
         """Space for so many grammars, each of up to `max_states` states, over a vocabulary of V tokens.
 
         Until `put` gives it a grammar, each space allows no token but V - 1.
         """
-        number, size = static_int("grammars", grammars, 1), static_int("vocabulary", vocabulary, 1)
+        number = static_int("grammars", grammars, 1)
+        size = static_int("vocabulary", vocabulary, 1)
         for name, limit in ("max_states", max_states), ("max_classes", max_classes):
             if static_int(name, limit, 1) > np.iinfo(np.int16).max - 2:
                 raise ValueError(f"{name}: got {limit}, wanted at most {np.iinfo(np.int16).max - 2}")
@@ -65,7 +65,7 @@ class Constraints(Pytree):
     @classmethod
     def of(
         cls, table: TokenTable, stop_tokens: Sequence[int], *, max_states: int = 4096, max_classes: int = 512
-    ) -> Constraints:  # fmt: skip
+    ) -> Constraints:
         """The constraint of one grammar, in arrays whose shapes follow the limits and the vocabulary alone.
 
         Args:
@@ -109,7 +109,8 @@ class Constraints(Pytree):
           ValueError: if the number is out of range, or the limits or the vocabulary are not as wide.
         """
         self._check(grammar)
-        (_, states, classes), size = self.next_state.shape, self.token_class.shape[1]
+        (_, states, classes) = self.next_state.shape
+        size = self.token_class.shape[1]
         if other.next_state.shape != (1, states, classes) or other.token_class.shape[1] > size:
             raise ValueError(
                 f"other: got {described(other)}, wanted one grammar with max_states={states - 1}, max_classes="
@@ -127,7 +128,8 @@ class Constraints(Pytree):
           ValueError: if the number is out of range, or the grammar forbids one of the tokens.
         """
         self._check(grammar)
-        state, chosen = 1, host_integers("tokens", tokens, np.int32, "a list of token ids")
+        state = 1
+        chosen = host_integers("tokens", tokens, np.int32, "a list of token ids")
         if chosen.size:
             next_state, token_class = jax.device_get((self.next_state[grammar], self.token_class[grammar]))
             for position, token in enumerate(chosen.tolist()):
@@ -182,10 +184,13 @@ class Constraints(Pytree):
           ValueError: while tracing, if the model has fewer tokens than the grammars.
         """
         del positions
-        (rows, vocabulary), size = logits.shape, self.token_class.shape[1]
+        (rows, vocabulary) = logits.shape
+        size = self.token_class.shape[1]
         if vocabulary < size:
             raise ValueError(f"logits: got {vocabulary} tokens, wanted at least the {size} of the grammars")
-        is_bound, is_first, states = state != NONE, state < NONE, self.next_state.shape[1]
+        is_bound = state != NONE
+        is_first = state < NONE
+        states = self.next_state.shape[1]
         grammar, current = jnp.divmod(jnp.maximum(jnp.where(is_first, _FIRST - state, state), 0), states)
         after = pick(self.next_state, (grammar, current, pick(self.token_class, (grammar, last)))).astype(jnp.int32)
         # A token that was forbidden, which another logits_fn has forced, ends the text as a stop token does.

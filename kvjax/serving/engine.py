@@ -114,17 +114,22 @@ class Engine[C: AnyCache]:
         if logits_state is None:
             logits_state = initial_state(options.logits_fn)
         self._slots = Slots(
-            [spec.max_length + 1] * number, steps=steps, num_columns=steps, entries=ENTRIES,
-            entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
+            [spec.max_length + 1] * number,
+            steps=steps,
+            num_columns=steps,
+            entries=ENTRIES,
+            entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length,
+            width=spec.max_length,
             num_stop_tokens=static_int("num_stop_tokens", num_stop_tokens, 1),
             num_ranges=None if num_ranges is None else static_int("num_ranges", num_ranges, 0),
             min_p=min_p,
             logits_state=jax.tree.map(np.asarray, logits_state),
             has_log=options.listener is not None or options.store is not None,
-        )  # fmt: skip
+        )
         self._limits = Limits.of(model, cache.cache, options.scheduler, options.top_logprobs)
         self._most_samples = min(ENTRIES, spec.max_seqs, number)
-        self._numbers, self._inbox = itertools.count(), Inbox(options.names)
+        self._numbers = itertools.count()
+        self._inbox = Inbox(options.names)
         self._thread = EngineThread(model, cache, options, self._inbox, self._slots)
         self._thread.start()
 
@@ -178,7 +183,8 @@ class Engine[C: AnyCache]:
         Namespaces.salted(salt)
         if request.prompt_logprobs_from is not None:
             self._thread.check_scores()
-        slots, prompt = self._slots, request.prompt
+        slots = self._slots
+        prompt = request.prompt
         refusal = self._limits.refusal(prompt)
         if refusal == "bad_request":
             wanted = f"wanted tokens of 0..{self.vocabulary - 1}, at least one"
@@ -213,7 +219,8 @@ class Engine[C: AnyCache]:
         """
         new, old = (jax.tree.flatten(fn) for fn in (as_tree(logits_fn), self._logits_fn))
         if new[1] != old[1] or described(new[0]) != described(old[0]):
-            got, wanted = described(as_tree(logits_fn)), described(self._logits_fn)
+            got = described(as_tree(logits_fn))
+            wanted = described(self._logits_fn)
             raise ValueError(f"logits_fn: got {got}, wanted arrays like those of the engine's, {wanted}")
         self._logits_fn = jax.tree.unflatten(*reversed(new))
         self._thread.replace_logits_fn(self._logits_fn)

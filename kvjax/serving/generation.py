@@ -123,9 +123,14 @@ def generate[C: AnyCache](
         is done; a second one does not, and may cost the cache.
     """
     requests = make_requests(
-        prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, retention=retention,
-        namespace=namespace, prompt_logprobs_from=prompt_logprobs_from,
-    )  # fmt: skip
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        retention=retention,
+        namespace=namespace,
+        prompt_logprobs_from=prompt_logprobs_from,
+    )
     if seed is not None:
         requests = _with_seeds(requests, seed)
     scheduler = Scheduler(chunk=chunk, k=k, canonical=canonical)
@@ -175,7 +180,8 @@ def run_batch[C: AnyCache](
 def _run[C: AnyCache](
     batch: Batch[C], progress: Callable[[list[Output]], None] | None = None
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
-    state, more = batch.state, True
+    state = batch.state
+    more = True
     try:
         with state.ctrl_c:
             while more:
@@ -210,7 +216,8 @@ def stream[C: AnyCache](
 
 
 def _progress[C: AnyCache](batch: Batch[C]) -> Generator[Progress[C], None, None]:
-    state, more = batch.state, True
+    state = batch.state
+    more = True
     try:
         while more:
             state.events = []

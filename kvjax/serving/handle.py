@@ -45,12 +45,14 @@ class Handle:
     """
 
     def __init__(self, output: Output, cancel: Callable[[Handle], None]):
-        self.output, self.times = output, Times(time.monotonic())
+        self.output = output
+        self.times = Times(time.monotonic())
         self.samples: list[Handle] = [self]
         self.error: BaseException | None = None  # of the engine, that has ended it
-        self.listens = False  # whether somebody waits for its next tokens
+        self.is_streaming = False  # whether somebody waits for its next tokens
         self.job: Any = None  # of the engine
-        self._changed, self._callbacks = threading.Condition(), list[Callable[[], Any]]()
+        self._changed = threading.Condition()
+        self._callbacks = list[Callable[[], Any]]()
         self._cancel = cancel
 
     @property
@@ -81,7 +83,8 @@ class Handle:
         return self.output
 
     def __iter__(self) -> Iterator[int]:
-        self.listens, number = True, 0
+        self.is_streaming = True
+        number = 0
         while True:
             with self._changed:
                 while not (self.done or len(self.output.tokens) > number):
@@ -101,7 +104,7 @@ class Handle:
             for token in new:
                 yield token
 
-    async def changes(self, *, listens: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
+    async def changes(self, *, is_streaming: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
         """The output each time that it has changed, for asyncio; the last time it is over.
 
         Args:
@@ -111,8 +114,9 @@ class Handle:
         Raises:
           EngineError: if the engine has failed the request.
         """
-        self.listens = self.listens or listens
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self.is_streaming = self.is_streaming or is_streaming
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
 
         def notify() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -140,7 +144,7 @@ class Handle:
 
     async def wait(self) -> Output:
         """Waits until the request is over, for asyncio; returns its output."""
-        async for _ in self.changes(listens=False):
+        async for _ in self.changes(is_streaming=False):
             pass
         return self._ended()
 
@@ -157,7 +161,8 @@ class Handle:
             if self.output.tokens and self.times.first_token is None:
                 self.times.first_token = now
             if self.output.finish is not None or error is not None:
-                self.error, self.times.ended = error, now
+                self.error = error
+                self.times.ended = now
             self._changed.notify_all()
             for notify in self._callbacks:
                 notify()

@@ -29,13 +29,16 @@ class HostTier[C: AnyCache]:
     """Moves blocks between the tiers; `steps` are the most in a loop. Where a move cannot be made, a step preempts."""
 
     def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):
-        self.state, self.scheduler, self.steps = state, scheduler, steps
+        self.state = state
+        self.scheduler = scheduler
+        self.steps = steps
         self.spec = state.cache.state.spec
         self.groups = () if state.host is None else self.spec.host_groups
 
     def compile(self) -> None:
         """Compiles all that moves blocks, while no request is there; changes nothing."""
-        state, host = self.state, self.state.host
+        state = self.state
+        host = self.state.host
         for number in self.groups:
             compile_moves(state.cache.pools, cast(HostPools, host), number)
             self.call(TieredCache.watermark, 0, max_blocks=self._most_taken(number), group=number)
@@ -58,7 +61,8 @@ class HostTier[C: AnyCache]:
         """Offloads blocks until as many are empty as the next loop may take, if the host has space for them."""
         if not self.groups:
             return
-        requests, slots = self.state.serving.requests, np.asarray(self.state.serving.row)
+        requests = self.state.serving.requests
+        slots = np.asarray(self.state.serving.row)
         num_tokens, max_tokens = (
             np.asarray(values)[slots[slots >= 0]] for values in (requests.num_tokens, requests.max_tokens)
         )
@@ -77,10 +81,13 @@ class HostTier[C: AnyCache]:
     def make_empty(self, blocks: int) -> None:
         """Offloads blocks until so many are empty in each group, as far as the host has space for them."""
         for number in self.groups:
-            most, group_spec = self._most_taken(number), self.spec.groups[number]
-            num_empty, before = int(self.state.cache.state.groups[number].num_empty), -1
+            most = self._most_taken(number)
+            group_spec = self.spec.groups[number]
+            num_empty = int(self.state.cache.state.groups[number].num_empty)
+            before = -1
             while before < num_empty < min(blocks, group_spec.num_blocks):
-                target, before = min(num_empty + most, blocks, group_spec.num_blocks), num_empty
+                target = min(num_empty + most, blocks, group_spec.num_blocks)
+                before = num_empty
                 self.call(TieredCache.watermark, target, max_blocks=most, group=number)
                 num_empty = int(self.state.cache.state.groups[number].num_empty)
 
@@ -131,12 +138,18 @@ class HostTier[C: AnyCache]:
 
     def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int], bool]:
         """Calls a verb; returns the events, rows whose K/V were lost, and whether moves failed, with a warning."""
-        state, lost, removed, failed = self.state, [], [], None
+        state = self.state
+        lost = []
+        removed = []
+        failed = None
         try:
             cache, events = verb(state.result, *args, now=state.now(), **options)
         except FailedTransfer as failure:
-            cache, events, lost = failure.tiered, failure.events, failure.lost
-            removed, failed = [failure.removed], str(failure)
+            cache = failure.tiered
+            events = failure.events
+            lost = failure.lost
+            removed = [failure.removed]
+            failed = str(failure)
         state.replace(cache)
         state.publish(events, *removed)
         if failed is not None:  # behind what must not be lost, since a warning may be made an error

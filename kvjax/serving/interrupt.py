@@ -40,7 +40,9 @@ class GenerationInterrupted(RuntimeError):
 
     def __init__(self, message: str, cache: Any, outputs: list[Output], events: list[dict[str, Any]]):
         super().__init__(message)
-        self.cache, self.outputs, self.events = cache, outputs, events
+        self.cache = cache
+        self.outputs = outputs
+        self.events = events
 
 
 class CtrlC:
@@ -59,7 +61,8 @@ class CtrlC:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        handler, self._handler = self._handler, None
+        handler = self._handler
+        self._handler = None
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
         if kind is None:  # an error ends the generation already
@@ -67,7 +70,8 @@ class CtrlC:
 
     def act(self) -> None:
         """Calls the caller's handler for a Ctrl-C that was noted and not yet acted on."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending()
 
@@ -77,7 +81,8 @@ class CtrlC:
         if self._noted:
             handler(number, frame)
         else:
-            self._noted, self._pending = True, functools.partial(handler, number, frame)
+            self._noted = True
+            self._pending = functools.partial(handler, number, frame)
 
 
 class GenerationState[C: AnyCache]:
@@ -88,8 +93,11 @@ class GenerationState[C: AnyCache]:
     """
 
     def __init__(self, serving: Serving, host: HostPools | None, own_rows: np.ndarray, options: RunOptions):
-        self.serving, self.host = serving, host
-        self._own_rows, self._options, self._time = own_rows, options, np.int32(0)
+        self.serving = serving
+        self.host = host
+        self._own_rows = own_rows
+        self._options = options
+        self._time = np.int32(0)
         self.events: list[dict[str, Any]] = []  # decoded
         # Those that neither `events` nor the listener has got yet; none is lost with the call that made them.
         self.unpublished: list[Events | EventLog] = []
@@ -168,13 +176,15 @@ class GenerationState[C: AnyCache]:
     @own_transfers()
     def interrupted(self, cause: BaseException, outputs: list[Output]) -> GenerationInterrupted:
         """The error that has the cache as `cause` leaves it."""
-        cache, how = None, "the call that it had been donated to did not return: there is no cache"
+        cache = None
+        how = "the call that it had been donated to did not return: there is no cache"
         if self.alive:
             try:
                 jax.block_until_ready((self.cache, self.host))  # shows a call that died on the device
                 cache = self.result
                 self.release_rows()
-                cache, how = self.result, "go on with this error's `cache`"
+                cache = self.result
+                how = "go on with this error's `cache`"
             except Exception as error:
                 how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
             for act in [*[self.publish] * len(self.unpublished), functools.partial(self.catch_up, is_last=True)]:

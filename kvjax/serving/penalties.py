@@ -15,7 +15,8 @@ from kvjax._arrays import Pytree, add, put
 from kvjax.checks import host_integers, static_int
 from pallas_kernels.loops import varying
 
-LEAST_REPETITION, MOST_REPETITION = 0.01, 100  # no factor makes finite logits infinite
+LEAST_REPETITION = 0.01
+MOST_REPETITION = 100  # no factor makes finite logits infinite
 
 
 class Penalties(Pytree):
@@ -45,9 +46,16 @@ class Penalties(Pytree):
 
     @classmethod
     def of(
-        cls, max_tokens: int, frequency: float = 0.0, presence: float = 0.0, bias: Mapping[int, float] | None = None,
-        *, repetition: float | None = None, prompt: Sequence[int] = (), most: int = 300,
-    ) -> Penalties:  # fmt: skip
+        cls,
+        max_tokens: int,
+        frequency: float = 0.0,
+        presence: float = 0.0,
+        bias: Mapping[int, float] | None = None,
+        *,
+        repetition: float | None = None,
+        prompt: Sequence[int] = (),
+        most: int = 300,
+    ) -> Penalties:
         """The penalties of a request, with at most `most` B biases.
 
         The requests of a batch, and those of an engine, need states of the same shapes: give all of them the same
@@ -71,7 +79,8 @@ class Penalties(Pytree):
         for name, values in ("frequency", [frequency]), ("presence", [presence]), ("bias", bias.values()):
             if not np.all(np.isfinite(np.array([*values], np.float32))):
                 raise ValueError(f"{name}: got {values}, wanted finite numbers")
-        tokens, values = np.full((most,), -1, np.int32), np.zeros((most,), np.float32)
+        tokens = np.full((most,), -1, np.int32)
+        values = np.zeros((most,), np.float32)
         tokens[: len(bias)], values[: len(bias)] = [*bias], [*bias.values()]
         chosen = np.zeros((static_int("max_tokens", max_tokens, 1),), np.int32)
         found = cls(np.float32(frequency), np.float32(presence), tokens, values, chosen, np.int32(0))
@@ -113,8 +122,10 @@ def penalize(
     penalty is that of transformers and vLLM, in their order: after the biases, before the other penalties.
     """
     del positions
-    (rows, vocabulary), most = logits.shape, penalties.chosen.shape[1]
-    each, steps = np.arange(rows, dtype=np.int32), penalties.steps
+    (rows, vocabulary) = logits.shape
+    most = penalties.chosen.shape[1]
+    each = np.arange(rows, dtype=np.int32)
+    steps = penalties.steps
     end = steps if penalties.num_prompt is None else penalties.num_prompt + steps
     chosen = put(penalties.chosen, (each, jnp.maximum(end - 1, 0)), last, (steps > 0) & (end <= most))
 
@@ -123,7 +134,8 @@ def penalize(
             rows = jnp.broadcast_to(each[:, None], tokens.shape)
             return add(to, (rows, tokens), values, where & (tokens >= 0) & (tokens < vocabulary), unique=False)
 
-        counts, at = jnp.zeros_like(logits), np.arange(most, dtype=np.int32)[None]
+        counts = jnp.zeros_like(logits)
+        at = np.arange(most, dtype=np.int32)[None]
         is_chosen = at < end[:, None]
         if (num_prompt := penalties.num_prompt) is not None:
             is_chosen = is_chosen & (at >= num_prompt[:, None])

@@ -20,7 +20,7 @@ from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.pools.views import mixed
 from kvjax.serving.capacity import needs
-from kvjax.serving.decode import Chooser, Chosen, LogitsFn, last_tokens, note, rows_of
+from kvjax.serving.decode import LogitsFn, SampledTokens, Sampler, append_events, last_tokens, rows_of
 from kvjax.serving.options import Scheduler, late_first, sort_keys_by_row
 from kvjax.serving.requests import Serving
 from kvjax.state import CacheState
@@ -47,11 +47,12 @@ def mixed_step(
     *,
     logits_fn: LogitsFn | None,
     now: jax.Array,
-) -> tuple[Serving, Log, Chunks, Chosen]:
+) -> tuple[Serving, Log, Chunks, SampledTokens]:
     """The mixed step, if where bool[] holds; also returns the chunks, stored, and the rows' choices in k columns."""
-    spec, rows = serving.cache.state.spec, decode.shape[0]
+    spec = serving.cache.state.spec
+    rows = decode.shape[0]
     size = scheduler.chunk_tokens(spec)
-    nothing = Chosen.none(rows, k, serving.requests.num_top)
+    nothing = SampledTokens.none(rows, k, serving.requests.num_top)
 
     def step(carry):
         serving, log, *_ = carry
@@ -64,25 +65,29 @@ def mixed_step(
         prefilled = (chunks.count > 0) & (pick(serving.num_pending, chunks.rows) == 0)
         ready = put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, prefilled)
         source = _prompts_of_samples(serving, ready & serving.leads)
-        serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
+        serving = serving.replace(leads=serving.leads & ~ready)
+        ready = ready | (source >= 0)
         logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
-        last, positions = rows_of(serving, decode), serving.by_row.num_tokens
-        choice, state = Chooser.of(serving, logits_fn)(logits, last, positions)
+        last = rows_of(serving, decode)
+        positions = serving.by_row.num_tokens
+        choice, state = Sampler.of(serving, logits_fn)(logits, last, positions)
         serving = serving.with_logits_state(last.with_state(decode | ready, state).state)
-        chosen = Chosen.of(choice).only((decode | ready)[:, None])
+        chosen = SampledTokens.of(choice).only((decode | ready)[:, None])
         requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
         return serving.replace(requests=requests), log, chunks, nothing.put(chosen, jnp.int32(0))
 
-    none = jnp.full((scheduler.most_chunks(spec),), -1, jnp.int32)
+    none = jnp.full((scheduler.max_chunks(spec),), -1, jnp.int32)
     return once(where, step, (serving, log, Chunks(none, jnp.zeros_like(none)), nothing))
 
 
 def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Chunks]:
     """Assigns `size` positions to the first rows in order that prefill; those that got none too often come first."""
-    pending, prefill, spec = serving.num_pending, serving.prefilling, serving.cache.state.spec
-    keys = late_first(serving.skipped_steps >= scheduler.patience, *sort_keys_by_row(serving, scheduler))
+    pending = serving.num_pending
+    prefill = serving.prefilling
+    spec = serving.cache.state.spec
+    keys = late_first(serving.skipped_steps >= scheduler.max_deferrals, *sort_keys_by_row(serving, scheduler))
     order = jnp.lexsort((*reversed(keys), ~prefill)).astype(jnp.int32)  # the last key decides
-    rows = order[: scheduler.most_chunks(spec)]
+    rows = order[: scheduler.max_chunks(spec)]
     real = pick(prefill, rows)
     most = jnp.where(real, jnp.minimum(pick(pending, rows), scheduler.chunk), 0)
     if scheduler.chunks == "equal":
@@ -104,7 +109,8 @@ def extend_for_chunks(
     state = serving.cache.state
     if len(state.groups) == 1:  # without windows a prompt got all its blocks when it was admitted
         return serving, log, chunks
-    rows, seqs = chunks.rows, state.seqs
+    rows = chunks.rows
+    seqs = state.seqs
     end = put(seqs.length, rows, pick(seqs.committed, rows) + chunks.count, (rows >= 0) & (chunks.count > 0))
     fits = jnp.ones(rows.shape, jnp.bool_)
     for group, need in zip(state.groups, needs(state, end), strict=True):
@@ -118,7 +124,7 @@ def extend_for_chunks(
     out_of_blocks = put(jnp.zeros_like(serving.out_of_blocks), rows, count == 0, (rows >= 0) & (chunks.count > 0))
     refused = jnp.where(events.ok, serving.refused, 1)
     serving = serving.replace(cache=cache, out_of_blocks=out_of_blocks, refused=refused)
-    return serving, note(log, events), Chunks(rows, count)
+    return serving, append_events(log, events), Chunks(rows, count)
 
 
 def compute_flat(
@@ -129,10 +135,14 @@ def compute_flat(
     Returns the pools; the logits f32[S, V] after each row's last token; and the chunks, each of up to `width` tokens,
     which are to be stored.
     """
-    cache, rows, num_rows = serving.cache, chunks.rows, decode.shape[0]
+    cache = serving.cache
+    rows = chunks.rows
+    num_rows = decode.shape[0]
     view = mixed(cache.state, decode, rows, chunks.count, size)
-    slots, first = pick(serving.row, rows), pick(cache.state.seqs.committed, rows)
-    tokens, starts = serving.requests.tokens(slots, first, width), sum_before(chunks.count)
+    slots = pick(serving.row, rows)
+    first = pick(cache.state.seqs.committed, rows)
+    tokens = serving.requests.tokens(slots, first, width)
+    starts = sum_before(chunks.count)
     index = runs(starts, width)
     inside = jnp.arange(width, dtype=jnp.int32)[None] < chunks.count[:, None]
     flat = put(jnp.zeros((size,), jnp.int32), index.reshape(-1), tokens.reshape(-1), inside.reshape(-1))
@@ -152,7 +162,7 @@ def _store_chunks(
     def commit(state, log, chunk, now, *, interpret=False):
         del interpret  # plain jax: the kernel of `commit_step` takes at most a block of each row
         state, stored, updated = write(state, chunk, now)
-        return state, note(log, _committed(state, stored, updated))
+        return state, append_events(log, _committed(state, stored, updated))
 
     def keep(state, log, chunk, now):
         del now
@@ -167,7 +177,9 @@ def commit_step(
 ) -> tuple[CacheState, Events]:
     """`commit`, unchecked, of stored chunks, then of count i32[S] decoded tokens i32[S, k]."""
     width = scheduler.chunk_width(state.spec)
-    size, (rows, k), start = state.spec.block_size, tokens.shape, state.seqs.committed
+    size = state.spec.block_size
+    (rows, k) = tokens.shape
+    start = state.seqs.committed
     every = jnp.arange(rows, dtype=jnp.int32)
     decoded = Chunk(every, start, start + count, count > 0, checked_text(state.spec, tokens, None))
     end = pick(start, chunks.rows)
@@ -215,7 +227,8 @@ def fork_samples(serving: Serving, ready: jax.Array) -> Serving:
         serving, source = carry
         row = jnp.argmax(source >= 0).astype(jnp.int32)
         cache, _ = serving.cache.fork(pick(source, row), row)
-        slot, requests = pick(serving.row, row), serving.requests
+        slot = pick(serving.row, row)
+        requests = serving.requests
         requests = requests.at(slot, jnp.bool_(True), parent=-1, cached=requests[slot].prompt)
         return serving.replace(cache=cache, requests=requests), jnp.where(rows == row, -1, source)
 

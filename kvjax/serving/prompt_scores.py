@@ -25,7 +25,7 @@ from kvjax.cache import Cache
 from kvjax.events.log import Log, init_log
 from kvjax.model import Model
 from kvjax.serving.capacity import admission_events, worst_events
-from kvjax.serving.decode import note
+from kvjax.serving.decode import append_events
 from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
@@ -74,9 +74,18 @@ class Scored(NamedTuple):
 
 
 def _score_prompt(
-    model: Model, cache: Cache, slots: jax.Array, prompt: Any, bounds: Any, now: Any,
-    *, chunk: int, size: int, num_top: int, log_size: int,
-) -> tuple[Cache, Log, Scored]:  # fmt: skip
+    model: Model,
+    cache: Cache,
+    slots: jax.Array,
+    prompt: Any,
+    bounds: Any,
+    now: Any,
+    *,
+    chunk: int,
+    size: int,
+    num_top: int,
+    log_size: int,
+) -> tuple[Cache, Log, Scored]:
     """Scores the next tokens of a prompt.
 
     `slots` i32[S] are the rows' requests, -1 for none. `prompt` i32[N + chunk] is padded. `bounds` i32[3] has the
@@ -92,7 +101,7 @@ def _score_prompt(
     cache, admitted = cache.admit(
         row[None], prompt[None, :width], first[None], namespace=namespace[None], reserve_tokens=chunk, now=now
     )
-    log = note(log, admitted)
+    log = append_events(log, admitted)
 
     def note_logits(notes: Notes, start: jax.Array, count: jax.Array, logits: jax.Array) -> Notes:
         scored = start + 1 + np.arange(chunk, dtype=np.int32)  # positions of the tokens that follow the chunk's
@@ -100,12 +109,22 @@ def _score_prompt(
         return put(notes, scored - first, Notes.of(logits, pick(prompt, scored), num_top), where)
 
     cache, log, _, notes = prefill(
-        model, cache, log, admitted.ok, row, prompt, end - 1, Notes.none(size, num_top), note_logits, chunk=chunk,
-        now=now, logits="all",
-    )  # fmt: skip
+        model,
+        cache,
+        log,
+        admitted.ok,
+        row,
+        prompt,
+        end - 1,
+        Notes.none(size, num_top),
+        note_logits,
+        chunk=chunk,
+        now=now,
+        logits="all",
+    )
     reached = jnp.where(admitted.ok, pick(cache.state.seqs.committed, row), 0)
     cache, events = cache.release(jnp.where(admitted.ok, row, -1)[None], now=now)
-    return cache, note(log, events), Scored(jnp.maximum(reached + 1 - first, 0), admitted.cached[0], notes)
+    return cache, append_events(log, events), Scored(jnp.maximum(reached + 1 - first, 0), admitted.cached[0], notes)
 
 
 _score_prompt = OutermostJit(
@@ -138,11 +157,20 @@ class PromptScores:
     """
 
     def __init__(
-        self, state: GenerationState[Any], host_tier: HostTier[Any], stored: StoredPrefixes | None,
-        scheduler: Scheduler, *, num_top: int, has_log: bool,
-    ):  # fmt: skip
-        self._state, self._host_tier, self._stored = state, host_tier, stored
-        self._spec, self._num_top = state.cache.state.spec, num_top
+        self,
+        state: GenerationState[Any],
+        host_tier: HostTier[Any],
+        stored: StoredPrefixes | None,
+        scheduler: Scheduler,
+        *,
+        num_top: int,
+        has_log: bool,
+    ):
+        self._state = state
+        self._host_tier = host_tier
+        self._stored = stored
+        self._spec = state.cache.state.spec
+        self._num_top = num_top
         self._chunk = min(scheduler.chunk, MAX_CHUNK)
         self._width = state.serving.width
         self._size = min(CHUNKS * self._chunk, self._width)
@@ -175,11 +203,20 @@ class PromptScores:
         state = self._state
         prompt = np.zeros((self._width + self._chunk,), np.int32)
         prompt[: len(job.tokens)] = job.tokens
-        now, bounds = state.now(), np.array([first, end, job.namespace], np.int32)
+        now = state.now()
+        bounds = np.array([first, end, job.namespace], np.int32)
         cache, log, scored = _score_prompt(
-            model, state.cache, state.serving.row, prompt, bounds, now, chunk=self._chunk, size=self._size,
-            num_top=self._num_top, log_size=self._log_size,
-        )  # fmt: skip
+            model,
+            state.cache,
+            state.serving.row,
+            prompt,
+            bounds,
+            now,
+            chunk=self._chunk,
+            size=self._size,
+            num_top=self._num_top,
+            log_size=self._log_size,
+        )
         state.serving = state.serving.replace(cache=cache)
         if log is not None:
             state.unpublished.append(log)

@@ -32,7 +32,9 @@ class Replica:
     """
 
     def __init__(self, device: Any, model: Model, make_cache: Callable[[], Any]):
-        self._device, self.model, self._make_cache = device, model, make_cache
+        self._device = device
+        self.model = model
+        self._make_cache = make_cache
         self.cache = self._empty()
         self.prefixes = CachedPrefixes(self.cache.state.spec)
 

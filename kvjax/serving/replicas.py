@@ -83,7 +83,9 @@ class Replicas:
         if not isinstance(spec, CacheSpec):
             raise ValueError(f"spec: got a {type(spec).__name__}, wanted a CacheSpec")
         check_devices(devices, heads)
-        self.spec, self._load_price, self._replicas = spec, load_price, list[Replica]()
+        self.spec = spec
+        self._load_price = load_price
+        self._replicas = list[Replica]()
         create = (Cache, TieredCache)[spec.has_host].create
         for device in devices:
             where = {"mesh": device, "heads": heads} if isinstance(device, Mesh) else {}
@@ -100,7 +102,9 @@ class Replicas:
         return self._route(requests, range(len(self._replicas)))
 
     def _route(self, requests: Sequence[Request], among: Sequence[int]) -> list[Route]:
-        size, load, routes = self.spec.block_size, [0] * len(among), list[Route]()
+        size = self.spec.block_size
+        load = [0] * len(among)
+        routes = list[Route]()
         planned = [set[int]() for _ in among]  # the blocks that earlier requests of these will have brought
         for request in requests:
             prompt = request.prompt
@@ -168,8 +172,11 @@ class _Run:
     """
 
     def __init__(self, replicas: Sequence[Replica], requests: list[Request], options: RunOptions):
-        self._replicas, self.requests, self.cause = replicas, requests, None
-        self.outputs, num_outputs = list[list[Output]](), 0
+        self._replicas = replicas
+        self.requests = requests
+        self.cause = None
+        self.outputs = list[list[Output]]()
+        num_outputs = 0
         for number, request in enumerate(requests):
             if request.seed is None:
                 requests[number] = dataclasses.replace(request, seed=num_outputs)
@@ -184,7 +191,8 @@ class _Run:
 
     def round(self, chosen: dict[int, list[int]]) -> dict[int, GenerationInterrupted]:
         """Runs requests, {replica: their numbers}; returns the errors of the replicas that failed."""
-        futures, num_running = dict[int, Future[list[Output]]](), len(chosen)
+        futures = dict[int, Future[list[Output]]]()
+        num_running = len(chosen)
         with CtrlC() as ctrl_c, ThreadPoolExecutor(len(self._replicas), "kvjax-replica") as threads:
             for number, of_replica in chosen.items():
                 options = dataclasses.replace(self._options, listener=self._senders[number])
@@ -209,7 +217,8 @@ class _Run:
         for number, future in futures.items():
             error = future.exception()
             if isinstance(error, GenerationInterrupted):
-                failed[number], outputs = error, error.outputs
+                failed[number] = error
+                outputs = error.outputs
             else:
                 outputs = future.result()  # raises the error of an argument: nothing was donated
             for output in outputs:

@@ -49,7 +49,9 @@ _HASHING = _NumberedSpaces(None, None, None, b"")
 
 def hashes_of(prompt: np.ndarray, namespace: int, spec: CacheSpec) -> list[int]:
     """The hash of each whole block of a prompt; it stands for all of the prompt up to its end."""
-    parent, size, hashes = _HASHING.space(namespace).root, spec.block_size, list[int]()
+    parent = _HASHING.space(namespace).root
+    size = spec.block_size
+    hashes = list[int]()
     extra_ids = np.zeros((len(parts_of(spec)) - 1, size), np.int32)  # of a prompt without images
     for start in range(0, len(prompt) - size + 1, size):
         parent = block_hash(parent, prompt[start : start + size], *extra_ids)
@@ -77,7 +79,9 @@ class CachedPrefixes(NodeMap):
 
         It is that of `lookup`, but for tokens of a block of which the prompt has a part.
         """
-        spec, groups, size = self.spec, self.groups, self.spec.block_size
+        spec = self.spec
+        groups = self.groups
+        size = self.spec.block_size
         end = min(num_leading(hashes, groups[0].hashes), max(length - 1, 0) // size)
         while end and any(
             hashes[column] not in groups[number].hashes for number, column in spec.seen_columns(end * size, end)

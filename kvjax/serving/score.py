@@ -18,7 +18,7 @@ from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import Log
 from kvjax.model import Model
-from kvjax.serving.decode import note
+from kvjax.serving.decode import append_events
 from kvjax.serving.rollout import checked_prompts
 from kvjax.verbs.free_rows import free_rows
 from pallas_kernels.loops import scan, while_loop
@@ -101,12 +101,20 @@ class _Group:
     """Computes a prompt, and then its completions."""
 
     def __init__(self, model: Model, chunk: int, now: jax.Array):
-        self.model, self.chunk, self.now = model, chunk, now
+        self.model = model
+        self.chunk = chunk
+        self.now = now
 
     def logits(
-        self, cache: Cache, log: Log, prompt: jax.Array, length: jax.Array, namespace: jax.Array,
-        completions: jax.Array, ends: jax.Array,
-    ) -> tuple[Cache, Log, jax.Array]:  # fmt: skip
+        self,
+        cache: Cache,
+        log: Log,
+        prompt: jax.Array,
+        length: jax.Array,
+        namespace: jax.Array,
+        completions: jax.Array,
+        ends: jax.Array,
+    ) -> tuple[Cache, Log, jax.Array]:
         """The logits [G, T, V] that each token of completions i32[G, T], of ends i32[G] tokens, is chosen by.
 
         Where they cannot be computed they are NaN. Also returns the cache and the log.
@@ -117,16 +125,30 @@ class _Group:
         width = prompt.shape[0] - self.chunk
         fits = (length <= width) & (length + jnp.max(ends) - 1 <= cache.state.spec.max_length)
         cache, events = cache.admit(
-            lead[None], prompt[None, :width], jnp.where(fits, length, 0)[None], namespace=namespace[None],
-            reserve_tokens=self.chunk, now=self.now,
-        )  # fmt: skip
-        log, ok = note(log, events), events.ok
+            lead[None],
+            prompt[None, :width],
+            jnp.where(fits, length, 0)[None],
+            namespace=namespace[None],
+            reserve_tokens=self.chunk,
+            now=self.now,
+        )
+        log = append_events(log, events)
+        ok = events.ok
         none = jnp.zeros((1, self.chunk), jnp.int32), jnp.zeros((1,), jnp.int32), lead[None]
         _, last, _ = jax.eval_shape(functools.partial(cache.step, self.model), *none)
         cache, log, ok, first = prefill(
-            self.model, cache, log, ok, lead, prompt, length, jnp.zeros(last.shape[1:], last.dtype),
-            lambda before, start, count, logits: logits, chunk=self.chunk, now=self.now,
-        )  # fmt: skip
+            self.model,
+            cache,
+            log,
+            ok,
+            lead,
+            prompt,
+            length,
+            jnp.zeros(last.shape[1:], last.dtype),
+            lambda before, start, count, logits: logits,
+            chunk=self.chunk,
+            now=self.now,
+        )
         admitted = jnp.where(events.ok, lead, -1)
         cache, _ = cache.fork(lead, jnp.where(ok, rows, -1)[1:])
         rows = jnp.where(ok, rows, -1)
@@ -134,14 +156,16 @@ class _Group:
         if most > 1:
             more = jnp.where(ok, jnp.maximum(ends - 1, 0), 0)
             cache, events = cache.extend(more > 0, more, seqs=rows, max_tokens=most - 1, now=self.now)
-            ok, log = ok & (events.ok | ~jnp.any(more > 0)), note(log, events)
+            ok = ok & (events.ok | ~jnp.any(more > 0))
+            log = append_events(log, events)
             cache, rest, events = cache.step(
                 self.model, completions[:, :-1], jnp.where(ok, more, 0), rows, now=self.now, logits="all"
             )
-            logits, log = jnp.concatenate([logits, rest], axis=1), note(log, events)
+            logits = jnp.concatenate([logits, rest], axis=1)
+            log = append_events(log, events)
         rows = rows.at[0].set(admitted)  # where the prompt could not be computed, no other is in use
         cache, events = cache.release(rows, now=self.now)
-        return cache, note(log, events), jnp.where(ok, logits, jnp.nan)
+        return cache, append_events(log, events), jnp.where(ok, logits, jnp.nan)
 
 
 def prefill[T](
@@ -173,11 +197,12 @@ def prefill[T](
         count = jnp.minimum(length - committed, chunk)
         more = jnp.maximum(committed + count - pick(seqs.length, row), 0)
         cache, events = cache.extend((more > 0)[None], more[None], seqs=row[None], max_tokens=chunk, now=now)
-        ok, log = events.ok | (more == 0), note(log, events)
+        ok = events.ok | (more == 0)
+        log = append_events(log, events)
         tokens = jax.lax.dynamic_slice_in_dim(prompt, committed, chunk)
         count = jnp.where(ok, count, 0)
         cache, found, events = cache.step(model, tokens[None], count[None], row[None], now=now, logits=logits)
-        return cache, note(log, events), ok, note_logits(notes, committed, count, found[0])
+        return cache, append_events(log, events), ok, note_logits(notes, committed, count, found[0])
 
     start = cache, log, ok, notes
     return while_loop(lambda c: c[2] & (pick(c[0].state.seqs.committed, row) < length), compute, start)

@@ -56,8 +56,11 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
       waits  request 1  8 of 14 tokens   pppp pppp .... ..
     """
     requests: Any = jax.device_get(serving.requests)
-    state, stages = serving.cache.state, requests.stage.tolist()
-    running, waiting, over = stages.count(Stage.RUNNING), stages.count(Stage.WAITING), sum(map(stages.count, _OVER))
+    state = serving.cache.state
+    stages = requests.stage.tolist()
+    running = stages.count(Stage.RUNNING)
+    waiting = stages.count(Stage.WAITING)
+    over = sum(map(stages.count, _OVER))
     steps = plural(int(serving.steps), "step")
     lines = [f"after {steps} of the model: {running:,} run, {waiting:,} wait, {over:,} are over"]
     for number in range(len(state.groups)):
@@ -69,7 +72,8 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
     }
     shown = [line for part in parts.values() for line in part[:max_lines]]
     columns = [max(map(len, texts)) for texts in zip(*(line.texts for line in shown), strict=True)]
-    size, per_letter = state.spec.block_size, 1
+    size = state.spec.block_size
+    per_letter = 1
     while any(len(_tokens(line, requests, size, per_letter)) > max(width - sum(columns) - 6, 1) for line in shown):
         per_letter *= 2
     lines.append(_LEGEND + (f"; a letter for {per_letter:,} tokens" if per_letter > 1 else ""))
@@ -118,7 +122,8 @@ def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
     in_rows = np.asarray(serving.row).tolist()
     for slot, stage in enumerate(requests.stage):
         if stage in _OVER and slot not in in_rows:
-            finish, number = finish_of(requests.finish[slot]), requests.num_tokens[slot] - requests.prompt[slot]
+            finish = finish_of(requests.finish[slot])
+            number = requests.num_tokens[slot] - requests.prompt[slot]
             yield _Line("over", slot, f"{finish}, {number:,} generated, {requests.cached[slot]:,} cached")
 
 
@@ -146,7 +151,8 @@ def show_step(served: Served, *, width: int = 100) -> str:
       width: columns to stay within.
     """
     did: Any = jax.device_get(served)
-    released, preempted = np.flatnonzero(did.retired.released), did.retired.preempted[did.retired.preempted >= 0]
+    released = np.flatnonzero(did.retired.released)
+    preempted = did.retired.preempted[did.retired.preempted >= 0]
     admitted = zip(did.admitted.slots, did.admitted.rows, did.admitted.cached, strict=True)
     chosen = {row: tokens[tokens >= 0] for row, tokens in enumerate(did.chosen.tokens)}
     steps = max(map(len, chosen.values()))

@@ -422,7 +422,7 @@ class Served(Life):
             limits |= {"min_p": True, "logits_state": self.logits_state()}
         self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
         self.standing = options.listeners._listeners[1][1]
-        self.engine._thread._most_lent = 2 if self.config.salts and not self.config.store else 64
+        self.engine._thread._max_lent = 2 if self.config.salts and not self.config.store else 64
         self.take(self.engine._thread.driver, {})
 
     def _turn(self, request: dict[str, Any]) -> None:
