@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Handle`: a request in an engine, from the side of whoever has submitted it."""
+"""`Handle`: a request in an engine, for the code that submitted it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvjax.serving.requests import Output
 
 @dataclasses.dataclass
 class Times:
-    """When things happened to a request, in seconds of `time.monotonic`; None before.
+    """Times of a request's events, in seconds of `time.monotonic`; None before the event.
 
     Attributes:
-      queued: it was submitted.
-      admitted: it had got a row.
-      first_token: its first token was there.
-      ended: it was over.
+      queued: the request was submitted.
+      admitted: the request had got a row.
+      first_token: its first token arrived.
+      ended: the request was over.
     """
 
     queued: float
@@ -36,21 +36,21 @@ class EngineError(RuntimeError):
 
 
 class Handle:
-    """A request: an iterator of its tokens, for threads and for asyncio, and its output.
+    """A request: its output, and an iterator of its tokens for threads and for asyncio.
 
     Attributes:
-      output: so far; another thread may be adding to it, one list after the other.
-      times: of the request.
-      samples: the handles of all samples of the prompt, this one included.
+      output: the output so far. Another thread may be adding to its lists, one after another.
+      times: times of the request.
+      samples: handles of all samples of the prompt, including this handle.
     """
 
     def __init__(self, output: Output, cancel: Callable[[Handle], None]):
         self.output = output
         self.times = Times(time.monotonic())
         self.samples: list[Handle] = [self]
-        self.error: BaseException | None = None  # of the engine, that has ended it
-        self.is_streaming = False  # whether somebody waits for its next tokens
-        self.job: Any = None  # of the engine
+        self.error: BaseException | None = None  # failure of the engine that ended it
+        self.is_streaming = False  # whether a client reads tokens as they arrive
+        self.job: Any = None  # the engine's job
         self._changed = threading.Condition()
         self._callbacks = list[Callable[[], Any]]()
         self._cancel = cancel
@@ -61,7 +61,7 @@ class Handle:
         return self.times.ended is not None
 
     def cancel(self) -> None:
-        """Ends the request, unless it is over; its row is free behind the turns that are under way."""
+        """Ends the request, unless it is over. Its row is free after the turns that have started."""
         if not self.done:
             self._cancel(self)
 
@@ -70,7 +70,7 @@ class Handle:
 
         Raises:
           TimeoutError: if it goes on after `timeout` seconds.
-          EngineError: if the engine has failed it.
+          EngineError: if the engine failed.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
@@ -84,35 +84,35 @@ class Handle:
 
     def __iter__(self) -> Iterator[int]:
         self.is_streaming = True
-        number = 0
+        num_read = 0
         while True:
             with self._changed:
-                while not (self.done or len(self.output.tokens) > number):
+                while not (self.done or len(self.output.tokens) > num_read):
                     self._changed.wait()
-                new = self.output.tokens[number:]
+                new = self.output.tokens[num_read:]
             if not new:
                 self._ended()
                 return
-            number += len(new)
+            num_read += len(new)
             yield from new
 
     async def __aiter__(self) -> AsyncGenerator[int]:
-        number = 0
+        num_read = 0
         async for _ in self.changes():
-            new = self.output.tokens[number:]
-            number += len(new)
+            new = self.output.tokens[num_read:]
+            num_read += len(new)
             for token in new:
                 yield token
 
     async def changes(self, *, is_streaming: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
-        """The output each time that it has changed, for asyncio; the last time it is over.
+        """Yields the output each time it has changed, for asyncio; the last time the request is over.
 
         Args:
-          listens: whether the engine is to make few tokens at a time.
-          period: seconds from one time to the next, at least, but for the first tokens and the end.
+          is_streaming: whether the engine should make few tokens at a time.
+          period: minimum seconds between two changes, except for the first tokens and the end.
 
         Raises:
-          EngineError: if the engine has failed the request.
+          EngineError: if the engine failed.
         """
         self.is_streaming = self.is_streaming or is_streaming
         loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ class Handle:
             self._callbacks.append(notify)
         try:
             while True:
-                is_done = self.done  # before the output is read: what comes later is read the next time
+                is_done = self.done  # before the output is read: later tokens are read the next time
                 yield self._ended()
                 if is_done:
                     return
@@ -154,7 +154,7 @@ class Handle:
             self.update(lambda output: setattr(output, "finish", finish), error)
 
     def update(self, change: Callable[[Output], Any], error: BaseException | None = None) -> None:
-        """Changes the output, and wakes whoever waits; for the engine's thread."""
+        """Changes the output, and wakes the threads that wait. The engine's thread calls it."""
         with self._changed:
             change(self.output)
             now = time.monotonic()

@@ -172,7 +172,7 @@ def make_requests(prompts: Any, **values: Any) -> list[Request]:
     columns = {name: value for name, value in values.items() if name != "stop_tokens" and _is_list(value)}
     for name, column in columns.items():
         if len(column) != len(listed):
-            raise ValueError(f"{name}: got {len(column)} values, wanted a value for each of {len(listed)} prompts")
+            raise ValueError(f"{name}: got {len(column)}, wanted a value for each of {len(listed)} prompts")
     requests = []
     for index, prompt in enumerate(listed):
         request_values = {name: column[index] for name, column in columns.items()}

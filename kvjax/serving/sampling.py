@@ -201,9 +201,10 @@ def sample(
 def _programs(
     logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array, stop: jax.Array, early: jax.Array
 ) -> tuple[jax.Array, tuple[Callable[[], tuple[jax.Array, ...]], ...]]:
-    """The index i32[] of the least program that serves all rows; and four programs, each of which serves the rows of the last.
+    """The index i32[] of the least program that serves all rows, and four programs in ascending order.
 
-    Each program returns the tokens i32[R], and the logits f32[R, V] that they were drawn by, if any was drawn.
+    Each program also serves rows that an earlier program serves. It returns the tokens i32[R], and the logits f32[R, V]
+    that they were drawn by, if any was drawn.
     """
     size = logits.shape[-1]
     draws = sampling.temperature > 0

@@ -148,7 +148,7 @@ def test_an_engine_and_a_batch_penalize_those_who_ask_and_nobody_else():
     with drive.engine(MODEL, make_cache(), logits_state=Penalties.of(most), **options) as engine:
         handles = [engine.submit(one) for one in asks * 2]
         found = [handle.result(60).tokens for handle in handles]
-        with pytest.raises(ValueError, match=r"logits_state: got .*, wanted arrays like those of the engine"):
+        with pytest.raises(ValueError, match=r"logits_state: got .*, wanted arrays like the engine's"):
             engine.submit(ask([1], logits_state=Penalties.of(most + 1), retention=None))
     assert found == [chosen(prompt, **one) for prompt, one in zip(prompts, wanted, strict=True)] * 2
     states = [Penalties.of(most, **one) for one in wanted]
