@@ -236,7 +236,7 @@ def _engine(
         return Engine(
             model, cache, options, max_waiting=args.max_waiting,
             num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2), min_p=True,
-            logits_state=Penalties.of(args.max_length, repetition=1.0, most=MOST_BIASES),
+            logits_state=Penalties.of(args.max_length, repetition=1.0, max_biases=MOST_BIASES),
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))

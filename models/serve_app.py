@@ -233,7 +233,7 @@ class Api:
         if wish.penalties is None:
             return None
         return Penalties.of(
-            self._engine.spec.max_length, **wish.penalties, prompt=prompt, most=openai_api.MOST_BIASES
+            self._engine.spec.max_length, **wish.penalties, prompt=prompt, max_biases=openai_api.MOST_BIASES
         )  # fmt: skip
 
     async def models(self, _: Request) -> Response:

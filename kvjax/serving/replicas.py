@@ -171,12 +171,12 @@ class _Stop(BaseException):
 
 
 class _Run:
-    """Requests that run in several replicas at a time, a thread for each. No replica waits for another, or fails with it.
+    """Requests that run in several replicas, each in a thread. No replica waits for another, or fails with it.
 
     Attributes:
       requests: requests with seeds.
       outputs: a list for each request, at the end with the outputs of its replica.
-      cause: Ctrl-C, or an interrupt of the listener, that has ended the run; or None.
+      cause: Ctrl-C, or an interrupt of the listener, which has ended the run; or None.
     """
 
     def __init__(self, replicas: Sequence[Replica], requests: list[Request], options: RunOptions):

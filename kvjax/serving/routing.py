@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a cache for a prompt: the cached part in each of several caches, from their events alone, and a rule."""
+"""The choice of a cache for a prompt: the part that each cache has, from its events alone, and a rule."""
 
 from __future__ import annotations
 

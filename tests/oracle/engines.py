@@ -342,7 +342,7 @@ class Served(Life):
         states: list[Any] = []
         if self.config.penalties:
             penalties = {"repetition": 1.0, **penalties}
-            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, most=MOST_BIASES))
+            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, max_biases=MOST_BIASES))
         if self.constraints is not None:
             states.append(np.int32(NONE) if grammar is None else self.constraints.state(grammar))
         return tuple(states) if len(states) > 1 else states[0] if states else None

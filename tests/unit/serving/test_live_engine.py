@@ -197,7 +197,7 @@ def test_a_request_that_is_refused_makes_no_namespace(engine):
             ({"prompt": []}, "new", "prompt: got"),
             ({"samples": 4}, "new", "samples: got 4, wanted at most 3"),
             ({"namespace": own}, "new", "salt: got one beside namespace 1, wanted None"),
-            ({}, "kvjax-weights:1:1", "salt: got 'kvjax-weights:1:1', wanted one that does not begin"),
+            ({}, "kvjax-weights:1:1", "salt: got 'kvjax-weights:1:1', wanted a salt that does not begin"),
             ({}, 3, "salt: got 3, wanted a str or None"),
         ):
             with pytest.raises(ValueError, match=message):
