@@ -61,7 +61,7 @@ def admit(
 
 
 def _next(serving: Serving, scheduler: Scheduler, skipped: jax.Array) -> jax.Array:
-    """i32[]; the first waiting request in order that is not in bool[W] `skipped`; -1 if there is none."""
+    """i32[]; the first waiting request in order outside bool[W] `skipped`, or -1."""
     return first(sort_keys(serving, scheduler), serving.requests.waiting & ~skipped)
 
 
@@ -79,7 +79,7 @@ def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
 def _admit_one(
     serving: Serving, log: Log, scheduler: Scheduler, slot: jax.Array, now: jax.Array
 ) -> tuple[Serving, Log, jax.Array, jax.Array, jax.Array]:
-    """Admits request slot i32[] if it fits; also returns its row, whether it was admitted, and its cached tokens."""
+    """Admits request slot i32[] if it fits. Also returns its row, whether it was admitted, and its cached tokens."""
     tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
     state = serving.cache.state
     request = serving.requests[slot]
@@ -223,7 +223,7 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
 
 
 def has_row(serving: Serving, placed: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
-    """Notes an admission between loops: placed i32[2] has the slot and the row; i32[] `cached` tokens were found."""
+    """Notes an admission between loops: placed i32[2] has the slot and the row, i32[] `cached` the tokens found."""
     slot = placed[0]
     row = placed[1]
     requests = serving.requests.at(slot, ~done, onboard=False)  # next time without its blocks on the host

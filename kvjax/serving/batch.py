@@ -31,7 +31,7 @@ MAX_SPARE = 2**18  # tokens, each with a few numbers of 4 bytes
 
 
 def bucket(size: int, smallest: int) -> int:
-    """Rounds `size` up to `smallest` times a power of two, so that few shapes are compiled."""
+    """Rounds `size` up to `smallest` times a power of two, so few shapes are compiled."""
     return smallest << max(-(-size // smallest) - 1, 0).bit_length()
 
 
@@ -42,12 +42,12 @@ class Batch[C: AnyCache]:
       outputs: outputs of all requests, with the samples of a request next to each other.
       new: tokens of the last turn, by output number.
       closing: decoded events of `close`.
-      driver: the driver that has the requests.
+      driver: the driver of the requests.
     """
 
     @own_transfers()
     def __init__(self, model: Model, cache: C, requests: Sequence[Request], options: RunOptions, steps: int):
-        """Checks the arguments before anything is donated; `steps` is the default of `options.steps`."""
+        """Checks the arguments before anything is donated. `steps` is the default of `options.steps`."""
         check_run(model, cache, options)
         self._spec = spec = cache.state.spec
         requests = checked_requests(requests, options, spec)
@@ -113,7 +113,7 @@ class Batch[C: AnyCache]:
 
     @own_transfers()
     def turn(self) -> bool:
-        """Enters the loop of the scheduler once, and reads its result; returns whether there is more to do."""
+        """Enters the loop of the scheduler once, and reads its result. Returns whether there is more to do."""
         try:
             return self._turn()
         except BaseException:
@@ -146,7 +146,7 @@ class Batch[C: AnyCache]:
         return bool(driver.active)
 
     def _score(self) -> None:
-        """Scores the prompts whose log-probabilities are wanted; keeps the jobs that go on."""
+        """Scores the prompts whose log-probabilities are wanted, and keeps the jobs that go on."""
         for job in self._jobs:
             if job.leader is job and job.request.prompt_logprobs_from is not None:
                 samples = [sample for sample in self._jobs if sample.leader is job]
@@ -168,7 +168,7 @@ class Batch[C: AnyCache]:
 
 
 def checked_requests(requests: Any, options: RunOptions, spec: CacheSpec) -> list[Request]:
-    """The requests as a list; raises a ValueError for other values and for requests that the run does not know."""
+    """The requests as a list. Raises a ValueError for other values and for requests unknown to the run."""
     wanted = "wanted kvjax.serving.Request objects; generate takes prompts"
     listed = list(requests) if isinstance(requests, Sequence) else [requests]
     for index, request in enumerate(listed):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity: how many blocks rows and requests need, now and at most; for how many steps they suffice; events of a step.
+"""Capacity: blocks that rows and requests need, now and at most; steps for which they suffice; events of a step.
 
 Nothing here changes a state: the caller decides.
 """
@@ -32,7 +32,7 @@ def may_copy(state: CacheState, group: Group) -> jax.Array:
 
 
 def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
-    """For each group i32[S]: the blocks that rows need up to token end i32[S], including copies of shared blocks."""
+    """For each group i32[S]: the blocks for rows up to token end i32[S], including copies of shared blocks."""
     block_size = state.spec.block_size
     length = state.seqs.length
     end = jnp.maximum(end, length)
@@ -60,7 +60,7 @@ def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Arr
 
 
 def max_blocks(spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array) -> list[jax.Array]:
-    """For each group i32[...]: the maximum blocks that a request of up to max_tokens i32[...] holds at a time."""
+    """For each group i32[...]: the maximum blocks held at a time by a request of up to max_tokens i32[...]."""
     block_size = spec.block_size
     ahead = max(scheduler.chunk, scheduler.max_steps(spec))
     return [group.max_blocks(-(-(max_tokens - 1) // block_size), block_size, ahead) for group in spec.groups]
@@ -69,10 +69,10 @@ def max_blocks(spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array) -> 
 def sample_blocks(
     spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array, prompt: jax.Array, samples: jax.Array
 ) -> list[jax.Array]:
-    """For each group i32[...]: the maximum blocks that samples bool[..., K], of max_tokens i32[K], add to the leader's.
+    """For each group i32[...]: the maximum blocks added by samples bool[..., K], of max_tokens i32[K], to the leader's.
 
     The samples share the whole blocks of their prompt, i32[...] tokens, with the leader. In a window group each may
-    release them at another time. The count takes all sharers of the last block to copy it, although one of them keeps
+    release them at another time. The count takes all sharers of the last block to copy it, although the last keeps
     the original.
     """
     num_shared = prompt // spec.block_size
@@ -88,9 +88,9 @@ def sample_blocks(
 
 
 def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, jax.Array]]:
-    """For each group, two i32[]: the blocks that the running rows may come to need, and their limit.
+    """For each group, two i32[]: the blocks possibly needed by running rows, and their limit.
 
-    Without a window a row keeps its shared blocks as long as it runs, so it needs the blocks that it does not hold yet.
+    Without a window a row keeps its shared blocks as long as it runs, so it needs the blocks it does not hold yet.
     With a window, rows release shared blocks at different times, and each may then need as many as if it were alone.
     """
     state = serving.cache.state
@@ -131,7 +131,7 @@ def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) ->
         """i32[k, S]; whether each row may have to copy its last block."""
         return ((end > length) & may_copy(state, group)[None]).astype(jnp.int32)
 
-    # Stacked, so that a single sum over the rows gives all counts, each i32[k].
+    # Stacked, so a single sum over the rows gives all counts, each i32[k].
     entered_by_row = (reserved_end + block_size - 1) // block_size - (length + block_size - 1) // block_size
     filled_by_row = end // block_size - committed // block_size
     copied_by_row = map(copies, state.groups)
@@ -146,7 +146,7 @@ def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) ->
 
 
 def max_events(spec: CacheSpec, entered: Any, copied: Any, filled: Any) -> Any:
-    """The maximum events of extending and committing rows that enter, copy and fill this many blocks in each group.
+    """The maximum events of extending and committing rows as they enter, copy and fill this many blocks in each group.
 
     Each entered block may remove a block, and in the first group also the blocks of the other groups. With a host tier
     a stored block may also replace a block there.

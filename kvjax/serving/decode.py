@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of given tokens, and the decode loop, which does the bookkeeping of up to k steps at once.
 
-    grow        `extend` once: blocks for the next tokens of each decoding row, min(n, what the row can still write)
-    compute     n times view -> model -> choice; the K/V of each step go to the next slot of those blocks
-    commit      what each row has written; blocks that filled become findable
-    trim        rows that stopped early give back the blocks that they did not use
+    grow        `extend` once: blocks for the next tokens of each decoding row, min(n, the row's remaining tokens)
+    compute     n times view -> model -> choice; the K/V of each step go to the next slot of these blocks
+    commit      the written tokens of each row, which makes full blocks findable
+    trim        rows give back unused blocks after an early stop
 
 `num_steps` finds n before anything changes, so `extend` succeeds wherever counting can tell. Tokens, log-probabilities
 and lengths are the same as with single steps. Without eviction the index and the events are the same too, in another
@@ -57,7 +57,7 @@ def step[C: AnyCache](
 
     Args:
       model: see `Model`. It is called with `last=None` for `logits="all"` only. An argument of `jit` has to be a
-        pytree: pass a function that closes over its weights as `jax.tree_util.Partial(fn, weights)`.
+        pytree: pass a function closing over its weights as `jax.tree_util.Partial(fn, weights)`.
       cache: the cache. A cache with a host tier is for host code: its own program takes and donates it.
       tokens: i32[R, C]; each row's next tokens, padded with valid ids.
       count: i32[R]; number of tokens of each row; 0 leaves the row alone.
@@ -66,7 +66,7 @@ def step[C: AnyCache](
       logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
 
     Returns:
-      The cache; logits f32[R, V] after each row's last token, or f32[R, C, V] after every token; and the events.
+      The cache, logits f32[R, V] after each row's last token or f32[R, C, V] after every token, and the events.
 
     Raises:
       ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something
@@ -210,7 +210,7 @@ class Sampler(NamedTuple):
         return cls(request.stop, request.sampling, logits_fn, serving.requests.num_top, serving.logprobs)
 
     def __call__(self, logits: jax.Array, rows: Rows, positions: jax.Array) -> tuple[Choice, Any]:
-        """Chooses the next token of each row, at positions i32[S]; also returns the rows' new state."""
+        """Chooses the next token of each row, at positions i32[S]. Also returns the rows' new state."""
         state = rows.state
         if self.logits_fn is not None and state is None:
             logits = self.logits_fn(logits, rows.token, positions)
@@ -249,7 +249,7 @@ def grow(
     """Takes blocks for the next tokens of all decoding rows: for k steps, or for a step where `single` bool[].
 
     It takes blocks for at most `max_steps` i32[], and for fewer if blocks or log_room i32[] for events are short. Also
-    returns the number of steps i32[], 0 if blocks were refused; and the tokens i32[S] that each decoding row may write.
+    returns the number of steps i32[], 0 if blocks were refused, and the token limits i32[S] of decoding rows.
     """
     requests = serving.requests
     request = serving.by_row
@@ -287,7 +287,7 @@ def compute(
 
     An active row has everything except `rows.token` committed, and blocks for min(new, steps) tokens, new i32[S]. The
     loop ends if no row is active; with `fixed_steps` it always turns k times. For `fixed_split` see `View`. Returns the
-    pools, whose new K/V are not committed yet; the rows; and the written tokens.
+    pools, whose new K/V are not committed yet, the rows, and the written tokens.
     """
     committed = cache.state.seqs.committed
     max_length = cache.state.spec.max_length
@@ -353,8 +353,8 @@ def append_events(log: Log, *events: Events) -> Log:
 
         return log_kernel.append_events(log, events, interpret)
 
-    few = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
-    return fused(kernel, append, log, *events) if few else append(log, *events)
+    is_small = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
+    return fused(kernel, append, log, *events) if is_small else append(log, *events)
 
 
 def decode(
@@ -373,7 +373,7 @@ def decode(
 ) -> tuple[Cache, Rows, Log, Decoded]:
     """Runs up to `steps` decode steps for all active rows, in blocks of up to k. Jit and donate it.
 
-    You admit rows and compute their prompts, for example by `step`; `serve` admits requests itself. The loop ends early
+    You admit rows and compute their prompts, for example by `step`. `serve` admits requests itself. The loop ends early
     if no row is active, if the pool has too few blocks for all rows, or if the log is nearly full. The choices do not
     depend on k.
 

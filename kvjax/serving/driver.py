@@ -2,9 +2,9 @@
 """The host loop of serving: requests go in, the scheduler's loop runs, and the host reads its results.
 
     score     computes log-probabilities of a prompt, if a request wants them, before the request is submitted
-    submit    submits and cancels requests by a single call; each request gets a slot
-    dispatch  empties blocks if a host tier can take them, and starts the loop; the call returns at once
-    read      reads the oldest unread loop: its tokens, requests that are over, and moves between the tiers
+    submit    submits and cancels requests by a single call, and gives each request a slot
+    dispatch  empties blocks if a host tier can take them, and starts the loop without waiting for it
+    read      reads the oldest unread loop: its tokens, finished requests, and moves between the tiers
 
 `run_batch` and `stream` fill a driver and turn it until no request is left. An `Engine` has a driver in its thread.
 """
@@ -44,7 +44,7 @@ from kvjax.state import CacheState
 
 
 def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
-    """The logits f32[S, V] of a mixed step, traced with its shapes, so that `serve` finds the model traced."""
+    """The logits f32[S, V] of a mixed step, traced with its shapes, so `serve` finds the model traced."""
     spec = cache.state.spec
     chunk_tokens = scheduler.chunk_tokens(cache.state.spec)
     no_rows = jnp.full((scheduler.max_chunks(spec),), -1, jnp.int32)
@@ -70,7 +70,7 @@ def check_run(model: Any, cache: Any, options: RunOptions) -> None:
 
 
 class Limits(NamedTuple):
-    """The limits of prompts that a model and a cache take."""
+    """The limits of prompts for a model and a cache."""
 
     spec: CacheSpec
     vocabulary: int  # number of the model's logits
@@ -78,7 +78,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, cache: Cache, scheduler: Scheduler, top_logprobs: int) -> Limits:
-        """The limits; raises a ValueError if the model has fewer than `top_logprobs` logits."""
+        """The limits. Raises a ValueError if the model has fewer than `top_logprobs` logits."""
         vocabulary = _mixed_logits.eval_shape(model, cache, scheduler=scheduler).shape[-1]
         if top_logprobs > vocabulary:
             raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
@@ -104,7 +104,7 @@ class Limits(NamedTuple):
         return jobs
 
     def refusal(self, prompt: np.ndarray) -> str | None:
-        """Why a prompt can never run: "bad_request" or "row_full"; None if it can run."""
+        """Why a prompt can never run: "bad_request" or "row_full", or None if it can run."""
         if not prompt.size or prompt.min() < 0 or prompt.max() >= self.vocabulary:
             return "bad_request"
         return "row_full" if prompt.size > self.spec.max_length else None
@@ -114,7 +114,7 @@ def _max_tokens(state: CacheState, scheduler: Scheduler) -> int:
     """The maximum tokens of a request whose K/V fit if it is alone in the cache."""
     spec = state.spec
     max_fitting = spec.max_length
-    max_tokens: Any = np.int32(spec.max_length + 1)  # of the host, so that nothing is compiled
+    max_tokens: Any = np.int32(spec.max_length + 1)  # of the host, so nothing is compiled
     for group, blocks in zip(state.groups, max_blocks(spec, scheduler, max_tokens), strict=True):
         num_blocks = int(group.num_blocks)
         if blocks > num_blocks:
@@ -131,7 +131,7 @@ class StepOutput(NamedTuple):
 
 
 class _StartedLoop(NamedTuple):
-    """A loop that the host has not read yet."""
+    """A started loop, before the host reads it."""
 
     number: int
     dispatched_at: float  # time of `time.monotonic`
@@ -148,10 +148,10 @@ class _Submission(NamedTuple):
 
 
 class Driver[C: AnyCache]:
-    """Requests that run over a cache, from `submit` to their outputs.
+    """Requests running over a cache, from `submit` to their outputs.
 
     Attributes:
-      state: the cache, the requests on the device, and events that are not published yet.
+      state: the cache, the requests on the device, and unpublished events.
       num_rows: number of rows for requests.
       active: requests of the scheduler by slot, until the slot is empty again.
       host_tier: moves blocks between the tiers.
@@ -214,7 +214,7 @@ class Driver[C: AnyCache]:
 
     @property
     def in_flight(self) -> int:
-        """The number of loops that the host has not read yet."""
+        """The number of loops still unread by the host."""
         return len(self._started)
 
     def wait(self) -> None:
@@ -223,7 +223,7 @@ class Driver[C: AnyCache]:
             jax.block_until_ready(self._started[-1].arrays.scalars_and_rows)
 
     def score(self, jobs: Sequence[Job], *, can_wait: bool) -> Step:
-        """Scores the next prompt tokens of samples of a request, and ends samples that want no answer.
+        """Scores the next prompt tokens of samples of a request, and ends samples without an answer.
 
         Without blocks the samples end as well, unless they can wait for blocks of other requests.
         """
@@ -249,7 +249,7 @@ class Driver[C: AnyCache]:
             self._submissions.append(_Submission(self._loop_number, jobs, statuses))
 
     def adopt(self, jobs: Sequence[Job], wait_for: int = 0) -> None:
-        """Starts to read prefixes of new prompts from the store, in this order, and adopts prefixes that are here.
+        """Starts to read prefixes of new prompts from the store, in this order, and adopts the prefixes already read.
 
         For the first `wait_for` prompts it waits, until their deadline.
         """
@@ -287,7 +287,7 @@ class Driver[C: AnyCache]:
         self._loop_number += 1
 
     def read_statuses(self) -> None:
-        """Reads whether submitted requests were accepted, and ends requests that were refused."""
+        """Reads whether submitted requests were accepted, and ends refused requests."""
         while self._submissions and self._submissions[0].first_loop <= self._loop_number - self.in_flight:
             _, jobs, statuses = self._submissions.popleft()
             for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then come empty entries
@@ -296,7 +296,7 @@ class Driver[C: AnyCache]:
                     self._release(job, job.generation)
 
     def read(self) -> StepOutput:
-        """Reads the oldest loop: new tokens, requests that are over and empty slots; then makes the moves it asks for.
+        """Reads the oldest loop: new tokens, finished requests and empty slots. Then makes the requested moves.
 
         The events of the loop are then the first of `state.unpublished`.
         """
@@ -323,7 +323,7 @@ class Driver[C: AnyCache]:
         return StepOutput(result.steps, loop.dispatched_at, new_tokens)
 
     def _update(self, job: Job, result: TurnResult) -> list[int]:
-        """Adds a loop's tokens to a request's output; returns them."""
+        """Adds a loop's tokens to a request's output. Returns them."""
         slot = job.slot
         stage = job.stage
         job.stage = result.stage[slot]
@@ -347,7 +347,7 @@ class Driver[C: AnyCache]:
         return tokens
 
     def _release(self, job: Job, generation: int) -> None:
-        """Takes the slot of a request that the loop has drained; the next request of the slot gets this generation."""
+        """Takes the slot of a request drained by the loop. The slot's next request gets this generation."""
         del self.active[job.slot]
         self._free.append(job.slot)
         self._generations[job.slot] = generation
@@ -366,7 +366,7 @@ class Driver[C: AnyCache]:
             pass
 
     def compile(self) -> None:
-        """Compiles all programs before the first request; changes nothing."""
+        """Compiles all programs before the first request. Changes nothing."""
         for steps in (1, self._slots.steps):  # jax compiles again for arrays that a program has returned
             self.host_tier.compile()
             if self.stored:

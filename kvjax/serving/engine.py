@@ -6,7 +6,7 @@
         for token in handle: ...                             # or: async for token in handle
         output = handle.result()
 
-Source: vLLM's AsyncLLM and its engine core, which run apart from the code that submits.
+Source: vLLM's AsyncLLM and its engine core, which run apart from the submitting code.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ class Engine[C: AnyCache]:
         check_bool("min_p", min_p)
         check_retention(spec, num_ranges=num_ranges)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
-        number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
+        num_requests = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
         steps = min(options.steps or MANY, MANY)
         self._logits_fn = as_tree(options.logits_fn)
         if logits_state is None:
             logits_state = initial_state(options.logits_fn)
         self._slots = Slots(
-            [spec.max_length + 1] * number,
+            [spec.max_length + 1] * num_requests,
             steps=steps,
             num_columns=steps,
             entries=ENTRIES,
@@ -128,7 +128,7 @@ class Engine[C: AnyCache]:
             has_log=options.listener is not None or options.store is not None,
         )
         self._limits = Limits.of(model, cache.cache, options.scheduler, options.top_logprobs)
-        self._max_samples = min(ENTRIES, spec.max_seqs, number)
+        self._max_samples = min(ENTRIES, spec.max_seqs, num_requests)
         self._numbers = itertools.count()
         self._inbox = Inbox(options.names)
         self._thread = EngineThread(model, cache, options, self._inbox, self._slots)
@@ -180,8 +180,8 @@ class Engine[C: AnyCache]:
             raise ValueError(f"request: got {reprlib.repr(request)}, wanted a kvjax.serving.Request")
         self._options.check_request(request, self.spec)
         if salt is not None and (self.names is None or request.namespace):
-            other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
-            raise ValueError(f"salt: got one {other}, wanted None")
+            reason = "without names" if self.names is None else f"together with namespace {request.namespace}"
+            raise ValueError(f"salt: got a salt {reason}, wanted None")
         Namespaces.salted(salt)
         if request.prompt_logprobs_from is not None:
             self._thread.check_scores()
@@ -196,10 +196,10 @@ class Engine[C: AnyCache]:
         if len(request.stop_tokens) > slots.num_stop_tokens:
             got = len(request.stop_tokens)
             raise ValueError(f"stop_tokens: got {got}, wanted at most num_stop_tokens, {slots.num_stop_tokens}")
-        if request.samples > (most := min(self._max_samples, self._max_waiting)):
-            raise ValueError(f"samples: got {request.samples}, wanted at most {most}")
-        most_ranges = -1 if slots.num_ranges is None else slots.num_ranges
-        if request.num_ranges is not None and request.num_ranges > most_ranges:
+        if request.samples > (max_samples := min(self._max_samples, self._max_waiting)):
+            raise ValueError(f"samples: got {request.samples}, wanted at most {max_samples}")
+        max_ranges = -1 if slots.num_ranges is None else slots.num_ranges
+        if request.num_ranges is not None and request.num_ranges > max_ranges:
             got = request.num_ranges
             raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
         if request.has_min_p and not slots.min_p:
@@ -275,12 +275,12 @@ class Engine[C: AnyCache]:
             raise EngineError("the engine was closed, or has failed") from None
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Waits until all submitted requests are over, at most `timeout` seconds; returns whether they are."""
+        """Waits until all submitted requests are over, at most `timeout` seconds. Returns whether they are."""
         with self._inbox.wake:
             return self._inbox.wake.wait_for(lambda: self._inbox.is_idle, timeout)
 
     def close(self) -> C:
-        """Ends all requests and the engine; returns its cache."""
+        """Ends all requests and the engine. Returns its cache."""
         with self._inbox.wake:
             self._inbox.is_closing = True
             self._inbox.wake.notify_all()

@@ -134,13 +134,13 @@ class EngineThread(threading.Thread):
         self._begin(cache)
 
     def check_scores(self) -> None:
-        """Raises a ValueError for a model that cannot give the logits of a whole prompt."""
+        """Raises a ValueError if a model cannot give the logits of a whole prompt."""
         if not self._gives_all_logits:
             check_all_logits(self._model, self._shapes.cache)
             self._gives_all_logits = True
 
     def _begin(self, cache: Any) -> None:
-        """Begins with a cache and no requests, and compiles programs that are not compiled yet."""
+        """Begins with a cache and no requests, and compiles the missing programs."""
         self.driver: Driver[Any] = Driver(
             self._model,
             cache,
@@ -212,7 +212,7 @@ class EngineThread(threading.Thread):
             self._give_back_salts()
 
     def _copy_states(self) -> None:
-        """Makes the copies of the state that other threads have requested."""
+        """Makes the copies of the state for other threads."""
         while self._inbox.copies:
             copy = self._inbox.copies.popleft()
             try:
@@ -221,7 +221,7 @@ class EngineThread(threading.Thread):
                 copy.cancel()  # unless it has its result
 
     def _give_back_salts(self) -> None:
-        """Gives back salts that no block and no request uses. Twice as many may be lent before the next look."""
+        """Gives back salts without a block or a request. Twice as many may be lent before the next look."""
         cached = _cached_namespaces(self.driver.state.cache.state)
         with self._inbox.wake:
             jobs = [*self._inbox.queue, *self.waiting, *self.active.values()]
@@ -230,7 +230,7 @@ class EngineThread(threading.Thread):
 
     @property
     def waiting(self) -> list[EngineJob]:
-        """Requests that have left the queue but are not in the scheduler yet."""
+        """Requests between the queue and the scheduler."""
         return [*itertools.chain(*self.scoring), *self.reading]
 
     @property
@@ -254,7 +254,7 @@ class EngineThread(threading.Thread):
         self._step_seconds += excess_seconds / (output.steps + 8) if output.steps else 0.0
 
     def _take_cancels(self) -> list[EngineJob]:
-        """Ends late and cancelled requests; returns those in the scheduler, at most as many as a call takes."""
+        """Ends late and cancelled requests. Returns those in the scheduler, at most as many as a call takes."""
         now = time.monotonic()
         jobs = [*self.active.values(), *self._inbox.queue, *self.waiting]
         late = [job for job in jobs if job.deadline < now]
@@ -271,7 +271,7 @@ class EngineThread(threading.Thread):
         return to_cancel
 
     def _score(self) -> bool:
-        """Scores a part of the first prompt that needs it; returns whether it waits for a row or blocks."""
+        """Scores a part of the first unscored prompt. Returns whether it waits for a row or blocks."""
         while self.scoring:
             jobs = [job for job in self.scoring[0] if not job.is_done]
             if jobs:
@@ -318,7 +318,7 @@ class EngineThread(threading.Thread):
 
     @own_transfers()
     def _recover(self, error: Exception) -> None:
-        """Ends the requests that the scheduler has, and goes on with an empty cache."""
+        """Ends the scheduler's requests, and goes on with an empty cache."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._fail([*self.active.values(), *self._scored_now], failure)

@@ -51,7 +51,7 @@ class Progress[C: AnyCache]:
     def state(self) -> CacheState:
         """A copy of the latest cache's metadata, which no later loop donates, so any thread may read it.
 
-        Ask for it in the thread that reads the stream, before the next `Progress`.
+        Ask for it in the stream's thread, before the next `Progress`.
         """
         state = self.cache.state
         check_alive(state)
@@ -80,7 +80,7 @@ def generate[C: AnyCache](
     It is the short form of `run_batch`, for prompts with the same options. A prompt waits for a row and for all blocks
     that it may need; then nothing interrupts it. When a row ends, the next prompt takes it. Prompts with a common
     prefix compute it a single time, even if they come together. If a prompt wants more tokens than the whole cache
-    holds, it ends with the tokens that fit, and finish "no_blocks".
+    holds, it ends with the fitting tokens, and finish "no_blocks".
 
     The first call with a model and with new shapes compiles, which takes some 20 to 30 s on two CPU cores. More or
     longer prompts compile again at each doubling. The log `kvjax` (`logging`, at level INFO) reports compilations of
@@ -92,7 +92,7 @@ def generate[C: AnyCache](
     Args:
       model: see `step`. It also gets views in mixed form, on one flat batch; see `Model`.
       cache: donated, so go on with the returned cache. Rows in use are left alone. With a host tier, prompts find
-        blocks there too, and blocks that have to leave the device go there: before each loop the blocks that rows may
+        blocks there too, and leaving blocks go there: before each loop the blocks that rows may
         need as they grow, and between loops the blocks that a prompt needs to be admitted. If a prompt pushes blocks
         out of a window because it is longer, they are lost. If a move between the tiers fails, a RuntimeWarning reports
         it, and the lost K/V are computed again.
@@ -101,7 +101,7 @@ def generate[C: AnyCache](
       sampling: options for all prompts, or a list with an entry for each. None means greedy.
       seed: an int or a jax key, which gives each output a random stream. 3, `jax.random.key(3)` and
         `jax.random.PRNGKey(3)` give the same streams. None gives the same streams at every call.
-      stop_tokens: tokens that end a row.
+      stop_tokens: tokens ending a row.
       namespace: a namespace for all prompts, or a list; see `kvjax.serving.Request`.
       retention: retention of each prompt's blocks, or a list; see `kvjax.serving.Request`.
       prompt_logprobs_from: a position for all prompts, or a list; see `kvjax.serving.Request`.
@@ -114,7 +114,7 @@ def generate[C: AnyCache](
       **options: attributes of `RunOptions` other than the scheduler, such as `listener` and `steps`.
 
     Returns:
-      A list with an `Output` for each prompt; the cache, with everything released and cached; and the decoded events.
+      A list with an `Output` for each prompt, the cache with everything released and cached, and the decoded events.
 
     Raises:
       ValueError: before anything is donated: if the cache has no pools for a layer or was donated before, the model
@@ -153,7 +153,7 @@ def run_batch[C: AnyCache](
     *,
     progress: Callable[[list[Output]], None] | None = None,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
-    """Serves all requests by continuous batching, in a single program that admits, computes and evicts by itself.
+    """Serves all requests by continuous batching, in a single program for admission, computation and eviction.
 
     Rows and prefixes are shared as in `generate`. The program returns to the host if all requests are over, after
     `options.steps` steps, if its log of events is nearly full, or if blocks on the host tier are needed.
@@ -170,7 +170,7 @@ def run_batch[C: AnyCache](
       and cached; and the decoded events.
 
     Raises:
-      ValueError: before anything is donated, as in `generate`, and for options of the scheduler that do not fit.
+      ValueError: before anything is donated, as in `generate`, and for unfit options of the scheduler.
       GenerationInterrupted: after an error or Ctrl-C, with the cache to go on with.
     """
     check_functions(progress=progress)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Handle`: a request in an engine, for the code that submitted it."""
+"""`Handle`: a request in an engine, for the code submitting it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.serving.requests import Output
 
 @dataclasses.dataclass
 class Times:
-    """Times of a request's events, in seconds of `time.monotonic`; None before the event.
+    """Times of a request's events, in seconds of `time.monotonic`, or None before the event.
 
     Attributes:
       queued: the request was submitted.
@@ -61,12 +61,12 @@ class Handle:
         return self.times.ended is not None
 
     def cancel(self) -> None:
-        """Ends the request, unless it is over. Its row is free after the turns that have started."""
+        """Ends the request, unless it is over. Its row is free after the started turns."""
         if not self.done:
             self._cancel(self)
 
     def result(self, timeout: float | None = None) -> Output:
-        """Waits until the request is over; returns its output.
+        """Waits until the request is over. Returns its output.
 
         Raises:
           TimeoutError: if it goes on after `timeout` seconds.
@@ -105,7 +105,7 @@ class Handle:
                 yield token
 
     async def changes(self, *, is_streaming: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
-        """Yields the output each time it has changed, for asyncio; the last time the request is over.
+        """Yields the output each time it has changed, for asyncio. The last time the request is over.
 
         Args:
           is_streaming: whether the engine should make few tokens at a time.
@@ -143,7 +143,7 @@ class Handle:
                 self._callbacks.remove(notify)
 
     async def wait(self) -> Output:
-        """Waits until the request is over, for asyncio; returns its output."""
+        """Waits until the request is over, for asyncio. Returns its output."""
         async for _ in self.changes(is_streaming=False):
             pass
         return self._ended()
@@ -154,7 +154,7 @@ class Handle:
             self.update(lambda output: setattr(output, "finish", finish), error)
 
     def update(self, change: Callable[[Output], Any], error: BaseException | None = None) -> None:
-        """Changes the output, and wakes the threads that wait. The engine's thread calls it."""
+        """Changes the output, and wakes waiting threads. The engine's thread calls it."""
         with self._changed:
             change(self.output)
             now = time.monotonic()

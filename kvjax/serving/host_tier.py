@@ -36,7 +36,7 @@ class HostTier[C: AnyCache]:
         self.groups = () if state.host is None else self.spec.host_groups
 
     def compile(self) -> None:
-        """Compiles all programs that move blocks, before the first request; changes nothing."""
+        """Compiles all programs for moving blocks, before the first request. Changes nothing."""
         state = self.state
         host = self.state.host
         for group_index in self.groups:
@@ -51,7 +51,7 @@ class HostTier[C: AnyCache]:
                 self.call(verb, rows.out)  # no row: it is refused
 
     def _max_taken(self, group_index: int) -> int:
-        """The maximum blocks of a group that a loop takes."""
+        """The maximum blocks of a group taken by a loop."""
         columns = -(-self.steps // self.spec.block_size) + 1
         if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
             columns += self.spec.max_blocks_per_seq
@@ -92,7 +92,7 @@ class HostTier[C: AnyCache]:
                 num_empty = int(self.state.cache.state.groups[group_index].num_empty)
 
     def empty_refused(self) -> None:
-        """Empties blocks that the loop was refused because their children are on the host."""
+        """Empties blocks refused to the loop because their children are on the host."""
         before = [int(group.num_empty) for group in self.state.cache.state.groups]
         self.empty_blocks()
         groups = self.state.cache.state.groups
@@ -106,7 +106,7 @@ class HostTier[C: AnyCache]:
         self.state.serving = self.state.serving.replace(refused=new)
 
     def onboard(self, requests: Any, slot: int, row: int) -> None:
-        """Admits a request, given in numpy arrays, with its blocks on the host; without them if that is impossible."""
+        """Admits a request, given in numpy arrays, with its blocks on the host, or without them if necessary."""
         num_tokens = int(requests.num_tokens[slot])
         tokens = np.zeros((1, self.state.serving.width), np.int32)
         tokens[0, :num_tokens] = requests.text[requests.start[slot] :][:num_tokens]
@@ -124,7 +124,7 @@ class HostTier[C: AnyCache]:
         self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
 
     def swap(self) -> bool:
-        """Swaps a row out or in, if a swap is due; returns whether it did."""
+        """Swaps a row out or in, if a swap is due. Returns whether it did."""
         if self.scheduler.preempt != "swap":
             return False
         rows = jax.device_get(_swaps(self.state.serving, scheduler=self.scheduler))
@@ -137,7 +137,7 @@ class HostTier[C: AnyCache]:
         return True
 
     def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int], bool]:
-        """Calls a verb; returns the events, rows whose K/V were lost, and whether moves failed, after a warning."""
+        """Calls a verb. Returns the events, rows whose K/V were lost, and whether moves failed, after a warning."""
         state = self.state
         lost = []
         removed = []

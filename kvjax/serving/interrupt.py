@@ -33,7 +33,7 @@ class GenerationInterrupted(RuntimeError):
 
     Attributes:
       cache: the cache to go on with, of the same kind as the cache you passed. The generation's rows are released, and
-        everything committed is cached. None if a call that had taken the cache died on the device.
+        everything committed is cached. None if a call died with the cache on the device.
       outputs: outputs so far, in the order of the prompts; `finish` is None for unfinished outputs.
       events: decoded events, including the releases: since the last `Progress` of `stream`, or all events of
         `generate`.
@@ -47,7 +47,7 @@ class GenerationInterrupted(RuntimeError):
 
 
 class CtrlC:
-    """Defers Ctrl-C inside `with` until `act` is called or the block ends; a second Ctrl-C acts at once."""
+    """Defers Ctrl-C inside `with` until `act` is called or the block ends. A second Ctrl-C acts at once."""
 
     def __init__(self) -> None:
         self._handler: Callable[..., Any] | None = None  # the caller's, while ours is installed
@@ -87,10 +87,10 @@ class CtrlC:
 
 
 class GenerationState[C: AnyCache]:
-    """Everything that an interruption has to save: the cache, which jitted calls take by donation, and the events.
+    """The data for an interruption to save: the cache, which jitted calls take by donation, and the events.
 
     Between two jitted calls `serving` and `host` are the results of the last call. At any other time Ctrl-C waits
-    (`ctrl_c`), so it never comes between a call that takes the cache and the assignment of the cache that it returns.
+    (`ctrl_c`), so it never comes between a call taking the cache and the assignment of the returned cache.
     """
 
     def __init__(self, serving: Serving, host: HostPools | None, own_rows: np.ndarray, options: RunOptions):
@@ -111,7 +111,7 @@ class GenerationState[C: AnyCache]:
 
     @property
     def result(self) -> C:
-        """The present cache, of the same kind as the cache that was passed."""
+        """The present cache, of the same kind as the passed cache."""
         return cast(C, joined(self.cache, self.host))
 
     def replace(self, cache: Any) -> None:
@@ -121,7 +121,7 @@ class GenerationState[C: AnyCache]:
 
     @property
     def alive(self) -> bool:
-        """Whether the cache exists: no call that took it has died."""
+        """Whether the cache exists: no call has died with it."""
         return alive((self.cache, self.host))
 
     def now(self) -> np.int32:
@@ -153,14 +153,14 @@ class GenerationState[C: AnyCache]:
         """If failed listeners are due, publishes all events and gives them a snapshot of the cache.
 
         Args:
-          is_last: whether the run ends here, so every listener that is behind gets a snapshot.
+          is_last: whether the run ends here, so every failed listener gets a snapshot.
         """
         if self.alive and (self.is_behind if is_last else self.is_due):
             self.publish()
             self._options.listeners.catch_up(self.cache.state, due_only=not is_last)
 
     def rows_in_use(self) -> np.ndarray:
-        """Rows of this generation that have tokens, i32[K]."""
+        """Rows of this generation with tokens, i32[K]."""
         return np.flatnonzero(self._own_rows & (np.asarray(self.cache.state.seqs.length) > 0))
 
     def release_rows(self) -> None:
@@ -169,7 +169,7 @@ class GenerationState[C: AnyCache]:
         if rows.size:
             seqs = np.full(self._own_rows.shape, -1, np.int32)
             seqs[rows] = rows
-            # Nothing is donated, so that nothing can be lost. The clock may have failed: this is its last reading.
+            # Nothing is donated, so nothing can be lost. The clock may have failed: this is its last reading.
             state, events = _release(self.cache.state, seqs, now=self._time)
             self.serving = self.serving.replace(cache=Cache(state, self.cache.pools))
             self.unpublished.append(events)

@@ -36,23 +36,23 @@ class Scheduler:
         and the running requests, so nothing is ever preempted. "num_tokens": blocks suffice for its present tokens,
         with `watermark` blocks to spare; running requests are preempted if blocks run out. "batch": as "max_tokens",
         while no row runs.
-      chunk: maximum tokens of a row that a mixed step computes.
+      chunk: maximum tokens of a row in a mixed step.
       chunk_rows: R, maximum rows with chunks in a mixed step.
       budget: positions of a mixed step: a position for each of the S rows, the rest for chunks. None means S + `chunk`.
       chunks: division of these positions: "fcfs" gives rows as many as they can use, in order; "equal" gives each the
         same.
       k: maximum decode steps of a block, 1 to P. None means P.
       k_waiting: the same limit while a request waits.
-      watermark: blocks that stay available when "num_tokens" admits, unless no row runs.
-      max_deferrals: number of later requests that may be admitted before a request is late. Late requests are first in
+      watermark: blocks kept available when "num_tokens" admits, unless no row runs.
+      max_deferrals: number of later requests admitted before a request is late. Late requests are first in
         the order, and no later request is admitted before them. A row is late after as many mixed steps without a
         chunk.
-      preempt: "recompute" lets a preempted request wait. When it comes back, it computes the tokens that it does not
+      preempt: "recompute" lets a preempted request wait. When it comes back, it computes the tokens it does not
         find in the cache. "swap" applies to `run_batch` with a host tier: the request keeps its row, and its blocks
         wait on the host, if it has computed at least `min_swap` blocks and the host has space; otherwise it is as
         "recompute".
-      min_swap: minimum blocks to swap; set it to the number of blocks that cost more to compute than to move.
-      max_skips: maximum requests that a step passes over because they cannot be admitted.
+      min_swap: minimum blocks to swap; set it to the number of blocks costing more to compute than to move.
+      max_skips: maximum requests passed over by a step because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       min_onboard: minimum blocks of a request on the host to bring back. A loop ends for it.
       coalesce: number of rows with pending chunks, or of blocks of steps, after which a step is mixed.
@@ -136,14 +136,14 @@ class Scheduler:
             raise ValueError("preempt: got 'swap', wanted 'recompute' (the cache has no host tier)")
 
     def max_steps(self, spec: CacheSpec) -> int:
-        """The maximum decode steps of a block; raises a ValueError if k is out of range."""
+        """The maximum decode steps of a block. Raises a ValueError if k is out of range."""
         k = spec.block_size if self.k is None else self.k
         if k > spec.block_size:
             raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
         return k
 
     def chunk_tokens(self, spec: CacheSpec) -> int:
-        """B, the positions of a mixed step for chunks; raises a ValueError if there are none."""
+        """B, the positions of a mixed step for chunks. Raises a ValueError if there are none."""
         if self.budget is None:
             return self.chunk
         if self.budget <= spec.max_seqs:
@@ -177,18 +177,18 @@ def sort_keys_by_row(serving: Serving, scheduler: Scheduler) -> SortKeys:
 
 
 def late_first(late: jax.Array, *keys: jax.Array) -> SortKeys:
-    """Moves late entries, bool[W], to the front; the last of the keys is the arrival."""
+    """Moves late entries, bool[W], to the front. The last of the keys is the arrival."""
     *others, arrival = keys
     return (~late).astype(jnp.int32), *(jnp.where(late, jnp.zeros_like(key), key) for key in others), arrival
 
 
 def first(keys: SortKeys, where: jax.Array) -> jax.Array:
-    """i32[]; the first entry in order where bool[W]; -1 if there is none."""
+    """i32[]; the first entry in order where bool[W], or -1."""
     return _extreme(keys, where, jnp.min, jnp.max)
 
 
 def last(keys: SortKeys, where: jax.Array) -> jax.Array:
-    """i32[]; the last entry in order where bool[W]; -1 if there is none."""
+    """i32[]; the last entry in order where bool[W], or -1."""
     return _extreme(keys, where, jnp.max, jnp.min)
 
 

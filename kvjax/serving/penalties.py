@@ -21,16 +21,16 @@ MOST_REPETITION = 100
 
 
 class Penalties(Pytree):
-    """The penalties of a request and the tokens that it has chosen: the state of `penalize`.
+    """The penalties of a request and its chosen tokens: the state of `penalize`.
 
     Attributes:
-      frequency: f32[]; subtracted from a token's logit for each time that the token was chosen.
+      frequency: f32[]; subtracted from a token's logit for each time the token was chosen.
       presence: f32[]; subtracted if the token was chosen at all.
       bias_tokens: i32[B]; biased tokens, padded with -1.
       bias: f32[B]; added to the logits of these tokens.
       chosen: i32[N]; tokens of the prompt, if there is a repetition penalty, and then the first `steps - 1` chosen
         tokens.
-      steps: i32[]; number of times that `penalize` has seen the request.
+      steps: i32[]; number of times `penalize` has seen the request.
       repetition: f32[]; divides the positive logits of tokens in the prompt or the answer, and multiplies the negative
         logits. With None no request has this penalty, and programs contain nothing for it.
       num_prompt: i32[]; number of prompt tokens in `chosen`. None if `repetition` is None.
@@ -63,7 +63,7 @@ class Penalties(Pytree):
         `max_tokens` and `max_biases`, and a `repetition` if any of them has it; 1 changes nothing.
 
         Args:
-          max_tokens: N; maximum tokens that the request chooses, together with its prompt if it has a `repetition`.
+          max_tokens: N; maximum tokens chosen by the request, together with its prompt if it has a `repetition`.
           frequency: the frequency penalty.
           presence: the presence penalty.
           bias: biases by token, added to their logits.
@@ -101,7 +101,7 @@ class Penalties(Pytree):
 def penalize(
     logits: jax.Array, last: jax.Array, positions: jax.Array, penalties: Penalties
 ) -> tuple[jax.Array, Penalties]:
-    """Penalizes logits f32[S, V], and notes the chosen tokens; a `logits_fn`.
+    """Penalizes logits f32[S, V], and notes the chosen tokens. A `logits_fn`.
 
     If no row has penalties or biases, the logits stay as they are, and no array of their size is made.
 
@@ -121,7 +121,7 @@ def penalize(
       ([0.0, 0.0, 3.0, 0.0], [0.0, -0.5, 3.0, 0.0])
 
     Source: OpenAI's API; vLLM counts the same tokens: the generated tokens, without the prompt. The repetition penalty
-    is that of transformers and vLLM, in their order: after the biases, before the other penalties.
+    is as in transformers and vLLM, in their order: after the biases, before the other penalties.
     """
     del positions
     (rows, vocabulary) = logits.shape

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that leave: `retire`, the first part of a step, and the choice of rows to preempt and to swap.
+"""Leaving rows: `retire`, the first part of a step, and the choice of rows to preempt and to swap.
 
 A preempted request waits again. With `Scheduler(preempt="swap")` its blocks wait on the host. A loop moves no blocks
-between the tiers, so it ends if a row has to be swapped out or in; the host moves the blocks and enters the loop again.
+between the tiers, so it ends if a row has to be swapped out or in. The host moves the blocks and enters the loop again.
 No request is admitted while a row is swapped out.
 
 Source: vLLM v0, whose swapped requests come before waiting requests.
@@ -24,14 +24,14 @@ from pallas_kernels.loops import while_loop
 
 
 class Retired(Pytree):
-    """The requests that left their rows in a step."""
+    """The requests leaving their rows in a step."""
 
     released: jax.Array  # bool[S]; released rows
     preempted: jax.Array  # i32[S]; slots of the requests that wait again, in order, padded with -1
 
 
 def retire(serving: Serving, log: Log, scheduler: Scheduler, now: jax.Array) -> tuple[Serving, Log, Retired]:
-    """Releases the rows of requests that are over; then preempts while the next token of a row does not fit."""
+    """Releases the rows of finished requests. Then preempts while the next token of a row does not fit."""
     row_ids = np.arange(serving.row.shape[0], dtype=np.int32)
 
     def must_leave(serving: Serving) -> jax.Array:
@@ -66,7 +66,7 @@ def retire(serving: Serving, log: Log, scheduler: Scheduler, now: jax.Array) -> 
 
 
 def _victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """i32[]; the row to preempt, or to end if it is the only row: the last row in order; -1 if there is none."""
+    """i32[]; the row to preempt, or to end if it is the only row: the last row in order, or -1."""
     seqs = serving.cache.state.seqs
     candidates = serving.running & (seqs.length > 0)
     swapped_out = seqs.swapped_out
@@ -107,7 +107,7 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
 
 
 class Swaps(Pytree):
-    """Moves for the host to make before the loop goes on; -1 for no move."""
+    """Moves for the host to make before the loop goes on, or -1."""
 
     out: jax.Array  # i32[]; row to swap out
     back: jax.Array  # i32[]; row to swap in
@@ -126,7 +126,7 @@ def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
 
 
 def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """i32[]; the row to preempt, if its tokens cost more to compute than to move; otherwise -1."""
+    """i32[]; the row to preempt, if its tokens cost more to compute than to move, or -1."""
     state = serving.cache.state
     swapped_out = serving.cache.state.seqs.swapped_out
     finished = serving.finished  # these leave their rows before any row is preempted

@@ -50,7 +50,7 @@ def mixed_step(
     logits_fn: LogitsFn | None,
     now: jax.Array,
 ) -> tuple[Serving, Log, Chunks, SampledTokens]:
-    """Runs the mixed step, if bool[] `where`; also returns the chunks and the rows' choices in k columns."""
+    """Runs the mixed step, if bool[] `where`. Also returns the chunks and the rows' choices in k columns."""
     spec = serving.cache.state.spec
     rows = decode.shape[0]
     num_positions = scheduler.chunk_tokens(spec)
@@ -84,7 +84,7 @@ def mixed_step(
 
 
 def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Chunks]:
-    """Assigns `size` positions to the first rows in order that prefill. Rows deferred too often come first."""
+    """Assigns `size` positions to the first prefilling rows in order. Rows deferred too often come first."""
     num_pending = serving.num_pending
     is_prefilling = serving.prefilling
     spec = serving.cache.state.spec
@@ -135,7 +135,7 @@ def compute_flat(
 ) -> tuple[Pools, jax.Array, Chunk]:
     """Runs the model on the next token of rows where bool[S] `decode`, and on chunks of others, B = `size` positions.
 
-    Returns the pools; the logits f32[S, V] after each row's last token; and the chunks to store, each of up to `width`
+    Returns the pools, the logits f32[S, V] after each row's last token, and the chunks to store, each of up to `width`
     tokens.
     """
     cache = serving.cache
@@ -160,7 +160,7 @@ def compute_flat(
 def _store_chunks(
     state: CacheState, log: Log, chunk: Chunk, with_kernel: bool, now: jax.Array
 ) -> tuple[CacheState, Log]:
-    """Stores chunks for `commit_step` to publish, or publishes them, if decoded tokens have a kernel for that."""
+    """Stores chunks for `commit_step` to publish, or publishes them, if decoded tokens have a kernel for it."""
 
     def commit(state, log, chunk, now, *, interpret=False):
         del interpret  # plain jax: the kernel of `commit_step` takes at most a block of each row
@@ -218,14 +218,14 @@ def _committed(state: CacheState, stored: list[Records], updated: list[Records])
 
 
 def _prompts_of_samples(serving: Serving, ready: jax.Array) -> jax.Array:
-    """i32[S]; for each row that waits for the prompt of a row where bool[S], the prompt's row; otherwise -1."""
+    """i32[S]; for each row waiting for the prompt of a row where bool[S], the prompt's row, or -1."""
     parent = jnp.where(serving.running, serving.by_row.parent, -1)
     is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & ready[None]
     return jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)
 
 
 def fork_samples(serving: Serving, ready: jax.Array) -> Serving:
-    """Forks samples off the prompts of rows where bool[S]: each row that waits for such a prompt becomes its copy."""
+    """Forks samples off the prompts of rows where bool[S]: each row waiting for such a prompt becomes its copy."""
     rows = np.arange(ready.shape[0], dtype=np.int32)
 
     def fork(carry: tuple[Serving, jax.Array]) -> tuple[Serving, jax.Array]:

@@ -6,7 +6,7 @@
     next   the request's next call finds these tokens in the cache, so no row is held between two calls
 
 A cached block has no logits, so the tokens to score are always computed. A call holds blocks only while it runs: blocks
-that the scheduler has reserved for running requests are available again before its next loop.
+reserved by the scheduler for running requests are available again before its next loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Notes(NamedTuple):
 
     logprobs: jax.Array  # f32[N]
     ranks: jax.Array  # i32[N]; 1 for the likeliest token
-    top: tuple[jax.Array, jax.Array] | None  # i32[N, T], the likeliest tokens, and f32[N, T]; None if T is 0
+    top: tuple[jax.Array, jax.Array] | None  # i32[N, T], the likeliest tokens, and f32[N, T], or None if T is 0
 
     @classmethod
     def none(cls, size: int, num_top: int) -> Notes:
@@ -55,7 +55,7 @@ class Notes(NamedTuple):
 
     @classmethod
     def of(cls, logits: jax.Array, tokens: jax.Array, num_top: int) -> Notes:
-        """The notes of tokens i32[C] that follow logits f32[C, V]."""
+        """The notes of tokens i32[C] after logits f32[C, V]."""
         scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=-1)
         ranks = 1 + jnp.sum(scores > logprobs, axis=-1, dtype=jnp.int32)
@@ -133,7 +133,7 @@ _score_prompt = OutermostJit(
 
 
 def check_all_logits(model: Model, cache: Cache, chunk: int = 1) -> None:
-    """Raises a ValueError for a model that cannot give the logits after each token. The arrays may be shapes."""
+    """Raises a ValueError if a model cannot give the logits after each token. The arrays may be shapes."""
 
     def compute(model: Model, cache: Cache) -> Any:
         row = jnp.zeros((1,), jnp.int32)

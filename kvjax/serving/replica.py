@@ -27,7 +27,7 @@ class Replica:
       make_cache: makes an empty cache there.
 
     Attributes:
-      cache: the latest cache; None if a failure has cost it, until `recover`.
+      cache: the latest cache, or None if a failure has cost it, until `recover`.
       prefixes: prefixes of the cache, from its events.
     """
 
@@ -39,7 +39,7 @@ class Replica:
         self.prefixes = CachedPrefixes(self.cache.state.spec)
 
     def run(self, requests: Sequence[Request], options: RunOptions) -> list[Output]:
-        """Runs requests like `run_batch`, on this thread; a GenerationInterrupted leaves its cache here."""
+        """Runs requests like `run_batch`, on this thread. A GenerationInterrupted leaves its cache here."""
         try:
             with on(self._device):
                 outputs, self.cache, _ = run_batch(self.model, self.cache, requests, options)
@@ -49,7 +49,7 @@ class Replica:
         return outputs
 
     def recover(self) -> bool:
-        """Goes on with the cache that a failure left, or with an empty cache; returns whether the cache was lost."""
+        """Goes on with the cache that a failure left, or with an empty cache. Returns whether the cache was lost."""
         is_lost = self.cache is None
         if is_lost:
             self.cache = self._empty()
@@ -57,13 +57,13 @@ class Replica:
         return is_lost
 
     def _empty(self) -> Any:
-        """Makes an empty cache, committed to its devices like the caches of runs, so that jax compiles only once."""
+        """Makes an empty cache, committed to its devices like the caches of runs, so jax compiles only once."""
         with on(self._device):
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), self._make_cache())
 
 
 def check_devices(devices: Sequence[Any], heads: str | None) -> None:
-    """Raises a ValueError that names the argument unless each replica has separate devices of this process."""
+    """Raises a ValueError naming the argument, unless each replica has separate devices of this process."""
     if not devices:
         raise ValueError("devices: got none, wanted at least one device or mesh")
     seen = set[jax.Device]()
@@ -90,7 +90,7 @@ def on(device: Any) -> Any:
 
 
 def with_weights(model: Model, device: Any) -> Model:
-    """Moves the model's weights there; on a mesh each weight keeps its `PartitionSpec`."""
+    """Moves the model's weights there. On a mesh each weight keeps its `PartitionSpec`."""
     if not isinstance(device, Mesh):
         return jax.device_put(model, device)
 

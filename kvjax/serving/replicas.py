@@ -40,7 +40,7 @@ _POLL = 0.1  # seconds of waiting for a report before Ctrl-C acts
 
 
 class Route(NamedTuple):
-    """The replica for a prompt, and the number of its tokens that are cached there, in whole blocks."""
+    """The replica for a prompt, and the number of its tokens cached there, in whole blocks."""
 
     replica: int
     tokens: int
@@ -71,8 +71,8 @@ class Replicas:
           model: a pytree. On a mesh each weight keeps its `PartitionSpec`; a weight without a `PartitionSpec` is on all
             devices.
           spec: spec of each cache; with host blocks each cache is a `TieredCache`.
-          devices: a device for each replica, or a mesh of devices that no other replica has.
-          heads: the axis of the meshes that divides the kv heads.
+          devices: a device for each replica, or a mesh of devices used by no other replica.
+          heads: axis of the meshes, to divide the kv heads.
           policy: see `Cache.create`.
           num_blocks: see `Cache.create`.
           load_price: see `choose_replica`.
@@ -103,7 +103,7 @@ class Replicas:
         return self._route(requests, range(len(self._replicas)))
 
     def _route(self, requests: Sequence[Request], replicas: Sequence[int]) -> list[Route]:
-        """Routes requests to some replicas; later requests find the blocks that earlier requests will bring."""
+        """Routes requests to some replicas. Later requests find the blocks of earlier requests."""
         block_size = self.spec.block_size
         load = [0] * len(replicas)
         planned = [set[int]() for _ in replicas]
@@ -123,7 +123,7 @@ class Replicas:
 
     @own_transfers()
     def run_batch(self, requests: Sequence[Request], options: RunOptions | None = None) -> list[Output]:
-        """Runs `kvjax.run_batch` on each replica for its requests; returns the outputs in the requests' order.
+        """Runs `kvjax.run_batch` on each replica for its requests. Returns the outputs in the requests' order.
 
         Each output has its `replica`. If a replica fails, its requests go to the others, a single time, with a
         RuntimeWarning.
@@ -155,7 +155,7 @@ class Replicas:
         return outputs
 
     def _chosen(self, run: _Run, replicas: Sequence[int]) -> dict[int, list[int]]:
-        """Divides requests that are not over among replicas: {replica: positions of its requests}."""
+        """Divides unfinished requests among replicas: {replica: positions of its requests}."""
         positions = [
             position for position, samples in enumerate(run.outputs) if any(output.finish is None for output in samples)
         ]
@@ -198,7 +198,7 @@ class _Run:
         self._options = dataclasses.replace(options, log_events=False)
 
     def round(self, chosen: dict[int, list[int]]) -> dict[int, GenerationInterrupted]:
-        """Runs requests, {replica: their positions}; returns the errors of the replicas that failed."""
+        """Runs requests, {replica: their positions}. Returns the errors of failed replicas."""
         futures = dict[int, Future[list[Output]]]()
         num_running = len(chosen)
         with CtrlC() as ctrl_c, ThreadPoolExecutor(len(self._replicas), "kvjax-replica") as threads:
@@ -209,7 +209,7 @@ class _Run:
                 futures[replica].add_done_callback(lambda _: self._reports.put(None))
             while True:
                 try:
-                    ctrl_c.act()  # between two reports, so that none is lost
+                    ctrl_c.act()  # between two reports, so none is lost
                     if not num_running:
                         break
                     report = self._reports.get(timeout=_POLL)
@@ -238,7 +238,7 @@ class _Run:
         return failed
 
     def _recover(self, failed: Container[int]) -> None:
-        """Gives caches to replicas that lost theirs, and a snapshot to each listener that has missed events."""
+        """Gives caches to replicas without a cache, and a snapshot to each listener with missed events."""
         for index, (replica, listeners) in enumerate(zip(self._replicas, self._listeners, strict=True)):
             if index in failed and replica.recover():
                 listeners.lose()

@@ -43,7 +43,7 @@ class Request:
       seed: seed of the random stream. With an int, sample n has the stream `seed + n`, modulo 2**32. With a jax key,
         the samples have the streams that `generate` gives its outputs. None means the number of the request's first
         output in the call, and 0 in an engine.
-      stop_tokens: tokens that end an answer; becomes i32[K].
+      stop_tokens: tokens ending an answer; becomes i32[K].
       namespace: a number from `Namespaces`. Requests of different namespaces share no prefix.
       priority: higher first.
       samples: number of answers. They run at the same time and share the computation of the prompt. If blocks for all
@@ -109,7 +109,7 @@ class Request:
 
     @property
     def num_ranges(self) -> int | None:
-        """The number of ranges of its retention; None without a retention."""
+        """The number of ranges of its retention, or None without a retention."""
         return None if self.retention is None else len(self.retention.ranges)
 
     @property
@@ -124,7 +124,7 @@ class Request:
         return self.sampling is not None and self.sampling.min_p is not None
 
     def streams(self, default: int = 0) -> list[int]:
-        """The random stream of each sample; without a seed, `default` is the stream of the first sample."""
+        """The random stream of each sample. Without a seed, `default` is the stream of the first sample."""
         seed = default if self.seed is None else self.seed
         if is_integer(seed):
             return [(operator.index(seed) + sample) % 2**32 for sample in range(self.samples)]
@@ -267,7 +267,7 @@ class RunOptions:
         return Listeners() if self.listener is None else Listeners.of(self.listener)
 
     def check(self, spec: CacheSpec) -> None:
-        """Raises a ValueError for an option that does not fit a spec, and for a clock that does not work."""
+        """Raises a ValueError for an option unfit for a spec, and for a broken clock."""
         self.scheduler.check(spec)
         if self.clock is not None:
             read_clock(self.clock)
@@ -295,10 +295,10 @@ class RunOptions:
             self.store.root(request.namespace)
 
 
-def check_state(state: Any, other: Any, wanted: str) -> None:
+def check_state(state: Any, expected: Any, wanted: str) -> None:
     """Raises a ValueError unless a state of `logits_fn` has arrays of the same shapes as another."""
-    (arrays, tree), (others, other_tree) = map(jax.tree.flatten, (state, other))
-    if tree != other_tree or list(map(np.shape, arrays)) != list(map(np.shape, others)):
+    (arrays, tree), (expected_arrays, expected_tree) = map(jax.tree.flatten, (state, expected))
+    if tree != expected_tree or list(map(np.shape, arrays)) != list(map(np.shape, expected_arrays)):
         raise ValueError(f"logits_state: got {reprlib.repr(state)}, wanted {wanted}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests as data: prompts, options and progress, and the row of the cache that each request has.
+"""Requests as data: prompts, options and progress, and the row of the cache for each request.
 
     slot  stage    tokens                                row
     0     RUNNING  p p p p p p p g g  .  .               2     9 of at most 11 tokens: decode
@@ -8,8 +8,8 @@
     3     EMPTY    .  .  .  .  .  .                      -
 
 A request has no phase. Its row has `num_tokens - committed` pending tokens: a single token is decode, more are prefill.
-When `committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. A preempted request that comes
-back is the same case, perhaps with its computed tokens still in the cache.
+When `committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. A returning preempted
+request is the same case, perhaps with its computed tokens still in the cache.
 
 Source: vLLM v1's scheduler, which knows no phases either.
 """
@@ -85,10 +85,10 @@ class Requests(Pytree):
       priority: i32[W]; higher first.
       arrival: i32[W]; position in the order of submission.
       passed: i32[W]; number of later requests admitted while this request waited.
-      parent: i32[W]; slot of the request whose prompt this request samples too, until that prompt is computed; or -1.
+      parent: i32[W]; slot of the request whose prompt this request samples too, until the prompt is computed; or -1.
       seed: u32[W].
       sampling: leaves [W]. None means all requests are greedy.
-      stop: i32[W, K]; tokens that end the request, padded with -1.
+      stop: i32[W, K]; tokens ending the request, padded with -1.
       retention: leaves [W, ...]. None means no request has a retention.
       logits_state: a tree of arrays [W, ...]; state of `logits_fn` for each request. None means it has no state.
       onboard: bool[W]; whether blocks on the host are brought back before the request is admitted.
@@ -140,11 +140,11 @@ class Requests(Pytree):
 
     @property
     def waiting(self) -> jax.Array:
-        """bool[W]; requests that wait for a row, except samples that wait for their prompt."""
+        """bool[W]; requests waiting for a row, except samples waiting for their prompt."""
         return (self.stage == Stage.WAITING) & (self.parent < 0)
 
     def samples_of(self, slot: jax.Array) -> jax.Array:
-        """bool[W]; requests that wait for the prompt of request slot i32[]."""
+        """bool[W]; requests waiting for the prompt of request slot i32[]."""
         return (self.parent == slot) & (self.stage == Stage.WAITING)
 
     def __getitem__(self, slots: jax.Array) -> Requests:
@@ -167,7 +167,7 @@ class Requests(Pytree):
 
 
 class _Gathered:
-    """Requests in some slots; a field that nothing reads is not traced."""
+    """Requests in some slots. Unread fields are not traced."""
 
     def __init__(self, requests: Requests, slots: jax.Array):
         self._requests = requests
@@ -178,7 +178,7 @@ class _Gathered:
 
 
 class Serving(Pytree, static=("width", "logprobs")):
-    """Requests and the cache whose rows they run in: everything that a step of the scheduler changes.
+    """Requests and the cache whose rows they run in: all data changed by a step of the scheduler.
 
     Attributes:
       cache: the cache. Rows in use without a request here are left alone.
@@ -189,11 +189,11 @@ class Serving(Pytree, static=("width", "logprobs")):
       arrivals: i32[]; requests submitted so far.
       dirty: bool[]; whether something has changed since no more requests could be admitted.
       skipped_steps: i32[S]; mixed steps since each row's last chunk, in which it had tokens for a chunk.
-      out_of_blocks: bool[S]; rows that found no block for their chunk in the last mixed step.
+      out_of_blocks: bool[S]; rows without a block for their chunk in the last mixed step.
       refused: i32[]; steps for which counted blocks were refused in the last step, 1 for a chunk; or 0.
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for more chunks.
       onboard_slot: i32[]; slot of the request whose blocks on the host are brought back between loops; or -1.
-      kept_rows: i32[W]; rows that finished requests keep, or -1. None releases all rows.
+      kept_rows: i32[W]; rows kept by finished requests, or -1. None releases all rows.
       width: static; maximum tokens of a request when it is admitted.
       logprobs: static; "raw" or "sampling", the distribution of the log-probabilities (`sample`).
     """
@@ -227,7 +227,7 @@ class Serving(Pytree, static=("width", "logprobs")):
 
     @property
     def free(self) -> jax.Array:
-        """bool[S]; rows that a request can have. Rows in use without a request here belong to other code."""
+        """bool[S]; rows free for a request. Rows in use without a request here belong to other code."""
         return (self.row < 0) & (self.cache.state.seqs.length == 0)
 
     @property
@@ -242,7 +242,7 @@ class Serving(Pytree, static=("width", "logprobs")):
 
     @property
     def num_pending(self) -> jax.Array:
-        """i32[S]; number of tokens that each row must still compute; 0 if it waits for its parent or is swapped out."""
+        """i32[S]; number of tokens still to compute in each row, 0 if it waits for its parent or is swapped out."""
         request = self.by_row
         seqs = self.cache.state.seqs
         computes = self.running & (request.parent < 0) & ~seqs.swapped_out
@@ -285,7 +285,7 @@ def init_serving(
     Args:
       cache: the cache. Rows in use are left alone.
       max_tokens: maximum tokens of a request in each slot, including generated tokens.
-      capacity: F, to reserve more than the slots need, so that few shapes are compiled.
+      capacity: F, to reserve more than the slots need, so few shapes are compiled.
       width: maximum tokens of a request when it is admitted, including generated tokens of a preempted request. The
         cost of an admission follows it. None means the size of the largest slot.
       num_stop_tokens: K.
@@ -381,9 +381,9 @@ class Output:
       prompt_ranks: ranks of these prompt tokens among all tokens, 1 for the likeliest; None for the first token.
       prompt_top_logprobs: likeliest tokens at these positions, as in `top_logprobs`; None for the first token.
       cached_tokens: number of prompt tokens found in the cache, and not computed, when the prompt was first admitted.
-      stored_tokens: number of cached tokens that came from the store in this generation.
+      stored_tokens: number of cached tokens from the store in this generation.
       preemptions: number of times it gave its row up and waited again.
-      replica: number of the replica that made it. None without replicas.
+      replica: number of its replica. None without replicas.
       finish: "stop" (a stop token), "length" (`max_new_tokens` are there), "row_full", "no_blocks", "cancelled" or
         "bad_request". None while it goes on, and if the generation was interrupted.
     """

@@ -43,7 +43,7 @@ class Rollout(Pytree):
         full.
       cached: i32[B, G]; number of prompt tokens found in the cache.
       preemptions: i32[B, G]; number of times the completion gave its row up and waited again.
-      rows: i32[B, G]; with `keep_rows` the row that still has the completion without its last token; otherwise -1.
+      rows: i32[B, G]; with `keep_rows` the row with the completion, without its last token, or -1.
     """
 
     tokens: jax.Array
@@ -82,7 +82,7 @@ def rollout(
 ) -> tuple[Rollout, Cache, Log]:
     """Samples completions of prompts inside a program: pure, for `jit`, `vmap` and `shard_map`.
 
-    A prompt is computed once for its samples, without the part that is cached. Rows in use are left alone. Give new
+    A prompt is computed once for its samples, without its cached part. Rows in use are left alone. Give new
     weights a new namespace (`Namespaces`), or K/V of the old weights are reused. The namespace's number is an array, so
     a new namespace compiles nothing.
 
@@ -97,11 +97,11 @@ def rollout(
       sampling: leaves [] or [B]. None means temperature 1.
       seed: i32[], u32[] or a jax key, which gives each completion a separate random stream; see `generate`.
       seeds: u32[B, G]; the streams themselves, as in `kvjax.serving.Request`.
-      stop_tokens: i32[K]; tokens that end a completion.
+      stop_tokens: i32[K]; tokens ending a completion.
       namespace: i32[] or i32[B].
       keep_rows: static; whether completions keep their rows, so nothing evicts them before your next call. All B * G
         completions need a row then.
-      resume_rows: i32[...]; rows that an earlier rollout kept, padded with -1. They are released first, so a prompt
+      resume_rows: i32[...]; rows kept by an earlier rollout, padded with -1. They are released first, so a prompt
         that begins with the text of such a row, for example followed by a tool's answer, finds the whole text cached.
       logprobs: static; "sampling" for the distribution that a token was drawn from, after temperature, top-k, top-p and
         min-p, with 0 for greedy choices; "raw" for the logits as the model returned them.
@@ -118,7 +118,7 @@ def rollout(
       now: i32[] ms.
 
     Returns:
-      The completions; the cache, with everything released and cached; and the log. A prompt that cannot be served ends
+      The completions, the cache with everything released and cached, and the log. A prompt that cannot be served ends
       with a `finish` that gives the reason.
 
     Raises:
@@ -188,7 +188,7 @@ def rollout(
 
 
 def _leaders(cache: Cache, num_prompts: int, num_samples: int) -> jax.Array:
-    """i32[B * G]; for each completion, the first completion that it runs together with.
+    """i32[B * G]; for each completion, the first completion running together with it.
 
     This is the first sample of its prompt. If there are more samples than free rows, a prompt has several such groups,
     which run in turn.
@@ -207,7 +207,7 @@ def _run(
     generations: jax.Array,
     now: jax.Array,
 ) -> tuple[Serving, Log]:
-    """Steps until all requests are over; cancels the rest if no row is free or the log is full."""
+    """Steps until all requests are over, and cancels the rest if no row is free or the log is full."""
 
     def turn(carry):
         serving, log, _ = carry
@@ -264,10 +264,10 @@ def _check(spec: CacheSpec, scheduler: Scheduler, outputs: tuple[int, int], keep
 def checked_prompts(
     model: Model, cache: Any, prompts: Any, lengths: Any, mask: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Checks prompts; returns them i32[B, P], with the start i32[B] and the number of tokens i32[B] of each in its row.
+    """Checks prompts. Returns them i32[B, P], with the start i32[B] and the number of tokens i32[B] of each in its row.
 
     Raises:
-      ValueError: naming the argument; also for a model that does not fit, a cache with a host tier, or a donated cache.
+      ValueError: naming the argument; also if the model does not fit, or the cache has a host tier or was donated.
     """
     check_model(model)
     check_placement(model, cache)

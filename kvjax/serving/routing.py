@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a cache for a prompt: the part that each cache has, from its events alone, and a rule."""
+"""The choice of a cache for a prompt: the cached part in each cache, from its events alone, and a rule."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvjax.spec import CacheSpec
 
 
 def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, load_price: float = 0.0) -> int:
-    """The number of the cache for a prompt: the cache that has most of it, or among equals the least loaded.
+    """The number of the cache for a prompt: the cache with most of it, or among equals the least loaded.
 
     A cache with more than twice its share of all tokens to compute gets no more prompts. Until then prompts with a
     common prefix stay together.
 
     Args:
-      cached: number of the prompt's tokens that each cache has.
-      load: number of tokens that each cache was sent and has yet to compute.
+      cached: number of the prompt's tokens in each cache.
+      load: number of tokens sent to each cache and not computed yet.
       length: number of prompt tokens.
-      load_price: number of prompt tokens that outweigh a token of load.
+      load_price: number of prompt tokens outweighing a token of load.
 
     Example:
       >>> kvjax.serving.choose_replica(cached=[0, 512, 0], load=[0, 100, 0], length=600)  # cache 1 has most of it
@@ -60,7 +60,7 @@ def hashes_of(prompt: np.ndarray, namespace: int, spec: CacheSpec) -> list[int]:
 
 
 def num_leading(hashes: Sequence[int], known: Container[int]) -> int:
-    """The number of leading hashes that are known."""
+    """The number of known leading hashes."""
     return len([*itertools.takewhile(known.__contains__, hashes)])
 
 
@@ -75,9 +75,9 @@ class CachedPrefixes(NodeMap):
         super().__init__(spec, _HASHING)
 
     def whole_blocks(self, hashes: Sequence[int], length: int) -> int:
-        """The number of whole blocks that an admission would find for a prompt of `length` tokens with these hashes.
+        """The number of whole blocks found by an admission for a prompt of `length` tokens with these hashes.
 
-        It is the number of `lookup`, without tokens of a block that the prompt has only in part.
+        It is the number of `lookup`, without tokens of a block of which the prompt has only a part.
         """
         spec = self.spec
         groups = self.groups

@@ -42,8 +42,8 @@ def score(
 ) -> tuple[jax.Array, Cache, Log]:
     """Computes log-probabilities of completions inside a program: pure, for `jit`, `vmap` and `shard_map`.
 
-    Prompts are computed in turn: first the part that the cache lacks, in chunks; then all completions in a single call
-    of the model, each in a row that shares the prompt's blocks.
+    Prompts are computed in turn: first the missing part, in chunks, then all completions in a single call
+    of the model, each in a row sharing the prompt's blocks.
 
     Args:
       model: see `step`. It gives all logits (`last=None`).
@@ -64,7 +64,7 @@ def score(
       not fit into a row; the cache, with everything released and cached; and the log.
 
     Raises:
-      ValueError: while tracing, naming the argument; also for a model that cannot give all logits.
+      ValueError: while tracing, naming the argument; also for a model unable to give all logits.
     """
     prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask)
     num_prompts, width = prompts.shape
@@ -119,7 +119,7 @@ class _Group:
     ) -> tuple[Cache, Log, jax.Array]:
         """The logits [G, T, V] for each token of completions i32[G, T] with i32[G] `ends` tokens.
 
-        Logits that cannot be computed are NaN. Also returns the cache and the log.
+        Logits are NaN if they cannot be computed. Also returns the cache and the log.
         """
         num_completions, max_length = completions.shape
         rows, _ = free_rows(cache.state, num_completions)
@@ -187,7 +187,7 @@ def prefill[T](
 ) -> tuple[Cache, Log, jax.Array, T]:
     """Computes the missing part of the first `length` i32[] tokens of a row's prompt, chunk by chunk.
 
-    `prompt` i32[N] is padded with the tokens that a chunk may read. After each chunk `note_logits` gets the notes so
+    `prompt` i32[N] is padded for the reads of a chunk. After each chunk `note_logits` gets the notes so
     far, the position of the chunk's first token i32[], its number of tokens i32[], and the logits: f32[V] after the
     last token, or f32[C, V] after each. Returns the cache, the log, whether there were blocks for all, and the notes.
     """

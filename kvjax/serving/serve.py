@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of the scheduler, and a loop of such steps as a single program.
 
-    retire    requests that are over leave their rows; others are preempted if the next tokens do not fit
+    retire    finished requests leave their rows; others are preempted if the next tokens do not fit
     grow      decoding rows get blocks for their next tokens
     admit     waiting requests get free rows
     compute   a mixed step: a token of every decoding row and chunks of prompts, as one flat batch; or a block of up to
               k decode steps
     choose    rows whose tokens are all computed choose the next token, which may end their requests
 
-A part that is not needed is a loop that does not turn. A branch would copy the pools.
+A part without work is a loop without turns. A branch would copy the pools.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def record(serving: Serving, chosen: SampledTokens, steps: jax.Array) -> Serving:
-    """Adds the tokens chosen in i32[] `steps` to the requests, and ends requests that are complete."""
+    """Adds the tokens chosen in i32[] `steps` to the requests, and ends complete requests."""
     requests = serving.requests
     request = serving.by_row
     row = serving.row
@@ -173,7 +173,7 @@ def record(serving: Serving, chosen: SampledTokens, steps: jax.Array) -> Serving
     serving = serving.replace(requests=requests.at(row, any_chosen, num_tokens=num_tokens))
 
     def mark(serving: Serving) -> Serving:
-        """Marks rows that have their first token, forks samples off them, and ends requests."""
+        """Marks rows with their first token, forks samples off them, and ends requests."""
         serving = fork_samples(serving, begins)
         # A row that begins chooses a single token in its step.
         requests = serving.requests.at(row, begins, first_token=serving.steps + 1)
@@ -203,7 +203,7 @@ def serve(
 ) -> tuple[Serving, Log]:
     """Steps until all requests are over, the model has run `steps` times, or the log may be too small for another step.
 
-    With a host tier the loop also ends in three cases. `serving.onboard_slot` names a request that could use blocks on
+    With a host tier the loop also ends in three cases. `serving.onboard_slot` names a request for blocks on
     the host. `preempt.swaps` finds a row to swap out or in. Or `serving.refused` is 1: counted blocks were refused,
     because a loop does not evict blocks with children on the host. Then empty some blocks (`watermark`) and set it to
     0, or the next step preempts.
@@ -249,13 +249,13 @@ def _no_model(tokens: jax.Array, pools: Pools, view: View, /, *, last: jax.Array
 def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0) -> Requests:
     """Predicts the requests after some steps, if nothing is submitted or cancelled meanwhile. Jit it.
 
-    The prediction is exact, except where it depends on tokens that a model chooses: stop tokens, and generated text
-    that is found in the cache. Here the model always chooses token 0. Blocks on the host are not found. A prediction
+    The prediction is exact, except where it depends on tokens chosen by the model: stop tokens, and generated text
+    found in the cache. Here the model always chooses token 0. Blocks on the host are not found. A prediction
     costs the bookkeeping of the steps, and no bytes.
 
     Args:
       serving: the requests and their cache. Submit a batch to it first to see how the batch would run.
-      scheduler: static; may differ from the scheduler that runs.
+      scheduler: static; may differ from the running scheduler.
       steps: static; number of steps of the model.
       now: i32[] ms.
     """

@@ -34,9 +34,9 @@ class _Line(NamedTuple):
 
 
 def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) -> str:
-    """Draws requests in text: those in rows, in the order of the rows, then those that wait, then those that are over.
+    """Draws requests as text: first the rows' requests in order, then waiting requests, then finished requests.
 
-    `show(serving.cache.state)` draws the blocks that they hold.
+    `show(serving.cache.state)` draws their blocks.
 
     Args:
       serving: the requests; not traced.
@@ -120,7 +120,7 @@ def _waiting(requests: Any) -> Iterator[_Line]:
 
 
 def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
-    """Lines for requests that are over and have no row."""
+    """Lines for finished requests and have no row."""
     in_rows = np.asarray(serving.row).tolist()
     for slot, stage in enumerate(requests.stage):
         if stage in _OVER and slot not in in_rows:
@@ -130,7 +130,7 @@ def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
 
 
 def _tokens(line: _Line, requests: Any, block_size: int, per_letter: int) -> str:
-    """The letters of a request up to `max_tokens`, with a blank between blocks; nothing if it is over."""
+    """The letters of a request up to `max_tokens`, with a blank between blocks, or nothing if it is over."""
     if line.slot < 0 or line.where == "over":
         return ""
     names = "prompt", "num_tokens", "max_tokens"
@@ -146,7 +146,7 @@ def _tokens(line: _Line, requests: Any, block_size: int, per_letter: int) -> str
 
 
 def show_step(served: Served, *, width: int = 100) -> str:
-    """Draws a step of the scheduler: its five parts in order, with "-" for a part that did nothing.
+    """Draws a step of the scheduler: its five parts in order, with "-" for an idle part.
 
     Args:
       served: the result of `serve_step`; not traced.

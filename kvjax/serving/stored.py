@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A generation and a store: prefixes are read ahead and adopted between loops, and computed blocks are written.
 
-submit    hashes the prompts, in their order, and starts to read stored blocks that the cache lacks
-adopt     before a loop, adopts the blocks read for prompts that can be admitted soon; the first loop waits for them
-write     after a loop, copies the blocks that it stored, before the next loop takes the pools
+submit    hashes the prompts, in their order, and starts to read stored blocks missing in the cache
+adopt     before a loop, adopts the blocks read for prompts close to admission (the first loop waits for them)
+write     after a loop, copies the newly stored blocks, before the next loop takes the pools
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Prefix:
       tokens: i32[n]; the prompt.
       namespace: the prompt's namespace.
       blocks: the whole blocks of the prompt.
-      deadline: time of `time.monotonic` after which blocks that are still missing are computed.
+      deadline: time of `time.monotonic` after which missing blocks are computed.
       end: number of leading blocks to have in the cache; -1 before they are planned.
       reads: reads by (group, column), in the order in which they start; None for a read that has not started.
     """
@@ -85,7 +85,7 @@ class StoredPrefixes:
         self.counted: set[int] = set()  # numbers of outputs whose stored tokens are counted
 
     def compile(self, call: Any) -> None:
-        """Compiles the programs that read and write, and leaves the cache as it is; see `adopt` for `call`."""
+        """Compiles the programs for reads and writes, and leaves the cache as it is. See `adopt` for `call`."""
         self._cached_tokens(np.zeros((0,), np.int32), 0)
         state = self.state.cache.state  # operations outside a program are compiled too
         jax.block_until_ready((state.groups[0].available, [group.pool_row(group.ids) for group in state.groups]))
@@ -95,7 +95,7 @@ class StoredPrefixes:
                 return
 
     def _cached_tokens(self, prompt: np.ndarray, namespace: int) -> int:
-        """The number of a prompt's tokens that are cached."""
+        """The number of cached tokens of a prompt."""
         tokens = np.zeros((self.state.serving.width,), np.int32)
         tokens[: len(prompt)] = prompt
         state = self.state.cache.state
@@ -103,7 +103,7 @@ class StoredPrefixes:
         return int(_cached_tokens(state, tokens, length, np.int32(namespace), self.scheduler.alignment_tokens))
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Starts to read for prompts of requests, in this order, and skips prompts that it knows."""
+        """Starts to read for prompts of requests, in this order, and skips known prompts."""
         new_jobs = {job.leader.number: job for job in jobs if job.leader.number not in self.prefixes}
         if not new_jobs:
             return
@@ -151,19 +151,19 @@ class StoredPrefixes:
                 return
 
     def _stored_end(self, prefix: Prefix, num_cached: int) -> int:
-        """The number of leading blocks that the first group has, in the cache or in the store."""
+        """The number of leading blocks of the first group, in the cache or in the store."""
         end = num_cached
         while end < len(prefix.blocks) and self.store.has(prefix.blocks[end], 0):
             end += 1
         return end
 
     def _missing(self, reused_tokens: int, num_cached: int, end: int) -> list[Place]:
-        """The (group, column) of blocks that the cache may lack to reuse so many tokens, in `end` blocks."""
+        """The (group, column) of blocks possibly missing in the cache to reuse so many tokens, in `end` blocks."""
         first_group = [(0, column) for column in range(num_cached, end)]
         return [*first_group, *self.spec.seen_columns(reused_tokens, end)]
 
     def _add_reads(self, prefix: Prefix, places: Iterable[Place]) -> None:
-        """Adds reads for a prompt, without blocks that another prompt reads."""
+        """Adds reads for a prompt, without blocks read for another prompt."""
         for group, column in places:
             key = group, prefix.blocks[column].hash
             if group in self.groups and key not in self.reading:
@@ -171,7 +171,7 @@ class StoredPrefixes:
                 prefix.reads[group, column] = None
 
     def _reused_tokens(self, end: int, length: int) -> int:
-        """The tokens that a prompt of `length` tokens reuses of `end` cached blocks; 0 if no reuse may end there."""
+        """The tokens that a prompt of `length` tokens reuses of `end` cached blocks, or 0 if no reuse may end there."""
         alignment = self.scheduler.alignment_tokens
         tokens = end * self.block_size
         if tokens < length:
@@ -179,11 +179,11 @@ class StoredPrefixes:
         return length - 1 if alignment is None and self.spec.partial_reuse else 0
 
     def adopt(self, call: Any, blocks_ahead: int = 0, wait_for: int = 0) -> None:
-        """Adopts the blocks read for prompts that are likely to be admitted next.
+        """Adopts the blocks read for the prompts likely to be admitted next.
 
         Args:
           call: makes the moves and the events of a verb, like `HostTier.call`.
-          blocks_ahead: number of blocks that running requests may still take.
+          blocks_ahead: number of blocks for running requests to take still.
           wait_for: number of first prompts to wait for, each until its deadline.
         """
         if not self.waiting:
@@ -198,7 +198,7 @@ class StoredPrefixes:
         self._read_ahead()
 
     def _adopt_read(self, prefix: Prefix, call: Any, waits: bool) -> None:
-        """Adopts the blocks read for a prompt, until a read has not ended; `waits` until the deadline for it."""
+        """Adopts the blocks read for a prompt, until a read has not ended. `waits` until the deadline for it."""
         has_ended = True
         while has_ended and not prefix.is_done:
             self._read_ahead()
@@ -207,7 +207,7 @@ class StoredPrefixes:
                 self._take(prefix, call, is_late=not has_ended)
 
     def _reads_ended(self, prefix: Prefix, waits: bool) -> bool:
-        """Whether all started reads of a prompt have ended; `waits` until the deadline for them."""
+        """Whether all started reads of a prompt have ended. `waits` until the deadline for them."""
         futures = [future for future in prefix.reads.values() if future is not None]
         for future in futures:
             while not future.done():
@@ -219,7 +219,7 @@ class StoredPrefixes:
         return bool(futures)  # False where reads of other prompts leave no room for any
 
     def _take(self, prefix: Prefix, call: Any, is_late: bool) -> None:
-        """Adopts the blocks read for a prompt; if some are missing, plans anew, or gives them up if it is late."""
+        """Adopts the blocks read for a prompt. If some are missing, plans anew, or gives them up if it is late."""
         started = [place for place, future in prefix.reads.items() if future is not None]
         words = {place: self._end_read(prefix, *place) for place in started}
         arrived = {place: block_words for place, block_words in words.items() if block_words is not None}
@@ -231,7 +231,7 @@ class StoredPrefixes:
             self._plan(prefix)
 
     def _end_read(self, prefix: Prefix, group: int, column: int) -> Words | None:
-        """Ends a read of a prompt; returns its words, or None if they have not arrived."""
+        """Ends a read of a prompt. Returns its words, or None if they have not arrived."""
         self.reading.discard((group, prefix.blocks[column].hash))
         future = prefix.reads.pop((group, column))
         if future is None or future.cancel() or not future.done():  # a closed store has cancelled it
@@ -244,7 +244,7 @@ class StoredPrefixes:
             self._end_read(prefix, *place)
 
     def _adopt(self, prefix: Prefix, words: dict[Place, Words], call: Any) -> bool:
-        """Adopts blocks of a prompt; returns whether there was room for them."""
+        """Adopts blocks of a prompt. Returns whether there was room for them."""
         end = prefix.end
         length = end * self.block_size
         have = np.zeros((len(self.spec.groups), end), np.bool_)
@@ -272,17 +272,17 @@ class StoredPrefixes:
         self.prefixes = {prompt: prefix for prompt, prefix in self.prefixes.items() if prompt in prompts}
 
     def drop(self, prompts: Iterable[int] | None = None) -> None:
-        """Drops the reads of prompts that have been admitted or are over; None drops all reads."""
+        """Drops the reads of admitted or finished prompts. None drops all reads."""
         for prompt in list(self.waiting if prompts is None else prompts):
             if (prefix := self.waiting.pop(prompt, None)) is not None:
                 self._give_up(prefix)
 
     def after_loop(self, log: EventLog, admitted: Sequence[Job]) -> None:
-        """Counts stored tokens, and writes the blocks that the loop has stored.
+        """Counts stored tokens, and writes the blocks stored by the loop.
 
         Args:
           log: events of the loop.
-          admitted: jobs that do not wait any more. A job that is over comes a single time.
+          admitted: jobs not waiting any more. A finished job comes a single time.
         """
         self.drop(job.leader.number for job in admitted)
         for job in admitted:
@@ -298,7 +298,7 @@ class StoredPrefixes:
                 hashes.clear()
 
     def _count_stored(self, job: Job) -> None:
-        """Counts the cached tokens of a job that came from the store, at its first admission."""
+        """Counts the cached tokens of a job from the store, at its first admission."""
         if job.number in self.counted:
             return
         self.counted.add(job.number)
@@ -309,7 +309,7 @@ class StoredPrefixes:
                 job.output.stored_tokens += min(max(cached_tokens - column * self.block_size, 0), self.block_size)
 
     def write(self, log: EventLog) -> None:
-        """Writes the whole blocks that a program stored and the cache still has."""
+        """Writes the whole blocks stored by a program, if the cache still has them."""
         records = np.asarray(log.records)[: int(log.appended)]
         is_stored = records[:, 0] == EventKind.STORED
         is_full = records[:, 6] == self.block_size
@@ -335,7 +335,7 @@ class StoredPrefixes:
             self.store.write(self.state.cache.pools, group_index, list(written), list(written.values()))
 
     def _hash(self, state: CacheState, block: int, generation: int) -> bytes:
-        """The hash of the prefix that ends in a node of the first group; (NO_BLOCK, namespace) is a root."""
+        """The hash of the prefix ending in a node of the first group. (NO_BLOCK, namespace) is a root."""
         above = list[tuple[int, int]]()
         while block != NO_BLOCK and (block, generation) not in self.hashes:
             above.append((block, generation))

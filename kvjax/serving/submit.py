@@ -42,14 +42,14 @@ def submit(
     sample_of: ArrayLike = -1,
     logits_state: Any = None,
 ) -> tuple[Serving, jax.Array, jax.Array, jax.Array]:
-    """Submits requests, which then wait in empty slots. A request that could never run is refused.
+    """Submits requests, which then wait in empty slots. A request is refused if it can never run.
 
     Args:
       serving: the requests and their cache.
       tokens: i32[T]; the prompts, concatenated, with any padding at the end.
       lengths: i32[R]; number of tokens of each prompt.
       max_new_tokens: i32[R]; maximum tokens to generate, unless a stop token comes before.
-      scheduler: static; the scheduler that runs the steps.
+      scheduler: static; the scheduler of the steps.
       slots: i32[R]; slot of each request, all different. None means the first empty slots.
       priority: i32[R]; higher first.
       namespace: i32[R]; see `Namespaces`.
@@ -142,7 +142,7 @@ def submit(
 
 
 def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[Serving, jax.Array]:
-    """Ends requests. A request that runs keeps its row until the next step begins.
+    """Ends requests. A running request keeps its row until the next step begins.
 
     Args:
       serving: the requests and their cache.
@@ -171,7 +171,7 @@ def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[
 
 
 def drain(serving: Serving) -> Serving:
-    """Empties the slots of requests that are over and have no row. Read their `results` first."""
+    """Empties the slots of finished requests and have no row. Read their `results` first."""
     requests = serving.requests
     is_over = (requests.stage == Stage.DONE) | (requests.stage == Stage.CANCELLED)
     has_row = put(jnp.zeros_like(is_over), serving.row, True, serving.row >= 0)
@@ -205,7 +205,7 @@ class _Flat(NamedTuple):
 
 
 def _no_sample(flat: _Flat, namespace: jax.Array, parent: jax.Array) -> jax.Array:
-    """bool[R]; entries with a `sample_of` that names no such entry, or an entry with another prompt."""
+    """bool[R]; entries with a `sample_of` of a missing entry, or of an entry with another prompt."""
     leader = jnp.maximum(parent, 0)
     is_same = pick(flat.tokens, pick(flat.start, pick(leader, flat.owner)) + flat.offset) == flat.tokens
     is_alike = (pick(flat.lengths, leader) == flat.lengths) & (pick(namespace, leader) == namespace)
@@ -217,7 +217,7 @@ def _no_sample(flat: _Flat, namespace: jax.Array, parent: jax.Array) -> jax.Arra
 def _never_fits(
     state: CacheState, scheduler: Scheduler, prompt: jax.Array, max_tokens: jax.Array, samples: jax.Array
 ) -> jax.Array:
-    """bool[R]; requests that, with samples bool[R, R], need more blocks than a group has besides pinned blocks."""
+    """bool[R]; requests with samples bool[R, R] in need of more blocks than a group has besides pinned blocks."""
     fits = jnp.ones(max_tokens.shape, jnp.bool_)
     request_blocks = max_blocks(state.spec, scheduler, max_tokens)
     added_blocks = sample_blocks(state.spec, scheduler, max_tokens, prompt, samples)

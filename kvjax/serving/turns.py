@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a driver: a call submits and cancels requests; a loop reports its results in separate arrays."""
+"""The programs of a driver: a call submits and cancels requests, and a loop reports its results in separate arrays."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def next_score(self) -> int:
-        """The position of the next prompt token to score; the prompt's end if no tokens are to be scored."""
+        """The position of the next prompt token to score, or the prompt's end if no tokens are to be scored."""
         first = self.request.prompt_logprobs_from
         return len(self.tokens) if first is None else first + len(self.output.prompt_logprobs)
 
@@ -164,7 +164,7 @@ def stacked(values: Sequence[Any], default: Any, num_entries: int) -> Any:
 
 
 def _first_samples(jobs: Sequence[Job], rows: int) -> list[int]:
-    """The entry of an earlier sample of the same prompt that each request runs together with; -1 if there is none."""
+    """The entry of an earlier sample of the same prompt, running together with each request, or -1."""
     leaders = []
     members = dict[int, list[int]]()
     for entry, job in enumerate(jobs):
@@ -178,7 +178,7 @@ def _first_samples(jobs: Sequence[Job], rows: int) -> list[int]:
 def _apply(
     serving: Serving, arguments: dict[str, Any], ends: jax.Array, scheduler: Scheduler
 ) -> tuple[Serving, jax.Array]:
-    """Cancels and submits requests; also returns the status i32[R] of each submitted entry."""
+    """Cancels and submits requests. Also returns the status i32[R] of each submitted entry."""
     serving, _ = cancel(serving, ends[:, 0], ends[:, 1])
     serving, status, _, _ = submit(serving, scheduler=scheduler, **arguments)
     return serving, status
@@ -200,7 +200,7 @@ class TurnArrays(Pytree):
 
     @classmethod
     def of(cls, serving: Serving, first_step: jax.Array, num_tokens_before: jax.Array, width: int) -> TurnArrays:
-        """The result of a turn that began at i32[] `first_step` with i32[W] `num_tokens_before` tokens."""
+        """The result of a turn from i32[] `first_step` on, with i32[W] `num_tokens_before` tokens."""
         requests: Requests = serving.requests
         new = runs(requests.start + num_tokens_before, width)
         tokens = chosen_bits(*pick((requests.text, requests.logprobs, requests.top), new))
@@ -260,9 +260,9 @@ def _turn(
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, TurnArrays]:
-    """Runs the loop for i32[] `steps`, or a step of the scheduler; then empties the slots of requests that are over.
+    """Runs the loop for i32[] `steps`, or a step of the scheduler. Then empties the slots of finished requests.
 
-    A request that still has a row keeps the row and the slot until the next turn.
+    A request still in a row keeps the row and the slot until the next turn.
     """
     spec = serving.cache.state.spec
     log = init_log(log_size, spec.block_size, spec.extra_ids, spec.has_recurrent) if log_size else None

@@ -12,8 +12,6 @@ from kvjax.serving.request import read_clock
 from tests.serving_kit import MODEL, make_cache
 
 INTS = (
-    "chunk", "chunk_rows", "k_waiting", "max_deferrals", "max_skips", "min_onboard", "min_swap", "coalesce", "watermark",
-)  # fmt: skip
     "chunk",
     "chunk_rows",
     "k_waiting",
