@@ -51,13 +51,17 @@ def loop(model: Decoder, start: decode_loop.Start, steps: int, constraint: servi
     @functools.partial(jax.jit, donate_argnums=2)
     def run(model, constraint, state):
         options: dict[str, Any] = {"steps": steps, "sampling": None, "stop": jnp.asarray([-1])}
-        return serving.decode(model, *state, logits_fn=constraint, **options)[3].tokens
+        *state, decoded = serving.decode(model, *state, logits_fn=constraint, **options)
+        return decoded.tokens, tuple(state)
 
     return caches.copy_of(begin), functools.partial(run, model, constraint)
 
 
 SIZES = {
-    "config": tuple(dataclasses.replace(config, vocab_size=size) for config, size in zip(caches.CONFIGS, (49_152, 512))),
+    "config": tuple(
+        dataclasses.replace(config, vocab_size=size)
+        for config, size in zip(caches.CONFIGS, (49_152, 512), strict=True)
+    ),
     "rows": (16, 2), "context": (256, 48), "steps": (32, 16), "block_size": 16,
 }  # fmt: skip
 
@@ -74,9 +78,10 @@ def measure(size):
     grammars = {"any": any_token, "schema": table}
     constraints = {name: serving.Constraints.of(each, end) for name, each in grammars.items()}
     programs = {name: loop(model, start, size.steps, each) for name, each in {"free": None, **constraints}.items()}
-    took, tokens = common.in_turns(programs, size.rounds)
+    took, ends = common.in_turns(programs, size.rounds)
+    tokens = {name: np.asarray(chosen) for name, (chosen, _) in ends.items()}
     common.require(np.array_equal(tokens["free"], tokens["any"]), "a grammar of all tokens has changed the choice")
-    for text in np.asarray(tokens["schema"]).tolist():
+    for text in tokens["schema"].tolist():
         state = 0
         for token in text[: text.index(end[0]) if end[0] in text else None]:
             state = table.next_state[state, table.token_class[token]]

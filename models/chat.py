@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pathlib
-import signal
-import subprocess
-import sys
-import threading
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .checkpoint import TOKENIZER_CONFIG
 from .fields import read_json, read_text
+from .limited_process import LimitedProcess, Stopped
 from .loading import open_checkpoint
 
 SECONDS = 2  # of CPU time for a template to compile, and for each text
@@ -44,12 +39,16 @@ class Template:
         """
         self._text, self._tokens, self.end, self.fault = text, tokens, tokens.get("eos_token"), fault
         self._for_tools = for_tools
-        self._lock = threading.Lock()
-        if fault is None:
+        if fault is None and importlib.util.find_spec("jinja2") is None:
+            self.fault = 'a chat template needs jinja2: pip install "kvjax[models]"'
+        elif fault is None:
+            first = {"template": text}
+            self._process = LimitedProcess(_PROGRAM, seconds=SECONDS, most_bytes=MOST_BYTES, first=first)
             try:
-                self._start()
+                self._text_of(self._process.start)
             except ValueError as error:
                 self.fault = str(error)
+                self._process.close()
 
     @property
     def tools_text(self) -> str:
@@ -90,55 +89,20 @@ class Template:
             messages = [*others, {**last, "content": last["content"] + _CONTINUED}]
         own_values = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         request = {"values": {"documents": None, **self._tokens, **(values or {}), **own_values}}
-        with self._lock:
-            if self._process.poll() is not None:
-                self._end()
-                self._start()
-            text = self._ask(request)
+        text = self._text_of(lambda: self._process.ask(request))
         return _before_end(text) if continue_final_message else text
 
-    def _start(self) -> None:
-        """Starts the process, which compiles the template."""
-        if importlib.util.find_spec("jinja2") is None:
-            raise ValueError('a chat template needs jinja2: pip install "kvjax[models]"')
-        command = [sys.executable, "-P", str(_PROGRAM), str(SECONDS), str(MOST_BYTES)]
-        pipe, no_file = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=no_file)
-        self._end = weakref.finalize(self, _end, self._process)
+    def _text_of(self, ask: Callable[[], dict[str, Any]]) -> str:
+        """The text that the process answers."""
         try:
-            self._ask({"template": self._text})
-        except ValueError:
-            self._end()
-            raise
-
-    def _ask(self, request: dict[str, Any]) -> str:
-        """The answer of the process."""
-        process: Any = self._process  # with pipes
-        try:
-            process.stdin.write(_line(request))
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        except KeyboardInterrupt:  # the answer would be taken for the next request's
-            self._end()
-            raise
-        if not line:
-            process.wait()
-            self._end()
-            took = f"it takes more than {SECONDS} s" if process.returncode == -signal.SIGPROF else "its process ended"
-            raise ValueError(f"chat template: {took}")
-        answer = json.loads(line)
+            answer = ask()
+        except Stopped as error:
+            raise ValueError(f"chat template: {error}") from None
+        except RecursionError:
+            raise ValueError("chat template: the values are nested too deeply") from None
         if "error" in answer:
             raise ValueError(f"chat template: {answer['error']}")
         return answer["text"]
-
-
-def _line(request: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(request).encode() + b"\n"
-    except RecursionError:
-        raise ValueError("chat template: the values are nested too deeply") from None
 
 
 def _before_end(text: str) -> str:
@@ -147,12 +111,6 @@ def _before_end(text: str) -> str:
     if not mark:
         raise ValueError("chat template: it drops the last message, which was to be continued")
     return before if after.startswith(" ") else before.rstrip()
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends a process that has no request, or has ended by itself."""
-    process.kill()
-    process.communicate()
 
 
 def load_template(folder: str, other: pathlib.Path | None = None) -> Template | None:

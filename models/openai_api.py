@@ -12,7 +12,7 @@ import json
 import secrets
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,10 @@ import kvjax
 from kvjax.serving.penalties import LEAST_REPETITION, MOST_REPETITION
 
 COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES = "/v1/responses"  # whose fields `openai_responses` has
 MOST_INT = 2**30
 MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT, MOST_BIASES = 4, 1024, 256, 300
+RETRY_SECONDS = 1  # that a client is to wait before it tries again
 OWN_SALTS = "kvjax-"  # the beginning of salts that no client may choose
 # The fields of generation_config.json that are defaults of requests.
 OF_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -29,30 +31,30 @@ NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
 
 SERVED = frozenset({
     "add_generation_prompt", "add_special_tokens", "best_of", "cache_salt", "chat_template_kwargs",
-    "continue_final_message", "echo", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs",
+    "continue_final_message", "echo", "frequency_penalty", "guided_choice", "guided_json", "guided_json_object",
+    "guided_regex", "ignore_eos", "logit_bias", "logprobs",
     "max_completion_tokens", "max_tokens", "messages", "min_p", "min_tokens", "model", "n", "parallel_tool_calls",
-    "presence_penalty", "priority", "prompt", "prompt_logprobs", "repetition_penalty", "seed", "stop",
-    "stop_token_ids", "stream", "stream_options", "temperature", "tool_choice", "tools", "top_k", "top_logprobs",
-    "top_p",
+    "presence_penalty", "priority", "prompt", "prompt_logprobs", "repetition_penalty", "response_format",
+    "seed", "stop", "stop_token_ids", "stream", "stream_options", "structured_outputs", "temperature", "tool_choice",
+    "tools", "top_k", "top_logprobs", "top_p",
 })  # fmt: skip
 # No answer depends on these, at least where all fields of `REFUSED` have no effect: the server ignores them.
 HARMLESS = frozenset({
-    "guided_decoding_backend", "guided_whitespace_pattern", "media_io_kwargs", "metadata", "mm_processor_kwargs",
-    "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id",
-    "safety_identifier", "service_tier", "spaces_between_special_tokens", "store", "user",
+    "media_io_kwargs", "metadata", "mm_processor_kwargs", "prediction", "prompt_cache_key", "prompt_cache_retention",
+    "request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens", "store", "user",
 })  # fmt: skip
 # An answer would depend on these. Each has the values that leave an answer as it is; null does so too.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (), "audio": (), "bad_words": ([],), "chat_template": (), "documents": ([],),
     "early_stopping": (False,),
-    "function_call": ("none", "auto"), "functions": ([],), "guided_choice": (),
-    "guided_grammar": (), "guided_json": (), "guided_json_object": (False,), "guided_regex": (),
+    "function_call": ("none", "auto"), "functions": ([],), "guided_decoding_backend": ("auto",),
+    "guided_grammar": (), "guided_whitespace_pattern": (),
     "include_reasoning": (True,), "include_stop_str_in_output": (False,), "kv_transfer_params": (),
     "length_penalty": (1,), "logits_processors": ([],), "logprob_token_ids": ([],),
     "modalities": (["text"],), "prompt_embeds": (), "reasoning_effort": (),
-    "repetition_detection": (), "response_format": ({"type": "text"},),
+    "repetition_detection": (),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
-    "structural_tag": (), "structured_outputs": (), "suffix": ("",), "thinking_token_budget": (),
+    "structural_tag": (), "suffix": ("",), "thinking_token_budget": (),
     "truncate_prompt_tokens": (), "use_beam_search": (False,),
     "verbosity": ("medium",), "vllm_xargs": ({},), "web_search_options": (),
 }  # fmt: skip
@@ -101,9 +103,15 @@ class ApiError(Exception):
         return {"error": self._fields}
 
 
-def refuse(name: str, got: Any, wanted: str) -> ApiError:
-    """The error of a field with a wrong value."""
-    return ApiError(400, f"{name}: got {_short(got)}, wanted {wanted}", name)
+def refuse(name: str, got: Any, wanted: str, param: str | None = None) -> ApiError:
+    """The error of a field with a wrong value, or of a place in the field `param`."""
+    return ApiError(400, f"{name}: got {_short(got)}, wanted {wanted}", param or name)
+
+
+def busy(message: str) -> ApiError:
+    """The error of a request that is to come again, since too much is being done."""
+    headers = {"retry-after": str(RETRY_SECONDS)}
+    return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
 
 def _short(value: Any) -> str:
@@ -126,15 +134,41 @@ class Tools:
     """The tools of a request."""
 
     definitions: list[dict[str, Any]]  # for the template
-    choice: str  # "auto": the model decides on calls; "none": nothing is a call
+    choice: str  # "auto": the model decides on calls; "none": nothing is a call; "required": all is; "named": one call
     is_parallel: bool  # whether an answer may have several calls
+    named: str | None = None  # the tool that is to be called
+    strict: frozenset[str] = frozenset()  # names of tools with whose schemas the arguments of calls have to agree
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether an answer has to be a call."""
+        return self.choice in ("required", "named")
 
     @property
     def names(self) -> frozenset[str] | None:
         """The names that calls may have; None: nothing is a call."""
         if not self.definitions or self.choice == "none":
             return None
-        return frozenset(tool["function"]["name"] for tool in self.definitions)
+        return frozenset({self.named} if self.named else (tool["function"]["name"] for tool in self.definitions))
+
+
+class Grammar(NamedTuple):
+    """The form of answers, as data; see `openai_schemas.read_grammar`.
+
+    Attributes:
+      kind: names the function `compile_KIND` of `kvjax.grammar`.
+      text: its argument, as JSON.
+      param: the place in the request that has it.
+    """
+
+    kind: Literal["schema", "regex", "choices", "structure"]
+    text: str
+    param: str
+
+    @property
+    def field(self) -> str:
+        """The field of the request."""
+        return "text.format" if self.param.startswith("text.") else self.param.partition(".")[0]
 
 
 @dataclasses.dataclass
@@ -158,6 +192,8 @@ class Wish:
     streams: bool  # whether it is answered by events
     includes_usage: bool  # whether the last event is the usage
     tools: Tools | None = None  # of a chat; see `openai_messages.read_tools`
+    grammar: Grammar | None = None  # of the answer; None: any text
+    repeated: dict[str, Any] | None = None  # fields that a response has again; see `openai_responses.read_request`
 
     def prompt_logprobs_from(self, length: int) -> int | None:
         """The first token, of a prompt of this length, whose log-probability is wanted; see `kvjax.serving.Request`."""
@@ -222,7 +258,7 @@ def read_wish(
     fields: Fields, limits: Limits, *, is_chat: bool, defaults: Mapping[str, Any] = NO_DEFAULTS
 ) -> Wish:  # fmt: skip
     """Everything of a request but its prompt; refuses what is not served. `defaults` are of `read_defaults`."""
-    check_refused(fields, CHATS if is_chat else COMPLETIONS)
+    check_refused(fields, fields_of(CHATS if is_chat else COMPLETIONS)[2])
     echoes, prompt_logprobs = fields.flag("echo") and not is_chat, _prompt_logprobs(fields, limits)
     least = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens is no use by itself
     usual_tokens = defaults.get("max_new_tokens")
@@ -338,9 +374,9 @@ def _includes_usage(fields: Fields) -> bool:
     return bool(options.get("include_usage"))
 
 
-def check_refused(fields: Fields, endpoint: str) -> None:
-    """Refuses the fields that an endpoint does not serve, where their values would change an answer."""
-    for name, harmless_values in fields_of(endpoint)[2].items():
+def check_refused(fields: Fields, refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses fields, where their values would change an answer; `refused` is of the form of `REFUSED`."""
+    for name, harmless_values in refused.items():
         value = fields.get(name)
         if value is not None and not any(_is_equal(value, harmless) for harmless in harmless_values):
             wanted = " or ".join(["none", *map(json.dumps, harmless_values)])

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from .openai_api import ApiError, Fields, Tools, check_text, is_list, refuse
+from .openai_api import Fields, Tools, check_text, is_list, refuse
 
 # The values of a template that other fields have, or none may change.
 OWN_VALUES = ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
@@ -41,12 +41,13 @@ def read_tools(fields: Fields) -> Tools:
     """The tools of a chat, and how the model may call them."""
     definitions = read_definitions(fields)
     is_parallel = fields.flag("parallel_tool_calls", True)
-    choice = fields.get("tool_choice", "auto")
+    choice, named = fields.get("tool_choice", "auto"), None
     if choice not in ("auto", "none"):
-        names = [definition["function"]["name"] for definition in definitions]
-        _check_choice(choice, names)
-    _check_forced(choice, fields.get("tools", []))
-    return Tools(definitions, choice, is_parallel)
+        named = _check_choice(choice, [definition["function"]["name"] for definition in definitions])
+        choice = "required" if named is None else "named"
+    functions = [tool["function"] for tool in fields.get("tools", [])]
+    strict = frozenset(function["name"] for function in functions if function.get("strict"))
+    return Tools(definitions, choice, is_parallel and named is None, named, strict)
 
 
 def read_definitions(fields: Fields) -> list[dict[str, Any]]:
@@ -69,8 +70,8 @@ def _definition(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": of_model}
 
 
-def _check_choice(choice: Any, names: list[str]) -> None:
-    """Refuses a value that is not a choice, and the choice of a tool that the request does not have."""
+def _check_choice(choice: Any, names: list[str]) -> str | None:
+    """The name of the tool that is to be called; None: any. Refuses a value that is not such a choice."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):
@@ -79,15 +80,7 @@ def _check_choice(choice: Any, names: list[str]) -> None:
         raise refuse("tool_choice", choice, "none without tools")
     if name is not None and name not in names:
         raise refuse("tool_choice", choice, "the name of one of the tools")
-
-
-def _check_forced(choice: Any, tools: list[dict[str, Any]]) -> None:
-    """Refuses calls that would need a schema while they are made: these are not served."""
-    if choice not in ("auto", "none"):
-        raise refuse("tool_choice", choice, 'none, "none" or "auto": nothing else is served')
-    strict = [tool["function"]["name"] for tool in tools if tool["function"].get("strict")]
-    if strict:
-        raise ApiError(400, f"tools: strict: got true for {strict[0]}, wanted none or false", "tools")
+    return name
 
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:

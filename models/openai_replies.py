@@ -11,7 +11,7 @@ from typing import Any
 
 from .answers import CONTEXT, Decode, Piece
 from .echo import finite, text_after
-from .openai_api import Wish
+from .openai_api import ApiError, Wish
 from .tool_calls import Parser
 from .tool_json import Part
 
@@ -113,6 +113,10 @@ class Form:
     def last(self, usage: Usage) -> list[dict[str, Any]]:
         """The event of the usage, if it is wanted."""
         return [self._event([], usage.body(shows_cached=self._shows_cached))] if self._includes_usage else []
+
+    def failed(self, error: ApiError, request_id: str) -> list[dict[str, Any]]:
+        """The event that ends a stream whose request was not served."""
+        return [{**error.body, "request_id": request_id}]
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         return self._body(".chunk", choices, **({"usage": usage} if self._includes_usage else {}))

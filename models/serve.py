@@ -29,6 +29,7 @@ from .checkpoint import GENERATION
 from .commands import number
 from .loading import open_checkpoint
 from .openai_api import MOST_BIASES, ApiError, Limits, read_defaults
+from .serve_schemas import Schemas, open_schemas
 from .session import MOST, SIZES
 from .tool_calls import FORMATS, Parser, detect
 
@@ -83,6 +84,7 @@ def make_parser() -> commands.Parser:
         ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
         ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
         ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
+        ("--schemas", 0, 8, "schemas, patterns and choices that answers have at a time; 0: none are served"),
         ("--grace", 0, 5, "seconds that open answers have when the server ends"),
     )
     for option, least, default, what in limits:
@@ -154,11 +156,17 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
-        engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store)
-        stack.callback(lambda: setattr(saved, "cache", engine.close()))
         tool_format = _tool_format(args, template)
         call_end = tool_format.call_end if tool_format else None
         stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template, call_end)
+        marks = tool_format.marks if tool_format else ()
+        schemas = open_schemas(args.schemas, tokenizer, model.config.vocab_size, marks, stop_tokens, args.timeout)
+        if isinstance(schemas, str):
+            _note(f"no schemas are served: {schemas}")
+        else:
+            stack.callback(schemas.close)
+        engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store, schemas)
+        stack.callback(lambda: setattr(saved, "cache", engine.close()))
         defaults = _defaults(parser, args)
         limits = Limits(
             max_length=min(spec.max_length, session.most_tokens(args, model)),
@@ -170,7 +178,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             shows_cached=not args.hide_cached_tokens,
             # The engine begins to write after a turn, and tells its state between two.
             before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
-            tool_format=tool_format,
+            schemas=schemas, tool_format=tool_format,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine
@@ -224,22 +232,27 @@ def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: 
 
 def _engine(
     parser: commands.Parser, args: argparse.Namespace, model: Any, cache: Any, listener: Any,
-    names: kvjax.Namespaces, store: Any,
+    names: kvjax.Namespaces, store: Any, schemas: Schemas | str,
 ) -> Engine[Any]:  # fmt: skip
     """The engine, which compiles everything."""
     _note("compiling")
+    penalties = Penalties.of(args.max_length, repetition=1.0, max_biases=MOST_BIASES)
+    has_schemas = not isinstance(schemas, str)
     try:
         options = RunOptions(
             scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), top_logprobs=args.top_logprobs, store=store,
-            names=names, listener=listener, logits_fn=penalize,
+            names=names, listener=listener, logits_fn=schemas.logits_fn if has_schemas else penalize,
         )  # fmt: skip
-        return Engine(
+        engine = Engine(
             model, cache, options, max_waiting=args.max_waiting,
             num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2), min_p=True,
-            logits_state=Penalties.of(args.max_length, repetition=1.0, max_biases=MOST_BIASES),
+            logits_state=(penalties, schemas.state(None)) if has_schemas else penalties,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
+    if has_schemas:
+        schemas.engine = engine
+    return engine
 
 
 def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:

@@ -20,6 +20,7 @@ from .echo import after_prompt, prompt_logprobs, prompt_piece
 from .openai_api import ApiError, Limits, Tools, Wish
 from .openai_replies import Form, Usage
 from .serve_pages import Pages
+from .serve_schemas import Schemas
 from .tenants import Keys
 from .tool_calls import Parser
 
@@ -51,6 +52,7 @@ class Served:
     timeout: float  # seconds in which an answer is made
     shows_cached: bool  # whether answers say how many tokens of their prompts were cached
     before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
+    schemas: Schemas | str = "the server has none"  # of answers; a text: why there are none
     tool_format: type[Parser] | None = None  # of calls of tools in answers to chats; None: tools are refused
 
     def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
@@ -212,10 +214,13 @@ class Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any]):
+    def __init__(
+        self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any], *, has_types: bool = False
+    ):  # fmt: skip
+        """Sends events, which say their types as server-sent events do if they have some; else [DONE] is the last."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._has_types = events, close, has_types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them."""
@@ -229,8 +234,11 @@ class Events(Response):
         async with contextlib.aclosing(self._events):
             async for event in self._events:
                 data = json.dumps(event, ensure_ascii=False)  # of whole characters
-                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                first = f"event: {event['type']}\n" if self._has_types else ""
+                body = f"{first}data: {data}\n\n".encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b"" if self._has_types else b"data: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -276,7 +284,8 @@ async def events(job: Job, form: Form, request_id: str) -> AsyncGenerator[dict[s
         shown = failure(error)
         if shown.status >= 500:
             note_failure(request_id, error)
-        yield {**shown.body, "request_id": request_id}
+        for event in form.failed(shown, request_id):
+            yield event
 
 
 def note_failure(request_id: str, error: Exception) -> None:

@@ -20,7 +20,7 @@ _HEAD = re.compile(
     re.DOTALL,
 )
 _FIRST_KEY = re.compile(rf"\{{\s*{_STRING}", re.DOTALL)
-_KEYS = ("arguments", "function", "id", "name", "parameters", "type")
+CALL_KEYS = ("arguments", "function", "id", "name", "parameters", "type")
 
 
 class Part(NamedTuple):
@@ -134,7 +134,7 @@ class JsonScanner:
         return character in "-0123456789tfn"
 
 
-def units(text: str, reader: Arguments | CallReader) -> Iterator[tuple[int, str]]:
+def units(text: str, reader: Arguments | CallReader | JsonScanner) -> Iterator[tuple[int, str]]:
     """Characters for a reader, those within a string together; each with the index after it."""
     end = 0
     while end < len(text):
@@ -245,7 +245,7 @@ class CallReader:
         if character == '"' and not self._scanner.in_string and not self._has_first_key:
             self._has_first_key = True
             first_key = _FIRST_KEY.fullmatch(self.text)
-            if self._names is not None and first_key is not None and first_key[1] not in _KEYS:
+            if self._names is not None and first_key is not None and first_key[1] not in CALL_KEYS:
                 return Progress.NO_CALL, []
         if self._scanner.depth == 2 and not self._has_inner:
             self._has_inner = True

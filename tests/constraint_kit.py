@@ -19,7 +19,7 @@ class Grammar:
     stop_tokens: tuple[int, ...]
 
     @classmethod
-    def drawn(cls, seed, vocabulary, stop_tokens=(0,)):
+    def random(cls, seed, vocabulary, stop_tokens=(0,)):
         """One with up to 7 states, from each of which some tokens lead to an end."""
         rng, others = np.random.default_rng(seed), np.setdiff1d(np.arange(vocabulary), stop_tokens)
         states, classes = (int(rng.integers(1, most)) for most in (8, min(6, len(others) + 1)))

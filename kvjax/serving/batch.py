@@ -176,7 +176,7 @@ def checked_requests(requests: Any, options: RunOptions, spec: CacheSpec) -> lis
             raise ValueError(f"requests: got a {type(request).__name__} as number {index}, {wanted}")
         with errors_of(index):
             options.check_request(request, spec)
-            states = map(options.state_of, (request, listed[0]))
-            check_state(*states, "arrays like those of the first prompt")
-            check_request(options.logits_fn, request, options.state_of(request))
+            state = options.state_of(request)
+            check_state(state, options.state_of(listed[0]), "arrays like those of the first prompt")
+            check_request(options.logits_fn, request, state)
     return listed

@@ -22,10 +22,10 @@ from kvjax.grammar import TokenTable, Vocabulary
 
 NONE = -1  # the state of a row without a constraint
 _FIRST = -2  # the state of a row before its first choice in automaton state x is `_FIRST - x`
-_END = 0
-_FORBIDDEN = -1  # the state after a stop token, in which it may only be chosen again; no state
+_END = 0  # the state after a stop token, which allows only stop tokens
+_FORBIDDEN = -1  # no state
 _STOP_CLASS = 0
-_MOST_STOP_TOKENS = 16
+MOST_STOP_TOKENS = 16
 
 
 class Constraints(Pytree):
@@ -48,7 +48,7 @@ class Constraints(Pytree):
     stop_tokens: Any
 
     @classmethod
-    def create(cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 512) -> Constraints:
+    def create(cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 1024) -> Constraints:
         """Makes space for grammars of up to `max_states` states each, over a vocabulary of V tokens.
 
         Until `put` gives it a grammar, each space allows no token but V - 1.
@@ -64,7 +64,7 @@ class Constraints(Pytree):
 
     @classmethod
     def of(
-        cls, table: TokenTable, stop_tokens: Sequence[int], *, max_states: int = 4096, max_classes: int = 512
+        cls, table: TokenTable, stop_tokens: Sequence[int], *, max_states: int = 4096, max_classes: int = 1024
     ) -> Constraints:
         """The constraint of a grammar, in arrays whose shapes depend only on the limits and the vocabulary.
 
@@ -80,11 +80,11 @@ class Constraints(Pytree):
         stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
         if not stop.size:
             raise ValueError(
-                "stop_tokens: got none, wanted the tokens ending an answer, such as the tokenizer's eos_token_id: "
+                "stop_tokens: got none, wanted the tokens that end an answer, such as the tokenizer's eos_token_id: "
                 "without a stop token a row would go on after its text is complete"
             )
-        if stop.size > _MOST_STOP_TOKENS or stop.min() < 0:
-            raise ValueError(f"stop_tokens: got {reprlib.repr(stop.tolist())}, wanted at most {_MOST_STOP_TOKENS} ids")
+        if stop.size > MOST_STOP_TOKENS or stop.min() < 0:
+            raise ValueError(f"stop_tokens: got {reprlib.repr(stop.tolist())}, wanted at most {MOST_STOP_TOKENS} ids")
         for name, got, limit in (
             ("max_states", len(table.next_state), max_states),
             ("max_classes", table.next_state.shape[1], max_classes),
@@ -219,7 +219,7 @@ def _placed(
     token_class = np.full((size,), max_classes + 1, np.int16)
     token_class[: len(table.token_class)] = table.token_class + 1
     token_class[stop] = _STOP_CLASS
-    return next_state, token_class, np.concatenate([stop, np.full((_MOST_STOP_TOKENS - len(stop),), -1, np.int32)])
+    return next_state, token_class, np.concatenate([stop, np.full((MOST_STOP_TOKENS - len(stop),), -1, np.int32)])
 
 
 def constrain(
@@ -230,7 +230,7 @@ def constrain(
     tokenizer: Any,
     stop_tokens: Sequence[int],
     max_states: int = 4096,
-    max_classes: int = 512,
+    max_classes: int = 1024,
 ) -> Constraints:
     """Constrains answers to a JSON schema, a regular expression, or a list of choices.
 

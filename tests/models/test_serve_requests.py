@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 
 import kvjax
 from kvjax.serving import Output
-from models import openai_api, serve, stores
+from models import openai_api, openai_responses, serve, stores
 from models.answers import Answer, Detokenizer, Piece, pieces
 from models.openai_api import ApiError, Limits, read_json, read_prompts, read_wish
 from models.openai_messages import read_messages
@@ -30,7 +30,13 @@ from tests.drive import PLAIN, ROOT, Driver
 
 BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
 ANSWERS = {False: openai_api.COMPLETIONS, True: openai_api.CHATS}
-ENDPOINTS = (openai_api.COMPLETIONS, openai_api.CHATS, openai_api.TOKENIZE, openai_api.DETOKENIZE)
+ENDPOINTS = (
+    openai_api.COMPLETIONS, openai_api.CHATS, openai_api.RESPONSES, openai_api.TOKENIZE, openai_api.DETOKENIZE
+)  # fmt: skip
+LISTS = {
+    endpoint: openai_responses.FIELDS if endpoint == openai_api.RESPONSES else openai_api.fields_of(endpoint)
+    for endpoint in ENDPOINTS
+}
 KINDS = "served", "ignored", "refused"  # of fields, as `fields_of` returns them
 LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
 
@@ -302,14 +308,14 @@ def test_wrong_fields_are_named(fields, message):
 CHANGES = {
     "allowed_token_ids": [3], "audio": {"voice": "alloy"}, "bad_words": ["bob"], "chat_template": "{{ messages }}",
     "documents": [{"text": "a"}], "early_stopping": True,
-    "function_call": {"name": "f"}, "functions": [{"name": "f"}], "guided_choice": ["a"], "guided_grammar": "root ::=",
-    "guided_json": {}, "guided_json_object": True, "guided_regex": "a+", "include_reasoning": False,
+    "function_call": {"name": "f"}, "functions": [{"name": "f"}], "guided_decoding_backend": "outlines",
+    "guided_grammar": "root ::=", "guided_whitespace_pattern": " *", "include_reasoning": False,
     "include_stop_str_in_output": True, "kv_transfer_params": {"do_remote_decode": True}, "length_penalty": 2,
     "logits_processors": ["f"], "logprob_token_ids": [1], "modalities": ["text", "audio"],
     "prompt_embeds": "x", "reasoning_effort": "high", "repetition_detection": {},
-    "response_format": {"type": "json_object"}, "return_token_ids": True,
+    "return_token_ids": True,
     "return_tokens_as_token_ids": True, "skip_special_tokens": False, "structural_tag": "x",
-    "structured_outputs": {"choice": ["a"]}, "suffix": "x", "thinking_token_budget": 9,
+    "suffix": "x", "thinking_token_budget": 9,
     "truncate_prompt_tokens": 3, "use_beam_search": True, "verbosity": "low", "vllm_xargs": {"a": 1},
     "web_search_options": {},
 }  # fmt: skip
@@ -363,7 +369,7 @@ def fields_read(endpoint):
     found = {"model"}  # which decides whether the others are read
     bodies = {
         openai_api.COMPLETIONS: [{"prompt": "a"}], openai_api.CHATS: [{"messages": [{"role": "user", "content": "a"}]}],
-        openai_api.DETOKENIZE: [{"tokens": [1]}],
+        openai_api.DETOKENIZE: [{"tokens": [1]}], openai_api.RESPONSES: [{"input": "a"}],
     }  # fmt: skip
     bodies[openai_api.TOKENIZE] = [*bodies[openai_api.COMPLETIONS], *bodies[openai_api.CHATS]]
     template = types.SimpleNamespace(render=lambda messages, tools, **_: "a")
@@ -374,9 +380,10 @@ def fields_read(endpoint):
                          before_end=None)  # fmt: skip
     api = Api(types.SimpleNamespace(vocabulary=9), served, None)
     reads = {
-        openai_api.COMPLETIONS: functools.partial(api._read, is_chat=False), openai_api.TOKENIZE: api._tokenized,
-        openai_api.CHATS: functools.partial(api._read, is_chat=True), openai_api.DETOKENIZE: api._detokenized,
-    }  # fmt: skip
+        endpoint: functools.partial(api._read, endpoint=endpoint)
+        for endpoint in (openai_api.COMPLETIONS, openai_api.CHATS, openai_api.RESPONSES)
+    }
+    reads |= {openai_api.TOKENIZE: api._tokenized, openai_api.DETOKENIZE: api._detokenized}
     for body in bodies[endpoint]:
         watched = Watched(body)
         api._fields = lambda _, fields=watched: fields
@@ -387,22 +394,21 @@ def fields_read(endpoint):
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_each_field_is_in_one_list_and_read_if_it_is_served_or_refused(endpoint):
-    served, harmless, refused = openai_api.fields_of(endpoint)
+    served, harmless, refused = LISTS[endpoint]
     assert len(served) + len(harmless) + len(refused) == len({*served, *harmless, *refused})
     assert fields_read(endpoint) == served | refused.keys()
 
 
 def table_of_fields():
     """The table of all fields in Markdown, by the lists of the code."""
-    lists = {endpoint: openai_api.fields_of(endpoint) for endpoint in ENDPOINTS}
-    values = {name: allowed for *_, refused in lists.values() for name, allowed in refused.items()}
-    names = {name for groups in lists.values() for group in groups for name in group}
+    values = {name: allowed for *_, refused in LISTS.values() for name, allowed in refused.items()}
+    names = {name for groups in LISTS.values() for group in groups for name in group}
     lines = ["| field | " + " | ".join(f"`{endpoint}`" for endpoint in ENDPOINTS) + " | harmless values |"]
     lines.append("|---" * (len(ENDPOINTS) + 2) + "|")
     for name in sorted(names):
         kinds = [
             next((kind for kind, group in zip(KINDS, groups, strict=True) if name in group), "")
-            for groups in lists.values()
+            for groups in LISTS.values()
         ]
         harmless = " ".join(f"`{json.dumps(value)}`" for value in values.get(name, ()))
         lines.append(f"| {' | '.join([f'`{name}`', *kinds, harmless])} |")
@@ -487,7 +493,7 @@ def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
     args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64", "--chunk", "64"])
     for number, wanted in ((0, 8), (6, 8), (7, 9), (20, 22)):
         model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
-        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted
+        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None, "none") == wanted
 
 
 # A save at the end.

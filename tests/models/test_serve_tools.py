@@ -351,15 +351,12 @@ def test_requests_as_agents_kits_send_them(servers, family):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]}, "messages"),
     ],
 )
-def test_forced_calls_and_the_old_fields_are_refused_by_name(servers, fields, param):
+def test_the_old_fields_are_refused_by_name(servers, fields, param):
     server = servers("hermes")
     with pytest.raises(openai.BadRequestError) as caught:
         server.client.chat.completions.create(**{"model": "scripted", "messages": [USER], "tools": TOOLS, **fields})

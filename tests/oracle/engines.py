@@ -176,7 +176,7 @@ class Served(Life):
         if config.grammars:
             self.constraints = Constraints.create(GRAMMARS, VOCAB, **LIMITS)
             for number in range(GRAMMARS):
-                self.grammars.append(Grammar.drawn(number, VOCAB, (STOP,)))
+                self.grammars.append(Grammar.random(number, VOCAB, (STOP,)))
                 self.constraints = self.constraints.put(number, self.grammars[number].constraint)
         super().__init__(config, faults)
         self.devices = self.cache.state.seqs.length.devices()
@@ -471,7 +471,7 @@ class Served(Life):
         number, seed = new[0] % GRAMMARS, new[1]
         if any(self.bound.get(one.request) is self.grammars[number] for one in self.requests):
             return
-        self.grammars[number] = Grammar.drawn(seed, VOCAB, (STOP,))
+        self.grammars[number] = Grammar.random(seed, VOCAB, (STOP,))
         self.constraints = self.constraints.put(number, self.grammars[number].constraint)
         self.engine.replace_logits_fn(self.logits_fn)
         self.tally["new grammar"] += 1

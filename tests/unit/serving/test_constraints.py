@@ -37,7 +37,7 @@ ANSWER = {"max_new_tokens": LONG, "stop_tokens": STOP}
 
 
 def grammar_of(seed):
-    return Grammar.drawn(seed, VOCAB, STOP)
+    return Grammar.random(seed, VOCAB, STOP)
 
 
 def stacked(*grammars):
@@ -64,7 +64,7 @@ def assert_same(outputs, expected):
 @pytest.mark.parametrize("seed", range(20))
 def test_logits_are_masked_as_by_plain_python(seed):
     rng, vocabulary = np.random.default_rng(seed), VOCAB + 3
-    grammars = [Grammar.drawn((seed, number), size, (0, 5)) for number, size in enumerate((VOCAB, VOCAB - 2, 11))]
+    grammars = [Grammar.random((seed, number), size, (0, 5)) for number, size in enumerate((VOCAB, VOCAB - 2, 11))]
     function = stacked(*grammars)
     of_row = [None, 0, 1, 2, 1]
     state = np.array([-1 if number is None else function.state(number) for number in of_row], np.int32)
@@ -177,7 +177,7 @@ def test_every_answer_is_a_text_of_the_grammar(way):
     kvjax.check(cache.state)
 
 
-def drawn_requests(rng, grammars, function, number, longest=13, least=1):
+def random_requests(rng, grammars, function, number, longest=13, least=1):
     """Requests of which some have a grammar, some samples, some scores; and the grammar of each."""
     requests, own = [], []
     for _ in range(number):
@@ -215,7 +215,7 @@ def test_grammars_of_each_request_through_preemption_and_samples(host):
     for round in range(4):
         grammars = [grammar_of((round, number)) for number in range(3)]
         function = stacked(*grammars)
-        requests, own = drawn_requests(rng, grammars, function, 6, longest=8, least=LONG)
+        requests, own = random_requests(rng, grammars, function, 6, longest=8, least=LONG)
         options = kvjax.serving.RunOptions(**BASE | {"scheduler": scheduler}, logits_fn=function)
         outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(10, host), requests, options)
         assert_all(requests, own, outputs)
@@ -254,7 +254,7 @@ def test_an_engine_has_grammars_of_each_request_and_takes_new_ones_while_it_runs
     with drive.engine(MODEL, make_cache(), logits_fn=function, **BASE | {"scheduler": SHORT}, num_ranges=1) as engine:
         counted = []
         for round in range(4):
-            requests, own = drawn_requests(rng, grammars, function, 8)
+            requests, own = random_requests(rng, grammars, function, 8)
             handles = [engine.submit(one) for one in requests]
             grammars = [*grammars[1:], grammar_of((8, round))]
             assert engine.drain(60)
@@ -277,11 +277,11 @@ def test_new_grammars_come_while_requests_run_under_old_ones():
     """Requests go on under their own, in whose place nothing is put."""
     grammars = {number: grammar_of((9, number)) for number in range(2)}
     function, most = stacked(*grammars.values()), 18
-    rng, asked = np.random.default_rng(2), []
+    rng, submitted = np.random.default_rng(2), []
     with drive.engine(MODEL, make_cache(), logits_fn=function, **BASE, num_ranges=1, max_waiting=64) as engine:
         for seed in range(12):
             at = seed % 3
-            for _, _, handle in (one for one in asked if one[0] == at):
+            for _, _, handle in (one for one in submitted if one[0] == at):
                 handle.result(60)
             grammars[at] = grammar_of((10, seed))
             function = function.put(at, grammars[at].constraint)
@@ -290,8 +290,8 @@ def test_new_grammars_come_while_requests_run_under_old_ones():
                 rng.integers(0, 3, 6).tolist(), logits_state=function.state(at), stop_tokens=STOP, seed=seed,
                 sampling=Sampling(1.0), max_new_tokens=most,
             )  # fmt: skip
-            asked.append((at, (request, grammars[at]), engine.submit(request)))
-        for _, (request, grammar), handle in asked:
+            submitted.append((at, (request, grammars[at]), engine.submit(request)))
+        for _, (request, grammar), handle in submitted:
             assert_all([request], [grammar], [handle.result(60)])
 
 
