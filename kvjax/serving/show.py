@@ -120,7 +120,7 @@ def _waiting(requests: Any) -> Iterator[_Line]:
 
 
 def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
-    """Lines for finished requests and have no row."""
+    """Lines for finished requests without a row."""
     in_rows = np.asarray(serving.row).tolist()
     for slot, stage in enumerate(requests.stage):
         if stage in _OVER and slot not in in_rows:

@@ -183,7 +183,7 @@ class StoredPrefixes:
 
         Args:
           call: makes the moves and the events of a verb, like `HostTier.call`.
-          blocks_ahead: number of blocks for running requests to take still.
+          blocks_ahead: number of blocks that running requests may still take.
           wait_for: number of first prompts to wait for, each until its deadline.
         """
         if not self.waiting:

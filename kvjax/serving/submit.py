@@ -171,7 +171,7 @@ def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[
 
 
 def drain(serving: Serving) -> Serving:
-    """Empties the slots of finished requests and have no row. Read their `results` first."""
+    """Empties the slots of finished requests without a row. Read their `results` first."""
     requests = serving.requests
     is_over = (requests.stage == Stage.DONE) | (requests.stage == Stage.CANCELLED)
     has_row = put(jnp.zeros_like(is_over), serving.row, True, serving.row >= 0)
