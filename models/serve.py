@@ -236,7 +236,7 @@ def _engine(
 ) -> Engine[Any]:  # fmt: skip
     """The engine, which compiles everything."""
     _note("compiling")
-    penalties = Penalties.of(args.max_length, repetition=1.0, most=MOST_BIASES)
+    penalties = Penalties.of(args.max_length, repetition=1.0, max_biases=MOST_BIASES)
     has_schemas = not isinstance(schemas, str)
     try:
         options = RunOptions(

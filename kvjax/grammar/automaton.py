@@ -80,8 +80,10 @@ class _Graph:
         return end
 
     def _repeat(self, expression: Repeat, start: int) -> int:
-        least, most = expression.least, expression.most
-        end, last = self.state(), start
+        least = expression.least
+        most = expression.most
+        end = self.state()
+        last = start
         if least == 0:
             self.jumps[start].append(end)
         entry = start
@@ -97,15 +99,19 @@ class _Graph:
 
     def _joined(self, expression: Joined, start: int) -> int:
         """Adds two rows of states: before any part is present, and after one is. Each part is there once."""
-        first, later = self.after(start), self.state()
+        first = self.after(start)
+        later = self.state()
         for part, may_miss in expression.parts:
-            entry, next_first, next_later = self.after(first), self.state(), self.state()
+            entry = self.after(first)
+            next_first = self.state()
+            next_later = self.state()
             self.jumps[self.add(expression.separator, self.after(later))].append(entry)
             self.jumps[self.add(part, entry)].append(next_later)
             if may_miss:
                 self.jumps[first].append(next_first)
                 self.jumps[later].append(next_later)
-            first, later = next_first, next_later
+            first = next_first
+            later = next_later
         self.jumps[first].append(later)
         return later
 
@@ -129,7 +135,8 @@ class _Graph:
         return [self._closure(state, end) for state in range(len(self.edges))]
 
     def _closure(self, state: int, end: int) -> frozenset[int]:
-        reached, stack = {state}, [state]
+        reached = {state}
+        stack = [state]
         while stack:
             for target in self.jumps[stack.pop()]:
                 if target not in reached:
@@ -227,7 +234,8 @@ class Builder:
         edges = [[(classes[mask], target) for mask, target in pairs] for pairs in graph.edges]
         numbers = {closures[start]: 0}
         by_targets: dict[frozenset[int], int] = {}
-        sets, rows = [closures[start]], []
+        sets = [closures[start]]
+        rows = []
         for current in sets:
             moves: dict[int, list[int]] = collections.defaultdict(list)
             for state in current:
@@ -253,9 +261,12 @@ class Builder:
     def _product(self, left: Automaton, right: Automaton, without: bool) -> Automaton:
         """Builds the automaton of texts that both accept, or, `without`, of those that the right one refuses."""
         pairs, byte_class = np.unique(np.stack([left.byte_class, right.byte_class]), axis=1, return_inverse=True)
-        left_rows, right_rows = left.next_state[:, pairs[0]].tolist(), right.next_state[:, pairs[1]].tolist()
+        left_rows = left.next_state[:, pairs[0]].tolist()
+        right_rows = right.next_state[:, pairs[1]].tolist()
         dead = [-1] * pairs.shape[1]
-        numbers, states, rows = {(0, 0): 0}, [(0, 0)], []
+        numbers = {(0, 0): 0}
+        states = [(0, 0)]
+        rows = []
         for one, other in states:
             row = []
             for target in zip(left_rows[one], right_rows[other] if other >= 0 else dead, strict=True):
@@ -314,7 +325,8 @@ def _states_before(next_state: np.ndarray) -> list[list[int]]:
 
 def _reached(next_state: np.ndarray) -> np.ndarray:
     """Lists the states that the start reaches, the nearest ones first."""
-    seen, order = {0}, [0]
+    seen = {0}
+    order = [0]
     for state in order:
         for target in dict.fromkeys(next_state[state].tolist()):
             if target >= 0 and target not in seen:
@@ -349,7 +361,8 @@ def merged(next_state: np.ndarray, final: np.ndarray, max_states: int | None = N
     random = np.random.default_rng(0)
     while True:
         factors = random.integers(1, 2**63, columns.shape[1] + 1, np.uint64) | np.uint64(1)
-        block, num_blocks = first_block, -1
+        block = first_block
+        num_blocks = -1
         while (count := int(block.max()) + 1) > num_blocks:
             num_blocks = count
             if max_states is not None and num_blocks > max_states:

@@ -240,7 +240,8 @@ def normal_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 def complement(ranges: Ranges) -> Ranges:
     """Returns the ranges of all other code points."""
-    result, begin = [], 0
+    result = []
+    begin = 0
     for first, last in normal_ranges(ranges):
         result.append((begin, first - 1))
         begin = last + 1
@@ -279,5 +280,6 @@ def _encoded(first: int, last: int) -> Iterable[Expression]:
                 yield from _encoded(first, (last & ~tail) - 1)
                 yield from _encoded(last & ~tail, last)
                 return
-    begin, end = chr(first).encode(), chr(last).encode()
+    begin = chr(first).encode()
+    end = chr(last).encode()
     yield seq(*(_byte_range(low, high) for low, high in zip(begin, end, strict=True)))

@@ -99,7 +99,8 @@ class _Reader:
     """Reads the parts of one schema."""
 
     def __init__(self, root: Any, builder: Builder):
-        self.root, self.builder = root, builder
+        self.root = root
+        self.builder = builder
         # By the schemas and the references on the way to them; the parts keep the schemas alive.
         self.values: dict[tuple[tuple[int, tuple[str, ...]], ...], tuple[Parts, Expression]] = {}
 
@@ -338,7 +339,8 @@ class _Reader:
         declared = [member for member in members if member[0] is not NOTHING]
         additional = self._additional(parts, alt(*(text_literal(name) for name in names)), allowed)
         least, most = limits(parts, "minProperties", "maxProperties")
-        fixed, has_optional = len(required), len(declared) > len(required)
+        fixed = len(required)
+        has_optional = len(declared) > len(required)
         if most is not None and most < fixed:
             return NOTHING
         if most is not None and has_optional and (most < len(declared) or additional is not NOTHING):
@@ -421,7 +423,8 @@ def _array_shape(part: Part) -> tuple[list[Part], Part | None]:
 def _sequence_of(items: list[Expression], more: Expression, least: int, most: int | None) -> Expression:
     """Matches an array of the items and any number of others, at least `least` and at most `most` in all."""
     count = len(items)
-    others_least, others_most = max(least - count, 0), None if most is None else max(most - count, 0)
+    others_least = max(least - count, 0)
+    others_most = None if most is None else max(most - count, 0)
     if not count:
         return seq(literal("["), repeat(more, others_least, others_most, COMMA), literal("]"))
     tail = repeat(seq(COMMA, more), others_least, others_most)

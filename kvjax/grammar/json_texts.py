@@ -56,7 +56,8 @@ def character(ranges: Ranges) -> Expression:
 
 def _free_character() -> Expression:
     lone = alt(seq(byte_set(b"0123456789abcefABCEF"), _HEX), seq(byte_set(b"dD"), byte_set(b"01234567")))
-    high, low = seq(byte_set(b"dD"), byte_set(b"89abAB")), seq(byte_set(b"dD"), byte_set(b"cdefCDEF"))
+    high = seq(byte_set(b"dD"), byte_set(b"89abAB"))
+    low = seq(byte_set(b"dD"), byte_set(b"cdefCDEF"))
     unit = seq(_HEX, _HEX)
     pair = seq(high, unit, literal("\\u"), low, unit)
     code = seq(literal("u"), alt(seq(lone, unit), pair))

@@ -13,19 +13,38 @@ from kvjax.grammar.numerals import Bound, exact
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 KEYWORDS = {
     "object": (
-        "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
         "maxProperties",
     ),
     "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}  # fmt: skip
+}
 KEYWORDS["integer"] = KEYWORDS["number"]
 TYPED = {keyword for keywords in KEYWORDS.values() for keyword in keywords}
 _ANNOTATIONS = {
-    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
-    "$schema", "$id", "$defs", "definitions", "discriminator", "contentMediaType", "contentEncoding",
-}  # fmt: skip
+    "title",
+    "description",
+    "default",
+    "examples",
+    "example",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+    "$schema",
+    "$id",
+    "$defs",
+    "definitions",
+    "discriminator",
+    "contentMediaType",
+    "contentEncoding",
+}
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 SUPPORTED = {*TYPED, *_ANNOTATIONS, *COMBINING, "type", "enum", "const"}
 

@@ -38,8 +38,11 @@ def _between(first: int, last: int) -> Expression:
     return byte_set(range(48 + first, 49 + last))
 
 
-_DIGIT, _NONZERO = _between(0, 9), _between(1, 9)
-_DIGITS, _MINUS, _POINT = repeat(_DIGIT), literal("-"), literal(".")
+_DIGIT = _between(0, 9)
+_NONZERO = _between(1, 9)
+_DIGITS = repeat(_DIGIT)
+_MINUS = literal("-")
+_POINT = literal(".")
 _POSITIVE = seq(_NONZERO, _DIGITS)
 _WHOLE = alt(literal("0"), _POSITIVE)
 _FRACTION = seq(_POINT, repeat(_DIGIT, 1))
@@ -139,7 +142,8 @@ def multiples(divisor: float) -> Expression:
     next_state[0, 11] = 0  # a sign; NUMBER says where it may be
     byte_class = np.full(256, 12, np.int32)
     byte_class[48:58] = range(10)
-    byte_class[ord(".")], byte_class[ord("-")] = 10, 11
+    byte_class[ord(".")] = 10
+    byte_class[ord("-")] = 11
     return both(NUMBER, given(Automaton(next_state, byte_class, final)))
 
 

@@ -39,9 +39,15 @@ _CODES = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\
 _MAX_COUNT = 100_000
 _MAX_DEPTH = 50  # groups within groups
 _REFUSED = (
-    ("(?=", "a lookahead"), ("(?!", "a lookahead"), ("(?<=", "a lookbehind"), ("(?<!", "a lookbehind"),
-    ("(?>", "an atomic group"), ("(?P=", "a backreference"), ("(?(", "a conditional group"), ("(?#", "a comment"),
-)  # fmt: skip
+    ("(?=", "a lookahead"),
+    ("(?!", "a lookahead"),
+    ("(?<=", "a lookbehind"),
+    ("(?<!", "a lookbehind"),
+    ("(?>", "an atomic group"),
+    ("(?P=", "a backreference"),
+    ("(?(", "a conditional group"),
+    ("(?#", "a comment"),
+)
 
 
 class Flavor(NamedTuple):
@@ -93,7 +99,9 @@ class _Reader:
     """Reads a pattern from left to right."""
 
     def __init__(self, pattern: str, flavor: Flavor):
-        self.pattern, self.flavor, self.position = pattern, flavor, 0
+        self.pattern = pattern
+        self.flavor = flavor
+        self.position = 0
 
     def error(self, message: str, position: int | None = None) -> GrammarError:
         return GrammarError(f"{message} at position {self.position if position is None else position}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of a JSON schema, of a regular expression or of some choices alone: a `logits_fn` whose tables are arrays.
+"""Answers restricted to a JSON schema, a regular expression or some choices: a `logits_fn` whose tables are arrays.
 
-The automaton of a grammar has a row of `next_state` for each of its states, and a column for each class of tokens. A
-row that decodes keeps one number, its state. Each step gathers that state's row, and from it an entry for each token.
+The automaton of a grammar has a row of `next_state` for each state, and a column for each class of tokens. A decoding
+row keeps a single number, its state. Each step gathers the state's row, and from it an entry for each token.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from kvjax.grammar import TokenTable, Vocabulary
 
 NONE = -1  # the state of a row without a constraint
 _FIRST = -2  # the state of a row before its first choice in automaton state x is `_FIRST - x`
-_END, _FORBIDDEN = 0, -1  # the state after a stop token, in which it may only be chosen again; no state
+_END = 0  # the state after a stop token, which allows only stop tokens
+_FORBIDDEN = -1  # no state
 _STOP_CLASS = 0
 MOST_STOP_TOKENS = 16
 
 
 class Constraints(Pytree):
-    """The grammars of rows, a `logits_fn` with a state; a pytree of arrays, so that other grammars compile nothing.
+    """The grammars of rows, a `logits_fn` with a state. It is a pytree of arrays, so other grammars compile nothing.
 
     It takes the last place of a `chain`. `generate`, `run_batch`, `stream`, `rollout` and an engine give rows without a
     `logits_state` the `initial_state`.
 
     Attributes:
-      next_state: i16[grammars, states, classes]; the state after a token of a class; -1: it is forbidden. Class 0 has
-        the stop tokens, and state 0 comes after one of them.
-      token_class: i16[grammars, V]; the class of each token.
-      stop_tokens: i32[grammars, 16]; -1 is none.
+      next_state: i16[grammars, states, classes]; state after a token of each class, -1 if the class is forbidden. Class
+        0 has the stop tokens, which lead to state 0.
+      token_class: i16[grammars, V]; class of each token.
+      stop_tokens: i32[grammars, 16]; padded with -1.
 
-    Source: Outlines, whose automata over tokens a host walks; here they are arrays in the loop.
+    Source: Outlines, whose automata over tokens a host walks. Here they are arrays in the loop.
     """
 
     next_state: Any
@@ -47,32 +48,31 @@ class Constraints(Pytree):
     stop_tokens: Any
 
     @classmethod
-    def create(
-        cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 1024
-    ) -> Constraints:  # fmt: skip
-        """Space for so many grammars, each of up to `max_states` states, over a vocabulary of V tokens.
+    def create(cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 1024) -> Constraints:
+        """Makes space for grammars of up to `max_states` states each, over a vocabulary of V tokens.
 
         Until `put` gives it a grammar, each space allows no token but V - 1.
         """
-        number, size = static_int("grammars", grammars, 1), static_int("vocabulary", vocabulary, 1)
+        num_grammars = static_int("grammars", grammars, 1)
+        size = static_int("vocabulary", vocabulary, 1)
         for name, limit in ("max_states", max_states), ("max_classes", max_classes):
             if static_int(name, limit, 1) > np.iinfo(np.int16).max - 2:
                 raise ValueError(f"{name}: got {limit}, wanted at most {np.iinfo(np.int16).max - 2}")
-        nothing = TokenTable(np.full((1, 1), -1, np.int32), np.zeros((size,), np.int32), np.ones((1,), np.bool_))
-        empty = _placed(nothing, np.array([size - 1], np.int32), max_states, max_classes, size)
-        return cls(*(jnp.asarray(np.broadcast_to(leaf, (number, *leaf.shape))) for leaf in empty))
+        no_tokens = TokenTable(np.full((1, 1), -1, np.int32), np.zeros((size,), np.int32), np.ones((1,), np.bool_))
+        empty = _placed(no_tokens, np.array([size - 1], np.int32), max_states, max_classes, size)
+        return cls(*(jnp.asarray(np.broadcast_to(leaf, (num_grammars, *leaf.shape))) for leaf in empty))
 
     @classmethod
     def of(
         cls, table: TokenTable, stop_tokens: Sequence[int], *, max_states: int = 4096, max_classes: int = 1024
-    ) -> Constraints:  # fmt: skip
-        """The constraint of one grammar, in arrays whose shapes follow the limits and the vocabulary alone.
+    ) -> Constraints:
+        """The constraint of a grammar, in arrays whose shapes depend only on the limits and the vocabulary.
 
         Args:
           table: the grammar; see `kvjax.grammar`.
-          stop_tokens: end an answer, and may come where the grammar's text is complete.
-          max_states: of the arrays.
-          max_classes: of the arrays.
+          stop_tokens: tokens that end an answer. They are allowed where the grammar's text is complete.
+          max_states: maximum states, which gives the arrays their size.
+          max_classes: maximum classes of tokens, which gives the arrays their size.
 
         Raises:
           ValueError: naming the argument.
@@ -81,7 +81,7 @@ class Constraints(Pytree):
         if not stop.size:
             raise ValueError(
                 "stop_tokens: got none, wanted the tokens that end an answer, such as the tokenizer's eos_token_id: "
-                "without one a row would go on after its text is complete"
+                "without a stop token a row would go on after its text is complete"
             )
         if stop.size > MOST_STOP_TOKENS or stop.min() < 0:
             raise ValueError(f"stop_tokens: got {reprlib.repr(stop.tolist())}, wanted at most {MOST_STOP_TOKENS} ids")
@@ -101,15 +101,16 @@ class Constraints(Pytree):
         return self.token_class.shape[0]
 
     def put(self, grammar: int, other: Constraints) -> Constraints:
-        """These, with the one grammar of `other` in the place of grammar number `grammar`.
+        """Replaces grammar number `grammar` by the grammar of `other`.
 
-        Rows whose state is of that number go on by the new one: put it where no request is.
+        Rows in a state of this number go on with the new grammar, so put it where no request is.
 
         Raises:
-          ValueError: if the number is out of range, or the limits or the vocabulary are not as wide.
+          ValueError: if the number is out of range, or the limits or the vocabulary of `other` do not fit.
         """
         self._check(grammar)
-        (_, states, classes), size = self.next_state.shape, self.token_class.shape[1]
+        (_, states, classes) = self.next_state.shape
+        size = self.token_class.shape[1]
         if other.next_state.shape != (1, states, classes) or other.token_class.shape[1] > size:
             raise ValueError(
                 f"other: got {described(other)}, wanted one grammar with max_states={states - 1}, max_classes="
@@ -121,13 +122,14 @@ class Constraints(Pytree):
         return jax.tree.map(lambda leaf, one: leaf.at[grammar].set(one[0]), self, new)
 
     def state(self, grammar: int = 0, tokens: Sequence[int] = ()) -> np.int32:
-        """The `logits_state` of a request: i32[], at the begin of a grammar, or after these tokens of an answer.
+        """The `logits_state` i32[] of a request: at the start of a grammar, or after these tokens of an answer.
 
         Raises:
-          ValueError: if the number is out of range, or the grammar forbids one of the tokens.
+          ValueError: if the number is out of range, or the grammar forbids a token.
         """
         self._check(grammar)
-        state, chosen = 1, host_integers("tokens", tokens, np.int32, "a list of token ids")
+        state = 1
+        chosen = host_integers("tokens", tokens, np.int32, "a list of token ids")
         if chosen.size:
             next_state, token_class = jax.device_get((self.next_state[grammar], self.token_class[grammar]))
             for position, token in enumerate(chosen.tolist()):
@@ -139,7 +141,7 @@ class Constraints(Pytree):
 
     @property
     def initial_state(self) -> np.int32:
-        """The state of a request without a `logits_state`: of the only grammar; of several none."""
+        """The state of a request without a `logits_state`: the start of a single grammar, or no constraint."""
         return self.state() if self.grammars == 1 else np.int32(NONE)
 
     def check_request(self, request: Any, state: Any) -> None:
@@ -170,22 +172,25 @@ class Constraints(Pytree):
     def __call__(
         self, logits: jax.Array, last: jax.Array, positions: jax.Array, state: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The logits f32[S, V], -inf for tokens that a row's grammar forbids; and the rows' states.
+        """Sets the logits f32[S, V] of forbidden tokens to -inf. Also returns the rows' states.
 
         Args:
-          logits: f32[S, V]; tokens beyond the grammars' are forbidden.
-          last: i32[S]; the last token of each row: of its prompt, at the first time.
+          logits: f32[S, V]; tokens beyond the grammars' vocabulary are forbidden.
+          last: i32[S]; last token of each row, at first the last token of its prompt.
           positions: i32[S]; not used.
-          state: i32[S]; -1: the row has no constraint.
+          state: i32[S]; -1 for rows without a constraint.
 
         Raises:
           ValueError: while tracing, if the model has fewer tokens than the grammars.
         """
         del positions
-        (rows, vocabulary), size = logits.shape, self.token_class.shape[1]
+        (rows, vocabulary) = logits.shape
+        size = self.token_class.shape[1]
         if vocabulary < size:
             raise ValueError(f"logits: got {vocabulary} tokens, wanted at least the {size} of the grammars")
-        is_bound, is_first, states = state != NONE, state < NONE, self.next_state.shape[1]
+        is_bound = state != NONE
+        is_first = state < NONE
+        states = self.next_state.shape[1]
         grammar, current = jnp.divmod(jnp.maximum(jnp.where(is_first, _FIRST - state, state), 0), states)
         after = pick(self.next_state, (grammar, current, pick(self.token_class, (grammar, last)))).astype(jnp.int32)
         # A token that was forbidden, which another logits_fn has forced, ends the text as a stop token does.
@@ -204,7 +209,7 @@ class Constraints(Pytree):
 def _placed(
     table: TokenTable, stop: np.ndarray, max_states: int, max_classes: int, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The leaves of one grammar, without an axis for it, in arrays of these limits."""
+    """The leaves of a grammar, without an axis for it, in arrays of these limits."""
     num_states, num_classes = table.next_state.shape
     next_state = np.full((max_states + 1, max_classes + 2), _FORBIDDEN, np.int16)
     inner = next_state[1 : num_states + 1]
@@ -227,24 +232,25 @@ def constrain(
     max_states: int = 4096,
     max_classes: int = 1024,
 ) -> Constraints:
-    """Constrains answers to a JSON schema, to a regular expression, or to one of some texts.
+    """Constrains answers to a JSON schema, a regular expression, or a list of choices.
 
-    Pass it as `logits_fn`, with the same stop tokens: an answer that ends with "stop" then has a text of the grammar
-    before the stop token, and one that ends earlier, by `max_new_tokens`, the begin of one. All grammars of a tokenizer
-    have arrays of the same shapes, of 2 bytes for each state and class.
+    Pass it as `logits_fn`, with the same stop tokens. An answer with finish "stop" then has a text of the grammar
+    before the stop token. If `max_new_tokens` ends an answer earlier, it has the beginning of such a text. All grammars
+    of a tokenizer have arrays of the same shapes, with 2 bytes for each state and class.
 
     Args:
       schema: a JSON schema, or its text; see `kvjax.grammar.compile_schema`.
-      regex: is matched by the whole answer; see `kvjax.grammar.compile_regex`.
-      choices: texts.
-      tokenizer: of `tokenizers` or `transformers`, or a `kvjax.grammar.Vocabulary`, read once for many grammars.
-      stop_tokens: end an answer; allowed where the text is complete, and nowhere else.
-      max_states: the most states of the automaton.
-      max_classes: the most classes of tokens that it tells apart.
+      regex: a regular expression for the whole answer; see `kvjax.grammar.compile_regex`.
+      choices: texts to choose from.
+      tokenizer: a tokenizer of `tokenizers` or `transformers`. To read it once for many grammars, pass a
+        `kvjax.grammar.Vocabulary`.
+      stop_tokens: tokens that end an answer, allowed only where the text is complete.
+      max_states: maximum states of the automaton.
+      max_classes: maximum classes of tokens in the automaton.
 
     Raises:
-      ValueError: unless one of schema, regex and choices is given; without a stop token. A `GrammarError` for one that
-        is not served, or too large, which names the place in the schema.
+      ValueError: unless you pass exactly one of schema, regex and choices, and a stop token. A `GrammarError` names the
+        place in the schema if the grammar is unsupported or too large.
     """
     given = {"schema": schema, "regex": regex, "choices": choices}
     names = [name for name, value in given.items() if value is not None]
@@ -257,64 +263,64 @@ def constrain(
 
 
 class Chain(Pytree):
-    """Several `logits_fn`, one after the other.
+    """Several `logits_fn`, called in turn.
 
     Attributes:
-      functions: in their order.
+      functions: the functions, in order.
     """
 
     functions: tuple[Any, ...]
 
     @property
     def initial_state(self) -> tuple[Any, ...] | None:
-        """The states of a request without a `logits_state`; None if no function has one."""
+        """The states of a request without a `logits_state`, or None if no function has a state."""
         states = tuple(initial_state(function) for function in self.functions)
         return None if all(state is None for state in states) else states
 
     def check_request(self, request: Any, state: Any) -> None:
-        """Raises a ValueError for a request that one of the functions does not serve."""
-        for function, own in zip(self.functions, state or (), strict=False):
-            check_request(function, request, own)
+        """Raises a ValueError for a request that a function does not serve."""
+        for function, function_state in zip(self.functions, state or (), strict=False):
+            check_request(function, request, function_state)
 
     def __call__(self, logits: jax.Array, last: jax.Array, positions: jax.Array, *state: Any) -> Any:
-        """The logits after all functions; with a tuple of states, of which None is none, also the new ones."""
+        """Calls all functions. Returns the logits, and with a tuple of states also the new states; None is no state."""
         states = state[0] if state else (None,) * len(self.functions)
         new = []
-        for function, own in zip(self.functions, states, strict=True):
-            if own is None:
+        for function, function_state in zip(self.functions, states, strict=True):
+            if function_state is None:
                 logits = function(logits, last, positions)
             else:
-                logits, own = function(logits, last, positions, own)
-            new.append(own)
+                logits, function_state = function(logits, last, positions, function_state)
+            new.append(function_state)
         return (logits, tuple(new)) if state else logits
 
 
 def chain(*functions: Any) -> Chain:
-    """One `logits_fn` of several: each gets the logits of the one before it. A constraint comes last.
+    """Combines several `logits_fn`: each gets the logits of the function before it. A constraint comes last.
 
-    The `logits_state` is a tuple with a state for each function, and None for one without; a request that has none
-    gets the `initial_state` of each.
+    The `logits_state` is a tuple with a state for each function, and None for a function without a state. A request
+    without a `logits_state` gets the `initial_state` of each.
 
     Raises:
-      ValueError: if one is no function.
+      ValueError: if an argument is not a function.
     """
-    check_functions(**{f"functions[{number}]": function for number, function in enumerate(functions)})
+    check_functions(**{f"functions[{position}]": function for position, function in enumerate(functions)})
     return Chain(tuple(map(as_tree, functions)))
 
 
 def as_tree(logits_fn: Any) -> Any:
-    """A `logits_fn` as a pytree, whose arrays a program takes as arguments; another function is a static part of it."""
+    """Converts a `logits_fn` to a pytree, whose arrays a program takes as arguments. A plain function is static."""
     leaves = jax.tree.leaves(logits_fn)
     return jax.tree_util.Partial(logits_fn) if leaves and leaves[0] is logits_fn else logits_fn
 
 
 def initial_state(logits_fn: Any) -> Any:
-    """The `logits_state` of a request that has none; None if the function keeps none by itself."""
+    """The `logits_state` of a request without a state, or None if the function has none."""
     return getattr(logits_fn, "initial_state", None)
 
 
 def check_request(logits_fn: Any, request: Any, state: Any) -> None:
-    """Raises a ValueError for a request that the function does not serve, if it has a method to say so."""
+    """Raises a ValueError for a request that the function does not serve, if it has a method to check this."""
     check = getattr(logits_fn, "check_request", None)
     if check is not None and state is not None:
         check(request, state)

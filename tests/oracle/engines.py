@@ -342,7 +342,7 @@ class Served(Life):
         states: list[Any] = []
         if self.config.penalties:
             penalties = {"repetition": 1.0, **penalties}
-            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, most=MOST_BIASES))
+            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, max_biases=MOST_BIASES))
         if self.constraints is not None:
             states.append(np.int32(NONE) if grammar is None else self.constraints.state(grammar))
         return tuple(states) if len(states) > 1 else states[0] if states else None
@@ -422,7 +422,7 @@ class Served(Life):
             limits |= {"min_p": True, "logits_state": self.logits_state()}
         self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
         self.standing = options.listeners._listeners[1][1]
-        self.engine._thread._most_lent = 2 if self.config.salts and not self.config.store else 64
+        self.engine._thread._max_lent = 2 if self.config.salts and not self.config.store else 64
         self.take(self.engine._thread.driver, {})
 
     def _turn(self, request: dict[str, Any]) -> None:

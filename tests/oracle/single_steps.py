@@ -48,7 +48,7 @@ def decode(
             decoded.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
             ~extended.ok,
         )
-        left = rows.left - active.astype(jnp.int32)
+        left = rows.remaining - active.astype(jnp.int32)
         stopped = jnp.any(token[:, None] == stop[None], axis=1)
         goes_on = ~stopped & (left > 0) & (cache.state.seqs.length < spec.max_length)
         rows = rows.replace(

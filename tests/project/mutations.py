@@ -399,8 +399,8 @@ MISTAKES = [
     Mistake(
         "a repetition penalty counts the answer alone",
         "kvjax/serving/penalties.py",
-        "at < num_prompt[:, None]) > 0",
-        "at < 0) > 0",
+        "token_index < num_prompt[:, None]) > 0",
+        "token_index < 0) > 0",
         "tests/unit/serving/test_penalties.py",
     ),
     Mistake(

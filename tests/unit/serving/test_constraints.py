@@ -264,7 +264,7 @@ def test_an_engine_has_grammars_of_each_request_and_takes_new_ones_while_it_runs
             counted.append(driver.turn._jitted._cache_size())
         assert len(set(counted)) == 1, "a grammar has compiled a program"
         for other in (stacked(*grammars[:2]), penalize, grammars[0].constraint, None):
-            with pytest.raises(ValueError, match=r"^logits_fn: got .*, wanted arrays like those of the engine's"):
+            with pytest.raises(ValueError, match=r"^logits_fn: got .*, wanted arrays like the engine's"):
                 engine.replace_logits_fn(other)
         with pytest.raises(ValueError, match=r"^stop_tokens: got .*, wanted some of the grammar's"):
             engine.submit(ask([1], logits_state=function.state(1), stop_tokens=[7]))

@@ -331,7 +331,7 @@ def test_a_request_that_a_run_does_not_know_is_named_before_anything_runs(way):
     names = Namespaces()
     own, session = names("own"), WAYS[way]()
     prompt = "" if way == "Engine" else "prompt 4: "
-    with pytest.raises(ValueError, match=f"^{prompt}namespace: got 2, wanted one of 2 that names gave out; a saved"):
+    with pytest.raises(ValueError, match=f"^{prompt}namespace: got 2, wanted a number of the 2 that names gave"):
         session.run([*GREEDY, ask([1, 2], namespace=2)], names=names)
     assert way == "Engine" or not any(session.events)
     assert_alike(session.run(changed(GREEDY, namespace=[own] * 4), names=names), wanted(GREEDY))

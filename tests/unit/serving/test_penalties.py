@@ -22,7 +22,7 @@ def stacked(*each):
 def test_logits_are_those_of_plain_arithmetic():
     rng = np.random.default_rng(0)
     wanted = [(0.5, 0.25, {1: 3.0, 6: -100.0}), (0.0, 0.0, {}), (-1.5, 0.0, {}), (0.0, 1.0, {0: 2.0})]
-    state = stacked(*(Penalties.of(MOST, *one, most=2) for one in wanted))
+    state = stacked(*(Penalties.of(MOST, *one, max_biases=2) for one in wanted))
     prompt, chosen = rng.integers(0, VOCABULARY, 4), rng.integers(0, VOCABULARY, (4, MOST))
     for step in range(MOST):
         logits = rng.normal(size=(4, VOCABULARY)).astype(np.float32)
@@ -51,7 +51,7 @@ def test_the_repetition_penalty_is_that_of_transformers():
     wanted = [(0.0, 0.0, None, 1.3), (0.5, 0.25, {1: 3.0}, 1.8), (0.5, 0.0, {2: -1.0}, 1.0), (0.0, 0.0, {}, 0.7)]
     prompts, chosen = rng.integers(0, VOCABULARY, (4, length)), rng.integers(0, VOCABULARY, (4, MOST))
     state = stacked(*(
-        Penalties.of(length + MOST, *one[:3], repetition=one[3], prompt=prompt, most=2)
+        Penalties.of(length + MOST, *one[:3], repetition=one[3], prompt=prompt, max_biases=2)
         for one, prompt in zip(wanted, prompts, strict=True)
     ))  # fmt: skip
     for step in range(MOST):
@@ -88,7 +88,7 @@ def test_rows_without_any_make_no_array_of_the_logits_size():
         ({"max_tokens": 0}, "max_tokens: got 0"),
         ({"frequency": np.nan}, "frequency: got .nan., wanted finite numbers"),
         ({"bias": {1: np.inf}}, "bias: got .*inf.*, wanted finite numbers"),
-        ({"bias": {1: 0, 2: 0, 3: 0}, "most": 2}, "bias: got 3 tokens, wanted at most 2"),
+        ({"bias": {1: 0, 2: 0, 3: 0}, "max_biases": 2}, "bias: got 3 tokens, wanted at most 2"),
         ({"repetition": 0}, "repetition: got 0, wanted a number from 0.01 to 100"),
         ({"repetition": -1.5}, "repetition: got -1.5, wanted a number from 0.01 to 100"),
         ({"repetition": np.inf}, "repetition: got inf, wanted a number from 0.01 to 100"),
@@ -148,7 +148,7 @@ def test_an_engine_and_a_batch_penalize_those_who_ask_and_nobody_else():
     with drive.engine(MODEL, make_cache(), logits_state=Penalties.of(most), **options) as engine:
         handles = [engine.submit(one) for one in asks * 2]
         found = [handle.result(60).tokens for handle in handles]
-        with pytest.raises(ValueError, match=r"logits_state: got .*, wanted arrays like those of the engine"):
+        with pytest.raises(ValueError, match=r"logits_state: got .*, wanted arrays like the engine's"):
             engine.submit(ask([1], logits_state=Penalties.of(most + 1), retention=None))
     assert found == [chosen(prompt, **one) for prompt, one in zip(prompts, wanted, strict=True)] * 2
     states = [Penalties.of(most, **one) for one in wanted]
