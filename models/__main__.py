@@ -19,9 +19,9 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Prints it."""
-    for name, what in COMMANDS.items():
-        print(f"python -m {__spec__.parent}.{name:<15}{what}")
+    """Prints the list."""
+    for name, purpose in COMMANDS.items():
+        print(f"python -m {__spec__.parent}.{name:<15}{purpose}")
     print("Each takes --help.")
 
 

@@ -176,7 +176,7 @@ async def pieces(
       Failed: if it was not served.
     """
     seen = shown = 0
-    outputs: Any = handle.changes(listens=listens, period=PERIOD)  # a generator
+    outputs: Any = handle.changes(is_streaming=listens, period=PERIOD)  # a generator
     async with contextlib.aclosing(outputs) as changes:
         async for output in changes:
             done = handle.done  # before the tokens are read: then they are all there

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over keys and values, and the ways in which one layer's tokens reach each other.
+"""Attention over keys and values, through a paged cache (`Paged`) or over whole sequences (`Dense`).
 
-A layer of a `ModelConfig` is the config of what mixes its tokens: a `LayerConfig`, or another `Mixer` of its family.
+`ModelConfig.layers` has an entry for each layer: a `LayerConfig` for attention, or another `Mixer` of the family.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from .norm import RMSNorm
 from .rope import Angles, Rope
 from .scan import Turn
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
+# Types of layers in a config.json.
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 
 
 class Mixer:
-    """The config of a module that mixes a layer's tokens; a frozen dataclass, since layers of equal ones are scanned.
+    """The config of a module that mixes a layer's tokens.
+
+    It is a frozen dataclass, because layers with equal configs are scanned.
 
     Attributes:
-      name: of the module in the layer, as in checkpoints.
-      layer_type: of the layer in a config.json.
-      reuses: number of the earlier layer whose keys and values this one attends to; it has none itself.
-      rotation: the rope, and the width of the heads that it rotates; None: tokens have no position.
-      module: class of the module, made of a `ModelConfig`, this config, a dtype and `nnx.Rngs` like `Attention`.
+      name: the module's name in the layer and in checkpoints.
+      layer_type: the layer's type in a config.json.
+      reuses: index of the earlier layer whose keys and values this layer attends to; None gives it its own.
+      rotation: the rope, and the width of the heads it rotates; None leaves tokens without a position.
+      module: class of the module, made from a `ModelConfig`, this config, a dtype and `nnx.Rngs`, as `Attention` is.
     """
 
     name: ClassVar[str] = "self_attn"
@@ -48,43 +53,50 @@ class Mixer:
 
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """The way in which one layer's tokens reach each other: through the paged cache.
+    """Mixing of a layer's tokens through the paged cache.
 
     Attributes:
-      view: of the cache.
-      number: of the layer.
-      turn: tells in a scan which of several layers it is.
+      view: the cache's view for these tokens.
+      layer_index: the layer, or in a scan the first layer of its phase.
+      turn: the layer of the phase; None outside a scan.
     """
 
     view: kvjax.pools.View
-    number: int
+    layer_index: int
     turn: Turn | None = None
 
     def attend(self, cache, q, kv, angles, *, window, scale, sinks):
-        """The mixed values [R, C, Q, D] of q [R, C, Q, D], and k and v [R, C, K, D]; and the cache.
+        """Attends from q [R, C, Q, D] to the cache after writing `kv`, which is k and v [R, C, K, D].
 
-        q and k are yet to be rotated by `angles`. In place of k and v, `kv` may be the number of an earlier layer,
-        whose keys and values are attended to. The other arguments are those of `kvjax.attend`.
+        `angles` rotate q and k here. If `kv` is the index of an earlier layer, q attends to that layer's keys and
+        values, and nothing is written. `window`, `scale` and `sinks` go to `kvjax.attend`.
+
+        Returns:
+          The mixed values [R, C, Q, D], and the cache.
         """
         options: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks}
         if isinstance(kv, int):
             return kvjax.attend(rotate(q, angles), cache, kv, self.view, **options), cache
+        k, v = kv
         index = self._index(cache)
-        q, cache = kvjax.rope_write(cache, self.number, q, kv[0], kv[1], angles, self.view, index=index)
-        return kvjax.attend(q, cache, self.number, self.view, index=index, **options), cache
+        q, cache = kvjax.rope_write(cache, self.layer_index, q, k, v, angles, self.view, index=index)
+        return kvjax.attend(q, cache, self.layer_index, self.view, index=index, **options), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
-        """The mixed latents [R, C, Q, values] of q [R, C, Q, L] and latents [R, C, 1, L]; and the cache.
+        """Attends from q [R, C, Q, L] to the cached latents after writing latents [R, C, 1, L].
 
-        The cache knows how many columns are values.
+        The first `values` columns of a latent are its values, as the cache's spec says too.
+
+        Returns:
+          The mixed values [R, C, Q, values], and the cache.
         """
         index = self._index(cache)
-        cache = kvjax.write(cache, self.number, latents, None, self.view, index=index)
-        return kvjax.attend(q, cache, self.number, self.view, index=index, scale=scale), cache
+        cache = kvjax.write(cache, self.layer_index, latents, None, self.view, index=index)
+        return kvjax.attend(q, cache, self.layer_index, self.view, index=index, scale=scale), cache
 
     def recur(self, cache, cell, inputs):
-        """The outputs [R, C, ...] of a cell; and the cache."""
-        return kvjax.recur(cell, cache, self.number, self.view, inputs, index=self._index(cache))
+        """Runs a cell from the states in the cache. Returns its outputs [R, C, ...] and the cache."""
+        return kvjax.recur(cell, cache, self.layer_index, self.view, inputs, index=self._index(cache))
 
     def _index(self, cache) -> jax.Array | None:
         return None if self.turn is None else self.turn.index(cache.spec)
@@ -92,20 +104,22 @@ class Paged:
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """The same in whole sequences, where `cache` is a dict of the keys and values that other layers reuse, by number.
+    """Mixing of a layer's tokens in whole sequences, with the methods of `Paged`.
+
+    `cache` is a dict here. It maps the index of a layer to its keys and values, if other layers reuse them.
 
     Attributes:
-      number: of the layer.
-      is_reused: whether others attend to its keys and values.
+      layer_index: the layer.
+      is_reused: whether other layers attend to its keys and values.
     """
 
-    number: int
+    layer_index: int
     is_reused: bool
 
     def attend(self, cache, q, kv, angles, *, window, scale, sinks):
         """See `Paged`."""
         k, v = cache[kv] if isinstance(kv, int) else (rotate(kv[0], angles), kv[1])
-        cache = {**cache, self.number: (k, v)} if self.is_reused else cache
+        cache = {**cache, self.layer_index: (k, v)} if self.is_reused else cache
         return dense_attention(rotate(q, angles), k, v, window, scale, sinks), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
@@ -123,16 +137,19 @@ type Mixing = Paged | Dense
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; perhaps with norms of queries and keys, a gate on its output, and sinks.
+    """Grouped-query attention, perhaps with norms of queries and keys, a gate on its output, and sinks.
 
-    A sink is a logit of a query head that has no value.
+    A sink is an extra logit of a query head. It takes weight from the others, and has no value.
     """
 
     def __init__(self, config: Any, layer: LayerConfig, dtype, rngs: nnx.Rngs):
         linear = partial(nnx.Linear, config.hidden_size, use_bias=config.qkv_bias, param_dtype=dtype, rngs=rngs)
         norm = partial(RMSNorm, layer.head_dim, config, dtype)
-        self.layer, self.scale, self.is_gated = layer, config.attention_scale, config.output_gate
-        queries, keys = config.num_heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        self.layer = layer
+        self.scale = config.attention_scale
+        self.is_gated = config.output_gate
+        queries = config.num_heads * layer.head_dim
+        keys = layer.kv_heads * layer.head_dim
         self.q_proj = linear(queries * (2 if self.is_gated else 1))  # a query, then its gate
         if layer.reuses is None:
             self.k_proj = linear(keys)
@@ -145,8 +162,11 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(config.num_heads, dtype)) if config.sinks else None
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
-        """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
-        layer, q, gate, kv = self.layer, self.q_proj(x), None, self.layer.reuses
+        """Mixes x [R, C, E]. Returns the mixed values [R, C, E] and the cache."""
+        layer = self.layer
+        kv = layer.reuses
+        q = self.q_proj(x)
+        gate = None
         if self.is_gated:
             q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * layer.head_dim), 2, axis=-1)
         q = self._heads(q, self.q_norm)
@@ -166,15 +186,15 @@ class Attention(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig(Mixer):
-    """One attention layer.
+    """An attention layer.
 
     Attributes:
       kv_heads: K.
-      head_dim: D, of queries, keys and values.
-      window: a token attends to so many tokens, itself included; None: to all before it.
-      rope: how queries and keys are rotated.
-      keys_are_values: whether the values are the keys' projection (before norm and rope) instead of their own.
-      reuses: number of the earlier layer whose keys and values this one attends to; it has none itself.
+      head_dim: D, the width of queries, keys and values.
+      window: number of tokens a token attends to, itself included; None means no limit.
+      rope: the rotation of queries and keys.
+      keys_are_values: whether values are the keys before norm and rope, instead of a projection of their own.
+      reuses: index of the earlier layer whose keys and values this layer attends to; None gives it its own.
     """
 
     kv_heads: int
@@ -186,7 +206,7 @@ class LayerConfig(Mixer):
     module: ClassVar[type[Any]] = Attention
 
     def check(self, num_heads: int) -> LayerConfig:
-        """Returns itself; ValueError if K does not divide the query heads, D is odd, or the rope does not fit."""
+        """Returns this config. Raises a ValueError if K does not divide the heads, D is odd, or the rope is unfit."""
         if num_heads % self.kv_heads:
             wanted = f"a divisor of num_attention_heads={num_heads}"
             raise ValueError(f"num_key_value_heads: got {self.kv_heads}, wanted {wanted}")
@@ -197,7 +217,7 @@ class LayerConfig(Mixer):
 
     @property
     def layer_type(self) -> str:
-        """By the window."""
+        """The type of a layer with or without a window."""
         return FULL if self.window is None else SLIDING
 
     @property
@@ -206,14 +226,23 @@ class LayerConfig(Mixer):
         return self.rope, self.head_dim
 
     def spec(self) -> kvjax.LayerSpec:
-        """The layer's part of the cache; blocks that have left the window are released."""
+        """The layer's part of the cache, which releases blocks outside the window."""
         return kvjax.LayerSpec(self.kv_heads, self.head_dim, self.window)
 
 
 def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, window=None, scale=None, sinks=None) -> jax.Array:
-    """The mixed values [B, T, Q, V] of whole sequences q [B, T, Q, D], k [B, T, K, D] and v [B, T, K, V].
+    """Attention over whole sequences, with the options of `kvjax.attend`, which computes the same from a cache.
 
-    The options are those of `kvjax.attend`, which computes the same from a cache.
+    Args:
+      q: [B, T, Q, D].
+      k: [B, T, K, D].
+      v: [B, T, K, V].
+      window: number of tokens a token attends to; None means no limit.
+      scale: factor on the scores; None defaults to 1 / sqrt(D).
+      sinks: f32[Q]; None disables sinks.
+
+    Returns:
+      The mixed values [B, T, Q, V].
     """
     batch, length, heads, width = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, width)

@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pathlib
-import signal
-import subprocess
-import sys
-import threading
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .checkpoint import TOKENIZER_CONFIG
 from .fields import read_json, read_text
+from .limited_process import LimitedProcess, Stopped
 from .loading import open_checkpoint
 
 SECONDS = 2  # of CPU time for a template to compile, and for each text
 MOST_BYTES = 512 << 20  # of memory of its process
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # behind a message; transformers' tag, which some templates know
 _PROGRAM = pathlib.Path(__file__).with_name("template_process.py")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -34,74 +30,87 @@ class Template:
     Source: transformers, `apply_chat_template`.
     """
 
-    def __init__(self, text: str, tokens: dict[str, str], fault: str | None = None):
-        """Compiles a text in Jinja, or notes why it could not be read; `tokens` are the special ones by name."""
+    def __init__(
+        self, text: str, tokens: dict[str, str], fault: str | None = None, *, for_tools: Template | None = None
+    ):
+        """Compiles a text in Jinja, or notes why it could not be read; `tokens` are the special ones by name.
+
+        A checkpoint may have another template `for_tools`.
+        """
         self._text, self._tokens, self.end, self.fault = text, tokens, tokens.get("eos_token"), fault
-        self._lock = threading.Lock()
-        if fault is None:
+        self._for_tools = for_tools
+        if fault is None and importlib.util.find_spec("jinja2") is None:
+            self.fault = 'a chat template needs jinja2: pip install "kvjax[models]"'
+        elif fault is None:
+            first = {"template": text}
+            self._process = LimitedProcess(_PROGRAM, seconds=SECONDS, most_bytes=MOST_BYTES, first=first)
             try:
-                self._start()
+                self._text_of(self._process.start)
             except ValueError as error:
                 self.fault = str(error)
+                self._process.close()
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    @property
+    def tools_text(self) -> str:
+        """The text in Jinja of the template that renders tools."""
+        return self._text if self._for_tools is None else self._for_tools.tools_text
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
+        add_generation_prompt: bool = True, continue_final_message: bool = False,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         """The text of a conversation, up to where the model is to answer.
 
         Any thread may call it, and waits until the texts of the others are made.
 
+        Args:
+          messages: of the conversation.
+          tools: that the model may call, as the API has them.
+          add_generation_prompt: whether the text ends with the beginning of an answer.
+          continue_final_message: whether the text ends with that of the last message, which the model goes on with.
+          values: more values for the template by their names, such as `enable_thinking`.
+
         Raises:
-          ValueError: if the template has a fault, refuses the conversation, or takes too much time or memory.
+          ValueError: if the template has a fault, refuses the conversation, drops the message that is to be continued,
+            or takes too much time or memory.
         """
         if self.fault is not None:
             raise ValueError(self.fault)
-        values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **self._tokens}
-        with self._lock:
-            if self._process.poll() is not None:
-                self._end()
-                self._start()
-            return self._ask({"values": values})
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(
+                messages, tools, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, values=values,
+            )  # fmt: skip
+        if continue_final_message:
+            *others, last = messages
+            if not isinstance(last.get("content"), str):
+                raise ValueError("chat template: the last message, which was to be continued, has no text")
+            messages = [*others, {**last, "content": last["content"] + _CONTINUED}]
+        own_values = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        request = {"values": {"documents": None, **self._tokens, **(values or {}), **own_values}}
+        text = self._text_of(lambda: self._process.ask(request))
+        return _before_end(text) if continue_final_message else text
 
-    def _start(self) -> None:
-        """Starts the process, which compiles the template."""
-        if importlib.util.find_spec("jinja2") is None:
-            raise ValueError('a chat template needs jinja2: pip install "kvjax[models]"')
-        command = [sys.executable, "-P", str(_PROGRAM), str(SECONDS), str(MOST_BYTES)]
-        pipe, no_file = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=no_file)
-        self._end = weakref.finalize(self, _end, self._process)
+    def _text_of(self, ask: Callable[[], dict[str, Any]]) -> str:
+        """The process's answer."""
         try:
-            self._ask({"template": self._text})
-        except ValueError:
-            self._end()
-            raise
-
-    def _ask(self, request: dict[str, Any]) -> str:
-        """The answer of the process."""
-        process: Any = self._process  # with pipes
-        try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        except KeyboardInterrupt:  # the answer would be taken for the next request's
-            self._end()
-            raise
-        if not line:
-            process.wait()
-            self._end()
-            took = f"it takes more than {SECONDS} s" if process.returncode == -signal.SIGPROF else "its process ended"
-            raise ValueError(f"chat template: {took}")
-        answer = json.loads(line)
+            answer = ask()
+        except Stopped as error:
+            raise ValueError(f"chat template: {error}") from None
+        except RecursionError:
+            raise ValueError("chat template: the values are nested too deeply") from None
         if "error" in answer:
             raise ValueError(f"chat template: {answer['error']}")
         return answer["text"]
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Ends a process that has no request, or has ended by itself."""
-    process.kill()
-    process.communicate()
+def _before_end(text: str) -> str:
+    """The text up to the end of the message with `_CONTINUED`; a template that trims messages has trimmed its end."""
+    before, mark, after = text.rpartition(_CONTINUED.strip())
+    if not mark:
+        raise ValueError("chat template: it drops the last message, which was to be continued")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def load_template(folder: str, other: pathlib.Path | None = None) -> Template | None:
@@ -117,27 +126,39 @@ def load_template(folder: str, other: pathlib.Path | None = None) -> Template | 
     """
     checkpoint, file = open_checkpoint(folder), pathlib.Path(folder, "chat_template.jinja")
     config, fields = checkpoint.file_of(TOKENIZER_CONFIG), checkpoint.fields(TOKENIZER_CONFIG)
+    of_tools = file.with_name("additional_chat_templates") / "tool_use.jinja"
     if other is not None or file.exists():
         text = read_text(other or file)
+        tools_text = read_text(of_tools) if other is None and of_tools.exists() else None
     else:
-        text = _default(config, fields.get("chat_template"))
-    return None if text is None else Template(text, _special_tokens(config, fields))
+        text, tools_text = _named(config, fields.get("chat_template"))
+    if text is None:
+        return None
+    tokens = _special_tokens(config, fields)
+    return Template(text, tokens, for_tools=None if tools_text is None else Template(tools_text, tokens))
 
 
-def stop_tokens(ends: Iterable[int], tokenizer: Any, template: Template | None) -> list[int]:
-    """The tokens that end an answer: those that end a text, and the one that ends a turn."""
-    turn_end = tokenizer.token_to_id(template.end) if tokenizer and template and template.end else None
-    return [*dict.fromkeys([*ends, *([] if turn_end is None else [turn_end])])]
+def stop_tokens(
+    ends: Iterable[int], tokenizer: Any, template: Template | None, call_end: str | None = None
+) -> list[int]:
+    """The tokens that end an answer: those that end a text, a turn, and perhaps a call of a tool."""
+    texts = [text for text in (template.end if template else None, call_end) if text]
+    found = [tokenizer.token_to_id(text) for text in texts] if tokenizer else []
+    return [*dict.fromkeys([*ends, *(token for token in found if token is not None)])]
 
 
-def _default(config: pathlib.Path, template: Any) -> str | None:
-    """The template that tokenizer_config.json has, as a text, or as the default one of several with names."""
+def _named(config: pathlib.Path, template: Any) -> tuple[str | None, str | None]:
+    """The template that tokenizer_config.json has, and the one for tools.
+
+    It is a text, or a list of several with names, one of them "default" and perhaps another one "tool_use".
+    """
     if template is None or isinstance(template, str):
-        return template
+        return template, None
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-        text = {str(entry.get("name")): entry.get("template") for entry in template}.get("default")
-        if isinstance(text, str):
-            return text
+        texts = {str(entry.get("name")): entry.get("template") for entry in template}
+        text, tools_text = texts.get("default"), texts.get("tool_use")
+        if isinstance(text, str) and isinstance(tools_text, str | None):
+            return text, tools_text
     wanted = "a text, or a list of objects with name and template, one of them with the name 'default'"
     raise ValueError(f"{config}: chat_template: got {template!r:.80}, wanted {wanted}")
 

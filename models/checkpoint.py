@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a folder in Hugging Face format. A GGUF file (`gguf_file.py`) has the methods of one."""
+"""Checkpoints: a folder in Hugging Face format. A GGUF file (`gguf_file.py`) has the same methods."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from safetensors import SafetensorError, safe_open
 from . import fp8
 from .fields import check_file, errors_in, read_json, shortened
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_OF_DECODER = re.compile(r"(model\.)?language_model\.")  # in a checkpoint that also has towers for images or sound
-# Names in a checkpoint of the stream without its output matrix, as `AutoModel` saves it.
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_DECODER_PREFIX = re.compile(r"(model\.)?language_model\.")  # in a checkpoint with towers for images or sound
+# Names in a checkpoint without an output matrix, as `AutoModel` saves it.
 _BARE = re.compile(r"(layers|norm|embed_tokens|embed_tokens_per_layer|per_layer_\w+|rotary_emb\w*)\.")
 
 
@@ -29,8 +32,8 @@ class Tensor(NamedTuple):
 
     Attributes:
       shape: the sizes of its axes.
-      dtype: the dtype by safetensors' name, such as BF16.
-      read: returns a part of it, that of a slice for each axis.
+      dtype: name of the dtype in safetensors, such as BF16.
+      read: returns the part at an index, a slice for each axis.
     """
 
     shape: tuple[int, ...]
@@ -40,20 +43,20 @@ class Tensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder in Hugging Face format, of which a file is read when a method asks for it.
+    """A folder in Hugging Face format. Methods read its files when you call them.
 
     Attributes:
-      path: of the folder.
+      path: the folder's path.
     """
 
     path: pathlib.Path
 
     def file_of(self, name: str) -> pathlib.Path:
-        """The file that has the fields of this name."""
+        """The file with the fields of this name."""
         return self.path / name
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The fields of a file of JSON, none if it is not there; but config.json has to be."""
+        """Reads the fields of a file of JSON. A missing file has none, except config.json, which is required."""
         path = self.path / name
         return read_json(path) if name == CONFIG or path.exists() else {}
 
@@ -62,7 +65,7 @@ class Folder:
         return [self.path / CONFIG, *sorted(self._weight_map())]
 
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer`, None if the folder has none."""
+        """The `tokenizers.Tokenizer`, or None if the folder has none."""
         path = self.path / TOKENIZER
         if not path.exists():
             return None
@@ -73,16 +76,17 @@ class Folder:
             return Tokenizer.from_file(str(path))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by the names that a decoder alone gives them; weights of fp8 are dequantised as they are read.
+        """The tensors, by their names in a checkpoint of the decoder alone. Weights of fp8 are dequantised when read.
 
-        An index says which file has a tensor, and may leave out tensors of its files: they are taken too.
+        An index tells the file of each tensor. It may leave out tensors of its files, which are taken too.
         """
         fields = self.fields(CONFIG)
         with errors_in(self.path / CONFIG):
             scheme = fp8.read_scheme(fields)
         weight_map = self._weight_map()
         indexed = {name for names in weight_map.values() for name in names}
-        tensors, twice = {}, []
+        tensors = {}
+        duplicates = []
         for path, names in weight_map.items():
             file = _open(path)
             held = [*file.keys()]
@@ -90,19 +94,22 @@ class Folder:
                 got = f"got tensors that {path.name} lacks: {shortened(sorted(lacks))}"
                 raise ValueError(f"{self.path / INDEX}: {got}")
             for file_name in (*names, *(name for name in held if name not in indexed)):
-                name, part = _own_name(file_name), file.get_slice(file_name)
-                twice += [f"{name} (as {file_name})"] * (name in tensors)
+                name = _decoder_name(file_name)
+                part = file.get_slice(file_name)
+                if name in tensors:
+                    duplicates.append(f"{name} (as {file_name})")
                 is_fp8 = part.get_dtype() == fp8.DTYPE
                 read = functools.partial(fp8.read, path, file_name) if is_fp8 else part.__getitem__
                 tensors[name] = Tensor(tuple(part.get_shape()), part.get_dtype(), read)
-        if twice:
-            raise ValueError(f"{self.path}: tensors that are there twice: {shortened(twice)}")
+        if duplicates:
+            raise ValueError(f"{self.path}: tensors that are there twice: {shortened(duplicates)}")
         with errors_in(self.path):
             return tensors if scheme is None else fp8.dequantised(tensors, scheme)
 
     def _weight_map(self) -> dict[pathlib.Path, list[str]]:
-        """The weight files, each with the names of the tensors that an index says it has."""
-        index, single = self.path / INDEX, self.path / SINGLE
+        """The weight files, each with the names of its tensors in the index."""
+        index = self.path / INDEX
+        single = self.path / SINGLE
         if not index.exists():
             if not single.exists():
                 raise FileNotFoundError(f"{self.path}: found neither {SINGLE} nor {INDEX}")
@@ -129,8 +136,8 @@ def _open(path: pathlib.Path) -> Any:
         return safe_open(path, framework="numpy")
 
 
-def _own_name(name: str) -> str:
+def _decoder_name(name: str) -> str:
     """A tensor's name in a checkpoint of the decoder alone: language_model.norm.weight is model.norm.weight."""
-    prefix = _OF_DECODER.match(name)
+    prefix = _DECODER_PREFIX.match(name)
     name = name[prefix.end() :] if prefix else name
     return f"model.{name}" if _BARE.match(name) else name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of the command lines: errors of one line, files to write, and the compilation cache."""
+"""Common parts of the command lines: errors in a single line, files to write, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax
 import kvjax
 from kvjax._files import create
 
-INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
+INTERRUPTED = 130  # the shells' exit status for a command ended by Ctrl-C
 DTYPES = ("float32", "bfloat16", "float16")  # of weights
 EXTRAS = {
     "wires": ("msgspec and pyzmq", ("msgspec", "zmq")),
@@ -30,24 +30,24 @@ EXTRAS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of `python -m PACKAGE.COMMAND` under the name that the package was started by; errors are one line."""
+    """A parser of `python -m PACKAGE.COMMAND`, under the package's present name. Its errors are single lines."""
 
     def __init__(self, command: str, description: str | None):
         assert __spec__ is not None
         super().__init__(prog=f"python -m {__spec__.parent}.{command}", description=description)
 
     def error(self, message: str) -> NoReturn:
-        """Prints the message as one line and exits with 2."""
+        """Prints the message as a single line and exits with 2."""
         line = " ".join(message.removeprefix("argument ").split())
         self.exit(2, f"{self.prog}: {line}\n")
 
 
 class Refusing(NamedTuple):
-    """Inside a `with`, an error of a file, a value or a package ends the command with a line that names the option."""
+    """A `with` for an option. An error of a file, a value or a package ends the command with a line for the option."""
 
     parser: Parser
     option: str = ""
-    path: Any = None  # of a file whose errors do not name it
+    path: Any = None  # file to name in errors without a name
 
     def __enter__(self) -> None:
         pass
@@ -58,7 +58,7 @@ class Refusing(NamedTuple):
 
 
 def number[T: (int, float)](kind: type[T], least: T, most: T | None = None) -> Callable[[str], T]:
-    """A type of an argument: a number from `least` to `most`."""
+    """The type of an argument with a number from `least` to `most`."""
     wanted = f"wanted {'an int' if kind is int else 'a number'} of at least {least}"
     wanted += "" if most is None else f" and at most {most}"
 
@@ -75,7 +75,7 @@ def number[T: (int, float)](kind: type[T], least: T, most: T | None = None) -> C
 
 
 def size(text: str) -> int:
-    """A type of an argument: bytes, with a unit or without."""
+    """The type of an argument with a number of bytes, with or without a unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]i?)?B?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a size such as 500MB or 10GiB")
@@ -85,12 +85,12 @@ def size(text: str) -> int:
 
 
 def add_scan(parser: Parser) -> None:
-    """The option that `load(..., scan=)` takes."""
+    """Adds the option for `load(..., scan=)`."""
     parser.add_argument("--scan", action="store_true", help="scan layers that repeat: compiles faster, may run slower")
 
 
 def add_outputs(parser: Parser) -> None:
-    """The options that `prepare`, `save` and `draw` read."""
+    """Adds the options for `prepare`, `save` and `draw`."""
     events_help = "write the cache's events there; `python -m kvjax.research log FILE` tells what they say"
     parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help=events_help)
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the blocks there when done")
@@ -98,13 +98,13 @@ def add_outputs(parser: Parser) -> None:
 
 
 def add_compile_cache(parser: Parser) -> None:
-    """The option that decides about `enable_compilation_cache`."""
+    """Adds the option against `enable_compilation_cache`."""
     folder = "in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kvjax"
     parser.add_argument("--no-compile-cache", action="store_true", help=f"compile anew (programs are kept {folder})")
 
 
 def prepare(parser: Parser, args: argparse.Namespace) -> None:
-    """Runs before anything is computed: refuses files that cannot be written, and sets the compilation cache."""
+    """Runs before any computation. Refuses files in missing folders, and sets the compilation cache."""
     for option in ("events", "plot", "trace"):
         path = getattr(args, option, None)
         if path is not None and not path.parent.is_dir():
@@ -115,7 +115,7 @@ def prepare(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def keep_programs(keep: bool) -> None:
-    """Sets the compilation cache, or switches it off. The process ends if the folder cannot be one."""
+    """Switches the compilation cache on or off. The process ends if its folder cannot be used."""
     if not keep:
         jax.config.update("jax_enable_compilation_cache", False)
         return
@@ -126,7 +126,7 @@ def keep_programs(keep: bool) -> None:
 
 
 def check_extra(parser: Parser, extra: str, option: str = "") -> None:
-    """Refuses an option, or a command, where the packages of an extra are missing."""
+    """Refuses an option, or a command, if the packages of an extra are missing."""
     needs, modules = EXTRAS[extra]
     if any(importlib.util.find_spec(module) is None for module in modules):
         parser.error(f'{option}{": " if option else ""}needs {needs}: pip install "kvjax[{extra}]"')
@@ -146,19 +146,19 @@ def draw(parser: Parser, args: argparse.Namespace, cache: Any) -> None:
 
 
 def save_picture(parser: Parser, args: argparse.Namespace, plot: Callable[[pathlib.Path], Any]) -> None:
-    """Calls `plot` with the file, if one is asked for."""
+    """Calls `plot` with the file in `--plot`, if given."""
     if args.plot is not None:
         with Refusing(parser, "--plot", args.plot):
             plot(args.plot)
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """The model's name, part of all names of blocks: the last part of its checkpoint's path."""
+    """The model's name, the last part of its checkpoint's path. Names of blocks contain it."""
     return os.path.basename(os.path.abspath(args.checkpoint))
 
 
 def reason(error: Exception, path: Any = None) -> str:
-    """The error's message, without errno; `path` is the file's name, which some errors do not have."""
+    """The error's message, without errno. `path` is the file's name for errors without it."""
     if isinstance(error, UnicodeDecodeError) and path is not None:
         return f"{path}: not UTF-8 at byte {error.start}"
     if isinstance(error, OSError) and error.strerror is not None:

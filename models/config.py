@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a decoder, from a Hugging Face config.json; fields it can't serve are refused by name."""
+"""The configuration of a decoder, from a Hugging Face config.json. Unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from .rope import Rope
 
 _FAMILIES = (LLAMA, GEMMA, DEEPSEEK, QWEN3_NEXT, KIMI_LINEAR, GPT_OSS)
 _OF_KIND: dict[str, Family] = {kind: family for family in _FAMILIES for kind in family.defaults}
-# Relatives that cannot be served, and why.
+# Related model types without support, and the reasons.
 _REFUSED = {"deepseek_v32": "its indexer chooses the tokens that are attended to"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder, as `decoder.Decoder` builds it.
+    """The configuration of a `decoder.Decoder`.
 
     Attributes:
-      model_type: of Hugging Face, such as llama.
+      model_type: the type in Hugging Face's config.json, such as llama.
       vocab_size: V.
       hidden_size: width of the residual stream.
       intermediate_size: width of the gated MLP.
       num_heads: Q, query heads of every layer.
-      layers: one entry per layer: a `LayerConfig`, or another mixer of the family's own.
-      rms_norm_eps: added to the mean square in every norm.
+      layers: an entry for each layer: a `LayerConfig`, or another mixer of the family.
+      rms_norm_eps: addend to the mean square in every norm.
       tie_word_embeddings: whether the embedding is the output matrix too.
-      qkv_bias, out_bias, mlp_bias: which projections have a bias.
+      qkv_bias, out_bias, mlp_bias: whether the projections have a bias.
       qk_norm: whether queries and keys are normalised per head.
       value_norm: whether values are normalised too, without weights.
-      norm_offset: added to the weights of every norm.
+      norm_offset: addend to the weights of every norm.
       norm_in_float32: whether a norm's weights are applied before the cast back to the stream's dtype.
       post_norms: whether the outputs of attention and MLP are normalised before they are added to the stream.
-      activation: of the MLP's gate: silu or gelu_pytorch_tanh.
-      attention_scale: factor on the scores; None: 1 / sqrt(D).
+      activation: activation of the MLP's gate: silu or gelu_pytorch_tanh.
+      attention_scale: factor on the scores; None defaults to 1 / sqrt(D).
       embed_scale: factor on the embeddings, rounded to their dtype.
-      logit_soft_cap: c makes every logit c * tanh(logit / c).
+      logit_soft_cap: c turns every logit into c * tanh(logit / c); None disables the cap.
       layer_scalar: whether each layer's output is multiplied by a weight.
-      double_wide_mlp: whether layers that reuse another layer's K/V have an MLP of twice the width.
-      per_layer_width: width of each layer's own embeddings, which are added after its MLP; 0: there are none.
-      per_layer_vocab: rows of the table of these embeddings.
+      double_wide_mlp: whether layers with reused K/V have an MLP of twice the width.
+      per_layer_width: width of each layer's own embeddings, which are added after its MLP; 0 disables them.
+      per_layer_vocab: rows in the table of these embeddings.
       output_gate: whether a gate scales the output of attention.
       sinks: whether each query head has a sink, a logit without a value.
-      experts: of layers that have them in place of an MLP; None: no layer has.
-      dense: numbers of the layers that have an MLP nevertheless.
-      max_positions: context length that the model was made for.
-      bos_token_id: first token of a text, if the model wants one.
-      eos_token_ids: tokens that end a text.
+      experts: experts in place of the MLP; None gives every layer an MLP.
+      dense: indices of layers with an MLP in a model with experts.
+      max_positions: context length of the model's training.
+      bos_token_id: first token of a text, or None.
+      eos_token_ids: tokens to end a text.
     """
 
     model_type: str
@@ -95,7 +95,7 @@ class ModelConfig:
 
     @property
     def rotations(self) -> tuple[tuple[Rope, int] | None, ...]:
-        """The rope of each layer, and the width of the heads that it rotates; None: a layer has none."""
+        """The rope of each layer, and the width of the heads it rotates, or None for a layer without a rope."""
         return tuple(layer.rotation for layer in self.layers)
 
     @classmethod
@@ -103,29 +103,29 @@ class ModelConfig:
         """Reads the fields of a config.json.
 
         Args:
-          fields: the parsed file, as any transformers version from 4.37 to 5 writes it.
+          fields: the parsed file, from any transformers version from 4.37 to 5.
 
         Returns:
           The config.
 
         Raises:
-          ValueError: naming the field, its value and what was wanted.
+          ValueError: the message has the field, its value and the wanted value.
         """
         family = _family(fields)
         return cls(**family.read(family.fields(fields)))
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields of a config.json that `from_hf` reads back as this config."""
+        """The fields of a config.json, which `from_hf` reads back as this config."""
         return _OF_KIND[self.model_type].write(self)
 
 
 def num_layers(fields: Mapping[str, Any]) -> int:
-    """The number of layers that a config.json asks for, before anything is made of it; ValueErrors as for `from_hf`."""
+    """The number of layers in a config.json. It raises the ValueErrors of `from_hf` for this field alone."""
     return count(_family(fields).fields(fields), "num_hidden_layers")
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
-    """The family that a config.json is of."""
+    """The family of a config.json."""
     kind = fields.get("model_type")
     if kind in _REFUSED:
         raise ValueError(f"model_type: got {kind!r}, which cannot be served: {_REFUSED[kind]}")

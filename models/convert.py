@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a GGUF file as a folder in Hugging Face format, dequantised."""
+"""Write a GGUF file as a folder in Hugging Face format, with dequantised weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .loading import TOKENIZER_CONFIG, load, open_checkpoint, save
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help."""
+    """Runs the command line."""
     parser = commands.Parser("convert", __doc__)
     parser.add_argument("file", metavar="IN.gguf", type=pathlib.Path, help="of a Llama, Qwen2, Qwen3 or Gemma 3")
     parser.add_argument("folder", metavar="OUT", type=pathlib.Path, help="a folder that is empty or not there yet")
@@ -30,18 +30,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def convert(file: pathlib.Path, folder: pathlib.Path, dtype: str | None = None) -> None:
-    """Writes the folder of a GGUF file, whole or not at all.
+    """Writes the folder of a GGUF file. If it fails, nothing is left of the folder.
 
     Args:
       file: the GGUF file.
-      folder: is empty or does not exist; the folder above it does.
-      dtype: of the weights; None for that of the file.
+      folder: an empty folder, or a path in an existing folder.
+      dtype: dtype for the weights; None keeps the file's.
     """
     model, tokenizer = load(file, dtype)
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=folder.parent) as unfinished:
-        whole = pathlib.Path(unfinished, "checkpoint")
-        save(model, whole, tokenizer, open_checkpoint(file).fields(TOKENIZER_CONFIG))
-        os.replace(whole, folder)
+        written = pathlib.Path(unfinished, "checkpoint")
+        save(model, written, tokenizer, open_checkpoint(file).fields(TOKENIZER_CONFIG))
+        os.replace(written, folder)
 
 
 if __name__ == "__main__":

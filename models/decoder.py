@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decoder for all families: the cache goes in as an argument and comes out as a result.
+"""A decoder for all families: the cache goes in as an argument and comes out as a result.
 
-A layer has a mixer, which mixes tokens through a `Mixing`, and an MLP or experts; its config says which. Modules are
-named as in Hugging Face checkpoints, so that loading needs no table of names. Shapes use the legend of `kvjax.state`,
-with R rows of C tokens in a call and E the width of the residual stream.
+A layer has a mixer, which mixes tokens through a `Mixing`, and then an MLP or experts. The config chooses them. Modules
+have the names of Hugging Face checkpoints, so loading needs no table of names. Shapes use the legend of `kvjax.state`,
+with R rows of C tokens in a call, E the width of the residual stream and P the width of an input for a single layer.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from .scan import Run, Turn, longest_run, over_layers, parted, stacked
 
 
 class Layer(nnx.Module):
-    """A mixer, then an MLP or experts, each on the normalised stream and added to it.
+    """A mixer, then an MLP or experts. Each reads the normalised stream, and its output is added to the stream.
 
-    With post norms both outputs are normalised before they are added; `post_attention_layernorm` is then a post norm,
-    without them the norm before the MLP. The layer's own input is gated and added last.
+    With post norms, both outputs are normalised before they are added. `post_attention_layernorm` is then a post norm.
+    Without post norms it is the norm before the MLP. A layer with an input of its own gates it and adds it last.
     """
 
     self_attn: Any  # where the mixer has that name
 
-    def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
-        width, mixer = config.hidden_size, config.layers[number]
+    def __init__(self, config: ModelConfig, layer_index: int, dtype, rngs: nnx.Rngs):
+        width = config.hidden_size
+        mixer = config.layers[layer_index]
         norm = partial(RMSNorm, width, config, dtype)
         self.config = config
-        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-        experts = None if number in config.dense else config.experts
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        experts = None if layer_index in config.dense else config.experts
         self.names = mixer.name, "mlp" if experts is None else experts.name
         setattr(self, mixer.name, mixer.module(config, mixer, dtype, rngs))
         if experts is None:
@@ -50,7 +52,8 @@ class Layer(nnx.Module):
         else:
             setattr(self, experts.name, experts.module(width, experts, dtype, rngs))
         if config.post_norms:
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
         if config.per_layer_width:
             linear = partial(nnx.Linear, use_bias=False, param_dtype=dtype, rngs=rngs)
             self.per_layer_input_gate = linear(width, config.per_layer_width)
@@ -59,8 +62,12 @@ class Layer(nnx.Module):
         if config.layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
 
-    def __call__(self, x: jax.Array, own: jax.Array | None, angles: Angles, mixing: Mixing, cache):
-        """The stream [R, C, E] after this layer; and the cache. `own`: the layer's own input [R, C, P]."""
+    def __call__(self, x: jax.Array, layer_input: jax.Array | None, angles: Angles, mixing: Mixing, cache):
+        """Runs the layer on the stream x [R, C, E] and, if the family has it, the layer's own input [R, C, P].
+
+        Returns:
+          The stream [R, C, E] after this layer, and the cache.
+        """
         mixer, mlp = (getattr(self, name) for name in self.names)
         mixed, cache = mixer(self.input_layernorm(x), angles, mixing, cache)
         if self.config.post_norms:
@@ -69,9 +76,9 @@ class Layer(nnx.Module):
         else:
             x = x + mixed
             x = x + mlp(self.post_attention_layernorm(x))
-        if own is not None:
+        if layer_input is not None:
             gate = ACTIVATIONS[self.config.activation](self.per_layer_input_gate(x))
-            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gate * own))
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gate * layer_input))
         if self.config.layer_scalar:
             x = x * self.layer_scalar[...][None, None]
         return x, cache
@@ -80,41 +87,43 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder-only transformer.
 
-    It holds weights and nothing else: under `jit` pass it as an argument like any pytree.
+    It holds weights and nothing else. Under `jit`, pass it as an argument like any pytree.
 
     Args:
-      config: what to build.
-      dtype: of weights and activations; norms, softmax, routing, recurrences and logits are always float32.
-      scan: whether the longest run of equal layer patterns is scanned (`scan.scanned`), for fast compiles.
+      config: the decoder to build.
+      dtype: dtype for weights and activations; norms, softmax, routing, recurrences and logits are always float32.
+      scan: whether to scan the longest run of equal layer patterns (see `scanned`), for fast compiles.
       rngs: source of the initial weights.
     """
 
     def __init__(self, config: ModelConfig, *, dtype=jnp.float32, scan: bool = False, rngs: nnx.Rngs):
-        width, num_layers = config.hidden_size, len(config.layers)
+        width = config.hidden_size
+        num_layers = len(config.layers)
         embed = partial(nnx.Embed, param_dtype=dtype, rngs=rngs)
         linear = partial(nnx.Linear, width, use_bias=False, param_dtype=dtype, rngs=rngs)
-        self.config, self.run = config, longest_run(config.layers, config.dense) if scan else None
+        self.config = config
+        self.run = longest_run(config.layers, config.dense) if scan else None
         self.embed_tokens = embed(config.vocab_size, width)
-        layers = [Layer(config, number, dtype, rngs) for number in range(num_layers)]
+        layers = [Layer(config, layer_index, dtype, rngs) for layer_index in range(num_layers)]
         self.layers = nnx.List(stacked(layers, self.run))
         self.norm = RMSNorm(width, config, dtype)
         if config.per_layer_width:
-            own = config.per_layer_width * num_layers
-            self.embed_tokens_per_layer = embed(config.per_layer_vocab, own)
-            self.per_layer_model_projection = linear(own)
+            total_width = config.per_layer_width * num_layers
+            self.embed_tokens_per_layer = embed(config.per_layer_vocab, total_width)
+            self.per_layer_model_projection = linear(total_width)
             self.per_layer_projection_norm = RMSNorm(config.per_layer_width, config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.vocab_size)
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
-        """The layers that have a part of the cache, for `kvjax.make_spec` and `kvjax.plan`.
+        """Specs of the layers with a part of the cache, for `kvjax.make_spec` and `kvjax.plan`.
 
-        Layers that reuse the K/V of others are left out; they are the last ones, so the others keep their numbers.
+        Layers with reused K/V are left out. They are the last layers, so the others keep their indices.
         """
         return [layer.spec() for layer in self.config.layers if layer.reuses is None]
 
     def vocabulary(self) -> tuple[jax.Array, int]:
-        """The matrix that the logits are products with, and which of its axes is the vocabulary."""
+        """The matrix for the logits, and the axis of its vocabulary."""
         if self.config.tie_word_embeddings:
             return self.embed_tokens.embedding[...], 0
         return self.lm_head.kernel[...], 1
@@ -124,18 +133,18 @@ class Decoder(nnx.Module):
         """Runs the next tokens of every row through the paged cache.
 
         Args:
-          tokens: i32[R, C]; ids in 0..V-1, also where the view has padding. On one line i32[1, T].
+          tokens: i32[R, C]; ids in 0..V-1, also where the view has padding. A line of tokens is i32[1, T].
           pools: the K/V written so far.
-          view: `kvjax.view` of the cache for these tokens; `ragged` or `mixed` for those on one line.
-          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted; on one line i32[n], any n
-            positions of it. None: all of them.
+          view: `kvjax.view` of the cache for these tokens, or for a line `ragged` or `mixed`.
+          last: i32[R]; the position in 0..C-1 of each row to compute logits for. For a line it is i32[n], any n
+            positions. None computes logits for all positions.
 
         Returns:
-          logits f32[R, C, V], or f32[R, V] or f32[n, V] with `last`; and the pools with these tokens' K/V.
+          Logits f32[R, C, V], or f32[R, V] or f32[n, V] with `last`, and the pools with the K/V of these tokens.
         """
 
-        def mixing(number: int, turn: Turn | None) -> Mixing:
-            return Paged(view, number, turn)
+        def mixing(layer_index: int, turn: Turn | None) -> Mixing:
+            return Paged(view, layer_index, turn)
 
         x, pools = self._stream(tokens, view.positions, mixing, pools, pools.spec.max_length)
         if last is not None:
@@ -143,19 +152,19 @@ class Decoder(nnx.Module):
         return self._logits(x), pools
 
     def dense(self, tokens: jax.Array, at: jax.Array | None = None) -> jax.Array:
-        """The same logits without a cache, from whole sequences: for training, and as the tests' reference.
+        """Computes the same logits without a cache, from whole sequences. Training and the tests use it.
 
         Args:
           tokens: i32[B, T].
-          at: i32[A]; positions whose logits are wanted. None: all T.
+          at: i32[A]; positions to compute logits for. None computes them for all T.
 
         Returns:
           f32[B, T, V], or f32[B, A, V] with `at`.
         """
         reused = {layer.reuses for layer in self.config.layers}
 
-        def mixing(number: int, _: Turn | None) -> Mixing:
-            return Dense(number, number in reused)
+        def mixing(layer_index: int, _: Turn | None) -> Mixing:
+            return Dense(layer_index, layer_index in reused)
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self._stream(tokens, positions, mixing, {}, tokens.shape[1])
@@ -173,33 +182,34 @@ class Decoder(nnx.Module):
         """The residual stream [R, C, E] after all layers, and the cache."""
         angles = rotary_tables(self.config, positions, max_length)
         x = _scaled(self.embed_tokens(tokens), self.config.embed_scale)
-        own = self._own_inputs(tokens, x)
+        layer_inputs = self._layer_inputs(tokens, x)
 
-        def step(carry, layer, number, own, turn):
+        def step(carry, layer, layer_index, layer_input, turn):
             x, cache = carry
-            with jax.named_scope(f"layer{number}"):
-                return layer(x, own, angles[number], mixing(number, turn), cache)
+            with jax.named_scope(f"layer{layer_index}"):
+                return layer(x, layer_input, angles[layer_index], mixing(layer_index, turn), cache)
 
-        return over_layers(step, (x, cache), self.layers, own, self.run)
+        return over_layers(step, (x, cache), self.layers, layer_inputs, self.run)
 
-    def _own_inputs(self, tokens: jax.Array, x: jax.Array) -> list[jax.Array | None]:
-        """Each layer's own input [R, C, P]: half looked up by token, half projected from the embeddings."""
-        width, num_layers = self.config.per_layer_width, len(self.config.layers)
+    def _layer_inputs(self, tokens: jax.Array, x: jax.Array) -> list[jax.Array | None]:
+        """The input [R, C, P] of each layer: the sum of a lookup by token and a projection of the embeddings."""
+        width = self.config.per_layer_width
+        num_layers = len(self.config.layers)
         if not width:
             return [None] * num_layers
         shape = (*tokens.shape, num_layers, width)
         looked_up = _scaled(self.embed_tokens_per_layer(tokens), width**0.5).reshape(shape)
         projected = _scaled(self.per_layer_model_projection(x), self.config.hidden_size**-0.5).reshape(shape)
-        both = _scaled(self.per_layer_projection_norm(projected) + looked_up, 2**-0.5)
-        return [both[:, :, number] for number in range(num_layers)]
+        layer_inputs = _scaled(self.per_layer_projection_norm(projected) + looked_up, 2**-0.5)
+        return [layer_inputs[:, :, layer_index] for layer_index in range(num_layers)]
 
 
 def scanned[M: Decoder](model: M) -> M:
-    """The same model with its longest run of equal layer patterns scanned; itself if no pattern repeats.
+    """Returns the model with its longest run of equal layer patterns scanned, or the model if no pattern repeats.
 
-    It compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack. Logits are
-    equal but for rounding, and `save` writes the same file. The run's weights are copied: as long as both models live,
-    there are two of each.
+    A scanned model compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack.
+    Logits differ by rounding alone, and `save` writes the same file. The weights of the run are copied: while both
+    models live, memory holds them twice.
     """
     run = longest_run(model.config.layers, model.config.dense)
     if model.run is not None or run is None:
@@ -208,19 +218,20 @@ def scanned[M: Decoder](model: M) -> M:
 
 
 def unrolled[M: Decoder](model: M) -> M:
-    """The inverse of `scanned`: one module for each layer, named as in Hugging Face checkpoints."""
+    """The inverse of `scanned`: a module for each layer, with the names of Hugging Face checkpoints."""
     run = model.run
     if run is None:
         return model
     before, phases, after = parted(model.layers, run)
-    each = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
-    return _with_layers(model, [*before, *each, *after], None)
+    unstacked = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
+    return _with_layers(model, [*before, *unstacked, *after], None)
 
 
 def _with_layers[M: Decoder](model: M, layers: Sequence[Layer], run: Run | None) -> M:
-    """The model with these layers, as modules of its own over the same arrays."""
+    """A model with these layers: new modules over the same arrays."""
     model, layers = jax.tree.map(lambda x: x, (model, layers))
-    model.layers, model.run = nnx.List(layers), run
+    model.layers = nnx.List(layers)
+    model.run = run
     return model
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: one long document, many questions that reuse its blocks, forks, eviction, a host tier, and a table of it.
+"""The demo: many questions about a long document reuse its blocks. Then come forks, eviction, and a host tier.
 
-The bundled model answers right only if attention reads the slots that hold the fact, so every wrong block shows as a
-wrong answer.
+The bundled model answers right only if attention reads the slots with the fact, so a wrong block shows as a wrong
+answer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,20 @@ from . import commands, recall, stores
 from .loading import load
 
 # The model tells 48 facts apart without a mistake. Seven times over, they take far longer to compute than a question.
-FACTS, TIMES, QUESTIONS, ALONE, OTHERS = 48, 7, 12, 4, 4
-SEED, ROWS, BLOCK, BLOCKS, HOST_BLOCKS = 7, 8, 16, 320, 256
+FACTS = 48
+TIMES = 7
+QUESTIONS = 12
+ALONE = 4  # questions without reuse
+OTHERS = 4  # further documents
+SEED = 7
+ROWS = 8
+BLOCK = 16
+BLOCKS = 320
+HOST_BLOCKS = 256
 LENGTH = FACTS * TIMES * recall.FACT_TOKENS + 2 * BLOCK
-MOST_COLUMNS, LINES = 100, 4  # of all, and of a map
-PATIENCE_MS = 60_000  # for a store: what it has is to come from there, however busy the machine is
+MAX_COLUMNS = 100
+MAP_LINES = 4
+PATIENCE_MS = 60_000  # for reads from a store, so that they succeed on a busy machine too
 
 Question = tuple[list[int], int]  # prompt, token of the right answer
 
@@ -40,33 +49,40 @@ class Turn(NamedTuple):
     """An answered question."""
 
     prompted: int  # tokens of its prompt
-    reused: int  # those that were not computed
+    reused: int  # tokens of its prompt from the cache or a store
     seconds: float  # to the answer
     stored: int = 0  # reused tokens that came from a store
 
 
 def questions(document: recall.Document, people: Sequence[str]) -> list[Question]:
-    """Prompts that ask a document for people, with the right answers."""
+    """Prompts with questions about people in a document, with the right answers."""
     return [
         (document.ids + recall.encode(recall.question(person)), recall.IDS[document.facts[person]]) for person in people
     ]
 
 
 def make_spec(model: Any, host_blocks: int = 0) -> kvjax.CacheSpec:
-    """The spec of a session's cache; stores are for all of them."""
+    """The spec of a session's cache. All sessions may share a store."""
     return kvjax.make_spec(
-        model.layer_specs(), num_blocks=BLOCKS, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK,
-        dtype="float32", num_host_blocks=host_blocks,
-    )  # fmt: skip
+        model.layer_specs(),
+        num_blocks=BLOCKS,
+        max_seqs=ROWS,
+        max_length=LENGTH,
+        block_size=BLOCK,
+        dtype="float32",
+        num_host_blocks=host_blocks,
+    )
 
 
 class Session:
-    """A model and its cache, perhaps with a store, and a tally of what went through them."""
+    """A model and its cache, perhaps with a store, and a tally of its questions."""
 
     def __init__(self, model: Any, host_blocks: int = 0, store: DiskStore | None = None, cache: Any = None):
         if cache is None:
             cache = (kvjax.tiers.TieredCache if host_blocks else kvjax.Cache).create(make_spec(model, host_blocks))
-        self.model, self.cache, self.store = model, cache, store
+        self.model = model
+        self.cache = cache
+        self.store = store
         self.prompted = self.reused = self.answered = self.right = 0
         self.turns: list[Turn] = []
         self.entries: list[dict[str, Any]] = []
@@ -74,20 +90,26 @@ class Session:
     @property
     def events(self) -> list[dict[str, Any]]:
         """All events, decoded."""
-        return [event for one in self.entries for event in one["events"]]
+        return [event for entry in self.entries for event in entry["events"]]
 
     def hear(self, events: Any) -> None:
         """Notes the events of a transition, or of a jitted loop."""
         self.entries.append(log.entry(events))
 
     def ask(self, pairs: Sequence[Question], *, reuse: bool = True) -> Session:
-        """Puts questions one by one, as different users would; without reuse each in a namespace of its own."""
+        """Puts questions in turn, as different users would. Without reuse, each has a namespace of its own."""
         for prompt, answer in pairs:
             began = time.perf_counter()
             outputs, self.cache, _ = kvjax.generate(
-                self.model, self.cache, [prompt], max_new_tokens=1, namespace=0 if reuse else 1 + self.answered,
-                log_events=False, listener=self.hear, store=self.store,
-            )  # fmt: skip
+                self.model,
+                self.cache,
+                [prompt],
+                max_new_tokens=1,
+                namespace=0 if reuse else 1 + self.answered,
+                log_events=False,
+                listener=self.hear,
+                store=self.store,
+            )
             seconds = time.perf_counter() - began
             turn = Turn(outputs[0].prompt_tokens, outputs[0].cached_tokens, seconds, outputs[0].stored_tokens)
             self.turns.append(turn)
@@ -116,11 +138,11 @@ class Session:
         return [str(n) for n in (*(kinds[kind] for kind in ("stored", "removed", "copied")), levels[1], levels[0])]
 
     def part(self) -> Session:
-        """A session that goes on with this one's cache and an empty tally."""
+        """A session with the same cache and an empty tally."""
         return Session(self.model, store=self.store, cache=self.cache)
 
     def fork(self, pairs: Sequence[Question]) -> Session:
-        """Computes once what the prompts share, all but their last two tokens, and forks the row for these."""
+        """Computes the prompts' common tokens once, and forks the row for their last two tokens."""
         shared = pairs[0][0][:-2]
         self.cache, admitted = self.cache.admit(0, np.asarray(shared, np.int32), len(shared))
         self.hear(admitted)
@@ -139,7 +161,7 @@ class Session:
         return self
 
     def compute(self, rows: Sequence[list[int]]) -> list[int]:
-        """Computes the next tokens of the first rows; returns the likeliest token after those of each row."""
+        """Computes the next tokens of the first rows. Returns the likeliest token to follow in each row."""
         count = np.zeros(ROWS, np.int32)
         count[: len(rows)] = [len(row) for row in rows]
         tokens = np.zeros((ROWS, max(2, *count)), np.int32)  # a single token needs no program of its own
@@ -151,7 +173,7 @@ class Session:
 
     def drawing(self, width: int) -> str:
         """The map of the cache's blocks."""
-        return kvjax.show(self.cache.state, width=width, max_lines=LINES)
+        return kvjax.show(self.cache.state, width=width, max_lines=MAP_LINES)
 
 
 step = jax.jit(kvjax.step)
@@ -161,12 +183,12 @@ class Parts(NamedTuple):
     """The demo's sessions, in the order of the tables' lines, and a map of the blocks after `repeat`."""
 
     without: Session  # some of the questions, nothing shared
-    first: Session  # the first question, to an empty cache; the following four go on with its cache
+    first: Session  # the first question, to an empty cache, which the following four sessions share
     repeat: Session  # the other questions
-    forks: Session  # one row forked into four
+    forks: Session  # a row forked into four
     pressure: Session  # questions to other documents, for which blocks are evicted
     again: Session  # questions to the first document
-    small: Session  # a question to every document, to a cache that cannot hold them all
+    small: Session  # a question to every document, to a cache too small for all of them
     small_again: Session  # the same, to that cache
     large: Session  # the same, to a cache with a host tier
     large_again: Session  # the same, to that cache
@@ -174,14 +196,21 @@ class Parts(NamedTuple):
 
 
 NAMES = (
-    "nothing shared", "first question", "other questions", "a row forked in 4", f"{OTHERS} other documents",
-    "the first again", f"{1 + OTHERS} in {BLOCKS} blocks", "all of them again", f"{HOST_BLOCKS} on the host",
+    "nothing shared",
+    "first question",
+    "other questions",
+    "a row forked in 4",
+    f"{OTHERS} other documents",
+    "the first again",
+    f"{1 + OTHERS} in {BLOCKS} blocks",
     "all of them again",
-)  # fmt: skip
+    f"{HOST_BLOCKS} on the host",
+    "all of them again",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help."""
+    """Runs the command line."""
     parser = commands.Parser("demo", __doc__)
     commands.add_outputs(parser)
     stores.add_store(parser)
@@ -192,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run_command(parser: commands.Parser, args: argparse.Namespace) -> None:
-    """Runs the demo with the options of a command, which has prepared them."""
+    """Runs the demo with the prepared options of a command."""
     model, _ = load(recall.CHECKPOINT)
     with stores.opened(parser, args, make_spec(model), recall.CHECKPOINT, PATIENCE_MS) as store:
         entries, cache = run(model, store)
@@ -201,9 +230,9 @@ def run_command(parser: commands.Parser, args: argparse.Namespace) -> None:
 
 
 def run(model: Any, store: DiskStore | None = None) -> tuple[list[dict[str, Any]], kvjax.Cache]:
-    """Runs the demo and prints it; returns the entries of all transitions (`kvjax.interop.log`) and the cache."""
+    """Runs the demo and prints it. Returns the entries of all transitions (`kvjax.interop.log`), and the cache."""
     console = rich.console.Console(highlight=False)
-    console.width = min(console.width, MOST_COLUMNS)
+    console.width = min(console.width, MAX_COLUMNS)
     rng = np.random.default_rng(SEED)
     document, *others = (recall.make_document(rng, FACTS, TIMES) for _ in range(1 + OTHERS))
     people = [list(document.facts)[i] for i in rng.permutation(FACTS)[:QUESTIONS]]
@@ -244,7 +273,7 @@ def show(console: rich.console.Console, parts: Parts, people: Sequence[str]) -> 
 
 
 def bar(name: str, turn: Turn, width: int) -> str:
-    """A question's prompt tokens as a bar, in so many columns."""
+    """A question's prompt tokens as a bar, in `width` columns."""
     counts = f" {turn.prompted - turn.reused:>5,} + {turn.reused:>5,} {_ms(turn.seconds):>7}"
     length = width - len(counts) - 20
     computed = -(-(turn.prompted - turn.reused) * length // turn.prompted)
@@ -252,10 +281,14 @@ def bar(name: str, turn: Turn, width: int) -> str:
 
 
 def play(
-    model: Any, document: recall.Document, others: Sequence[recall.Document], pairs: Sequence[Question], width: int,
+    model: Any,
+    document: recall.Document,
+    others: Sequence[recall.Document],
+    pairs: Sequence[Question],
+    width: int,
     store: DiskStore | None = None,
-) -> Parts:  # fmt: skip
-    """Puts all questions; those in namespaces of their own go without the store."""
+) -> Parts:
+    """Puts all questions. Questions without reuse go without the store too."""
     Session(model).ask(pairs[:2]).ask(pairs[:1], reuse=False)  # compiles
     if store is not None:
         _compile_store(model, pairs[:1])
@@ -267,18 +300,24 @@ def play(
     pressure = forks.part().ask([q for other in others for q in questions(other, list(other.facts)[:2])])
     again = pressure.part().ask(pairs[:4])
 
-    every = [questions(one, list(one.facts)[:1])[0] for one in (document, *others)]
-    small, large = Session(model, store=store).ask(every), Session(model, HOST_BLOCKS, store).ask(every)
-    small_again, large_again = small.part().ask(every), large.part().ask(every)
+    first_questions = [questions(text, list(text.facts)[:1])[0] for text in (document, *others)]
+    small = Session(model, store=store).ask(first_questions)
+    large = Session(model, HOST_BLOCKS, store).ask(first_questions)
+    small_again = small.part().ask(first_questions)
+    large_again = large.part().ask(first_questions)
     return Parts(without, first, repeat, forks, pressure, again, small, small_again, large, large_again, blocks)
 
 
 def _compile_store(model: Any, pairs: Sequence[Question]) -> None:
-    """Compiles what a store needs, with another one, in memory."""
+    """Compiles the programs for a store, with a store in memory."""
     with DiskStore(
-        "memory://", make_spec(model), model="recall", names=kvjax.Namespaces(), max_bytes=stores.DEFAULT_BYTES,
+        "memory://",
+        make_spec(model),
+        model="recall",
+        names=kvjax.Namespaces(),
+        max_bytes=stores.DEFAULT_BYTES,
         read_timeout_ms=PATIENCE_MS,
-    ) as store:  # fmt: skip
+    ) as store:
         for host_blocks in (0, 0, HOST_BLOCKS):  # writes; reads
             Session(model, host_blocks, store).ask(pairs)
             store.flush()
@@ -301,16 +340,20 @@ def _ms(seconds: float) -> str:
 
 
 def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
-    """Verifies answers, caches and indexes folded from events; returns the entries of the cache without a host tier.
+    """Verifies answers, caches, and indexes folded from events.
+
+    Returns:
+      The entries of the cache without a host tier.
 
     Raises:
-      SystemExit: if the demo failed.
+      SystemExit: the demo failed.
     """
     course = [parts.first, parts.repeat, parts.forks, parts.pressure, parts.again]
     tiered = [parts.large, parts.large_again]
     index_agrees = True
     for sessions in (course, tiered):
-        state, events = sessions[-1].cache.state, [event for session in sessions for event in session.events]
+        state = sessions[-1].cache.state
+        events = [event for session in sessions for event in session.events]
         kvjax.check(state)
         index_agrees &= kvjax.fold(events).index == kvjax.events.index_of(state)
     num_events = sum(len(session.events) for session in course)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second half of a layer: a gated MLP, or a mixture of experts.
 
-All experts are computed, and those that a token did not choose weigh zero. So shapes do not depend on the tokens. It
-costs num_experts / per_token times the products that are needed.
+All experts are computed for every token, and experts outside the token's choice weigh zero. So shapes do not depend on
+the tokens. The price is num_experts / per_token times the necessary products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, ap
 
 
 class MLP(nnx.Module):
-    """The gated MLP, from the stream's width to an inner one and back."""
+    """The gated MLP, from the stream's width to an inner width and back."""
 
     def __init__(self, width: int, inner: int, dtype, rngs: nnx.Rngs, *, bias: bool = False, activation: str = "silu"):
         self.gate_proj = nnx.Linear(width, inner, use_bias=bias, param_dtype=dtype, rngs=rngs)
@@ -32,12 +32,12 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[R, C, E] to [R, C, E]."""
+        """Maps x [R, C, E] to [R, C, E]."""
         return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
 class Router(nnx.Module):
-    """The weights of all experts for each token; zero for those that it did not choose."""
+    """The weights of all experts for each token, zero for experts outside its choice."""
 
     def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs):
         self.config = config
@@ -46,9 +46,10 @@ class Router(nnx.Module):
             self.e_score_correction_bias = nnx.Param(jnp.zeros(config.num_experts, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """f32[R, C, N] of x [R, C, E], in float32: rounding would change the choice."""
-        config, wide = self.config, jnp.float32
-        logits = jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision=lax.Precision.HIGHEST)
+        """Weights f32[R, C, N] for x [R, C, E], computed in float32 because rounding would change the choice."""
+        config = self.config
+        kernel = self.kernel[...].astype(jnp.float32)
+        logits = jnp.dot(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits, axis=-1) if config.softmax else jax.nn.sigmoid(logits)
         for_choice = scores + self.e_score_correction_bias[...][None, None] if config.corrected else scores
         weights = jnp.where(highest(self._in_chosen_groups(for_choice), config.per_token), scores, 0)
@@ -57,39 +58,43 @@ class Router(nnx.Module):
         return weights * config.factor
 
     def _in_chosen_groups(self, scores: jax.Array) -> jax.Array:
-        """The scores [R, C, N]; minus infinity in groups that are not chosen."""
+        """The scores [R, C, N], with minus infinity outside the chosen groups."""
         config = self.config
         if config.num_chosen_groups == config.num_groups:
             return scores
         grouped = scores.reshape(*scores.shape[:2], config.num_groups, -1)
-        of_groups = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
-        chosen = highest(of_groups, config.num_chosen_groups)
+        group_scores = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
+        chosen = highest(group_scores, config.num_chosen_groups)
         return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 class Matrices(nnx.Module):
-    """A matrix of each expert; in a checkpoint each is a tensor of its own."""
+    """The matrices of all experts, stacked. In a checkpoint each matrix is a tensor of its own."""
 
     def __init__(self, shape: tuple[int, int, int], dtype, rngs: nnx.Rngs):
         self.kernel = random_matrices(rngs, shape, dtype)
 
 
 class Experts(nnx.Module):
-    """Gated MLPs; a family's own experts have other `_arrays` [N, ...], of which `_output` gets one expert's."""
+    """Gated MLPs.
+
+    A family with other experts overrides `_arrays`, arrays [N, ...], and `_output`, which gets the slices of an expert.
+    """
 
     def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs):
-        self.names, inner = config.matrices, config.width
+        self.names = config.matrices
+        inner = config.width
         for name, shape in zip(self.names, ((width, inner), (width, inner), (inner, width)), strict=True):
             setattr(self, name, Matrices((config.num_experts, *shape), dtype, rngs))
 
     def __call__(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-        """The weighted sum f32[R, C, E] of all experts' outputs, of x [R, C, E] and weights f32[R, C, N]."""
+        """The sum f32[R, C, E] of all experts' outputs for x [R, C, E], weighted by `weights` f32[R, C, N]."""
 
         def add(total, expert):
             *arrays, weight = expert
             return total + weight[..., None] * self._output(x, *arrays), None
 
-        # One expert after the other, so that the inner activations of one are in memory at a time.
+        # Experts run one after the other, so memory holds the inner activations of a single expert.
         total, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), (*self._arrays(), jnp.moveaxis(weights, -1, 0)))
         return total
 
@@ -103,7 +108,7 @@ class Experts(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """Experts that each token chooses, and perhaps one that serves all tokens."""
+    """Experts to choose from for each token, and perhaps a shared expert for all tokens."""
 
     def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs):
         self.config = config
@@ -116,7 +121,7 @@ class Mixture(nnx.Module):
             self.shared_experts = MLP(width, config.shared_width, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[R, C, E] to [R, C, E]."""
+        """Maps x [R, C, E] to [R, C, E]."""
         y = self.experts(x, self.gate(x))
         if self.config.shared_gate:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
@@ -128,24 +133,24 @@ class Mixture(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of a layer, and how a token chooses some of them.
+    """The experts of a layer, and a token's choice among them.
 
     Attributes:
       num_experts: N.
-      per_token: how many a token chooses.
+      per_token: number of experts a token chooses.
       width: inner width of each expert.
-      shared_width: inner width of the expert that serves all tokens; 0: there is none.
+      shared_width: inner width of the shared expert for all tokens; 0 disables it.
       shared_gate: whether a gate scales the shared expert's output.
-      softmax: whether scores are a softmax over all experts; else each is a sigmoid.
+      softmax: whether scores are a softmax over all experts, instead of a sigmoid each.
       corrected: whether a bias is added to the scores for the choice alone.
-      num_groups: groups of equal size; a token chooses from `num_chosen_groups` of them, those whose best two experts
-        have the highest sums.
+      num_groups: number of equal groups; a token chooses from the `num_chosen_groups` groups with the highest sums of
+        their best two scores.
       num_chosen_groups: at most num_groups.
-      normalised: whether the chosen experts' weights add up to one, before `factor`.
-      factor: on the weights.
-      name: of the mixture in a layer, as in checkpoints.
-      matrices: names of an expert's matrices: the gate's, the up and the down projection.
-      module: class of the mixture, made of the stream's width, this config, a dtype and `nnx.Rngs`.
+      normalised: whether the chosen experts' weights add up to 1, before `factor`.
+      factor: factor on the weights.
+      name: the mixture's name in a layer and in checkpoints.
+      matrices: names of an expert's matrices: the gate, the up and the down projection.
+      module: class of the mixture, made from the stream's width, this config, a dtype and `nnx.Rngs`.
     """
 
     num_experts: int
@@ -164,40 +169,44 @@ class ExpertsConfig:
     module: ClassVar[type[Any]] = Mixture
 
     def check(self) -> ExpertsConfig:
-        """Returns itself; ValueError if a token cannot choose so many experts or groups."""
-        group = self.num_experts // self.num_groups
-        if self.num_experts % self.num_groups or (self.num_groups > 1 and group < 2):
+        """Returns this config. Raises a ValueError if a token cannot choose this many experts or groups."""
+        group_size = self.num_experts // self.num_groups
+        if self.num_experts % self.num_groups or (self.num_groups > 1 and group_size < 2):
             wanted = f"a divisor of the {self.num_experts} experts, two to a group"
             raise ValueError(f"n_group: got {self.num_groups}, wanted {wanted}")
         if self.num_chosen_groups > self.num_groups:
             raise ValueError(f"topk_group: got {self.num_chosen_groups}, wanted at most n_group={self.num_groups}")
-        if self.per_token > group * self.num_chosen_groups:
-            most = group * self.num_chosen_groups
-            raise ValueError(f"num_experts_per_tok: got {self.per_token}, wanted at most {most}")
+        max_experts = group_size * self.num_chosen_groups
+        if self.per_token > max_experts:
+            raise ValueError(f"num_experts_per_tok: got {self.per_token}, wanted at most {max_experts}")
         return self
 
 
 def read_experts(hf: Mapping[str, Any], table: Table, num_shared: str, **options: Any) -> ExpertsConfig:
-    """The experts of a config.json, where `num_shared` names the field with the number of those that serve all tokens.
+    """Reads the experts of a config.json.
 
-    `table` is that of the other fields, and `options` are the fields of an `ExpertsConfig` that the family fixes.
+    Args:
+      hf: the fields, defaults included.
+      table: the fields to read.
+      num_shared: name of the field with the number of shared experts.
+      options: fields of the `ExpertsConfig` fixed by the family.
     """
-    found = read_table(hf, table)
-    return ExpertsConfig(**found, shared_width=found["width"] * count(hf, num_shared), **options).check()
+    values = read_table(hf, table)
+    return ExpertsConfig(**values, shared_width=values["width"] * count(hf, num_shared), **options).check()
 
 
 def write_experts(experts: ExpertsConfig, table: Table, num_shared: str) -> dict[str, Any]:
-    """The fields of a config.json that `read_experts` reads."""
+    """Writes the fields of a config.json for `read_experts`."""
     return {**write_table(experts, table), num_shared: experts.shared_width // experts.width}
 
 
 def highest(scores: jax.Array, count: int) -> jax.Array:
-    """bool, shaped like the scores [..., N]: whether each is among the `count` highest of the last axis."""
+    """Marks the `count` highest scores [..., N] of the last axis, as bool[..., N]."""
     _, chosen = lax.top_k(scores, count)
     return jnp.any(jax.nn.one_hot(chosen, scores.shape[-1], dtype=jnp.bool_), axis=-2)
 
 
 def random_matrices(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
-    """Matrices of random numbers whose products keep the scale of their inputs."""
+    """Random matrices for products on the scale of their inputs."""
     initial = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
     return nnx.Param(initial(rngs.params(), shape, dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of models, and the fields of config.json that all families have."""
+"""A family of models, and the fields of config.json shared by all families."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Family(NamedTuple):
     """The way from a config.json to a `ModelConfig` and back.
 
     Attributes:
-      defaults: by model type, those of the family's own code for fields that the file leaves out.
-      read: from the fields, defaults included, to the arguments of a `ModelConfig`.
-      write: from a `ModelConfig` to the fields.
-      select: from a file's fields to those of the decoder, by their usual names.
+      defaults: by model type, the values of absent fields, from the family's code in transformers.
+      read: turns the fields, defaults included, into the arguments of a `ModelConfig`.
+      write: turns a `ModelConfig` into the fields.
+      select: picks the decoder's fields from a file's fields, and gives them their usual names.
     """
 
     defaults: Mapping[str, Mapping[str, Any]]
@@ -38,7 +38,7 @@ class Family(NamedTuple):
     select: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The decoder's fields of a file, defaults included."""
+        """The decoder's fields in a file, defaults included."""
         selected = self.select(fields)
         return {**self.defaults[selected["model_type"]], **selected}
 
@@ -50,34 +50,34 @@ def read_common(
     activation: tuple[str, str] = ("hidden_act", "silu"),
     biases: tuple[bool, ...] = (False,),
 ) -> dict[str, Any]:
-    """The arguments of a `ModelConfig` that all families have.
+    """Reads the arguments of a `ModelConfig` shared by all families.
 
     Args:
       hf: the fields, defaults included.
       positions: name of the field with the context length.
-      activation: name of the field with the MLP's activation, and the activation that the family has.
-      biases: whether attention may have biases; the first is the default.
+      activation: name of the field with the MLP's activation, and the family's activation.
+      biases: the values allowed for `attention_bias`; the first is the default.
     """
     name, wanted = activation
     only(hf, "quantization_config", None)
     bias = only(hf, "attention_bias", *biases, absent=biases[0])
-    found = read_table(hf, _COMMON)
+    values = read_table(hf, _COMMON)
     return {
-        **found,
+        **values,
         "model_type": hf["model_type"],
         "activation": only(hf, name, wanted, absent=wanted),
         "qkv_bias": bias,
         "out_bias": bias,
         "max_positions": count(hf, positions),
-        "bos_token_id": token(hf, "bos_token_id", found["vocab_size"]),
-        "eos_token_ids": ids(hf, "eos_token_id", found["vocab_size"]),
+        "bos_token_id": token(hf, "bos_token_id", values["vocab_size"]),
+        "eos_token_ids": ids(hf, "eos_token_id", values["vocab_size"]),
     }
 
 
 def write_common(
     config: Any, architecture: str, *, positions: str = _POSITIONS, activation: str = "hidden_act"
 ) -> dict[str, Any]:
-    """The fields of a config.json that `read_common` reads."""
+    """Writes the fields of a config.json for `read_common`."""
     return {
         "architectures": [f"{architecture}ForCausalLM"],
         "model_type": config.model_type,
@@ -92,38 +92,48 @@ def write_common(
 
 
 def check_fixed(hf: Mapping[str, Any], **wanted: Any) -> None:
-    """ValueError unless fields have the one value that the family has, or none."""
+    """Raises a ValueError unless each field is absent or has the family's value."""
     for name, value in wanted.items():
         only(hf, name, value, absent=value)
 
 
 def read_layers[L](hf: Mapping[str, Any], by_type: Mapping[str, L], absent: Callable[[int], str]) -> tuple[L, ...]:
-    """The layers by the types in `layer_types`; where the config is silent, by `absent` of their numbers."""
-    num_layers, types = count(hf, "num_hidden_layers"), listed(hf, "layer_types")
-    types = [absent(number) for number in range(num_layers)] if types is None else types
+    """Picks each layer by its type in `layer_types`. Where the config is silent, `absent(layer_index)` is the type."""
+    num_layers = count(hf, "num_hidden_layers")
+    types = listed(hf, "layer_types")
+    types = [absent(layer_index) for layer_index in range(num_layers)] if types is None else types
     return tuple(by_type[name] for name in layer_types(types, by_type, num_layers))
 
 
 def read_attention(hf: Mapping[str, Any], num_heads: int) -> LayerConfig:
-    """The layers with attention, where all have equal heads and one rope; without a window."""
-    heads = count(hf, "num_key_value_heads", num_heads), count(hf, "head_dim", count(hf, "hidden_size") // num_heads)
-    return LayerConfig(*heads, rope=read_rope(hf)).check(num_heads)
+    """Reads the attention of all layers, which have equal heads, the same rope and no window."""
+    kv_heads = count(hf, "num_key_value_heads", num_heads)
+    head_dim = count(hf, "head_dim", count(hf, "hidden_size") // num_heads)
+    return LayerConfig(kv_heads, head_dim, rope=read_rope(hf)).check(num_heads)
 
 
 def write_attention(layer: LayerConfig) -> dict[str, Any]:
-    """The fields of a config.json that `read_attention` reads."""
+    """Writes the fields of a config.json for `read_attention`."""
     return {**write_table(layer, HEADS), "rope_parameters": layer.rope.to_hf()}
 
 
 def read_dense(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """The numbers of the layers without experts: by type, the first ones, by number, or all but some at equal steps."""
-    num_layers, types = count(hf, "num_hidden_layers"), listed(hf, "mlp_layer_types")
+    """Reads the indices of the layers without experts.
+
+    A config has a type for each layer (`mlp_layer_types`), or else three fields. The first `first_k_dense_replace`
+    layers have none, nor have the layers in `mlp_only_layers`, and of the others every `decoder_sparse_step`-th has.
+    """
+    num_layers = count(hf, "num_hidden_layers")
+    types = listed(hf, "mlp_layer_types")
     if types is not None:
         types = layer_types(types, ("dense", "sparse"), num_layers, "mlp_layer_types")
-        return tuple(number for number, name in enumerate(types) if name == "dense")
-    first, every = count(hf, "first_k_dense_replace", 0, least=0), count(hf, "decoder_sparse_step", 1)
+        return tuple(layer for layer, name in enumerate(types) if name == "dense")
+    num_first = count(hf, "first_k_dense_replace", 0, minimum=0)
+    sparse_step = count(hf, "decoder_sparse_step", 1)
     named = listed(hf, "mlp_only_layers") or []
     for index, layer in enumerate(named):
         if not isinstance(layer, int) or not 0 <= layer < num_layers:
             raise ValueError(f"mlp_only_layers[{index}]: got {layer!r:.80}, wanted a layer's number")
-    return tuple(layer for layer in range(num_layers) if layer < first or layer in named or (layer + 1) % every)
+    return tuple(
+        layer for layer in range(num_layers) if layer < num_first or layer in named or (layer + 1) % sparse_step
+    )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of JSON and their fields, checked one by one: a ValueError names the field, its value and what was wanted.
+"""Files of JSON and their fields, checked in turn. A ValueError has the field, its value and the wanted value.
 
-`of` is the field that holds these fields; empty at the top.
+`section` is the name of the field with the fields to check. It is empty at the top of the file.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from typing import Any
 
 import numpy as np
 
-# Names of fields, each with the attribute of a config that it becomes and the function that reads it.
+# Names of fields, each with its attribute in a config and the function to read it.
 type Table = Mapping[str, tuple[str, Callable[[Mapping[str, Any], str], Any]]]
-_MOST = 2**31 - 1
-_LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_MAX_INT = 2**31 - 1
+_MIN_FLOAT = float(np.finfo(np.float32).tiny)
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+
+
+def _full_name(section: str, name: str) -> str:
+    """A field's name after its section's: rope_parameters.factor, or the name alone at the top of a file."""
+    return f"{section}.{name}" if section else name
 
 
 def check_file(path: pathlib.Path) -> None:
-    """Refuses a path that has no bytes, as a folder, or would wait for somebody who writes, as a pipe."""
+    """Refuses a path without bytes, such as a folder, and a path to wait for, such as a pipe."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
 
 
 @contextlib.contextmanager
 def errors_in(path: pathlib.Path, wanted: str = "", kinds: Any = (ValueError, RecursionError)) -> Iterator[None]:
-    """Makes a ValueError of an error of these kinds, with the name of a file, and perhaps what it was wanted to be."""
+    """Turns an error of these kinds into a ValueError with the file's name and, if given, the wanted format."""
     try:
         yield
     except OSError:
@@ -38,14 +44,14 @@ def errors_in(path: pathlib.Path, wanted: str = "", kinds: Any = (ValueError, Re
 
 
 def read_text(path: pathlib.Path) -> str:
-    """The text of a file, without the byte order mark that it may begin with."""
+    """Reads the text of a file, without a byte order mark at its beginning."""
     check_file(path)
     with errors_in(path, "UTF-8"):
         return path.read_text(encoding="utf-8-sig")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The fields of a file of JSON; a ValueError names the file."""
+    """Reads the fields of a file of JSON. A ValueError has the file's name."""
     check_file(path)
     with errors_in(path, "valid JSON"):
         value = json.loads(path.read_bytes())
@@ -55,41 +61,41 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def either(wanted: Iterable[Any]) -> str:
-    """The values in words, as in 'a' or 'b'."""
+    """Joins values with "or": 'a' or 'b'."""
     return " or ".join(repr(value) for value in wanted)
 
 
-def shortened(names: Sequence[str], most: int = 8) -> str:
-    """The first names of a list, and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def shortened(names: Sequence[str], max_names: int = 8) -> str:
+    """Joins the first names of a list, and adds the number of further names."""
+    rest = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + rest
 
 
-def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, of: str = "") -> Any:
-    """The field's value, which must be one of `wanted`."""
+def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, section: str = "") -> Any:
+    """The field's value, which must be among `wanted`."""
     value = hf.get(name)
     value = absent if value is None else value
     if value not in wanted:
-        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r:.80}, wanted {either(wanted)}")
+        raise ValueError(f"{_full_name(section, name)}: got {value!r:.80}, wanted {either(wanted)}")
     return value
 
 
-def count(hf: Mapping[str, Any], name: str, absent: int | None = None, least: int = 1, of: str = "") -> int:
+def count(hf: Mapping[str, Any], name: str, absent: int | None = None, minimum: int = 1, section: str = "") -> int:
     """The field's value, a whole number of 32 bits."""
     value = hf.get(name)
     value = absent if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-        raise ValueError(
-            f"{of}{'.' * bool(of)}{name}: got {value!r:.80}, wanted an int of at least {least} and below 2**31"
-        )
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _MAX_INT:
+        wanted = f"an int of at least {minimum} and below 2**31"
+        raise ValueError(f"{_full_name(section, name)}: got {value!r:.80}, wanted {wanted}")
     return value
 
 
-def number(hf: Mapping[str, Any], name: str, absent: float | None = None, of: str = "") -> float:
-    """The field's value, a positive number that float32 has."""
+def number(hf: Mapping[str, Any], name: str, absent: float | None = None, section: str = "") -> float:
+    """The field's value, a positive number in the range of float32."""
     value = hf.get(name, absent)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST_FLOAT <= value <= _MOST_FLOAT:
-        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r:.80}, wanted a positive number that float32 has")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not _MIN_FLOAT <= value <= _MAX_FLOAT:
+        wanted = "a positive number that float32 has"
+        raise ValueError(f"{_full_name(section, name)}: got {value!r:.80}, wanted {wanted}")
     return float(value)
 
 
@@ -102,7 +108,7 @@ def flag(hf: Mapping[str, Any], name: str) -> bool:
 
 
 def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
-    """The field's value, a list; None where the config is silent."""
+    """The field's value, a list, or None where the config is silent."""
     value = hf.get(name)
     if value is not None and not isinstance(value, list | tuple):
         raise ValueError(f"{name}: got {value!r:.80}, wanted a list")
@@ -112,7 +118,7 @@ def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
 def layer_types(
     types: list[Any], wanted: Iterable[Any], num_layers: int, field: str = "layer_types"
 ) -> tuple[str, ...]:
-    """The type of each layer, which must be one of `wanted`."""
+    """The type of each layer, which must be among `wanted`."""
     if len(types) != num_layers:
         raise ValueError(f"{field}: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
     for index, name in enumerate(types):
@@ -122,27 +128,27 @@ def layer_types(
 
 
 def ids(hf: Mapping[str, Any], name: str, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of the vocabulary, given as null, one number or a list."""
+    """Token ids of the vocabulary, given as null, a number or a list."""
     value = hf.get(name)
-    found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in found):
+    tokens = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in tokens):
         raise ValueError(f"{name}: got {value!r:.80}, wanted token ids below vocab_size={vocab_size}")
-    return found
+    return tokens
 
 
 def token(hf: Mapping[str, Any], name: str, vocab_size: int) -> int | None:
-    """One token id of the vocabulary; None where the config is silent."""
-    found = ids(hf, name, vocab_size)
-    if len(found) > 1:
+    """A token id of the vocabulary, or None where the config is silent."""
+    tokens = ids(hf, name, vocab_size)
+    if len(tokens) > 1:
         raise ValueError(f"{name}: got {hf[name]!r:.80}, wanted one token id")
-    return found[0] if found else None
+    return tokens[0] if tokens else None
 
 
 def read_table(hf: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    """The attributes of a table's fields."""
+    """Reads the fields of a table, and returns their values by attribute."""
     return {attribute: read(hf, name) for name, (attribute, read) in table.items()}
 
 
 def write_table(config: Any, table: Table) -> dict[str, Any]:
-    """The fields that `read_table` turns into a config's attributes."""
+    """Writes a config's attributes as the fields of a table."""
     return {name: getattr(config, attribute) for name, (attribute, _) in table.items()}

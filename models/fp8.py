@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of fp8 (e4m3) with their scales, dequantised as they are read: a weight is its number times its scale.
+"""Weights of fp8 (e4m3) with their scales. Reading dequantises them: a weight is its number times its scale.
 
-A checkpoint has the scales of `X.weight` as `X.weight_scale_inv` (fp8, as DeepSeek has them) or `X.weight_scale`
-(compressed-tensors): one for the matrix, one for each output, or one for each block of the matrix. Activations are not
-quantised, so that scales of activations and of K/V are left out.
+A checkpoint has the scales of `X.weight` as `X.weight_scale_inv` (fp8, as in DeepSeek) or `X.weight_scale`
+(compressed-tensors). The matrix has a single scale, or each output has its own, or each block of the matrix.
+Activations are not quantised here, so the scales of activations and K/V are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import numpy as np
 from .fields import count, listed, only
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # dtypes of other weights
-DTYPE, SCALED = "F8_E4M3", "F8_E4M3 with scales"
-_OF = "quantization_config"
+DTYPE = "F8_E4M3"
+SCALED = "F8_E4M3 with scales"
+_SECTION = "quantization_config"
 _NAMES = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
 _LEFT_OUT = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
 
@@ -30,8 +31,8 @@ class Scheme(NamedTuple):
     """The form of a checkpoint's scales.
 
     Attributes:
-      suffix: of their names, where a weight's ends with "weight".
-      block: outputs and inputs that share a scale, where scales are those of blocks; None: no scales are.
+      suffix: ending of the scales' names, in place of a weight's "weight".
+      block: outputs and inputs of a block with a scale of its own; None disables scales for blocks.
     """
 
     suffix: str
@@ -39,55 +40,56 @@ class Scheme(NamedTuple):
 
 
 def read_scheme(fields: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a config.json; None: the weights are not quantised. A ValueError names the field."""
-    hf = fields.get(_OF)
+    """Reads the scheme of a config.json, or None if the weights are not quantised. A ValueError names the field."""
+    hf = fields.get(_SECTION)
     if hf is None:
         return None
     if not isinstance(hf, Mapping):
-        raise ValueError(f"{_OF}: got {hf!r:.80}, wanted a set of fields")
-    method = only(hf, "quant_method", *_NAMES, of=_OF)
+        raise ValueError(f"{_SECTION}: got {hf!r:.80}, wanted a set of fields")
+    method = only(hf, "quant_method", *_NAMES, section=_SECTION)
     if method == "fp8":
-        only(hf, "fmt", "e4m3", absent="e4m3", of=_OF)
-        blocks = set() if hf.get("weight_block_size") is None else {_block(hf, "weight_block_size", _OF)}
+        only(hf, "fmt", "e4m3", absent="e4m3", section=_SECTION)
+        blocks = set() if hf.get("weight_block_size") is None else {_block(hf, "weight_block_size", _SECTION)}
     else:
         blocks = _read_groups(hf)
     if len(blocks) > 1:
-        raise ValueError(f"{_OF}: got blocks of {sorted(blocks)}, wanted one size")
+        raise ValueError(f"{_SECTION}: got blocks of {sorted(blocks)}, wanted one size")
     return Scheme(_NAMES[method], next(iter(blocks), None))
 
 
 def _read_groups(hf: Mapping[str, Any]) -> set[tuple[int, int]]:
-    """The blocks of a config of compressed-tensors; a scheme that is no fp8 of weights is refused."""
-    only(hf, "format", "float-quantized", absent="float-quantized", of=_OF)
+    """The sizes of blocks in a config of compressed-tensors. Only schemes with fp8 weights are accepted."""
+    only(hf, "format", "float-quantized", absent="float-quantized", section=_SECTION)
     for name in ("sparsity_config", "transform_config"):
-        only(hf, name, None, {}, of=_OF)
-    groups, blocks = hf.get("config_groups"), set()
+        only(hf, name, None, {}, section=_SECTION)
+    groups = hf.get("config_groups")
+    blocks = set()
     if not isinstance(groups, Mapping) or not groups:
-        raise ValueError(f"{_OF}.config_groups: got {groups!r:.80}, wanted groups of layers")
+        raise ValueError(f"{_SECTION}.config_groups: got {groups!r:.80}, wanted groups of layers")
     for key, group in groups.items():
-        of = f"{_OF}.config_groups.{key}.weights"
+        section = f"{_SECTION}.config_groups.{key}.weights"
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            raise ValueError(f"{of}: got {weights!r:.80}, wanted a set of fields")
-        only(weights, "num_bits", 8, of=of)
-        only(weights, "type", "float", of=of)
-        only(weights, "symmetric", True, absent=True, of=of)
-        if only(weights, "strategy", "tensor", "channel", "block", of=of) == "block":
-            blocks.add(_block(weights, "block_structure", of))
+            raise ValueError(f"{section}: got {weights!r:.80}, wanted a set of fields")
+        only(weights, "num_bits", 8, section=section)
+        only(weights, "type", "float", section=section)
+        only(weights, "symmetric", True, absent=True, section=section)
+        if only(weights, "strategy", "tensor", "channel", "block", section=section) == "block":
+            blocks.add(_block(weights, "block_structure", section))
     return blocks
 
 
-def _block(hf: Mapping[str, Any], name: str, of: str) -> tuple[int, int]:
+def _block(hf: Mapping[str, Any], name: str, section: str) -> tuple[int, int]:
     """The size of a block."""
     sizes = listed(hf, name) or []
     if len(sizes) != 2:
-        raise ValueError(f"{of}.{name}: got {sizes!r:.80}, wanted two sizes")
-    outputs, inputs = (count({name: size}, name, of=of) for size in sizes)
+        raise ValueError(f"{section}.{name}: got {sizes!r:.80}, wanted two sizes")
+    outputs, inputs = (count({name: size}, name, section=section) for size in sizes)
     return outputs, inputs
 
 
 def dequantised(tensors: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
-    """The tensors without scales; a weight of fp8 is dequantised as it is read. A ValueError names the tensor."""
+    """The tensors without scales. Reading a weight of fp8 dequantises it. A ValueError names the tensor."""
     result = {}
     for name, tensor in tensors.items():
         if name.endswith((f".{scheme.suffix}", *_LEFT_OUT)):
@@ -109,23 +111,23 @@ def dequantised(tensors: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
 
 
 def _block_of(scales: tuple[int, ...], shape: tuple[int, int], scheme: Scheme, name: str) -> tuple[int, int]:
-    """The outputs and inputs of a matrix that share a scale, by the shapes of the scales and of the matrix."""
+    """The outputs and inputs of a block with the same scale, from the shapes of the scales and the matrix."""
     outputs, inputs = shape
     blocks = {(): shape, (1,): shape, (1, 1): shape, (outputs,): (1, inputs), (outputs, 1): (1, inputs)}
     if scheme.block is not None:
         blocks = {_grid(shape, scheme.block): scheme.block, **blocks}
     if scales not in blocks:
-        raise ValueError(f"{name}: got shape {[*scales]}, wanted {' or '.join(str([*each]) for each in blocks)}")
+        raise ValueError(f"{name}: got shape {[*scales]}, wanted {' or '.join(str([*wanted]) for wanted in blocks)}")
     return blocks[scales]
 
 
 def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, ...]:
-    """The number of blocks of a matrix along each axis; the last ones may be smaller."""
+    """The number of blocks of a matrix along each axis. The last blocks may be smaller."""
     return tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
 
 
 def _read_scaled(numbers: Any, scales: Any, block: tuple[int, int], index: tuple[slice, ...]) -> np.ndarray:
-    """A part f32[...] of a matrix, [outputs, inputs]."""
+    """Reads a part f32[...] of a matrix [outputs, inputs]."""
     rows, columns = (
         np.arange(size)[part] // width for size, part, width in zip(numbers.shape, index, block, strict=True)
     )
@@ -134,7 +136,7 @@ def _read_scaled(numbers: Any, scales: Any, block: tuple[int, int], index: tuple
 
 
 def read(path: pathlib.Path, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor of fp8 in a safetensors file that was opened before; its library has none for numpy."""
+    """Reads a part of an fp8 tensor in a safetensors file, because its library cannot do so for numpy."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))[name]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3 and Gemma 4: layers of two kinds, with and without windows; in Gemma 4 some reuse the K/V of others.
+"""Gemma 3 and Gemma 4: layers with and without windows. In Gemma 4 some layers reuse the K/V of others.
 
-A file with towers for images and sound (`gemma3`, `gemma4`) has the decoder's fields under `text_config`; only these
-are read. Gemma 3's `attn_logit_softcapping` has no effect: transformers has the field but never caps the scores.
+A file with towers for images and sound (`gemma3`, `gemma4`) has the decoder's fields under `text_config`, and only
+they are read. Gemma 3's `attn_logit_softcapping` has no effect: transformers has the field but never caps the scores.
 """
 
 from __future__ import annotations
@@ -17,15 +17,29 @@ from .fields import count, flag, number, only, read_table, write_table
 from .rope import Rope, read_rope
 
 _BOTH = {
-    "intermediate_size": 9216, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "bos_token_id": 2,
-    "eos_token_id": 1, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-}  # fmt: skip
+    "intermediate_size": 9216,
+    "hidden_size": 2304,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
 _GEMMA3 = {**_BOTH, "vocab_size": 262208, "num_hidden_layers": 26, "sliding_window": 4096}
 _GEMMA4 = {
-    **_BOTH, "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "global_head_dim": 512,
-    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-}  # fmt: skip
+    **_BOTH,
+    "vocab_size": 262144,
+    "num_hidden_layers": 30,
+    "sliding_window": 512,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {"gemma3_text": _GEMMA3, "gemma4_text": _GEMMA4}
 _WITH_TOWERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 _ROPES = ("default", "linear", "llama3", "proportional")  # kinds
@@ -35,10 +49,16 @@ _GEMMA4_ROPES = {
 }
 # Fields that have no meaning in Gemma 3.
 _OF_GEMMA4 = (
-    "attention_k_eq_v", "enable_moe_block", "global_head_dim", "hidden_size_per_layer_input", "num_kv_shared_layers",
-    "per_layer_config", "use_double_wide_mlp",
-)  # fmt: skip
-_ACTIVATION, _CAP = "hidden_activation", "final_logit_softcapping"
+    "attention_k_eq_v",
+    "enable_moe_block",
+    "global_head_dim",
+    "hidden_size_per_layer_input",
+    "num_kv_shared_layers",
+    "per_layer_config",
+    "use_double_wide_mlp",
+)
+_ACTIVATION = "hidden_activation"
+_CAP = "final_logit_softcapping"
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,15 +67,15 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     if hf["model_type"] == "gemma3_text":
         hf = {name: value for name, value in hf.items() if name not in _OF_GEMMA4}
         check_fixed(hf, use_bidirectional_attention=False)
-        own = {"attention_scale": count(hf, "query_pre_attn_scalar", 256) ** -0.5, "norm_offset": 1.0}
+        options = {"attention_scale": count(hf, "query_pre_attn_scalar", 256) ** -0.5, "norm_offset": 1.0}
     else:
         only(hf, "use_bidirectional_attention", None, "vision")  # between the tokens of one image
-        own = {"attention_scale": 1.0, "value_norm": True, "layer_scalar": True}
+        options = {"attention_scale": 1.0, "value_norm": True, "layer_scalar": True}
     check_fixed(hf, partial_rotary_factor=1.0, enable_moe_block=False)
-    width = count(hf, "hidden_size_per_layer_input", 0, least=0)
+    width = count(hf, "hidden_size_per_layer_input", 0, minimum=0)
     return {
         **common,
-        **own,
+        **options,
         "layers": _layers(hf, common["num_heads"]),
         "qk_norm": True,
         "norm_in_float32": True,
@@ -69,8 +89,9 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: Any) -> dict[str, Any]:
-    """The fields that `_read` reads."""
-    kind, layers = config.model_type, config.layers
+    """The fields for `_read`."""
+    kind = config.model_type
+    layers = config.layers
     shapes = [write_table(layer, HEADS) for layer in layers]
     ropes = {FULL: Rope(1e6), SLIDING: Rope(1e4), **{layer.layer_type: layer.rope for layer in layers}}
     fields: dict[str, Any] = {
@@ -99,22 +120,23 @@ def _select(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = fields["model_type"]
     if kind not in _WITH_TOWERS:
         return dict(fields)
-    text, kind = fields.get("text_config"), _WITH_TOWERS[kind]
+    text = fields.get("text_config")
+    kind = _WITH_TOWERS[kind]
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config: got {text!r:.200}, wanted the decoder's fields")
-    only(text, "model_type", kind, absent=kind, of="text_config")
+    only(text, "model_type", kind, absent=kind, section="text_config")
     above = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
     return {**text, "model_type": kind, **{name: fields[name] for name in above if fields.get(name) is not None}}
 
 
 def _layers(hf: Mapping[str, Any], num_heads: int) -> tuple[LayerConfig, ...]:
-    """One entry per layer."""
+    """The entry of each layer."""
     types = _layer_types(hf)
     options = {name: _options(hf, name) for name in set(types)}
     own_shapes = _own_shapes(hf, types)
     shapes = [read_table({**hf, **own_shapes.get(index, {})}, HEADS) for index in range(len(types))]
     layers = [LayerConfig(**shape, **options[name]).check(num_heads) for shape, name in zip(shapes, types, strict=True)]
-    num_reusing = count(hf, "num_kv_shared_layers", 0, least=0)
+    num_reusing = count(hf, "num_kv_shared_layers", 0, minimum=0)
     num_owners = max(len(types) - num_reusing, 0)
     owners = {name: index for index, name in enumerate(types[:num_owners])}  # the last of each type
     for index, name in enumerate(types[num_owners:], num_owners):
@@ -130,8 +152,9 @@ def _layers(hf: Mapping[str, Any], num_heads: int) -> tuple[LayerConfig, ...]:
 
 
 def _layer_types(hf: Mapping[str, Any]) -> tuple[str, ...]:
-    """The type of each layer; the last one of Gemma 4 has no window."""
-    ends_full, last = hf["model_type"] == "gemma4_text", count(hf, "num_hidden_layers") - 1
+    """The type of each layer. The last layer of Gemma 4 has no window."""
+    ends_full = hf["model_type"] == "gemma4_text"
+    last = count(hf, "num_hidden_layers") - 1
     pattern = 6 if ends_full else count(hf, "sliding_window_pattern", 6)
 
     def absent(index: int) -> str:
@@ -144,7 +167,7 @@ def _layer_types(hf: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _options(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
-    """The options that layers of a type share; older files of Gemma 3 have the ropes in three fields at the top."""
+    """The options of the layers of a type. Older files of Gemma 3 have the ropes in three fields at the top."""
     ropes = hf.get("rope_parameters") or (_GEMMA4_ROPES if hf["model_type"] == "gemma4_text" else {})
     if not isinstance(ropes, Mapping) or not ropes.keys() <= {FULL, SLIDING}:
         wanted = f"one set of fields for each of {FULL} and {SLIDING}"
@@ -159,10 +182,10 @@ def _options(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
 
 
 def _own_shapes(hf: Mapping[str, Any], types: tuple[str, ...]) -> dict[int, Mapping[str, Any]]:
-    """The fields of shape that layers have of their own.
+    """Fields with the shape of single layers, by layer.
 
-    `per_layer_config` has them by layer numbers as text, perhaps with leading zeros. Without it full attention has its
-    own shape.
+    `per_layer_config` has them by layer numbers as text, perhaps with leading zeros. Without it, full attention has a
+    shape of its own.
     """
     if "per_layer_config" not in hf:
         full = {"head_dim": count(hf, "global_head_dim", count(hf, "head_dim"))}
@@ -172,15 +195,15 @@ def _own_shapes(hf: Mapping[str, Any], types: tuple[str, ...]) -> dict[int, Mapp
     entries = hf["per_layer_config"] or {}
     if not isinstance(entries, Mapping) or not all(isinstance(value, Mapping) for value in entries.values()):
         raise ValueError(f"per_layer_config: got {entries!r:.200}, wanted a set of fields for each layer number")
-    own = {}
+    shapes = {}
     for key, entry in entries.items():
-        of = f"per_layer_config.{key}"
+        section = f"per_layer_config.{key}"
         if not str(key).isdecimal() or int(key) >= len(types):
-            raise ValueError(f"{of}: wanted layer numbers 0 to {len(types) - 1}")
+            raise ValueError(f"{section}: wanted layer numbers 0 to {len(types) - 1}")
         for name in entry.keys() - set(HEADS):
-            only(entry, name, hf.get(name), of=of)
-        own[int(key)] = {name: count(entry, name, of=of) for name in HEADS if name in entry}
-    return own
+            only(entry, name, hf.get(name), section=section)
+        shapes[int(key)] = {name: count(entry, name, section=section) for name in HEADS if name in entry}
+    return shapes
 
 
 GEMMA = Family({**_DEFAULTS, **{name: {} for name in _WITH_TOWERS}}, _read, _write, _select)

@@ -2,7 +2,7 @@
 """Generate text through the paged cache, with a checkpoint in Hugging Face format or a GGUF file.
 
 A prompt is text if the checkpoint has a tokenizer, else token ids separated by commas or spaces. Prompts and answers go
-to standard output, all else to standard error. In a chat each turn finds those before it in the cache. Without a
+to standard output, all else to standard error. In a chat each turn finds the turns before it in the cache. Without a
 checkpoint the demo runs on the bundled recall model.
 """
 
@@ -24,7 +24,7 @@ from .session import MOST, SIZES, Session
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help."""
+    """Runs the command line."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.checkpoint is None and (args.prompt or args.prompts or args.json or args.chat):
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
-    """Answers the prompts; returns the exit status."""
+    """Answers the prompts. Returns the exit status."""
     texts = _texts(parser, args)
     model, tokenizer = session.load_model(parser, args)
     prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
@@ -59,7 +59,7 @@ def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
 
 
 def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
-    """Answers turns from standard input; returns the exit status."""
+    """Answers turns from standard input. Returns the exit status."""
     model, tokenizer = session.load_model(parser, args)
     if tokenizer is None:
         parser.error(f"--chat: {args.checkpoint}: wanted a checkpoint with a tokenizer.json")
@@ -83,13 +83,13 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
                 return INTERRUPTED
             talk.answered(output.tokens, screen.answers[0])
             stored = "" if answering.store is None else f", {output.stored_tokens} of them from the store"
-            found = f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused{stored}"
-            _note(f"\033[2m{found}\033[0m" if sys.stderr.isatty() else found)  # dim
+            line = f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused{stored}"
+            _note(f"\033[2m{line}\033[0m" if sys.stderr.isatty() else line)  # dim
         return answering.end(finished=True)
 
 
 def _turns(parser: commands.Parser) -> Iterator[str]:
-    """The lines of standard input, but for empty ones; a person is prompted for each."""
+    """The lines of standard input, except empty lines. In a terminal, it prompts for each."""
     prompted = sys.stdin.isatty()
     if prompted:
         _note("a line is a turn; Ctrl-C ends an answer, Ctrl-D the chat")
@@ -118,12 +118,16 @@ def _parser() -> commands.Parser:
     )
     session.add_dtype(parser)
     parser.add_argument(
-        "--max-new-tokens", type=number(int, 1, MOST), default=SIZES["max_new_tokens"], metavar="N",
+        "--max-new-tokens",
+        type=number(int, 1, MOST),
+        default=SIZES["max_new_tokens"],
+        metavar="N",
         help="default: %(default)s",
-    )  # fmt: skip
+    )
     parser.add_argument("--temperature", type=number(float, 0.0), default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=number(int, 1, MOST), metavar="K")
     parser.add_argument("--top-p", type=number(float, 0.0, 1.0), metavar="P")
+    parser.add_argument("--min-p", type=number(float, 0.0, 1.0), metavar="P", help="of the likeliest token's")
     parser.add_argument(
         "--seed", type=number(int, 0, 2**31), default=0, help="of the first prompt; the next has the next"
     )
@@ -147,12 +151,12 @@ def _texts(parser: commands.Parser, args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _check_text(parser: commands.Parser, option: str, text: str, what: str) -> None:
-    """Refuses text from bytes that were not UTF-8, for which Python puts lone surrogates."""
+def _check_text(parser: commands.Parser, option: str, text: str, place: str) -> None:
+    """Refuses text from bytes outside UTF-8, which Python replaces by lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        parser.error(f"{option}: got bytes that are not UTF-8 in {what}")
+        parser.error(f"{option}: got bytes that are not UTF-8 in {place}")
 
 
 def _encode(parser: commands.Parser, texts: list[str], tokenizer: Any, vocab_size: int) -> list[list[int]]:
@@ -182,24 +186,28 @@ def _note(text: str) -> None:
 
 
 class _Screen:
-    """Prompts and answers on standard output, in the order of the prompts; the first unfinished answer grows.
+    """Prompts and answers on standard output, in the order of the prompts. The first unfinished answer grows.
 
-    An answer has lines of its own, under its prompt; an empty line separates it from the next prompt. A chat has no
-    prompts, which the person has typed.
+    An answer has lines of its own under its prompt, and an empty line after it. In a chat the user has typed the
+    prompts, so they are not printed.
     """
 
     def __init__(self, args: argparse.Namespace, texts: list[str], prompts: list[list[int]], tokenizer: Any):
         decode = tokenizer.decode if tokenizer else lambda tokens: " ".join(map(str, tokens))
-        self.args, self.texts, self.words = args, texts, [Detokenizer(decode, prompt) for prompt in prompts]
-        self.answers = list[str]()  # the texts of those that have begun
-        self.num_done = self.num_tokens = 0  # answers; tokens of the last one
+        self.args = args
+        self.texts = texts
+        self.words = [Detokenizer(decode, prompt) for prompt in prompts]
+        self.answers: list[str] = []  # the texts so far
+        self.num_done = 0  # finished answers
+        self.num_tokens = 0  # tokens shown of the last answer
 
     def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
-        """Shows new text; with `last` all of it, finished or not."""
+        """Shows new text. With `last` it shows all text, finished or not."""
         for output in outputs[self.num_done :]:
             if len(self.answers) == self.num_done:
                 self.begin()
-            words, done = self.words[self.num_done], last or output.finish is not None
+            words = self.words[self.num_done]
+            done = last or output.finish is not None
             num_shown = len(self.answers[-1].lstrip())  # without the space between prompt and answer
             self.answers[-1] += words.add(*output.tokens[self.num_tokens :]) + (words.end() if done else "")
             self.num_tokens = len(output.tokens)
@@ -221,7 +229,7 @@ class _Screen:
 
 
 class _Lines(_Screen):
-    """A JSON object a line for each prompt that is done; with a store it also has the tokens that came from there."""
+    """A line with a JSON object for each finished prompt. With a store, it has the number of tokens from there."""
 
     def say(self, new: str, output: kvjax.serving.Output, done: bool) -> None:
         """Prints the object."""

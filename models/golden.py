@@ -51,8 +51,8 @@ def read_golden(folder: pathlib.Path, vocab_size: int) -> Golden:
     """Reads and checks golden.npz.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: naming the array that does not fit.
+      FileNotFoundError: the folder has no golden.npz.
+      ValueError: an array does not fit. The message has its name.
     """
     path = folder / "golden.npz"
     try:
@@ -72,7 +72,7 @@ def read_golden(folder: pathlib.Path, vocab_size: int) -> Golden:
 
 
 def _check(path: pathlib.Path, golden: Golden, vocab_size: int) -> None:
-    """Refuses arrays of other shapes or dtypes, lengths that no prompt has, and tokens outside the vocabulary."""
+    """Refuses arrays of other shapes or dtypes, impossible lengths, and tokens outside the vocabulary."""
     for name in ("prompts", "greedy"):
         shape = getattr(golden, name).shape
         if len(shape) != 2 or 0 in golden.prompts.shape:

@@ -24,7 +24,8 @@ _NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qw
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
-    kind, common = hf["model_type"], read_common(hf, biases=(False, True))
+    kind = hf["model_type"]
+    common = read_common(hf, biases=(False, True))
     bias = common["out_bias"] and kind in ("llama", "qwen3")
     return {
         **common,
@@ -37,7 +38,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: Any) -> dict[str, Any]:
-    """The fields that `_read` reads."""
+    """The fields for `_read`."""
     kind = config.model_type
     window = max(layer.window or 0 for layer in config.layers) or None
     fields = {
@@ -54,15 +55,16 @@ def _write(config: Any) -> dict[str, Any]:
 
 
 def _layers(hf: Mapping[str, Any], kind: str, full: LayerConfig) -> tuple[Mixer, ...]:
-    """All layers, of which those with a window are `full` but for it."""
+    """All layers. A layer with a window differs from `full` by it alone."""
     slides = {"llama": False, "mistral": True}.get(kind, flag(hf, "use_sliding_window"))
     if not slides or hf.get("sliding_window") is None:
-        return read_layers(hf, {FULL: full}, lambda number: FULL)
+        return read_layers(hf, {FULL: full}, lambda layer_index: FULL)
     sliding = dataclasses.replace(full, window=count(hf, "sliding_window"))
     if kind == "mistral":
-        return read_layers(hf, {SLIDING: sliding}, lambda number: SLIDING)
-    first = count(hf, "max_window_layers", count(hf, "num_hidden_layers"), least=0)
-    return read_layers(hf, {FULL: full, SLIDING: sliding}, lambda number: FULL if number < first else SLIDING)
+        return read_layers(hf, {SLIDING: sliding}, lambda layer_index: SLIDING)
+    num_full = count(hf, "max_window_layers", count(hf, "num_hidden_layers"), minimum=0)
+    by_type = {FULL: full, SLIDING: sliding}
+    return read_layers(hf, by_type, lambda layer_index: FULL if layer_index < num_full else SLIDING)
 
 
 LLAMA = Family(_DEFAULTS, _read, _write)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models out of checkpoints, and into folders in Hugging Face format."""
+"""Loading of models from checkpoints, and saving in folders in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from .fp8 import FLOATS, SCALED
 from .placement import check_axes, placed
 from .rope import Rope
 
-_ALWAYS_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")  # whatever dtype the weights have
+_ALWAYS_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")  # for every dtype of the weights
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_PART = 1 << 22  # numbers of a matrix that are compared at a time
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_PART = 1 << 22  # numbers of a matrix to compare at a time
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
 _REUSED = re.compile(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.(weight|bias)")
 
@@ -46,38 +47,43 @@ def load(
     heads: str | None = None,
     context: str | None = None,
 ) -> tuple[Decoder, Any]:
-    """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
+    """Reads a model from a checkpoint.
 
-    A model whose config is tied is loaded untied if the file has an output matrix other than the embedding; each
-    process compares all of the matrix. A tensor without a parameter is an error, unless it follows from the config, as
-    frequencies do, or belongs to a part that is not served: a tower, or a layer that predicts a token further on.
+    Tensors are read one after the other, so memory holds at most a single tensor in a dtype other than the model's.
+
+    A config may say that the output matrix is the embedding (`tie_word_embeddings`). If the file has a different
+    output matrix, the model is loaded with it. Each process compares the whole matrix.
+
+    A tensor without a parameter is an error, with two exceptions: frequencies, which follow from the config, and parts
+    without support, such as towers and layers for predicting a later token.
 
     Args:
-      checkpoint: a folder with config.json, model.safetensors or its shards with their index, and perhaps
-        tokenizer.json and generation_config.json, whose eos_token_id is joined with that of config.json; or a .gguf
-        file of a Llama, Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
-      dtype: of the weights; None for the one they are stored in, which is float32 if they are quantised. Rates of decay
-        and the bias of a choice of experts are float32.
-      scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
-      mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
-        that this process's devices need. None: one device has all. Only attention with an MLP can be divided.
-      heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
-      context: likewise, its other axis; what both axes can divide is divided by both. None: none.
+      checkpoint: a folder in Hugging Face format, or a .gguf file of a Llama, Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
+        The folder has config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json and
+        generation_config.json, which adds to the eos_token_id of config.json.
+      dtype: dtype for the weights; None keeps the stored dtype, or takes float32 if the weights are quantised. Rates
+        of decay and the bias for choosing experts are always float32.
+      scan: whether to scan layers with equal patterns, for fast compiles (see `scanned`).
+      mesh: devices to divide the weights among (`placement.py`); each process reads the parts for its own devices.
+        None loads all weights on a single device. Only models with attention and an MLP can be divided.
+      heads: name of the mesh's axis for heads, as for `kvjax.Cache.create`.
+      context: name of a second axis, which divides the weights further where it can; None disables it.
 
     Returns:
-      The model; and the `tokenizers.Tokenizer`, None if the checkpoint has none.
+      The model, and the `tokenizers.Tokenizer` or None if the checkpoint has none.
 
     Raises:
       FileNotFoundError: a file is missing.
       ImportError: a GGUF file needs the extra.
-      ValueError: naming the file that is none, the config field that is not supported, the tensors that are missing,
-        unexpected or of the wrong shape or dtype, or the axis that cannot divide the weights. Names are compared before
+      ValueError: the message has the name of the broken file, the unsupported config field, the axis of the mesh, or
+        the tensors, which may be missing, unexpected, or of the wrong shape or dtype. Names are compared before
         anything is built.
     """
     check_axes(mesh, heads, context)
     source = open_checkpoint(checkpoint)
     tensors = source.tensors()
-    config, tokenizer = _config(source, tensors), source.tokenizer()
+    config = _config(source, tensors)
+    tokenizer = source.tokenizer()
     is_plain = config.experts is None and all(isinstance(layer, LayerConfig) for layer in config.layers)
     if mesh is not None and not is_plain:
         raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
@@ -97,9 +103,9 @@ def load(
 
 
 def open_checkpoint(path: str | os.PathLike) -> Any:
-    """A `checkpoint.Folder`, or by its name a GGUF file, which has the same methods; errors as for `load`."""
+    """Opens a `checkpoint.Folder`, or a GGUF file, which has the same methods. Errors are the same as for `load`."""
     if pathlib.Path(path).suffix == ".gguf":
-        from .gguf_file import GgufFile  # late: it needs the extra
+        from .gguf_file import GgufFile  # imported late because it needs the extra
 
         return GgufFile(path)
     if not os.path.isdir(path):
@@ -113,15 +119,15 @@ def save(
     tokenizer: Any = None,
     tokenizer_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a folder that `load` reads: config.json, generation_config.json and model.safetensors.
+    """Writes a folder for `load`: config.json, generation_config.json and model.safetensors.
 
-    If the folder has an index of shards, it is removed, since `load` would read them.
+    If the folder has an index of shards, it is removed, since `load` would read the shards.
 
     Args:
       model: the model.
-      folder: is made if it is missing.
-      tokenizer: a `tokenizers.Tokenizer`, for tokenizer.json; None: that file is not written.
-      tokenizer_config: the fields of tokenizer_config.json, such as a chat template; None: that file is not written.
+      folder: the folder; it is made if it is missing.
+      tokenizer: a `tokenizers.Tokenizer` for tokenizer.json; None skips the file.
+      tokenizer_config: the fields of tokenizer_config.json, such as a chat template; None skips the file.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,10 +150,11 @@ def save(
 
 
 def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint that make a parameter, each with its index there: of a stack one for each expert.
+    """The names of a parameter's tensors in a checkpoint, each with its index in the parameter.
 
-    (layers, 0, mlp, up_proj, kernel) is model.layers.0.mlp.up_proj.weight, and (layers, 0, mlp, experts, up_proj,
-    kernel) is model.layers.0.mlp.experts.0.up_proj.weight and so on.
+    The parameter (layers, 0, mlp, up_proj, kernel) is the tensor model.layers.0.mlp.up_proj.weight. A stack of experts
+    (layers, 0, mlp, experts, up_proj, kernel) is a tensor for each: model.layers.0.mlp.experts.0.up_proj.weight and so
+    on.
     """
     *modules, leaf = path
     prefix = [] if path[0] == "lm_head" else ["model"]
@@ -159,17 +166,20 @@ def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]
 
 
 def _config(source: Any, tensors: Mapping[str, Tensor]) -> ModelConfig:
-    """The config of a checkpoint whose tensors are of all its layers: it has one entry per layer.
+    """Reads the config of a checkpoint, and checks that each of its layers has tensors.
 
-    Tokens that end a text are those of generation_config.json too: models for chats have more than config.json tells.
+    The tokens to end a text come from generation_config.json too: models for chats have more than in config.json.
     """
-    fields, generation = source.fields(CONFIG), source.fields(GENERATION)
+    fields = source.fields(CONFIG)
+    generation = source.fields(GENERATION)
     fields.pop("quantization_config", None)  # the tensors are dequantised
     with errors_in(source.file_of(CONFIG)):
-        found = {int(layer[1]) for layer in map(_LAYER.match, tensors) if layer}
-        wanted, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
-        if wanted > len(found):
-            raise ValueError(f"num_hidden_layers: got {wanted}, wanted {len(found)}: no tensor is of layer {lacks}")
+        layers = {int(layer[1]) for layer in map(_LAYER.match, tensors) if layer}
+        missing = next(layer for layer in itertools.count() if layer not in layers)
+        num_wanted = num_layers(fields)
+        if num_wanted > len(layers):
+            got = f"got {num_wanted}, wanted {len(layers)}"
+            raise ValueError(f"num_hidden_layers: {got}: no tensor is of layer {missing}")
         config = ModelConfig.from_hf(fields)
     with errors_in(source.file_of(GENERATION)):
         ends = *config.eos_token_ids, *ids(generation, "eos_token_id", config.vocab_size)
@@ -177,13 +187,13 @@ def _config(source: Any, tensors: Mapping[str, Tensor]) -> ModelConfig:
 
 
 def _read(tensor: Tensor, transposed: bool, dtype: jax.typing.DTypeLike, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor of a file; a copy even where nothing is converted, since it may be a view of the file."""
+    """Reads a part of a tensor. The result is always a copy, since the part may be a view of the file."""
     part = tensor.read(index[::-1]).T if transposed else tensor.read(index)
     return np.array(part, dtype=dtype, copy=True)
 
 
 def _read_parameter(tensors: Mapping[str, Tensor], path: tuple, leaf: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a parameter; of a stack all experts."""
+    """Reads a part of a parameter, or of all experts in a stack."""
     parts = [
         _read(tensors[name], path[-1] == "kernel", leaf.dtype, index[len(expert) :])
         for name, expert in _hf_parts(path, leaf.shape).items()
@@ -192,19 +202,20 @@ def _read_parameter(tensors: Mapping[str, Tensor], path: tuple, leaf: Any, index
 
 
 def _stored_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:
-    """The dtype of the first tensor of floats; a folder that mixes several is unusual, and is converted to this one."""
+    """The dtype of the first tensor of floats. An unusual folder with several dtypes is converted to this dtype."""
     for name, tensor in tensors.items():
         if tensor.dtype in FLOATS and not name.endswith(_ALWAYS_FLOAT32):
             return jax.dtypes.canonicalize_dtype(FLOATS[tensor.dtype])
-    return np.dtype(np.float32)  # no weight at all: refused by `_check_tensors`
+    return np.dtype(np.float32)  # without weights, which `_check_tensors` refuses
 
 
 def _is_tied(tensors: Mapping[str, Tensor], dtype: jax.typing.DTypeLike) -> bool:
-    """Whether the output matrix of a tied config is left out, or equals the embedding in the wanted dtype.
+    """Whether the output matrix of a tied config is absent, or equals the embedding in the wanted dtype.
 
-    A matrix of the wrong shape or dtype is no copy: `_check_tensors` reports it.
+    A matrix of the wrong shape or dtype counts as different. `_check_tensors` reports it.
     """
-    head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
+    head = tensors.get(_HEAD)
+    embedding = tensors.get(_EMBEDDING)
     if head is None or embedding is None:
         return head is None
     shape = head.shape
@@ -219,7 +230,7 @@ def _is_tied(tensors: Mapping[str, Tensor], dtype: jax.typing.DTypeLike) -> bool
 def _check_tensors(
     source: Any, tensors: Mapping[str, Tensor], parameters: Mapping[tuple, tuple[int, ...]], config: ModelConfig
 ) -> None:
-    """Compares names, shapes and dtypes with those of the parameters, and frequencies with the config's."""
+    """Compares names, shapes and dtypes with the parameters, and frequencies with the config's."""
     wanted: dict[str, tuple[int, ...]] = {}
     for path, shape in parameters.items():  # a file has matrices as [outputs, inputs]
         wanted |= dict.fromkeys(_hf_parts(path, shape), shape[-2:][::-1] if path[-1] == "kernel" else shape)
@@ -237,40 +248,43 @@ def _check_tensors(
         elif not _is_left_out(name, tensors, config, has_towers):
             faults["unexpected"].append(name)
     if any(faults.values()):
-        text = "; ".join(f"{what}: {shortened(names)}" for what, names in faults.items() if names)
+        text = "; ".join(f"{fault}: {shortened(names)}" for fault, names in faults.items() if names)
         raise ValueError(f"{source.path}: tensors {text}")
 
 
 def _has_frequencies(name: str, tensor: Tensor, config: ModelConfig) -> bool:
-    """Whether a tensor has the frequencies of its layer's rope, or without a layer those of any layer.
+    """Whether a tensor has the frequencies of its layer's rope, or of any layer's if its name has no layer.
 
-    Old checkpoints carry them, perhaps as they are before the rope stretches them.
+    Old checkpoints carry frequencies, perhaps from before the rope stretches them.
     """
-    layer, rotations = _LAYER.match(name), config.rotations
-    of_layer = rotations[int(layer[1]) :][:1] if layer else ()
-    likes = [
+    layer = _LAYER.match(name)
+    rotations = config.rotations
+    layer_rotations = rotations[int(layer[1]) :][:1] if layer else ()
+    candidates = [
         frequencies
-        for rope, width in filter(None, set(of_layer or rotations))
+        for rope, width in filter(None, set(layer_rotations or rotations))
         for frequencies in (rope.frequencies(width), Rope(rope.theta).frequencies(rope.width(width)))
         if frequencies.shape == tensor.shape
     ]
-    if not likes or tensor.dtype not in FLOATS:
+    if not candidates or tensor.dtype not in FLOATS:
         return False
     values = tensor.read((slice(None),))
     limits = jnp.finfo(values.dtype)
-    relative, absolute = max(float(limits.eps), 1e-5), float(limits.smallest_subnormal)
-    return any(np.allclose(values.astype(np.float64), like, relative, absolute) for like in likes)
+    relative = max(float(limits.eps), 1e-5)
+    absolute = float(limits.smallest_subnormal)
+    return any(np.allclose(values.astype(np.float64), candidate, relative, absolute) for candidate in candidates)
 
 
 def _is_left_out(name: str, tensors: Mapping[str, Tensor], config: ModelConfig, has_towers: bool) -> bool:
     """Whether the model has a reason to leave out a tensor of its checkpoint."""
-    if name == _HEAD:  # a copy, by `_is_tied`
+    if name == _HEAD:  # `_is_tied` found it to be a copy
         return True
-    joining, layer = "mtp.fc.weight" if name.startswith("mtp.") else "", _LAYER.match(name)
+    layer = _LAYER.match(name)
+    joining = "mtp.fc.weight" if name.startswith("mtp.") else ""
     if layer is not None and int(layer[1]) < len(config.layers):
         return _REUSED.fullmatch(name) is not None and config.layers[int(layer[1])].reuses is not None
     if layer is not None:
         joining = f"{layer[0]}eh_proj.weight"
-    if joining in tensors:  # joins stream and embedding for layers that predict a token further on
+    if joining in tensors:  # joins stream and embedding for layers that predict a later token
         return tensors[joining].shape == (config.hidden_size, 2 * config.hidden_size)
     return has_towers and _TOWERS.match(name) is not None

@@ -11,14 +11,15 @@ from flax import nnx
 
 
 class RMSNorm(nnx.Module):
-    """Scales the last axis to mean square one, in float32, and by weights unless `weights` is False.
+    """Scales the last axis to a mean square of 1, in float32, and by weights unless `weights` is False.
 
-    `config` is the `ModelConfig`; of a norm that differs from the model's others a copy with other fields.
+    `config` is the `ModelConfig`. A norm unlike the model's others gets a copy with other fields.
     """
 
     def __init__(self, width: int, config: Any, dtype, weights: bool = True):
         self.scale = nnx.Param(jnp.full((width,), 1 - config.norm_offset, dtype)) if weights else None
-        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
+        self.eps = config.rms_norm_eps
+        self.offset = config.norm_offset
         self.wide = config.norm_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flax NNX decoders of Tunix and of jax-ml/bonsai as models: their own modules, with K/V in the pools.
 
-A decoder hands the cache that its caller passes to the attention of each layer. `paged` makes a model of one, which
-merges a module of its own for each call, and in that one
+A decoder passes its `cache` argument on to the attention of each layer. `paged` turns the decoder into a model. Each
+call of the model merges a module of its own, in which
 
     module.layers[i].attn   projects and rotates by the layer's own weights, then writes and attends through the cache
-    module.final_norm       takes the positions in `last` alone, so that the vocabulary is computed for no others
+    module.final_norm       takes only the positions in `last`, so logits are computed for no others
 
-The class and the caller's module stay as they are: a trainer that traces the same class at the same time sees nothing
-of it. These have such an attention:
+The class and the caller's module stay as they are, so a trainer may trace the same class at the same time. Supported
+kinds of attention:
 
     Qwen3, Llama 3 of Tunix    block(x, segment_pos, cache, attn_mask): q_proj, k_proj, v_proj, o_proj, q_norm, k_norm
-    Gemma 3 of Tunix           likewise: q_einsum and kv_einsum, or qkv_einsum; attn_vec_einsum; sliding windows
+    Gemma 3 of Tunix           the same call: q_einsum and kv_einsum, or qkv_einsum; attn_vec_einsum; sliding windows
     Qwen3 of bonsai            __call__(x, cache, segment_ids): q_proj, k_proj, v_proj, o_proj, q_norm, k_norm
 """
 
@@ -38,11 +38,11 @@ __all__ = ["PagedModel", "paged"]
 
 
 class PagedModel(Pytree, static=("decoder",)):
-    """A decoder's weights, and the way in which they are called: a `kvjax.serving.Model`.
+    """A decoder with its weights: a `kvjax.serving.Model`.
 
     Attributes:
-      arrays: the leaves of the module's state; `with_weights` has others in their order.
-      decoder: static; the same for all weights of one `paged`, so that new ones compile nothing.
+      arrays: the leaves of the module's state; `with_weights` replaces them.
+      decoder: static; the same object for all weights, so new weights compile nothing.
     """
 
     arrays: list[jax.Array]
@@ -53,10 +53,10 @@ class PagedModel(Pytree, static=("decoder",)):
     ) -> tuple[jax.Array, Pools]:
         """See `kvjax.serving.Model`."""
 
-        def mix(number: int, heads: Heads) -> jax.Array:
+        def mix(layer_index: int, heads: Heads) -> jax.Array:
             nonlocal pools
-            pools = write(pools, number, heads.k, heads.v, view)
-            return attend(heads.q, pools, number, view, scale=heads.scale, window=heads.window)
+            pools = write(pools, layer_index, heads.k, heads.v, view)
+            return attend(heads.q, pools, layer_index, view, scale=heads.scale, window=heads.window)
 
         logits = self.decoder.logits(self.arrays, tokens, _Cache(view.positions, mix), last)
         return logits.astype(jnp.float32), pools
@@ -74,7 +74,7 @@ class PagedModel(Pytree, static=("decoder",)):
         """The same decoder with the weights of a module of equal structure.
 
         Raises:
-          ValueError: if the structure differs.
+          ValueError: the structure differs.
         """
         arrays, tree = jax.tree.flatten(nnx.state(module))
         if tree != self.decoder.tree:
@@ -82,10 +82,11 @@ class PagedModel(Pytree, static=("decoder",)):
         return self.replace(arrays=arrays)
 
     def _shapes(self) -> tuple[list[LayerSpec], Any]:
-        """The layers, and the dtype of keys: a call notes them, and computes nothing."""
-        layers, dtypes = list[LayerSpec](), list[Any]()
+        """The layers and the dtype of keys, noted during an abstract call, which computes nothing."""
+        layers: list[LayerSpec] = []
+        dtypes: list[Any] = []
 
-        def mix(number: int, heads: Heads) -> jax.Array:
+        def mix(layer_index: int, heads: Heads) -> jax.Array:
             layers.append(LayerSpec(heads.k.shape[2], heads.k.shape[3], heads.window))
             dtypes.append(heads.k.dtype)
             return jnp.zeros_like(heads.q)
@@ -99,48 +100,51 @@ class PagedModel(Pytree, static=("decoder",)):
 
 
 def paged(module: nnx.Module) -> PagedModel:
-    """A model of a decoder and its present weights, which are shared, not copied.
+    """Makes a model of a decoder and its present weights, which are shared and not copied.
 
     Args:
-      module: Qwen3, Llama 3 or Gemma 3 of Tunix, Qwen3 of bonsai, or one of that form.
+      module: Qwen3, Llama 3 or Gemma 3 of Tunix, Qwen3 of bonsai, or a module with the same parts.
 
     Raises:
-      ValueError: naming what the module lacks, or what its attention has that would not be computed.
+      ValueError: the module lacks a part, or its attention has unsupported parts. The message names them.
     """
-    layers, named = getattr(module, "layers", None), type(module).__name__
+    layers = getattr(module, "layers", None)
+    class_name = type(module).__name__
     if layers is None or not callable(getattr(module, "final_norm", None)):
-        raise ValueError(f"module: got a {named}, wanted a decoder with `layers` and `final_norm`")
+        raise ValueError(f"module: got a {class_name}, wanted a decoder with `layers` and `final_norm`")
     parameters = inspect.signature(type(module).__call__).parameters
     if "cache" not in parameters or not {"positions", "segment_ids"} & set(parameters):
         raise ValueError(
-            f"module: got a {named} that is called with {list(parameters)[1:]}, wanted (tokens, positions, cache, "
+            f"module: got a {class_name} that is called with {list(parameters)[1:]}, wanted (tokens, positions, cache, "
             "attention_mask) or (tokens, *, cache, segment_ids)"
         )
-    for number, layer in enumerate(layers):
+    for layer_index, layer in enumerate(layers):
         attention = getattr(layer, "attn", None)
         if attention is None:
-            raise ValueError(f"module.layers[{number}]: got a {type(layer).__name__}, wanted one with `attn`")
-        _form_of(attention, f"module.layers[{number}].attn")
+            raise ValueError(f"module.layers[{layer_index}]: got a {type(layer).__name__}, wanted one with `attn`")
+        _form_of(attention, f"module.layers[{layer_index}].attn")
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)
     return PagedModel(arrays, Decoder(graph, tree, "positions" in parameters))
 
 
 class Decoder:
-    """A module without its arrays; equal to itself alone, since what NNX keeps of one may have no hash."""
+    """A module without its arrays. It equals itself alone, because NNX's graph may have no hash."""
 
     def __init__(self, graph: Any, tree: Any, has_positions: bool):
-        self.graph, self.tree, self.has_positions = graph, tree, has_positions
+        self.graph = graph
+        self.tree = tree
+        self.has_positions = has_positions
 
     def logits(self, arrays: list[Any], tokens: jax.Array, cache: _Cache, last: jax.Array | None = None) -> jax.Array:
-        """The logits of the positions `last`, or of all; the cache has all tokens' K/V behind it."""
+        """The logits of the positions `last`, or of all positions. The cache takes the K/V of all tokens."""
         module: Any = nnx.merge(self.graph, jax.tree.unflatten(self.tree, arrays))
         for layer in module.layers:
             layer.attn = (_Attention if self.has_positions else _AttentionOfBonsai)(layer.attn)
-            # Rematerialisation would trace the layer apart from the cache; it is for gradients, which nobody takes.
+            # Rematerialisation saves memory for gradients alone, and would trace the layer apart from the cache.
             if hasattr(getattr(layer, "config", None), "remat_config"):
                 layer.config = dataclasses.replace(layer.config, remat_config=None)
-        if last is not None:  # one position i32[n] of each row; of a flat batch, any n positions of it
+        if last is not None:  # i32[n]: a position of each row, or any n positions of a flat batch
             norm = module.final_norm
             module.final_norm = lambda x: norm(x[jnp.arange(x.shape[0]), last][:, None])
         if self.has_positions:
@@ -152,18 +156,18 @@ class Decoder:
 
 @dataclasses.dataclass
 class _Cache:
-    """The argument `cache` of a decoder, or of one of its layers, for which `mix` knows the layer's number."""
+    """The argument `cache` of a decoder. Its items are the `cache` of layers, where `mix` has the layer's index."""
 
     positions: jax.Array  # i32[R, C]
-    mix: Callable[..., jax.Array]  # (number, heads) -> the mixed values [R, C, Q, D] of a layer
+    mix: Callable[..., jax.Array]  # (layer index, heads) -> the mixed values [R, C, Q, D] of a layer
 
     def __getitem__(self, layer: str | int) -> _Cache:
-        """The cache of a layer, whose name is `layer_3` or 3."""
+        """The cache of a layer, which is named `layer_3` or 3."""
         return _Cache(self.positions, functools.partial(self.mix, int(str(layer).removeprefix("layer_"))))
 
 
 class Heads(NamedTuple):
-    """The queries [R, C, Q, D], keys and values [R, C, K, D] of some tokens, rotated; and how they are compared."""
+    """Rotated queries [R, C, Q, D], rotated keys and values [R, C, K, D] of some tokens, with attention's options."""
 
     q: jax.Array
     k: jax.Array
@@ -173,10 +177,11 @@ class Heads(NamedTuple):
 
 
 class _Attention:
-    """In the place of a layer's attention in Tunix: the same weights, and K/V in the cache."""
+    """The replacement of a layer's attention in Tunix, with the same weights, and K/V in the cache."""
 
     def __init__(self, attention: Any):
-        self.attention, self.form = attention, _form_of(attention, "attn")
+        self.attention = attention
+        self.form = _form_of(attention, "attn")
 
     def __call__(self, x: jax.Array, positions: jax.Array, cache: _Cache, *_: Any, **__: Any) -> Any:
         heads = self.form.heads(self.attention, x, positions)
@@ -184,27 +189,28 @@ class _Attention:
 
 
 class _AttentionOfBonsai(_Attention):
-    """The same in bonsai, where the cache knows the positions."""
+    """The replacement of a layer's attention in bonsai, where the cache has the positions."""
 
     def __call__(self, x: jax.Array, cache: _Cache, *_: Any, **__: Any) -> Any:
         return super().__call__(x, cache.positions, cache)[1]
 
 
 class _Form(NamedTuple):
-    """One kind of attention: its weights, its other attributes, and its way from x to heads and back."""
+    """A kind of attention: its weights, its other attributes, and functions from x to heads and back."""
 
     weights: frozenset[str]
-    others: frozenset[str]  # weights too, which it may lack
+    others: frozenset[str]  # among them optional weights
     heads: Callable[[Any, jax.Array, jax.Array], Heads]
     output: Callable[[Any, jax.Array], jax.Array]
 
 
-_OF_LIBRARIES = ("_pytree_", "_object_", "qwix_", "disable_quant_")  # attributes that NNX and qwix add
+_LIBRARY_PREFIXES = ("_pytree_", "_object_", "qwix_", "disable_quant_")  # attributes that NNX and qwix add
 
 
 def _form_of(attention: Any, name: str) -> _Form:
-    """The form of an attention that has its attributes alone: no other one, such as a soft cap, goes unheeded."""
-    names = {key for key, value in vars(attention).items() if value is not None and not key.startswith(_OF_LIBRARIES)}
+    """The form of an attention. Attributes outside the form, such as a soft cap, are refused and not ignored."""
+    names = {name for name, value in vars(attention).items() if value is not None}
+    names = {name for name in names if not name.startswith(_LIBRARY_PREFIXES)}
     forms = [form for form in _FORMS if form.weights <= names]
     unheeded = min((sorted(names - form.weights - form.others) for form in forms), key=len, default=None)
     if unheeded is None:
@@ -216,7 +222,7 @@ def _form_of(attention: Any, name: str) -> _Form:
 
 
 def _rotation(attention: Any, positions: jax.Array, width: int, **options: Any) -> Callable[[jax.Array], jax.Array]:
-    """The rotary embedding of the file that has an attention's class, at positions i32[R, C]."""
+    """The rotary embedding from the file with the attention's class, at positions i32[R, C]."""
     modules = [sys.modules.get(parent.__module__) for parent in type(attention).__mro__]
     rotate, angles = (
         next((getattr(module, name) for module in modules if hasattr(module, name)), None)
@@ -243,16 +249,23 @@ def _by_einsum(attention: Any, x: jax.Array, positions: jax.Array) -> Heads:
     if hasattr(attention, "qkv_einsum"):
         q, k, v = attention.qkv_einsum(x)
     else:
-        q, (k, v) = attention.q_einsum(x), attention.kv_einsum(x)
-    base, factor = attention.rope_base_frequency, attention.rope_scale_factor
-    rotate = _rotation(attention, positions, q.shape[-1], base_frequency=base, scale_factor=factor)
+        q = attention.q_einsum(x)
+        k, v = attention.kv_einsum(x)
+    rotate = _rotation(
+        attention,
+        positions,
+        q.shape[-1],
+        base_frequency=attention.rope_base_frequency,
+        scale_factor=attention.rope_scale_factor,
+    )
     window = attention.sliding_window_size if attention.attn_type.name == "LOCAL_SLIDING" else None
-    q, k = rotate(attention._query_norm(q)), rotate(attention._key_norm(k))
+    q = rotate(attention._query_norm(q))
+    k = rotate(attention._key_norm(k))
     return Heads(q, k, v, attention.query_pre_attn_scalar, window)
 
 
 def _sharding(attention: Any, name: str) -> dict[str, Any]:
-    """The argument that divides a projection's result, where bonsai names one."""
+    """The argument for dividing a projection's result, if bonsai's module has its name."""
     sharding = getattr(getattr(attention, "shd_cfg", None), name, None)
     return {} if sharding is None else {"out_sharding": sharding}
 
@@ -261,17 +274,25 @@ _FORMS = (
     _Form(
         frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "scale"}),
         frozenset({"q_norm", "k_norm", "n_rep", "config", "shd_config", "shd_cfg"}),
-        _projected, lambda attention, y: attention.o_proj(y, **_sharding(attention, "act_btd")),
+        _projected,
+        lambda attention, y: attention.o_proj(y, **_sharding(attention, "act_btd")),
     ),
     *(
         _Form(
             frozenset({*projections, "_query_norm", "_key_norm", "attn_vec_einsum", "query_pre_attn_norm"}),
-            frozenset({
-                "attn_type", "sliding_window_size", "rope_base_frequency", "rope_scale_factor", "shd_config",
-                "remat_config",
-            }),
-            _by_einsum, lambda attention, y: attention.attn_vec_einsum(y),
+            frozenset(
+                {
+                    "attn_type",
+                    "sliding_window_size",
+                    "rope_base_frequency",
+                    "rope_scale_factor",
+                    "shd_config",
+                    "remat_config",
+                }
+            ),
+            _by_einsum,
+            lambda attention, y: attention.attn_vec_einsum(y),
         )
         for projections in (("q_einsum", "kv_einsum"), ("qkv_einsum",))
     ),
-)  # fmt: skip
+)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's weights on several devices: attention divided by heads, the MLP by its inner width.
+"""Placement of the decoder's weights on several devices: attention is divided by heads, the MLP by its inner width.
 
-One device has whole heads, so it needs no other for attention. Each layer adds up its devices' results twice, after
-`o_proj` and after `down_proj`. The matrices of the vocabulary are divided by tokens. Where the cache's blocks are
-divided too (`context`), weights are divided over both axes, and a layer's queries, keys and values gathered over one.
+A device has whole heads, so attention needs no other device. Each layer adds up its devices' results twice, after
+`o_proj` and after `down_proj`. The vocabulary's matrices are divided by tokens. If the cache's blocks are divided too
+(`context`), weights are divided over both axes, and a layer gathers its queries, keys and values over `context`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The first pattern found in a parameter's path tells which axis of it is divided, and whether it has to be. Without a
-# pattern it is whole everywhere, as is a vocabulary whose size the devices do not divide.
+# The first pattern found in a parameter's path tells its axis to divide, and whether the axis must be divisible. A
+# parameter without a match is whole on every device, as is a vocabulary of an indivisible size.
 DIVIDED = (
     (r"\.(q|k|v|gate|up)_proj\.kernel$", 1, True),
     (r"\.(q|k|v|gate|up)_proj\.bias$", 0, True),
@@ -31,17 +31,17 @@ DIVIDED = (
 
 
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str, context: str | None = None) -> P:
-    """The partition of a parameter over one axis of a mesh, or two.
+    """The partition of a parameter over an axis of a mesh, or two.
 
     Args:
-      path: where the decoder has it, such as layers.0.mlp.up_proj.kernel.
-      shape: of the parameter.
+      path: the parameter's path in the decoder, such as layers.0.mlp.up_proj.kernel.
+      shape: the parameter's shape.
       mesh: the devices.
       heads: name of the axis.
-      context: of another, which divides each part further where it can; None: none.
+      context: name of a second axis, which divides each part further if it can; None disables it.
 
     Raises:
-      ValueError: if heads or an inner width cannot be divided by the devices.
+      ValueError: the number of devices does not divide the heads or an inner width.
     """
     for pattern, axis, is_needed in DIVIDED:
         if re.search(pattern, path):
@@ -56,7 +56,7 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str, co
 
 
 def check_axes(mesh: Mesh | None, heads: str | None, context: str | None) -> None:
-    """Raises a ValueError unless `heads` is an axis of the mesh, and `context` another or None; or all are None."""
+    """Raises a ValueError unless `heads` is an axis of the mesh and `context` another or None, or all are None."""
     for name, axis in (("heads", heads), ("context", context)):
         if mesh is None and axis is not None:
             raise ValueError(f"{name}: got {axis!r} without a mesh, wanted None")
@@ -74,7 +74,7 @@ def placed(
     heads: str | None,
     context: str | None,
 ) -> jax.Array:
-    """A parameter made of the parts that `read` gives; called once for each part that this process needs."""
+    """Makes a parameter from its parts. `read` is called once for each part on this process's devices."""
     if mesh is None or heads is None:
         return jnp.array(read((slice(None),) * len(shape)))  # a copy: numpy's memory cannot be donated
     sharding = NamedSharding(mesh, partition_spec(path, shape, mesh, heads, context))
@@ -82,7 +82,7 @@ def placed(
 
 
 def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a model's call one whose inner values XLA places, also where the axes of the mesh in context are Explicit.
+    """Lets XLA place the inner values of a model's call, even if the axes of the mesh in context are Explicit.
 
     Otherwise each product of divided matrices would have to say where its result lies.
     """
@@ -91,7 +91,7 @@ def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     def call_placed(model: Any, tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array | None = None) -> Any:
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             return call(model, tokens, pools, view, last=last)
-        # The logits are divided as the vocabulary is until they are computed: so they are gathered, and not the matrix.
+        # The logits come out divided like the vocabulary, so that they are gathered and not the matrix.
         matrix, axis = model.vocabulary()
         divided = P(*[None] * (tokens.ndim if last is None else 1), jax.typeof(matrix).sharding.spec[axis])
         specs = divided, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, pools)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router: sends each prompt to the cache that has most of it, by mirrors of what the caches publish."""
+"""A router for prompts. It mirrors the contents of caches, and picks the cache with most of a prompt."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,10 +8,10 @@ from kvjax.serving import choose_replica
 
 
 class Router:
-    """Knows what each cache holds, and how many tokens each was sent to compute.
+    """Mirrors each cache's contents, and counts the tokens it has sent to each for computing.
 
     Args:
-      endpoints: {name: (where the cache publishes, where it answers who missed something)}.
+      endpoints: {name: (the cache's endpoint for events, its endpoint for a replay of missed events)}.
     """
 
     def __init__(self, endpoints: Mapping[str, tuple[str, str]]):
@@ -21,7 +21,10 @@ class Router:
     def route(
         self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None, *, without: Collection[str] = ()
     ) -> str:
-        """The cache that has most of a prompt, of equal ones that which was sent least; none in `without` or silent."""
+        """Picks the cache with most of a prompt, and among equals the cache with the fewest tokens sent.
+
+        It skips the caches in `without`, and silent caches if others are left.
+        """
         names = [name for name in self.mirrors if name not in without]
         names = [name for name in names if not self.mirrors[name].is_silent] or names
         cached = {name: self.mirrors[name].lookup(prompt, salt, lora).tokens for name in names}
@@ -31,6 +34,6 @@ class Router:
         return best
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         for mirror in self.mirrors.values():
             mirror.close()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Associative recall: a document says where people are, a question asks for one of them.
+"""Associative recall: a document says where people are, and a question asks for one of them.
 
     document   "alice is in paris . bob is in oslo . ..."
     question   "where is bob ?"
     answer     "oslo ."
 
-People and places are drawn afresh for every document, so nothing can be learned by heart: the answer is right only
-if attention reads the slots that hold it. A prompt is a document followed by a question, so prompts about one
-document share it as a prefix.
+People and places are drawn afresh for every document, so nothing can be learned by heart. An answer is right only if
+attention reads its slots. A prompt is a document with a question after it, so prompts about a document share it as a
+prefix.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _PLACES = """
     stockholm sydney taipei tallinn tampere tehran tirana tokyo
 """
 CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"  # a small model that has learned it
-PEOPLE, PLACES = tuple(_PEOPLE.split()), tuple(_PLACES.split())
+PEOPLE = tuple(_PEOPLE.split())
+PLACES = tuple(_PLACES.split())
 WORDS = ("<pad>", "<unk>", ".", "?", "is", "in", "where")
 VOCABULARY = WORDS + PEOPLE + PLACES
-IDS = {word: number for number, word in enumerate(VOCABULARY)}
+IDS = {word: token_id for token_id, word in enumerate(VOCABULARY)}
 
 FACT_TOKENS = 5  # PERSON is in PLACE .
 QUESTION_TOKENS = 4  # where is PERSON ?
@@ -50,14 +51,14 @@ QUESTION_TOKENS = 4  # where is PERSON ?
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Facts in the order in which the text states them."""
+    """Facts in their order in the text."""
 
     facts: dict[str, str]  # place of each person
-    times: int = 1  # that the text goes through all of them
+    times: int = 1  # repetitions of all facts in the text
 
     @property
     def text(self) -> str:
-        """One sentence per fact, `times` times."""
+        """A sentence for each fact, `times` times."""
         return " ".join(f"{person} is in {place} ." for _ in range(self.times) for person, place in self.facts.items())
 
     @property
@@ -67,18 +68,18 @@ class Document:
 
 
 def make_document(rng: np.random.Generator, num_facts: int, times: int = 1) -> Document:
-    """Draws `num_facts` people, each once, and a place for each; places may repeat."""
+    """Draws `num_facts` different people, and a place for each. Places may repeat."""
     people = [PEOPLE[i] for i in rng.permutation(len(PEOPLE))[: _checked(num_facts)]]
     return Document({person: PLACES[rng.integers(len(PLACES))] for person in people}, times)
 
 
 def question(person: str) -> str:
-    """The text that asks for one person; append it to a document's text, or `encode` it and append the ids."""
+    """The question about a person. Append it to a document's text, or `encode` it and append the ids."""
     return f"where is {person} ?"
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of words and marks that spaces separate; a word outside the vocabulary becomes <unk>."""
+    """Token ids of words and marks separated by spaces. A word outside the vocabulary becomes <unk>."""
     return [IDS.get(word, IDS["<unk>"]) for word in text.split()]
 
 
@@ -88,7 +89,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def make_tokenizer():
-    """The same vocabulary as a `tokenizers.Tokenizer`."""
+    """Makes a `tokenizers.Tokenizer` with the same vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
@@ -100,38 +101,40 @@ def make_tokenizer():
 def make_batch(
     rng: np.random.Generator, num_documents: int, num_facts: int, num_questions: int, *, repeat: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents that are each followed by several questions with their answers.
+    """Draws documents, each with several questions and answers after it.
 
     Args:
       rng: source of the documents.
       num_documents: B.
-      num_facts: per document.
-      num_questions: per document.
-      repeat: whether two questions may be about one person. Training needs it: else a model learns to guess among the
-        places that were not an answer yet, instead of looking.
+      num_facts: facts in each document.
+      num_questions: questions about each document.
+      repeat: whether several questions may be about the same person. Training needs it. Otherwise a model learns to
+        guess among the places without an answer so far, instead of looking.
 
     Returns:
-      tokens i32[B, T], T = num_facts * 5 + num_questions * 6; and answers i32[num_questions], the positions at
-      which the place is to be predicted (those of the question marks). The place and a full stop follow each.
+      Tokens i32[B, T] with T = num_facts * 5 + num_questions * 6, and the positions i32[num_questions] of the question
+      marks, where a place is to be predicted. The place and a full stop follow each.
     """
     if num_questions < 1 or (num_questions > num_facts and not repeat):
         raise ValueError(f"num_questions: got {num_questions}, wanted 1 to num_facts={num_facts}, or repeat=True")
     people = rng.permuted(np.tile(np.arange(len(PEOPLE)), (num_documents, 1)), axis=1)[:, : _checked(num_facts)]
     places = rng.integers(len(PLACES), size=people.shape)
-    people, places = people + IDS[PEOPLE[0]], places + IDS[PLACES[0]]
+    people = people + IDS[PEOPLE[0]]
+    places = places + IDS[PLACES[0]]
     if repeat:
         chosen = rng.integers(num_facts, size=(num_documents, num_questions))
     else:
         chosen = rng.permuted(np.tile(np.arange(num_facts), (num_documents, 1)), axis=1)[:, :num_questions]
 
     def sentences(*words: str | np.ndarray) -> np.ndarray:
-        """Sentences that differ in the words of arrays [B, n]."""
+        """Makes sentences of fixed words, and of words from arrays [B, n]."""
         columns = [IDS[word] if isinstance(word, str) else word for word in words]
         return np.stack(np.broadcast_arrays(*columns), axis=2).reshape(num_documents, -1)
 
     facts = sentences(people, "is", "in", places, ".")
-    who, answer = np.take_along_axis(people, chosen, 1), np.take_along_axis(places, chosen, 1)
-    asks = sentences("where", "is", who, "?", answer, ".")
+    asked = np.take_along_axis(people, chosen, 1)
+    answers = np.take_along_axis(places, chosen, 1)
+    asks = sentences("where", "is", asked, "?", answers, ".")
     first_mark = num_facts * FACT_TOKENS + QUESTION_TOKENS - 1
     marks = first_mark + np.arange(num_questions) * (QUESTION_TOKENS + 2)
     return np.concatenate([facts, asks], axis=1).astype(np.int32), marks.astype(np.int32)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cell of layers with a gated delta rule, behind a short causal convolution.
+"""The cell of layers with a gated delta rule after a short causal convolution.
 
-Each head has a memory, a matrix from keys to values. A token first lets it decay, by one factor a head (Qwen3-Next) or
-one a channel of the keys (Kimi Linear); then it replaces a part `beta` of the value under its key by its own value,
-and reads the value under its query:
+Each head has a memory, a matrix from keys to values. A token first lets it decay, by a factor for each head
+(Qwen3-Next) or for each channel of the keys (Kimi Linear). Then it replaces a part `beta` of the value under its key by
+its own value. Last it reads the value under its query:
 
     memory = decay * memory
     memory = memory + beta * key (value - key memory)
     output = query memory
 
-A cell carries the states of a row from one part of its tokens to the next: the memory, and the last inputs of the
-convolution. `delta_by_token` computes the rule as it is written above. `delta_by_chunk` computes the same for a chunk
-of tokens at a time, by the solution of a triangular system: what a token writes depends on what those before it in
-the chunk have written, linearly.
+A cell carries the states of a row from each part of its tokens to the next: the memory, and the last inputs of the
+convolution. `delta_by_token` computes the rule as written above. `delta_by_chunk` computes the same for a chunk of
+tokens at a time. A token's write depends linearly on the writes before it in the chunk, so the writes are the solution
+of a triangular system.
 
 Shapes: B rows of C tokens, H heads with keys of width K and values of width V.
 
@@ -34,8 +34,9 @@ import kvjax
 
 from .attention import LINEAR, Mixer
 
-# Tokens of a chunk. With a decay a channel the decays between all pairs of a chunk's tokens are an array of its own.
-BY_HEAD, BY_CHANNEL = 64, 16
+# Tokens of a chunk. With a decay for each channel, the decays between all pairs of tokens need a large array.
+BY_HEAD = 64
+BY_CHANNEL = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class DeltaConfig(Mixer):
       value_heads: H.
       key_dim: K.
       value_dim: V.
-      taps: tokens that the convolution sees, the current one included.
+      taps: number of tokens in the convolution, the current token included.
     """
 
     key_heads: int
@@ -59,7 +60,7 @@ class DeltaConfig(Mixer):
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """Columns of queries, keys and values, which all go through the convolution."""
+        """Columns of queries, keys and values. All go through the convolution."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.value_heads * self.value_dim
 
@@ -72,7 +73,7 @@ class DeltaConfig(Mixer):
         }
 
     def spec(self) -> kvjax.LayerSpec:
-        """The layer's part of the cache; devices divide the channels and the heads."""
+        """The layer's part of the cache. Devices divide the channels and the heads."""
         return kvjax.LayerSpec.recurrent(self.shapes, axes={"conv": 1, "memory": 0})
 
 
@@ -80,9 +81,9 @@ class DeltaInputs(NamedTuple):
     """The inputs of the cell for each token.
 
     Attributes:
-      qkv: [B, C, columns of all parts]; before the convolution.
-      decay: f32[B, C, H, 1] or f32[B, C, H, K]; logarithms, not above 0.
-      beta: f32[B, C, H]; between 0 and 1.
+      qkv: [B, C, columns]; queries, keys and values before the convolution.
+      decay: f32[B, C, H, 1] or f32[B, C, H, K]; logarithms of the decay, at most 0.
+      beta: f32[B, C, H]; part of the value to replace, from 0 to 1.
     """
 
     qkv: jax.Array
@@ -96,7 +97,7 @@ class DeltaCell:
 
     Attributes:
       config: the heads.
-      filters: f32[taps, columns of all parts]; the last tap is the current token's.
+      filters: f32[taps, columns]; the last tap is the current token's.
     """
 
     config: DeltaConfig
@@ -104,17 +105,17 @@ class DeltaCell:
 
     def __call__(self, states: dict[str, Any], inputs: DeltaInputs, count: jax.Array):
         """The outputs f32[B, C, H, V] of the first `count` i32[B] tokens of each row, and the states after them."""
-        config, wide = self.config, jnp.float32
-        qkv, conv = convolve(states["conv"], inputs.qkv.astype(wide), self.filters, count)
-        real = jnp.arange(qkv.shape[1])[None] < count[:, None]
-        # Padding leaves the memory alone: it does not decay, and nothing is written. Whatever padding holds is dropped.
-        qkv = jnp.where(real[..., None], qkv, 0)
-        decay = jnp.where(real[..., None, None], inputs.decay, 0)
-        beta = jnp.where(real[..., None], inputs.beta, 0)
+        config = self.config
+        qkv, conv = convolve(states["conv"], inputs.qkv.astype(jnp.float32), self.filters, count)
+        is_token = jnp.arange(qkv.shape[1])[None] < count[:, None]
+        # Padding leaves the memory alone: without decay and beta, nothing fades and nothing is written.
+        qkv = jnp.where(is_token[..., None], qkv, 0)
+        decay = jnp.where(is_token[..., None, None], inputs.decay, 0)
+        beta = jnp.where(is_token[..., None], inputs.beta, 0)
         queries, keys, _ = config.parts
         heads = config.key_heads, config.key_heads, config.value_heads
         parts = zip(jnp.split(qkv, (queries, queries + keys), axis=-1), heads, strict=True)
-        q, k, v = (part.reshape(*part.shape[:2], number, -1) for part, number in parts)
+        q, k, v = (part.reshape(*part.shape[:2], num_heads, -1) for part, num_heads in parts)
         q, k = (jnp.repeat(_unit(x), config.value_heads // config.key_heads, axis=2) for x in (q, k))
         rule = delta_by_token if qkv.shape[1] == 1 else delta_by_chunk
         outputs, memory = rule(states["memory"], q * config.key_dim**-0.5, k, v, decay, beta)
@@ -126,7 +127,7 @@ class DeltaCell:
 
 
 class Convolution(nnx.Module):
-    """A causal convolution of each column with a filter of its own; the weights are those of a checkpoint."""
+    """A causal convolution of each column with a filter of its own. The weights have the shape in checkpoints."""
 
     def __init__(self, columns: int, taps: int, dtype, rngs: nnx.Rngs):
         shape = columns, 1, taps
@@ -139,17 +140,24 @@ class Convolution(nnx.Module):
 
 
 def softplus_decay(step: jax.Array, log_rate: jax.Array) -> jax.Array:
-    """The logarithm of the decay, of steps f32[R, C, H, 1 or K] and the rates' logarithms, f32 with H elements."""
+    """The logarithm of the decay, from steps f32[R, C, H, 1 or K] and the logarithms of H rates."""
     return -jnp.exp(log_rate).reshape(1, 1, -1, 1) * jax.nn.softplus(step)
 
 
 def convolve(last: jax.Array, x: jax.Array, filters: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A causal convolution of each column of x [B, C, columns] with its filter [taps, columns], then silu.
+    """Convolves each column of x causally with its filter, then applies silu.
 
-    `last` [B, taps - 1, columns] are the inputs of the tokens before. Those of the last taps - 1 tokens, up to the last
-    of `count` i32[B] real ones, are returned after the outputs.
+    Args:
+      last: [B, taps - 1, columns]; inputs of the tokens before x.
+      x: [B, C, columns].
+      filters: [taps, columns].
+      count: i32[B]; tokens of each row, without padding.
+
+    Returns:
+      The outputs [B, C, columns], and the inputs [B, taps - 1, columns] of each row's last tokens, up to `count`.
     """
-    taps, length = filters.shape[0], x.shape[1]
+    taps = filters.shape[0]
+    length = x.shape[1]
     seen = jnp.concatenate([last, x], axis=1)
     y = sum(seen[:, tap : tap + length] * filters[tap][None, None] for tap in range(taps))
     after = count[:, None] + jnp.arange(taps - 1, dtype=count.dtype)[None]
@@ -157,10 +165,18 @@ def convolve(last: jax.Array, x: jax.Array, filters: jax.Array, count: jax.Array
 
 
 def delta_by_token(memory, q, k, v, decay, beta) -> tuple[jax.Array, jax.Array]:
-    """The rule, token by token; the outputs f32[B, C, H, V], and the memory after the last token.
+    """Computes the rule token by token.
 
-    The inputs are the memory f32[B, H, K, V], q and k f32[B, C, H, K], v f32[B, C, H, V], the logarithms of the decay
-    f32[B, C, H, 1 or K], and beta f32[B, C, H].
+    Args:
+      memory: f32[B, H, K, V].
+      q: f32[B, C, H, K].
+      k: f32[B, C, H, K].
+      v: f32[B, C, H, V].
+      decay: f32[B, C, H, 1 or K]; logarithms of the decay.
+      beta: f32[B, C, H].
+
+    Returns:
+      The outputs f32[B, C, H, V], and the memory after the last token.
     """
 
     def step(memory, token):
@@ -175,12 +191,15 @@ def delta_by_token(memory, q, k, v, decay, beta) -> tuple[jax.Array, jax.Array]:
 
 
 def delta_by_chunk(memory, q, k, v, decay, beta, width: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """The same as `delta_by_token`, `width` tokens at a time; None: as many as its decays are good for."""
+    """Computes the same as `delta_by_token`, `width` tokens at a time.
+
+    A `width` of None defaults to `BY_HEAD` or `BY_CHANNEL`.
+    """
     width = min(q.shape[1], width or (BY_HEAD if decay.shape[-1] == 1 else BY_CHANNEL))
     padding = -q.shape[1] % width
 
     def chunks(x):
-        """[B, C, H, ...] as [chunks, B, H, width, ...]; padding is zeros, which leave the memory alone."""
+        """Reshapes [B, C, H, ...] to [chunks, B, H, width, ...]. Zeros as padding leave the memory alone."""
         x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(x.reshape(x.shape[0], -1, width, *x.shape[2:]), (1, 3), (0, 2))
 
@@ -190,25 +209,26 @@ def delta_by_chunk(memory, q, k, v, decay, beta, width: int | None = None) -> tu
 
 
 def _chunk(memory, tokens):
-    """One chunk of the rule: memory [B, H, K, V], and of the tokens [B, H, width, ...]."""
+    """Computes the rule for a chunk: memory [B, H, K, V], and tokens with arrays [B, H, width, ...]."""
     q, k, v, decay, beta = tokens
-    since = jnp.exp(jnp.cumsum(decay, axis=2))  # the chunk's beginning
+    since_start = jnp.exp(jnp.cumsum(decay, axis=2))  # decay since the chunk's beginning
     between = _decays_between(decay)
-    left = between[:, :, -1]  # of what a token writes, at the chunk's end
-    written = jnp.tril(beta * _products(k, k, between), -1)
-    new = beta * (v - jnp.einsum("bhik,bhkv->bhiv", k * since, memory))
-    new = lax.linalg.triangular_solve(written, new, left_side=True, lower=True, unit_diagonal=True)
-    outputs = jnp.einsum("bhik,bhkv->bhiv", q * since, memory)
-    outputs = outputs + jnp.einsum("bhij,bhjv->bhiv", _products(q, k, between), new)
-    memory = memory * jnp.moveaxis(since[:, :, -1:], 2, 3) + jnp.einsum("bhik,bhiv->bhkv", k * left, new)
+    until_end = between[:, :, -1]  # decay of a token's write, until the chunk's end
+    system = jnp.tril(beta * _products(k, k, between), -1)
+    writes = beta * (v - jnp.einsum("bhik,bhkv->bhiv", k * since_start, memory))
+    writes = lax.linalg.triangular_solve(system, writes, left_side=True, lower=True, unit_diagonal=True)
+    outputs = jnp.einsum("bhik,bhkv->bhiv", q * since_start, memory)
+    outputs = outputs + jnp.einsum("bhij,bhjv->bhiv", _products(q, k, between), writes)
+    memory = memory * jnp.moveaxis(since_start[:, :, -1:], 2, 3)
+    memory = memory + jnp.einsum("bhik,bhiv->bhkv", k * until_end, writes)
     return memory, outputs
 
 
 def _decays_between(decay: jax.Array) -> jax.Array:
-    """[B, H, i, j, 1 or K]; the decay from token j to token i, 0 where j comes after i, of logarithms [B, H, i, ...].
+    """The decay [B, H, i, j, 1 or K] from token j to token i, 0 if j comes after i, from logarithms [B, H, i, ...].
 
-    The logarithms are added up for each j by itself: a difference of two sums from the chunk's beginning would lose
-    the digits of small decays after large ones.
+    The logarithms are added up from each j. A difference of two sums from the chunk's beginning would lose the digits
+    of small decays after large decays.
     """
     order = jnp.arange(decay.shape[2])
     after = (order[:, None] > order[None])[None, None, :, :, None]
@@ -218,12 +238,12 @@ def _decays_between(decay: jax.Array) -> jax.Array:
 
 
 def _products(x: jax.Array, k: jax.Array, between: jax.Array) -> jax.Array:
-    """[B, H, i, j]; products of x at token i with the decayed keys of token j."""
+    """Products [B, H, i, j] of x at token i with the decayed keys of token j."""
     if between.shape[-1] == 1:
         return jnp.einsum("bhik,bhjk->bhij", x, k) * between[..., 0]
     return jnp.einsum("bhik,bhijk->bhij", x, k[:, :, None] * between)
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Vectors of length one."""
+    """Scales vectors to length 1."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: pairs of dimensions rotated by an angle that grows with the position.
+"""Rotary position embedding: pairs of dimensions are rotated by an angle, which grows with the position.
 
-A `Rope` is made of a config's fields, and `rotary_tables` makes cosines and sines of a config's ropes. A cache keeps
-keys that are rotated already. So frequencies never depend on the sequence that is computed: a rope whose frequencies
-do in transformers, beyond some length, has those of one length, and a longer cache is refused.
+`Rope.from_hf` reads a rope from a config's fields, and `rotary_tables` computes cosines and sines for all layers.
+
+A cache keeps rotated keys, so frequencies must not depend on the sequence. In transformers some ropes change their
+frequencies beyond a length. Here such a rope keeps the frequencies of a single length, and a longer cache is refused.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import numpy as np
 
 from . import fields
 
-Angles = tuple[jax.Array, jax.Array] | None  # cosine and sine of a rope; None: there is none
-_ORIGINAL, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
-# The fields of each kind: those that a config has to have, and those that it may have.
+Angles = tuple[jax.Array, jax.Array] | None  # cosine and sine; None leaves vectors as they are
+_ORIGINAL = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"
+# The required fields of each kind, and its optional fields.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -43,24 +45,25 @@ class Rope:
 
     Attributes:
       theta: base of the frequencies.
-      kind: "default"; "linear" (every wavelength times `factor`); "proportional" (like linear, but only the first pairs
-        rotate); "llama3" (only long wavelengths are stretched); "yarn" (pairs are stretched by a ramp); "dynamic" (the
-        base grows with the sequence); or "longrope" (a factor for each pair, by the length of the sequence).
-      factor: how far wavelengths are stretched.
+      kind: "default", "linear" (every wavelength times `factor`), "proportional" (like linear, but only the first pairs
+        rotate), "llama3" (only long wavelengths are stretched), "yarn" (pairs are stretched by a ramp), "dynamic" (the
+        base grows with the sequence), or "longrope" (a factor for each pair, by the length of the sequence).
+      factor: factor on wavelengths.
       original_max_position_embeddings: context length before the stretching.
       low_freq_factor: llama3; wavelengths above the original length / low_freq_factor are stretched in full.
       high_freq_factor: llama3; wavelengths below the original length / high_freq_factor are left alone.
-      share: the share of a head's dimensions that rotate, the first ones; proportional: of its pairs, rounded down.
-      attention_factor: yarn, longrope; rotated vectors are multiplied by it. None: it follows from `factor`.
-      beta_fast: yarn; pairs that turn more often within the original length are kept. None: 32.
-      beta_slow: yarn; pairs that turn less often are stretched in full. None: 1.
-      mscale: yarn; the weight of the logarithm of `factor` in the factor on rotated vectors.
-      mscale_all_dim: yarn; the same in what that factor is divided by, and in DeepSeek's `score_factor`.
-      truncate: yarn; whether the ramp begins and ends at whole pairs. None: it does.
-      short_factor: longrope; stretches each pair in sequences of at most the original length.
-      long_factor: longrope; stretches each pair in longer ones.
-      sequence_length: dynamic, longrope; the frequencies are those of sequences of so many tokens, for shorter ones
-        too. None: of sequences of at most the original length.
+      share: share of a head's dimensions to rotate, from the first; in a proportional rope share of its pairs, rounded
+        down.
+      attention_factor: yarn, longrope; factor on rotated vectors. None derives it from `factor`.
+      beta_fast: yarn; pairs with more turns within the original length keep their frequency. None defaults to 32.
+      beta_slow: yarn; pairs with fewer turns are stretched in full. None defaults to 1.
+      mscale: yarn; weight of log(factor) in the numerator of the factor on rotated vectors.
+      mscale_all_dim: yarn; weight of log(factor) in its denominator, and in DeepSeek's `score_factor`.
+      truncate: yarn; whether the ramp begins and ends at whole pairs. None defaults to True.
+      short_factor: longrope; factor on each pair in sequences of at most the original length.
+      long_factor: longrope; factor on each pair in longer sequences.
+      sequence_length: dynamic, longrope; number of tokens in the sequences to take the frequencies from, for shorter
+        sequences too. None defaults to the original length.
 
     Source: https://arxiv.org/abs/2309.00071 (yarn, dynamic), https://arxiv.org/abs/2402.13753 (longrope)
     """
@@ -83,37 +86,40 @@ class Rope:
     sequence_length: int | None = None
 
     @classmethod
-    def from_hf(cls, rope: Mapping[str, Any], of: str, *, positions: int, kinds: Iterable[str] = _FIELDS) -> Rope:
-        """Reads one set of rope fields of a config.json; a ValueError names the field, its value and what was wanted.
+    def from_hf(cls, rope: Mapping[str, Any], section: str, *, positions: int, kinds: Iterable[str] = _FIELDS) -> Rope:
+        """Reads a set of rope fields of a config.json.
 
         Args:
           rope: the fields; an older file may say `type` instead of `rope_type`.
-          of: where they are, for error messages.
-          positions: the config's context length, from which some fields follow where the file leaves them out.
-          kinds: that the family has.
+          section: name of the field with this set, for error messages.
+          positions: the config's context length, which gives some fields their defaults.
+          kinds: the family's kinds of ropes.
+
+        Raises:
+          ValueError: the message has the field, its value and the wanted value.
         """
         rope = {name: value for name, value in rope.items() if value or name not in _ZERO_IS_NONE}
         rope = {name: value for name, value in rope.items() if value is not None}
         rope.setdefault("rope_type", rope.get("type", "default"))
-        kind = fields.only(rope, "rope_type", *kinds, of=of)
+        kind = fields.only(rope, "rope_type", *kinds, section=section)
         needed, optional = _FIELDS[kind]
         if _ORIGINAL in needed:
             rope.setdefault(_ORIGINAL, positions)
             if kind != "llama3":
-                rope.setdefault("factor", positions / fields.count(rope, _ORIGINAL, of=of))
-        values = {name: _read(rope, name, of) for name in (*needed, *optional) if name in needed or name in rope}
+                rope.setdefault("factor", positions / fields.count(rope, _ORIGINAL, section=section))
+        values = {name: _read(rope, name, section) for name in (*needed, *optional) if name in needed or name in rope}
         if kind == "dynamic":
             values[_ORIGINAL] = positions
-        share = fields.number(rope, _SHARE, 1.0, of)
+        share = fields.number(rope, _SHARE, 1.0, section)
         if share > 1:
-            raise ValueError(f"{of}.{_SHARE}: got {share}, wanted at most 1")
+            raise ValueError(f"{section}.{_SHARE}: got {share}, wanted at most 1")
         if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
             wanted = f"more than low_freq_factor={values['low_freq_factor']}"
-            raise ValueError(f"{of}.high_freq_factor: got {values['high_freq_factor']}, wanted {wanted}")
-        return cls(fields.number(rope, "rope_theta", 10000.0, of), kind, share=share, **values)
+            raise ValueError(f"{section}.high_freq_factor: got {values['high_freq_factor']}, wanted {wanted}")
+        return cls(fields.number(rope, "rope_theta", 10000.0, section), kind, share=share, **values)
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields that `from_hf` reads back as this rope."""
+        """The fields of this rope, for `from_hf`."""
         rope: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
         needed, optional = _FIELDS[self.kind]
         for name in needed + optional:
@@ -125,25 +131,25 @@ class Rope:
         return rope
 
     def check(self, head_dim: int) -> Rope:
-        """Returns itself; ValueError unless it fits heads of this width."""
-        least = 4 if self.kind == "dynamic" else 2
-        if self.width(head_dim) % 2 or self.width(head_dim) < least:
-            wanted = f"an even number of at least {least} of head_dim={head_dim}"
+        """Returns this rope. Raises a ValueError if it does not fit heads of this width."""
+        min_width = 4 if self.kind == "dynamic" else 2
+        if self.width(head_dim) % 2 or self.width(head_dim) < min_width:
+            wanted = f"an even number of at least {min_width} of head_dim={head_dim}"
             raise ValueError(f"{_SHARE}: got {self.share}, which is {self.width(head_dim)} dimensions, wanted {wanted}")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             if factors is not None and len(factors) != self.width(head_dim) // 2:
-                got, wanted = f"{len(factors)} numbers", f"{self.width(head_dim) // 2}, one for each pair"
-                raise ValueError(f"{name}: got {got}, wanted {wanted}")
+                wanted = f"{self.width(head_dim) // 2}, one for each pair"
+                raise ValueError(f"{name}: got {len(factors)} numbers, wanted {wanted}")
         return self
 
     def width(self, head_dim: int) -> int:
-        """The number of dimensions of a head that have angles, the first ones."""
+        """The number of dimensions with angles, counted from a head's first."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.share)
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of the longest sequences that have these frequencies in transformers; None: all have them."""
+        """Tokens of the longest sequences with these frequencies in transformers, or None for no limit."""
         if self.kind not in ("dynamic", "longrope"):
             return None
         return max(self.sequence_length or 0, self.original_max_position_embeddings)
@@ -165,13 +171,16 @@ class Rope:
         return self._growth(self.mscale_all_dim or 0.0) ** 2
 
     def _growth(self, mscale: float) -> float:
-        """Yarn's factor on a vector; it grows with the logarithm of the stretching."""
+        """Yarn's factor on a vector, which grows with the logarithm of the stretching."""
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair of dimensions: f32[width / 2]."""
-        width, theta, factor = self.width(head_dim), self.theta, self.factor
-        original, length = self.original_max_position_embeddings, self.sequence_length or 0
+        width = self.width(head_dim)
+        theta = self.theta
+        factor = self.factor
+        original = self.original_max_position_embeddings
+        length = self.sequence_length or 0
         if self.kind == "dynamic":
             theta *= (factor * max(length, original) / original - (factor - 1)) ** (width / (width - 2))
         if self.kind == "longrope":
@@ -184,46 +193,53 @@ class Rope:
         return frequency.astype(np.float32)
 
     def _stretched(self, frequency: np.ndarray) -> np.ndarray | float:
-        """The share of the division by `factor` that each pair gets, from 0 to 1."""
-        original, width = self.original_max_position_embeddings, 2 * frequency.size
+        """The share of each pair in the division by `factor`, from 0 to 1."""
+        original = self.original_max_position_embeddings
+        width = 2 * frequency.size
         if self.kind == "llama3":
-            # The more turns within the original context, the more of a frequency is left.
+            # The more turns within the original context, the more of a frequency is kept.
             turns = original * frequency / (2 * np.pi)
-            whole = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            return 1 - np.clip(whole, 0, 1)
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            return 1 - np.clip(kept, 0, 1)
         if self.kind != "yarn":
             return 0.0 if self.kind == "dynamic" else 1.0
 
         def pair(turns: float) -> float:
-            """The pair that turns so often within the original context, as a fraction."""
+            """The index, as a fraction, of the pair with this number of turns within the original context."""
             return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low, high = pair(self.beta_fast or 32.0), pair(self.beta_slow or 1.0)
+        low = pair(self.beta_fast or 32.0)
+        high = pair(self.beta_slow or 1.0)
         if self.truncate is not False:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, width - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, width - 1)
         return np.clip((np.arange(width // 2) - low) / (high - low or 0.001), 0, 1)
 
     def angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
         """Cosine and sine at `positions i32[R, C]`, times the factor on vectors: each f32[R, C, 1, width / 2]."""
         frequencies = self.frequencies(head_dim)[None, None, None]
         angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        cos = jnp.cos(angle)
+        sin = jnp.sin(angle)
         return (cos, sin) if self.amplitude == 1 else (cos * self.amplitude, sin * self.amplitude)
 
 
 def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS, layer_type: str | None = None) -> Rope:
-    """The rope that all layers of a config.json share, or those of `layer_type` where each type has its own.
+    """Reads the rope of all layers of a config.json, or the rope of `layer_type` where each type has its own.
 
-    The file has `rope_parameters`, an older one `rope_theta` and `rope_scaling`. `partial_rotary_factor` and
-    `original_max_position_embeddings` may be at its top; there the second one is preferred, as in transformers.
+    A file has `rope_parameters`, and an older file `rope_theta` and `rope_scaling`. `partial_rotary_factor` and
+    `original_max_position_embeddings` may be at the file's top, where the latter is preferred, as in transformers.
     """
-    new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
+    new = hf.get("rope_parameters")
+    old = hf.get("rope_scaling")
     if new and old:
         raise ValueError(f"rope_scaling: got {old!r:.200} together with rope_parameters, wanted one of the two")
     name, rope = ("rope_parameters", new) if new else ("rope_scaling", old or {})
     if new and layer_type is not None:
-        name, rope = f"{name}.{layer_type}", new.get(layer_type) or {}
+        name = f"{name}.{layer_type}"
+        rope = new.get(layer_type) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         wanted = "one flat set of fields for all layers" if layer_type is None else "a set of fields"
         raise ValueError(f"{name}: got {rope!r:.200}, wanted {wanted}")
@@ -234,9 +250,10 @@ def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS, layer_type:
 
 
 def rotary_tables(config: Any, positions: jax.Array, max_length: int) -> list[Angles]:
-    """The cosine and sine of each layer's rope at `positions i32[R, C]`; layers with equal ropes share them.
+    """Computes the cosine and sine of each layer's rope at `positions i32[R, C]`. Layers with equal ropes share them.
 
-    ValueError if ropes have other frequencies in sequences of `max_length` tokens, the longest that the cache holds.
+    Raises:
+      ValueError: a rope has other frequencies in sequences of `max_length` tokens, the longest in the cache.
     """
     limit = rope_limit(config)
     if limit is not None and max_length > limit:
@@ -249,20 +266,20 @@ def rotary_tables(config: Any, positions: jax.Array, max_length: int) -> list[An
 
 
 def rope_limit(config: Any) -> int | None:
-    """Tokens of the longest sequence with the frequencies of a config's ropes; None: they are those of any length."""
+    """Tokens of the longest sequence with the frequencies of a config's ropes, or None for no limit."""
     limits = [rope.max_length for rope, _ in filter(None, config.rotations)]
     return min(filter(None, limits), default=None)
 
 
-def _read(rope: Mapping[str, Any], name: str, of: str) -> Any:
+def _read(rope: Mapping[str, Any], name: str, section: str) -> Any:
     """The value of a rope's field."""
     if name == "truncate":
-        return fields.only(rope, name, True, False, of=of)
+        return fields.only(rope, name, True, False, section=section)
     if name in (_ORIGINAL, "sequence_length"):
-        return fields.count(rope, name, least=2, of=of)
+        return fields.count(rope, name, minimum=2, section=section)
     if name not in ("short_factor", "long_factor"):
-        return fields.number(rope, name, of=of)
+        return fields.number(rope, name, section=section)
     numbers = fields.listed(rope, name)
     if not numbers:
-        raise ValueError(f"{of}.{name}: got {numbers!r:.80}, wanted a list of numbers")
-    return tuple(fields.number({name: value}, name, of=of) for value in numbers)
+        raise ValueError(f"{section}.{name}: got {numbers!r:.80}, wanted a list of numbers")
+    return tuple(fields.number({name: value}, name, section=section) for value in numbers)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers publish what their caches hold, and a router sends each question to the server that has most of it.
+"""Servers publish the contents of their caches, and a router sends each question to the server with most of it cached.
 
-Each cache holds three documents, and there are three for each server: dealt out in turn, questions about all of them
-reach all caches, and documents push each other out. The servers are `models.serve`, each in a process of its own. The
-router itself is in prefix_router.py.
+Each cache holds three documents, and there are three documents for each server. If questions are dealt out in turn,
+every server gets questions about all documents, which push each other out of its cache. The servers are `models.serve`,
+each in a process of its own. The router itself is in prefix_router.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from . import commands, demo, recall
 from .server_process import SECONDS, Answer, ServerEnded, ServerProcess
 
 NAMES = ("one", "two")
-BLOCK, BLOCKS = 8, 112  # three documents of 30 blocks, with the questions about them
-NEW = 5  # tokens of an answer: a question and all but the last one fill a block
-LAG = 10.0  # seconds that a mirror gets to follow its cache
-LOSSES = 3  # servers that may end over the same prompt
+BLOCK = 8
+BLOCKS = 112  # three documents of 30 blocks, with the questions about them
+NEW = 5  # tokens of an answer: with its question it fills a block, but for its last token
+LAG = 10.0  # seconds for a mirror to catch up with its cache
+LOSSES = 3  # servers allowed to end over the same prompt
 
-Choice = Callable[[list[int], Collection[str]], str]  # of a server: by a prompt and the servers that are down
+Choice = Callable[[list[int], Collection[str]], str]  # (prompt, names of servers that are down) -> a server's name
 
 
 class Reply(NamedTuple):
@@ -34,36 +35,38 @@ class Reply(NamedTuple):
 
     server: str  # its name
     answer: Answer
-    is_mirrored: bool  # whether the server found as many whole blocks as its mirror had
+    is_mirrored: bool  # whether the server found the same number of whole blocks as its mirror
 
 
 class Fleet:
-    """Servers by name, with a router in front of them; the end of a `with` ends all.
+    """Servers by name, with a router in front of them. The end of a `with` ends them all.
 
     Args:
-      servers: {name: a `ServerProcess`, or its like on another machine}.
-      curve: the keys by which events are read; None: they are in clear.
+      servers: {name: a `ServerProcess`, or an object with its methods on another machine}.
+      curve: keys for reading events; None reads events in clear.
     """
 
     def __init__(self, servers: Mapping[str, Any], curve: Any = None):
         from .prefix_router import Router
 
-        self.servers, self._curve = servers, curve
+        self.servers = servers
+        self._curve = curve
         self.router = Router({})  # with a mirror of each server's cache
-        self._threads, self._starts = ThreadPoolExecutor(len(servers)), dict[str, Future[None]]()
+        self._threads = ThreadPoolExecutor(len(servers))
+        self._starts: dict[str, Future[None]] = {}
         self._choosing = threading.Lock()
         self._turns = {name: threading.Lock() for name in servers}  # a server gets one prompt at a time
 
     @property
     def down(self) -> set[str]:
-        """The servers that are being started, and those that could not be."""
+        """The servers still starting, and the servers that failed to start."""
         return {name for name, start in self._starts.items() if not start.done() or start.exception()}
 
     def __enter__(self) -> Fleet:
         """Starts the servers.
 
         Raises:
-          ServerEnded: if one of them cannot start, or nothing comes from it.
+          ServerEnded: a server cannot start, or publishes nothing.
         """
         self._starts = {name: self._threads.submit(self._start, name) for name in self.servers}
         try:
@@ -83,13 +86,16 @@ class Fleet:
     def answer(
         self, prompts: Sequence[list[int]], choose: Choice, salt: str | None = None, at_once: int | None = None
     ) -> list[Reply]:
-        """Puts each prompt to a server; one that ends leaves its prompt to the others.
+        """Puts each prompt to a server. If a server ends, another gets its prompt.
 
-        The prompts find nothing that was cached under another salt. `at_once` of them are answered at a time; None: as
-        many as there are servers.
+        Args:
+          prompts: token ids.
+          choose: the rule for choosing a server.
+          salt: prompts find only blocks cached under the same salt; None is a salt too.
+          at_once: number of prompts to answer at a time; None defaults to the number of servers.
 
         Raises:
-          ServerEnded: if several servers ended over the same prompt, or none is up.
+          ServerEnded: several servers ended over the same prompt, or none is up.
         """
         with ThreadPoolExecutor(at_once or len(self.servers)) as threads:
             return list(threads.map(lambda prompt: self._answer(prompt, choose, salt), prompts))
@@ -116,9 +122,10 @@ class Fleet:
         # The last token of a prompt is computed in any case.
         num_mirrored = min(mirror.lookup(prompt, salt).tokens, len(prompt) - 1)
         answer = self.servers[name].complete(prompt, NEW, salt)
-        # The last whole block is published after all that had to leave. A mirror that lags costs reuse alone.
+        # The last whole block is published after all evictions. A late mirror costs reuse alone.
         computed = [*prompt, *recall.encode(answer.text)][:-1]
-        mirror.wait(lambda one: one.lookup(computed, salt).tokens == len(computed) // BLOCK * BLOCK, LAG)
+        num_published = len(computed) // BLOCK * BLOCK
+        mirror.wait(lambda mirror: mirror.lookup(computed, salt).tokens == num_published, LAG)
         return Reply(name, answer, num_mirrored // BLOCK == answer.num_cached // BLOCK)
 
     def _start(self, name: str) -> None:
@@ -127,41 +134,44 @@ class Fleet:
 
         publish, replay = self.servers[name].ready()
         mirror = Subscriber(publish, replay, curve=self._curve)
-        if not mirror.wait(lambda one: one.complete, LAG):
+        if not mirror.wait(lambda mirror: mirror.complete, LAG):
             mirror.close()
             raise ServerEnded(f"nothing comes from {publish}, where server {name} publishes")
-        before, self.router.mirrors[name] = self.router.mirrors.get(name), mirror
+        old_mirror = self.router.mirrors.get(name)
+        self.router.mirrors[name] = mirror
         self.router.sent.setdefault(name, 0)
-        if before is not None:
-            before.close()
+        if old_mirror is not None:
+            old_mirror.close()
 
 
-def options(*more: str, host: str = "127.0.0.1") -> list[str]:
-    """Options of `models.serve` for the bundled model and a cache that holds three documents, and more options."""
+def options(*extra: str, host: str = "127.0.0.1") -> list[str]:
+    """Options of `models.serve` for the bundled model and a cache for three documents, and extra options."""
     model = ("--checkpoint", str(recall.CHECKPOINT), "--dtype", "float32")
     sizes = ("--rows", "1", "--blocks", str(BLOCKS), "--block-size", str(BLOCK), "--max-length", str(BLOCK * 40))
-    return [*model, *sizes, "--publish", f"tcp://{host}:*", "--replay", f"tcp://{host}:*", *more]
+    return [*model, *sizes, "--publish", f"tcp://{host}:*", "--replay", f"tcp://{host}:*", *extra]
 
 
-def questions(documents: int, each: int) -> list[demo.Question]:
-    """Questions about documents, in any order."""
+def questions(num_documents: int, num_questions: int) -> list[demo.Question]:
+    """Questions about documents, `num_questions` about each, in random order."""
     rng = np.random.default_rng(7)
-    texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
-    every = [one for document in texts for one in demo.questions(document, list(document.facts)[:each])]
-    return [every[number] for number in rng.permutation(len(every))]
+    documents = [recall.make_document(rng, demo.FACTS) for _ in range(num_documents)]
+    pairs = []
+    for document in documents:
+        pairs += demo.questions(document, list(document.facts)[:num_questions])
+    return [pairs[index] for index in rng.permutation(len(pairs))]
 
 
 def in_turn(names: Iterable[str]) -> Choice:
-    """The rule that sends a prompt to the next server."""
+    """A rule that sends each prompt to the next server."""
     cycle = itertools.cycle(names)
     return lambda _, down: next(name for name in cycle if name not in down)
 
 
 def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: int | None = None) -> None:
-    """Puts the questions to the servers in turn, and by the router, and prints how many tokens each way reuses.
+    """Puts the questions to the servers in turn, then by the router, and prints the tokens reused either way.
 
     Raises:
-      SystemExit: if a server or a mirror failed, if the router reuses no more, or if too many answers are wrong.
+      SystemExit: a server or a mirror failed, the router reuses no more tokens, or too many answers are wrong.
     """
     ways: dict[str, Choice] = {
         "round robin": in_turn(fleet.servers),
@@ -169,20 +179,22 @@ def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: in
     }
     prompts = [prompt for prompt, _ in pairs]
     try:
-        with fleet:  # under a salt of its own no way finds what the other one has cached
+        with fleet:  # each way has a salt of its own, so it finds no blocks of the other
             replies = {way: fleet.answer(prompts, choose, way, at_once) for way, choose in ways.items()}
     except ServerEnded as error:
         raise SystemExit(f"{command} failed: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit(commands.INTERRUPTED) from None
-    lines, reused, right = list[tuple[str, list[str]]](), list[int](), list[int]()
+    lines: list[tuple[str, list[str]]] = []
+    reused: list[int] = []
+    right: list[int] = []
     num_prompted = sum(map(len, prompts))
-    for way, of_way in replies.items():
+    for way, way_replies in replies.items():
         by_server = {name: np.zeros(2, np.int64) for name in fleet.servers}
-        for prompt, (name, answer, _) in zip(prompts, of_way, strict=True):
+        for prompt, (name, answer, _) in zip(prompts, way_replies, strict=True):
             by_server[name] += answer.num_cached, len(prompt)
-        reused.append(sum(reply.answer.num_cached for reply in of_way))
-        words = [recall.encode(reply.answer.text)[0] for reply in of_way]
+        reused.append(sum(reply.answer.num_cached for reply in way_replies))
+        words = [recall.encode(reply.answer.text)[0] for reply in way_replies]
         right.append(sum(word == wanted for word, (_, wanted) in zip(words, pairs, strict=True)))
         parts = [f"{cached:,} of {prompted:,}" for cached, prompted in by_server.values()]
         counts = [f"{count:,}" for count in (num_prompted, reused[-1], num_prompted - reused[-1])]
@@ -190,23 +202,24 @@ def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: in
     heads = ("prompted", "reused", "computed", *(f"reused by {name}" for name in fleet.servers), "right")
     console = rich.console.Console(width=120, highlight=False)
     console.print(demo.table(f"{len(pairs)} questions, {len(fleet.servers)} caches", heads, lines), "")
-    are_mirrored = all(reply.is_mirrored for of_way in replies.values() for reply in of_way)
+    are_mirrored = all(reply.is_mirrored for way_replies in replies.values() for reply in way_replies)
     console.print(f"Each cache had what the router's mirror of it said: {are_mirrored}")
     if not are_mirrored or reused[1] <= reused[0] or min(right) < 0.98 * len(pairs):
         raise SystemExit(f"{command} failed: {reused[1]} tokens reused to {reused[0]}, {min(right)} answers right")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help."""
+    """Runs the command line."""
     parser = commands.Parser("router", __doc__)
     parser.add_argument("--quick", action="store_true", help="few questions: a test of the demo")
     commands.add_compile_cache(parser)
     args = parser.parse_args(arguments)
     for extra in ("wires", "serve"):
         commands.check_extra(parser, extra)
-    more = ["--no-compile-cache"] if args.no_compile_cache else []
-    servers = {name: ServerProcess(*options(*more)) for name in NAMES}
-    play("router", Fleet(servers), questions(*(4, 4) if args.quick else (6, 12)), at_once=1)
+    extra_options = ["--no-compile-cache"] if args.no_compile_cache else []
+    servers = {name: ServerProcess(*options(*extra_options)) for name in NAMES}
+    pairs = questions(4, 4) if args.quick else questions(6, 12)
+    play("router", Fleet(servers), pairs, at_once=1)
 
 
 if __name__ == "__main__":

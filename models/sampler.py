@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sampler for training loops on the host: prompts as lists of tokens, one cache, and weights that change.
 
-Each version of the weights has a namespace of its own, so that K/V of older ones are never found. Shapes come from the
-caller's limits, not from its prompts: batches of as many prompts compile nothing new.
+Each version of the weights has a namespace of its own, so no version finds the K/V of another. Shapes come from the
+caller's limits and not from its prompts, so a batch compiles nothing new if an earlier batch had as many prompts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from kvjax.serving import Finish, Model, Rollout, Sampling, Scheduler, rollout, 
 
 __all__ = ["Options", "Sampler", "Samples"]
 
-_CHUNK = 512  # the most tokens of a prompt in one call of the model
+_CHUNK = 512  # a call of the model takes at most this many tokens of a prompt
 
 
 class Options(NamedTuple):
-    """A way to choose tokens.
+    """Options for choosing tokens, with the meaning they have in `kvjax.serving.Sampling`.
 
     Attributes:
       max_new_tokens: T, static.
-      temperature: 0 chooses the likeliest token.
-      top_k: 0 for all tokens.
-      top_p: 1 for all tokens.
+      temperature: factor to divide the logits by; 0 chooses the likeliest token.
+      top_k: number of likeliest tokens to choose from; 0 means no limit.
+      top_p: smallest share of the distribution to choose from; 1 means no limit.
       seed: an integer or a jax key.
-      stop_tokens: end a completion.
+      stop_tokens: tokens to end a completion with.
+      min_p: smallest probability of a token, relative to the likeliest; 0 means no limit.
     """
 
     max_new_tokens: int
@@ -43,15 +44,16 @@ class Options(NamedTuple):
     top_p: float = 1.0
     seed: Any = 0
     stop_tokens: Sequence[int] = ()
+    min_p: float = 0.0
 
 
 class Samples(NamedTuple):
-    """One completion of each prompt.
+    """A completion of each prompt.
 
     Attributes:
-      tokens: of each completion, i32[n]; the stop token included.
-      logprobs: likewise f32[n]; of the whole distribution after the temperature, before top-k and top-p.
-      cached: i32[groups]; tokens of each group's prompt that earlier calls, or earlier groups, had computed.
+      tokens: an i32[n] for each completion; it includes the stop token.
+      logprobs: an f32[n] for each completion; log-probabilities after the temperature, before top-k, top-p and min-p.
+      cached: i32[groups]; tokens of each group's prompt found in the cache, from earlier calls or earlier groups.
     """
 
     tokens: list[np.ndarray]
@@ -60,43 +62,63 @@ class Samples(NamedTuple):
 
 
 class Sampler:
-    """Samples and scores with one cache, which it makes when it is first used.
+    """Samples and scores with a cache, which the first use creates.
 
     Args:
-      layers: of the model.
+      layers: the model's layers.
       max_length: tokens of a prompt and its completion together.
       block_size: P.
-      num_blocks: N; None: enough for max_seqs rows of max_length tokens.
-      max_seqs: S; None: as many as a call has completions; one that has more begins with an empty cache.
-      dtype: of the K/V.
-      mesh: the devices; None: the default one.
-      heads: the axis of the mesh that divides kv heads; None: each device has all of the cache.
-      forget: whether blocks of old weights are emptied. Else they leave when blocks are needed.
-      scheduler: of rollouts; None: prompts are computed in chunks of up to 512 tokens.
+      num_blocks: N; None defaults to enough blocks for max_seqs rows of max_length tokens.
+      max_seqs: S; None defaults to the number of completions in a call, and a call with more begins with an empty
+        cache.
+      dtype: dtype for the K/V.
+      mesh: the devices; None defaults to the default device.
+      heads: the axis of the mesh to divide kv heads over; None gives each device all of the cache.
+      forget: whether `renew` empties the blocks of old weights. Otherwise they leave when blocks are needed.
+      scheduler: scheduler for rollouts; None computes prompts in chunks of up to 512 tokens.
 
     Attributes:
-      version: of the weights; `renew` makes the next one.
-      cache: the cache; None before the first use.
-      programs: the jitted functions for this cache; None before the first use.
+      version: version of the weights, which `renew` increments.
+      cache: the cache, or None before the first use.
+      programs: the jitted functions for this cache, or None before the first use.
     """
 
     def __init__(
-        self, layers: Sequence[LayerSpec], max_length: int, *, block_size: int = 16, num_blocks: int | None = None,
-        max_seqs: int | None = None, dtype: Any = "bfloat16", mesh: Mesh | None = None, heads: str | None = None,
-        forget: bool = True, scheduler: Scheduler | None = None,
-    ):  # fmt: skip
-        self.layers, self.max_length = layers, static_int("max_length", max_length, 1)
-        self.block_size, self.dtype = static_int("block_size", block_size, 1), dtype
+        self,
+        layers: Sequence[LayerSpec],
+        max_length: int,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_seqs: int | None = None,
+        dtype: Any = "bfloat16",
+        mesh: Mesh | None = None,
+        heads: str | None = None,
+        forget: bool = True,
+        scheduler: Scheduler | None = None,
+    ):
+        self.layers = layers
+        self.max_length = static_int("max_length", max_length, 1)
+        self.block_size = static_int("block_size", block_size, 1)
         self.num_blocks = None if num_blocks is None else static_int("num_blocks", num_blocks, 1)
         self.max_seqs = None if max_seqs is None else static_int("max_seqs", max_seqs, 1)
-        self.mesh, self.heads, self.forget, self.scheduler = mesh, heads, forget, scheduler
-        self.version, self.cache = 0, None
+        self.dtype = dtype
+        self.mesh = mesh
+        self.heads = heads
+        self.forget = forget
+        self.scheduler = scheduler
+
+        self.version = 0
+        self.cache = None
         self.programs: Any = None
-        self._names, self._dirty, self._groups = Namespaces(), False, {}
+        self._names = Namespaces()
+        self._has_old_blocks = False
+        self._group_sizes = {}  # of the last batch with a number of prompts
 
     def renew(self) -> None:
         """Begins a new version of the weights."""
-        self.version, self._dirty = self.version + 1, True
+        self.version += 1
+        self._has_old_blocks = True
 
     @property
     def namespace(self) -> int:
@@ -104,123 +126,158 @@ class Sampler:
         return self._names(weights=self.version)
 
     def sample(self, model: Model, prompts: Sequence[np.ndarray], width: int, options: Options) -> Samples:
-        """One completion of each prompt; equal ones that stand together are computed once.
+        """Samples a completion of each prompt. Equal prompts next to each other are computed once.
 
         Args:
-          model: with the weights of the present version.
-          prompts: i32[n] each, of 1 to `width` tokens.
-          width: of the array that has them.
-          options: the way to choose tokens.
+          model: the model with the weights of the present version.
+          prompts: an i32[n] for each, of 1 to `width` tokens.
+          width: tokens of the array for all prompts.
+          options: options for choosing tokens.
 
         Raises:
-          ValueError: naming the argument.
-          RuntimeError: if the cache has too few blocks.
+          ValueError: an argument is wrong.
+          RuntimeError: the cache has too few blocks.
         """
         cache, samples, rows, mask = self._begin(model, prompts, width, options.max_new_tokens)
-        found, self.cache, _ = self.programs.sample(
-            model, cache, rows, mask, np.int32(self.namespace), options.seed, np.float32(options.temperature),
-            np.int32(options.top_k), np.float32(options.top_p), np.asarray(options.stop_tokens, np.int32),
-            samples=samples, max_new_tokens=options.max_new_tokens, greedy=options.temperature == 0,
+        rollouts, self.cache, _ = self.programs.sample(
+            model,
+            cache,
+            rows,
+            mask,
+            np.int32(self.namespace),
+            options.seed,
+            np.float32(options.temperature),
+            np.int32(options.top_k),
+            np.float32(options.top_p),
+            np.float32(options.min_p) if options.min_p else None,
+            np.asarray(options.stop_tokens, np.int32),
+            samples=samples,
+            max_new_tokens=options.max_new_tokens,
+            greedy=options.temperature == 0,
             scheduler=self.scheduler or Scheduler(chunk=min(width, _CHUNK)),
-        )  # fmt: skip
-        return self._on_host(found)
+        )
+        return self._on_host(rollouts)
 
     def score(
-        self, model: Model, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], width: int, most: int
+        self,
+        model: Model,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        width: int,
+        max_new_tokens: int,
     ) -> np.ndarray:
-        """Log-probabilities f32[n, most] of a completion of each prompt, 0 beyond its end.
+        """Computes log-probabilities f32[n, max_new_tokens] of a completion of each prompt, 0 beyond its end.
 
         Args:
-          model: with the weights of the present version.
-          prompts: i32[n] each, of 1 to `width` tokens.
-          completions: i32[n] each, of up to `most` tokens.
-          width: of the array that has the prompts.
-          most: of the array that has the completions.
+          model: the model with the weights of the present version.
+          prompts: an i32[n] for each, of 1 to `width` tokens.
+          completions: an i32[n] for each, of up to `max_new_tokens` tokens.
+          width: tokens of the array for all prompts.
+          max_new_tokens: tokens of the array for all completions.
 
         Raises:
-          ValueError: naming the argument.
-          RuntimeError: if the cache has too few blocks.
+          ValueError: an argument is wrong.
+          RuntimeError: the cache has too few blocks.
         """
-        cache, samples, rows, mask = self._begin(model, prompts, width, most)
-        tokens = np.stack([np.pad(one, (0, most - one.size)) for one in completions]).astype(np.int32)
-        lengths = np.array([one.size for one in completions], np.int32)
+        cache, samples, rows, mask = self._begin(model, prompts, width, max_new_tokens)
+        padded = [np.pad(completion, (0, max_new_tokens - completion.size)) for completion in completions]
+        tokens = np.stack(padded).astype(np.int32)
+        lengths = np.array([completion.size for completion in completions], np.int32)
         logprobs, self.cache, _ = self.programs.score(
-            model, cache, rows, tokens.reshape(-1, samples, most), mask=mask,
-            completion_lengths=lengths.reshape(-1, samples), namespace=np.int32(self.namespace),
+            model,
+            cache,
+            rows,
+            tokens.reshape(-1, samples, max_new_tokens),
+            mask=mask,
+            completion_lengths=lengths.reshape(-1, samples),
+            namespace=np.int32(self.namespace),
             chunk=min(width, _CHUNK),
-        )  # fmt: skip
-        found = np.asarray(logprobs).reshape(len(prompts), most)
-        if np.isnan(found).any():
-            raise self._too_few(f"{np.isnan(found).any(axis=1).sum()} of {len(found)} were not computed")
-        return found
+        )
+        logprobs = np.asarray(logprobs).reshape(len(prompts), max_new_tokens)
+        is_missing = np.isnan(logprobs).any(axis=1)
+        if is_missing.any():
+            raise self._too_few(f"{is_missing.sum()} of {len(logprobs)} were not computed")
+        return logprobs
 
     def _begin(
-        self, model: Model, prompts: Sequence[np.ndarray], width: int, most: int
+        self, model: Model, prompts: Sequence[np.ndarray], width: int, max_new_tokens: int
     ) -> tuple[Cache, int, np.ndarray, np.ndarray]:
-        """A cache for `most` new tokens of each prompt, the size of groups, and their prompts at the ends of rows."""
-        lengths = [one.size for one in prompts]
+        """Prepares a call.
+
+        Returns:
+          A cache for `max_new_tokens` tokens after each prompt, the size of groups, the groups' prompts i32[groups,
+          width] at the ends of rows, and their mask.
+        """
+        lengths = [prompt.size for prompt in prompts]
         if not lengths or not 1 <= min(lengths) <= max(lengths) <= width:
             raise ValueError(f"prompts: got lengths {lengths}, wanted some, of 1 to {width} tokens each")
-        if max(lengths) + most > self.max_length:
+        if max(lengths) + max_new_tokens > self.max_length:
             raise ValueError(
-                f"prompts: got one of {max(lengths)} tokens for {most} new ones, wanted at most {self.max_length} "
-                "together (max_length)"
+                f"prompts: got one of {max(lengths)} tokens for {max_new_tokens} new ones, wanted at most "
+                f"{self.max_length} together (max_length)"
             )
-        # The size of an earlier batch's groups is taken if it serves: it is compiled.
-        samples = group_size(prompts, self.max_seqs or len(prompts), self._groups.get(len(prompts)))
-        self._groups[len(prompts)] = samples
+        # The size from an earlier batch is preferred, because its program is compiled.
+        samples = group_size(prompts, self.max_seqs or len(prompts), self._group_sizes.get(len(prompts)))
+        self._group_sizes[len(prompts)] = samples
         leaders = prompts[::samples]
-        rows = np.stack([np.pad(one, (width - one.size, 0)) for one in leaders]).astype(np.int32)
-        mask = np.arange(width) >= width - np.array([[one.size] for one in leaders])
-        return self._ready(model, len(prompts)), samples, rows, mask
+        rows = np.stack([np.pad(prompt, (width - prompt.size, 0)) for prompt in leaders]).astype(np.int32)
+        mask = np.arange(width) >= width - np.array([[prompt.size] for prompt in leaders])
+        return self._ready_cache(model, len(prompts)), samples, rows, mask
 
-    def _ready(self, model: Model, completions: int) -> Cache:
-        """The cache without old weights' blocks; made anew if there is none, or if it has too few rows."""
+    def _ready_cache(self, model: Model, num_completions: int) -> Cache:
+        """Takes the cache, without blocks of old weights. A missing or too small cache is made anew."""
         cache, self.cache = self.cache, None
-        if cache is not None and self.max_seqs is None and cache.state.spec.max_seqs < completions:
+        if cache is not None and self.max_seqs is None and cache.state.spec.max_seqs < num_completions:
             cache = None
         if cache is None:
-            cache = self._made(self.max_seqs or completions, jax.tree.leaves(model)[0])
+            cache = self._new_cache(self.max_seqs or num_completions, jax.tree.leaves(model)[0])
             self.programs = _Programs(cache)
-        elif self._dirty and self.forget:
+        elif self._has_old_blocks and self.forget:
             cache, _ = self.programs.forget(cache, np.array([self.namespace], np.int32))
-        self._dirty = False
+        self._has_old_blocks = False
         return cache
 
-    def _made(self, rows: int, weight: Any) -> Cache:
-        """An empty cache, as committed to devices as the weights are: the first call is compiled for all later ones."""
-        blocks = self.num_blocks or rows * -(-self.max_length // self.block_size)
+    def _new_cache(self, rows: int, weight: Any) -> Cache:
+        """Makes an empty cache. It is committed to devices if the weights are, so that calls compile only once."""
+        num_blocks = self.num_blocks or rows * -(-self.max_length // self.block_size)
         spec = make_spec(
-            self.layers, num_blocks=blocks, max_seqs=rows, max_length=self.max_length, block_size=self.block_size,
+            self.layers,
+            num_blocks=num_blocks,
+            max_seqs=rows,
+            max_length=self.max_length,
+            block_size=self.block_size,
             dtype=self.dtype,
-        )  # fmt: skip
+        )
         if self.heads is not None:
             return Cache.create(spec, mesh=self.mesh, heads=self.heads)
-        cache, sharding = Cache.create(spec), getattr(weight, "sharding", None)
+        cache = Cache.create(spec)
+        sharding = getattr(weight, "sharding", None)
         mesh = self.mesh or getattr(sharding, "mesh", None)
         if mesh is not None:
             return jax.device_put(cache, NamedSharding(mesh, PartitionSpec()))
         return jax.device_put(cache, sharding) if getattr(weight, "committed", False) else cache
 
     def _on_host(self, rollouts: Rollout) -> Samples:
-        """The completions one after the other."""
-        found = jax.device_get(rollouts)
-        served = np.isin(found.finish, (Finish.STOP, Finish.LENGTH))
-        if not served.all():
-            reasons = sorted({Finish(one).name for one in found.finish[~served].tolist()})
-            raise self._too_few(f"{np.sum(~served)} of {served.size} completions ended with {', '.join(reasons)}")
-        flat = (rows.reshape(served.size, -1) for rows in (found.tokens, found.logprobs))
-        lengths = found.lengths.ravel()
-        tokens, logprobs = ([row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in flat)
-        return Samples(tokens, logprobs, found.cached[:, 0])
+        """Brings the completions to the host, as a list. Raises a RuntimeError if any is unfinished."""
+        fetched = jax.device_get(rollouts)
+        is_done = np.isin(fetched.finish, (Finish.STOP, Finish.LENGTH))
+        if not is_done.all():
+            reasons = sorted({Finish(finish).name for finish in fetched.finish[~is_done].tolist()})
+            raise self._too_few(f"{np.sum(~is_done)} of {is_done.size} completions ended with {', '.join(reasons)}")
+        lengths = fetched.lengths.ravel()
 
-    def _too_few(self, what: str) -> RuntimeError:
+        def without_padding(array: np.ndarray) -> list[np.ndarray]:
+            return [row[:length] for row, length in zip(array.reshape(lengths.size, -1), lengths, strict=True)]
+
+        return Samples(without_padding(fetched.tokens), without_padding(fetched.logprobs), fetched.cached[:, 0])
+
+    def _too_few(self, reason: str) -> RuntimeError:
         assert self.cache is not None
-        return RuntimeError(f"num_blocks: got {self.cache.state.spec.groups[0].num_blocks}, wanted more: {what}")
+        return RuntimeError(f"num_blocks: got {self.cache.state.spec.groups[0].num_blocks}, wanted more: {reason}")
 
 
 class _Programs:
-    """Jitted functions that leave a cache on the devices where it is: XLA would divide it as it likes."""
+    """Jitted functions. They keep a cache on its devices, which XLA would divide otherwise."""
 
     def __init__(self, cache: Cache):
         is_committed = all(leaf.committed for leaf in jax.tree.leaves(cache))
@@ -232,34 +289,61 @@ class _Programs:
         self.forget = jax.jit(Cache.forget_namespaces, donate_argnums=0, out_shardings=(devices, None))
 
 
-def group_size(prompts: Sequence[np.ndarray], most: int, usual: int | None = None) -> int:
-    """The number of samples of a prompt, so that the batch is prompts with as many samples each, one after the other.
+def group_size(prompts: Sequence[np.ndarray], max_size: int, preferred: int | None = None) -> int:
+    """The size of groups to divide a batch into, so that all prompts in a group are equal.
+
+    For the prompts A A A A B B, the largest size is 2: two groups of A and a group of B.
 
     Args:
-      prompts: i32[n] each.
-      most: the size is at most this.
-      usual: is taken if it serves. None: the largest size is.
+      prompts: an i32[n] for each.
+      max_size: largest size allowed.
+      preferred: size to take if it divides the batch; None defaults to the largest size.
     """
     runs = itertools.groupby(prompts, key=lambda prompt: prompt.tolist())
     largest = int(np.gcd.reduce([len([*run]) for _, run in runs]))
-    if usual is not None and usual <= most and largest % usual == 0:
-        return usual
-    return max(size for size in range(1, min(largest, most) + 1) if largest % size == 0)
+    if preferred is not None and preferred <= max_size and largest % preferred == 0:
+        return preferred
+    return max(size for size in range(1, min(largest, max_size) + 1) if largest % size == 0)
 
 
 def _sample(
-    model, cache, prompts, mask, namespace, seed, temperature, top_k, top_p, stop_tokens, *, samples, max_new_tokens,
-    greedy, scheduler,
-):  # fmt: skip
-    """`rollout` with the log-probabilities of the whole distribution, whatever top-k and top-p leave of it."""
+    model,
+    cache,
+    prompts,
+    mask,
+    namespace,
+    seed,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    stop_tokens,
+    *,
+    samples,
+    max_new_tokens,
+    greedy,
+    scheduler,
+):
+    """Calls `rollout` for log-probabilities of the whole distribution, before top-k, top-p and min-p."""
     options: dict[str, Any] = {"sampling": Sampling()}
     if not greedy:
-        each = jnp.broadcast_to(temperature, prompts.shape[:1])
-        options = {"sampling": Sampling(jnp.float32(1.0), top_k, top_p), "logits_fn": _scaled, "logits_state": each}
+        temperatures = jnp.broadcast_to(temperature, prompts.shape[:1])
+        sampling = Sampling(jnp.float32(1.0), top_k, top_p, min_p=min_p)
+        options = {"sampling": sampling, "logits_fn": _scaled, "logits_state": temperatures}
     return rollout(
-        model, cache, prompts, mask=mask, samples=samples, max_new_tokens=max_new_tokens, seed=seed,
-        stop_tokens=stop_tokens, namespace=namespace, logprobs="raw", scheduler=scheduler, **options,
-    )  # fmt: skip
+        model,
+        cache,
+        prompts,
+        mask=mask,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        namespace=namespace,
+        logprobs="raw",
+        scheduler=scheduler,
+        **options,
+    )
 
 
 def _scaled(logits: jax.Array, _: jax.Array, __: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:

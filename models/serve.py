@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import os
 import pathlib
+import re
 import signal
 import socket
 import sys
@@ -24,12 +25,16 @@ from kvjax.interop import combine_listeners
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
 from . import chat, commands, memory, session, stores, tenants, wires
+from .checkpoint import GENERATION
 from .commands import number
-from .openai_api import MOST_BIASES, Limits
+from .loading import open_checkpoint
+from .openai_api import MOST_BIASES, ApiError, Limits, read_defaults
+from .serve_schemas import Schemas, open_schemas
 from .session import MOST, SIZES
+from .tool_calls import FORMATS, Parser, detect
 
 MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
-STOP_TOKENS = 8  # of a request, those of the model included; more where the model's and the end of a turn are more
+STOP_TOKENS = 8  # of a request, those of the model included; more where these and the ends of turns and calls are more
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -58,6 +63,8 @@ def make_parser() -> commands.Parser:
     parser.add_argument("--checkpoint", metavar="PATH", required=True, help="a Hugging Face folder, or a GGUF file")
     parser.add_argument("--name", metavar="NAME", help="of the model in requests (default: the folder's)")
     parser.add_argument("--chat-template", metavar="FILE", type=pathlib.Path, help="in place of the checkpoint's")
+    formats = "of calls of tools, in place of the one that the chat template shows: %(choices)s"
+    parser.add_argument("--tool-format", choices=tuple(FORMATS), help=formats)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument(
         "--port", type=wires.PORT, default=8000, help="to listen at; 0 chooses one (default: %(default)s)"
@@ -77,6 +84,7 @@ def make_parser() -> commands.Parser:
         ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
         ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
         ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
+        ("--schemas", 0, 8, "schemas, patterns and choices of answers at a time; 0: none are served"),
         ("--grace", 0, 5, "seconds that open answers have when the server ends"),
     )
     for option, least, default, what in limits:
@@ -88,6 +96,10 @@ def make_parser() -> commands.Parser:
     parser.add_argument("--max-bodies", metavar="SIZE", type=commands.size, default=64 << 20, help=bodies)
     hosts = "names that a request's Host may have (those of a loopback address: localhost and it; else any)"
     parser.add_argument("--allowed-hosts", metavar="HOST", nargs="+", help=hosts)
+    origins = "pages of these origins may call the server, such as https://chat.example; * for all (none)"
+    parser.add_argument("--allowed-origins", metavar="ORIGIN", nargs="+", type=_origin, default=[], help=origins)
+    generation = "whether generation_config.json has the defaults of requests (default: %(default)s)"
+    parser.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=generation)
     session.add_mesh(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
@@ -102,6 +114,13 @@ def make_parser() -> commands.Parser:
         help="end when standard input does, as with a program that has started this one",
     )  # fmt: skip
     return parser
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers send it, or *."""
+    if text != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text) is None:
+        raise argparse.ArgumentTypeError(f"got {text!r:.80}, wanted * or an origin such as https://chat.example")
+    return text
 
 
 class Server(NamedTuple):
@@ -137,19 +156,29 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
-        engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store)
+        tool_format = _tool_format(args, template)
+        call_end = tool_format.call_end if tool_format else None
+        stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template, call_end)
+        marks = tool_format.marks if tool_format else ()
+        schemas = open_schemas(args.schemas, tokenizer, model.config.vocab_size, marks, stop_tokens, args.timeout)
+        if isinstance(schemas, str):
+            _note(f"no schemas are served: {schemas}")
+        else:
+            stack.callback(schemas.close)
+        engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store, schemas)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
-        stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template)
+        defaults = _defaults(parser, args)
         limits = Limits(
             max_length=min(spec.max_length, session.most_tokens(args, model)),
             samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
         )  # fmt: skip
         shown = Served(
             args.name or commands.model_name(args), tokenizer, max(map(len, tokenizer.get_vocab())) if tokenizer else 0,
-            template, stop_tokens, limits, keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+            template, stop_tokens, limits, defaults, keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
             shows_cached=not args.hide_cached_tokens,
             # The engine begins to write after a turn, and tells its state between two.
             before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
+            schemas=schemas, tool_format=tool_format,
         )  # fmt: skip
         pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
         pages.engine = engine
@@ -169,6 +198,25 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
     return template
 
 
+def _tool_format(args: argparse.Namespace, template: chat.Template | None) -> type[Parser] | None:
+    """The format of calls of tools that the options or the template name."""
+    name = args.tool_format or (None if template is None else detect(template.tools_text))
+    return None if name is None else FORMATS[name]
+
+
+def _defaults(parser: commands.Parser, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the checkpoint's generation_config.json that requests have by default."""
+    checkpoint, defaults = open_checkpoint(args.checkpoint), dict[str, Any]()
+    if args.generation_config == "auto":
+        try:
+            defaults = read_defaults(checkpoint.fields(GENERATION))
+        except ApiError as error:
+            parser.error(f"--generation-config: {checkpoint.file_of(GENERATION)}: {error}")
+    listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    _note(f"defaults of requests: {listed} ({GENERATION})" if listed else "defaults of requests: the API's")
+    return defaults
+
+
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
     """The spec of the cache; sets the length of a row if none was given, and the number of blocks of a budget."""
     positions, spec = session.most_positions(args, model), None
@@ -184,22 +232,27 @@ def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: 
 
 def _engine(
     parser: commands.Parser, args: argparse.Namespace, model: Any, cache: Any, listener: Any,
-    names: kvjax.Namespaces, store: Any,
+    names: kvjax.Namespaces, store: Any, schemas: Schemas | str,
 ) -> Engine[Any]:  # fmt: skip
     """The engine, which compiles everything."""
     _note("compiling")
+    penalties = Penalties.of(args.max_length, repetition=1.0, max_biases=MOST_BIASES)
+    has_schemas = not isinstance(schemas, str)
     try:
         options = RunOptions(
             scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), top_logprobs=args.top_logprobs, store=store,
-            names=names, listener=listener, logits_fn=penalize,
+            names=names, listener=listener, logits_fn=schemas.logits_fn if has_schemas else penalize,
         )  # fmt: skip
-        return Engine(
+        engine = Engine(
             model, cache, options, max_waiting=args.max_waiting,
-            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 1),
-            logits_state=Penalties.of(args.max_length, most=MOST_BIASES),
+            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2), min_p=True,
+            logits_state=(penalties, schemas.state(None)) if has_schemas else penalties,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
+    if has_schemas:
+        schemas.engine = engine
+    return engine
 
 
 def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
@@ -244,12 +297,13 @@ def _end_with_input() -> None:
 
 def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:
     """An `HttpServer` with the limits of the options; `opened` is called when it accepts connections."""
-    from .serve_http import HttpServer, Patience, only_hosts
+    from .serve_http import HttpServer, Patience, only_hosts, only_origins, with_request_ids
 
     hosts = args.allowed_hosts
     if hosts is None and _is_loopback(args.host):
         hosts = ["localhost", "127.0.0.1", "::1", args.host]
     app = server.app if hosts is None else only_hosts(server.app, hosts)
+    app = with_request_ids(only_origins(app, args.allowed_origins))
     patience = Patience(connections=args.max_connections, grace=args.grace)
     return HttpServer(app, patience, opened=opened, close=server.engine.close)
 

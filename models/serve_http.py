@@ -11,6 +11,7 @@ import json
 import re
 import socket
 import struct
+import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,8 +19,10 @@ from .openai_api import ApiError
 
 try:
     import uvicorn
+    from starlette.datastructures import Headers, MutableHeaders
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.responses import JSONResponse
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     from uvicorn.server import ServerState
 except ModuleNotFoundError as error:
@@ -27,6 +30,7 @@ except ModuleNotFoundError as error:
 
 HEADER_BYTES = 64 << 10  # before the body, and between two of its parts
 LEAST_READ = 64 << 10  # bytes that a client reads in `read_seconds`, unless it has read all
+REQUEST_ID, _REQUEST_ID = "x-request-id", re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 WRITE_SECONDS = 5  # for clients to read their last bytes when the server ends
 
 
@@ -191,6 +195,38 @@ def only_hosts(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
         return await JSONResponse(refusal.body, refusal.status)(scope, receive, send)
 
     return guarded
+
+
+def only_origins(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
+    """An application that pages of these origins may call: browsers keep all answers, and errors, from others."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=[REQUEST_ID]
+    )
+
+
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    """An application whose every response has the id of its request: the one that came, or a new one.
+
+    An id of a client that could spoil a line of a log, or is long, is replaced. The state of the request has it.
+    """
+
+    async def identified(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        found = Headers(scope=scope).getlist(REQUEST_ID)
+        own = found[0] if len(found) == 1 and _REQUEST_ID.fullmatch(found[0]) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = own
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = own
+            await send(message)
+
+        return await app(scope, receive, send_with_id)
+
+    return identified
 
 
 class HttpServer(uvicorn.Server):

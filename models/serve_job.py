@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
 from kvjax.serving import EngineError, Handle
@@ -15,10 +17,12 @@ from kvjax.serving import EngineError, Handle
 from .answers import REFUSED, Answer, Failed, Piece, pieces
 from .chat import Template
 from .echo import after_prompt, prompt_logprobs, prompt_piece
-from .openai_api import ApiError, Limits, Wish
+from .openai_api import ApiError, Limits, Tools, Wish
 from .openai_replies import Form, Usage
 from .serve_pages import Pages
+from .serve_schemas import Schemas
 from .tenants import Keys
+from .tool_calls import Parser
 
 try:
     from starlette.exceptions import HTTPException
@@ -26,6 +30,8 @@ try:
     from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
+
+_log = logging.getLogger("kvjax.serve")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Served:
     template: Template | None  # of chats; None: there are none
     stop_tokens: list[int]  # which end an answer
     limits: Limits
+    defaults: Mapping[str, Any]  # of requests, see `openai_api.read_defaults`
     keys: Keys  # which requests have to have
     max_body: int  # bytes of a request
     max_bodies: int  # bytes of all requests that are being read
@@ -45,26 +52,45 @@ class Served:
     timeout: float  # seconds in which an answer is made
     shows_cached: bool  # whether answers say how many tokens of their prompts were cached
     before_end: Callable[[], Any] | None  # called, on another thread, before an answer ends
+    schemas: Schemas | str = "the server has none"  # of answers; a text: why there are none
+    tool_format: type[Parser] | None = None  # of calls of tools in answers to chats; None: tools are refused
 
-    def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """The ids of a text, which other threads do not wait for; a whole one gets the tokenizer's special tokens.
+    def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of the text of a field, with the tokenizer's special tokens or without; no other thread waits.
 
         Raises:
           ApiError: if it has more characters than the most tokens have, with a space between each two.
         """
         if len(text) > self.limits.max_length * (self.longest_token + 1):
             most = f"{self.limits.max_length} tokens of at most {self.longest_token} characters"
-            name = "prompt" if is_whole else "messages"
             message = f"{name}: got {len(text):,} characters, wanted at most {most}"
             raise ApiError(400, message, name, "context_length_exceeded")
         # `encode` would hold the interpreter's lock.
-        return self.tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)[0].ids
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, tokens: list[int], *, skips_special: bool = True) -> str:
         """The text of ids."""
         if self.tokenizer is None:
             return " ".join(map(str, tokens))
         return self.tokenizer.decode(tokens, skip_special_tokens=skips_special)
+
+    def decode_marks(self, tokens: list[int]) -> str:
+        """The text of ids, of special ones only that of the marks of calls."""
+        return self.decode([token for token in tokens if token not in self._hidden], skips_special=False)
+
+    @functools.cached_property
+    def _hidden(self) -> frozenset[int]:
+        """The special tokens that are no marks of calls."""
+        marks = () if self.tool_format is None else self.tool_format.marks
+        added = {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special and token.content not in marks)
+
+    def parser_for(self, tools: Tools | None) -> Callable[[bool], Parser] | None:
+        """Makes a parser of an answer to a chat, early or not; None: the answer is all text."""
+        of_format = self.tool_format
+        if of_format is None or tools is None or (tools.names is None and not of_format.is_for_all):
+            return None
+        return lambda is_early: of_format(tools.names, is_early=is_early, is_parallel=tools.is_parallel)
 
     def decode_all(self, tokens: list[int]) -> str:
         """The text of ids, special ones included."""
@@ -78,6 +104,7 @@ class Job:
         self, served: Served, pages: Pages, wish: Wish, prompts: list[list[int]], handles: list[list[Handle]],
         stop_tokens: list[int],
     ):  # fmt: skip
+        decode = served.decode if served.parser_for(wish.tools) is None else served.decode_marks
         self._served, self._pages, self._wish = served, pages, wish
         self._leaders = [of_prompt[0] for of_prompt in handles]
         self._handles = [handle for of_prompt in handles for handle in of_prompt]
@@ -87,7 +114,7 @@ class Job:
             "shows_stop": wish.echoes and wish.logprobs is not None,  # each token has an entry
         }  # fmt: skip
         self._streams = [
-            pieces(handle, Answer(served.decode, prompt, wish.stop, **of_answer), **of_pieces)
+            pieces(handle, Answer(decode, prompt, wish.stop, **of_answer), **of_pieces)
             for prompt, of_prompt in zip(prompts, handles, strict=True)
             for handle in of_prompt
         ]
@@ -187,10 +214,11 @@ class Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any]):
+    def __init__(self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any], *, has_types: bool = False):
+        """Sends events, which say their types as server-sent events do if they have some; else [DONE] is the last."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._has_types = events, close, has_types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them."""
@@ -204,8 +232,11 @@ class Events(Response):
         async with contextlib.aclosing(self._events):
             async for event in self._events:
                 data = json.dumps(event, ensure_ascii=False)  # of whole characters
-                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                first = f"event: {event['type']}\n" if self._has_types else ""
+                body = f"{first}data: {data}\n\n".encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b"" if self._has_types else b"data: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -231,23 +262,33 @@ async def whole(job: Job, form: Form) -> dict[str, Any]:
     async with contextlib.aclosing(job.pieces()) as found:
         async for index, piece in found:
             choices[index].append(piece)
-    if not job.tells_prompts:
+    if not job.tells_prompts and not form.is_parsed:
         return form.whole(choices, job.usage)
     return await asyncio.to_thread(lambda: form.whole(choices, job.usage, job.prompt_logprobs()))
 
 
-async def events(job: Job, form: Form) -> AsyncGenerator[dict[str, Any]]:
-    """The events of a stream; if the engine fails, the last one is an error."""
+async def events(job: Job, form: Form, request_id: str) -> AsyncGenerator[dict[str, Any]]:
+    """The events of a stream; if the engine fails, the last one is an error with the request's id."""
     try:
         for event in form.first(job.size):
             yield event
         async with contextlib.aclosing(job.pieces()) as found:
             async for index, piece in found:
-                yield form.chunk(index, piece)
+                for event in form.chunks(index, piece):
+                    yield event
         for event in form.last(job.usage):
             yield event
     except (EngineError, Failed) as error:
-        yield failure(error).body
+        shown = failure(error)
+        if shown.status >= 500:
+            note_failure(request_id, error)
+        for event in form.failed(shown, request_id):
+            yield event
+
+
+def note_failure(request_id: str, error: Exception) -> None:
+    """Logs a request that the server has failed."""
+    _log.error("request %s: %s: %s", request_id, type(error).__name__, error)
 
 
 def failure(error: Exception) -> ApiError:

@@ -97,6 +97,7 @@ class ServerProcess:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", f"{__package__}.serve", "--port", "0", "--share-prefixes", "--until-eof"]
+        command += ["--generation-config", "none"]  # the likeliest tokens are wanted
         paths = [str(pathlib.Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {"PYTHONPATH": os.pathsep.join(paths), KEY: self._key, **self._variables}
         with tempfile.TemporaryFile() as notes:  # a pipe would need somebody who reads it

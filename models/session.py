@@ -133,7 +133,7 @@ class Session:
         self._parser, self._args, self._model, self._note = parser, args, model, note
         spec = make_spec(parser, args, model)
         with Refusing(parser):
-            self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
+            self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p, min_p=args.min_p)
         check_memory(parser, args, model, spec)
         self.cache = make_cache(parser, args, spec)  # the latest one; None if a second Ctrl-C has cost it
         with contextlib.ExitStack() as stack:

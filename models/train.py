@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the bundled associative-recall decoder: `python -m models.train [--out DIR]`, a few minutes on 2 cores.
 
-Two layers can answer: the first carries a sentence's person to its place, and the question's person to the question
-mark; the second looks up the one with the other. Training alone finds this slowly: until the second layer looks, the
-first one's output is noise, and is trained away. So the first layer's attention is given and fixed: each head looks a
-certain distance back, with random values. All else is learned from scratch. Documents start short, and only answers
+Two layers can answer. The first carries a sentence's person to its place, and the question's person to the question
+mark. The second looks up the place by the person. Training alone finds this slowly: until the second layer looks, the
+first layer's output is noise, and is trained away. So the first layer's attention is given and fixed: each head looks
+a certain distance back, with random values. All else is learned from scratch. Documents start short, and only answers
 and the full stops after them are scored.
 
-The seeds are fixed: two runs on one kind of machine give the same weights.
+The seeds are fixed, so runs on the same kind of machine give the same weights.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ CONFIG = ModelConfig(
     max_positions=1024,
     eos_token_ids=(recall.IDS["."],),
 )
-DISTANCES = (1, 3, 0, 2)  # back from the question mark to the person, from the place to the person, and two to spare
+# Tokens that the heads look back: from the question mark to the person, from the place to the person, and two spares.
+DISTANCES = (1, 3, 0, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Training steps on documents of one length."""
+    """Training steps on documents of equal length."""
 
     num_facts: int
     num_questions: int
@@ -57,14 +58,15 @@ class Stage:
 
 
 CURRICULUM = (Stage(4, 8, 48, 500), Stage(16, 16, 16, 200), Stage(64, 24, 4, 200))
-LEARNING_RATE, WARMUP = 4e-3, 50
+LEARNING_RATE = 4e-3
+WARMUP = 50
 TEST_FACTS = (4, 16, 48, 64)
 
 
 def fix_first_layer(model: Decoder, sharpness: float = 8.0) -> None:
-    """Makes each head of the first layer look `DISTANCES` tokens back, whatever the tokens are."""
-    config, attention = model.config, model.layers[0].self_attn
-    layer = config.layers[0]
+    """Makes each head of the first layer look `DISTANCES` tokens back, for any tokens."""
+    attention = model.layers[0].self_attn
+    layer = model.config.layers[0]
     turn = np.outer(DISTANCES, -layer.rope.frequencies(layer.head_dim))
     queries = sharpness * np.concatenate([np.cos(turn), np.sin(turn)], axis=1)
     keys = sharpness * np.repeat([[1.0, 0.0]], layer.head_dim // 2, axis=1).repeat(layer.kv_heads, axis=0)
@@ -84,10 +86,11 @@ def score(model: Decoder, tokens: jax.Array, marks: jax.Array) -> tuple[jax.Arra
     Args:
       model: the decoder.
       tokens: i32[B, T]; documents and questions.
-      marks: i32[A]; positions at which an answer is predicted.
+      marks: i32[A]; positions before the answers.
     """
     positions = jnp.concatenate([marks, marks + 1])
-    logits, wanted = model.dense(tokens, positions), tokens[:, positions + 1]
+    logits = model.dense(tokens, positions)
+    wanted = tokens[:, positions + 1]
     right = jnp.argmax(logits, axis=-1) == wanted
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
     return jnp.mean(losses), jnp.mean(right[:, : marks.size].astype(jnp.float32))
@@ -111,7 +114,8 @@ def train(seed: int = 0) -> Decoder:
         updates, moments = optimizer.update(gradient, moments, params)
         return optax.apply_updates(params, updates), moments
 
-    moments, rng = optimizer.init(params), np.random.default_rng(seed)
+    moments = optimizer.init(params)
+    rng = np.random.default_rng(seed)
     for stage in track(stages, "training"):
         batch = recall.make_batch(rng, stage.num_documents, stage.num_facts, stage.num_questions, repeat=True)
         params, moments = step(params, moments, *batch)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a model run through the paged cache with reference outputs: `python -m models.verify DIR [DIR ...]`.
 
-The folders are those of `golden.py`. Every prompt goes through the cache in three ways: *cold*, its blocks scattered
-over the pool; with *reuse*, after prompts that share a prefix with it, and then after itself; and after *churn*, in
-a pool so small that each round evicts the blocks of the round before. Prompts are computed in chunks of several
-rows; then the reference's own continuation is fed token by token. Pools start as NaN, so a read of a slot that is not
-written shows. In the first way layers with a window have only the blocks that their rows can see at once, so that a
-row goes on only if it releases the blocks that leave the window.
+DIR is a golden folder (see `golden.py`). Every prompt goes through the cache in three ways:
 
-With `--kv-dtype` the K/V are kept in another format than float32: then the logits' error is reported, not judged.
+    cold    its blocks are scattered over the pool
+    reuse   after prompts with a common prefix, and then after itself
+    churn   in a pool so small that each round evicts the blocks of the round before
+
+Prompts are computed in chunks of several rows. Then the reference's own continuation is fed token by token. Pools start
+as NaN, so the read of an unwritten slot shows. In the cold way, layers with a window have only enough blocks for the
+tokens in their windows. There a row goes on only if it releases blocks outside its window.
+
+With `--kv-dtype` the K/V have another format than float32. Then the error of the logits is reported and not judged.
 """
 
 from __future__ import annotations
@@ -34,29 +37,31 @@ from .session import add_mesh, make_mesh
 
 TOLERANCE = 1e-3  # |a - b| <= TOLERANCE * (1 + |b|)
 MARGIN = 2e-3  # between the reference's two best logits; below it either token is right
-ROWS, CHUNK, BLOCK_SIZE = 8, 32, 16
+ROWS = 8
+CHUNK = 32
+BLOCK_SIZE = 16
 
 
 @dataclasses.dataclass
 class Tally:
-    """The results of one way through the cache."""
+    """The results of a way through the cache."""
 
-    compared: int = 0  # positions whose logits were compared
+    compared: int = 0  # positions with compared logits
     error: float = 0.0  # largest |a - b|
     excess: float = 0.0  # largest |a - b| / (1 + |b|); above TOLERANCE is a failure
     greedy: int = 0  # continuation tokens compared
-    same: int = 0  # those that equal the reference's
-    wrong: int = 0  # those that differ although the reference's margin is clear
+    same: int = 0  # continuation tokens equal to the reference's
+    wrong: int = 0  # continuation tokens unlike the reference's despite a clear margin
     reused: int = 0  # prompt tokens found in the cache
     evicted: int = 0  # blocks
 
     @property
     def ok(self) -> bool:
-        """Whether all that was compared is within tolerance."""
+        """Whether all compared positions are within tolerance."""
         return self.compared > 0 and self.excess <= TOLERANCE and self.wrong == 0
 
     def compare(self, logits: np.ndarray, reference: np.ndarray, greedy: int | None) -> None:
-        """Compares the logits f32[V] at one position; `greedy` is the reference's choice, if it made one."""
+        """Compares the logits f32[V] at a position. `greedy` is the reference's choice, or None."""
         error = np.abs(logits - reference)
         self.compared += 1
         error = np.where(np.isnan(error), np.inf, error)  # every comparison with NaN is False
@@ -76,24 +81,28 @@ release = jax.jit(kvjax.Cache.release, donate_argnums=0)
 
 @partial(jax.jit, donate_argnames="cache")
 def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
-    """Reserves what is missing for the next tokens i32[S, C] of every row, computes and commits them."""
-    more = cache.state.seqs.committed + count - cache.state.seqs.length
-    cache, extended = cache.extend(more > 0, jnp.maximum(more, 0), max_tokens=tokens.shape[1])
+    """Reserves blocks for the next tokens i32[S, C] of every row, computes the tokens and commits them."""
+    missing = cache.state.seqs.committed + count - cache.state.seqs.length
+    cache, extended = cache.extend(missing > 0, jnp.maximum(missing, 0), max_tokens=tokens.shape[1])
     cache, logits, committed = kvjax.step(model, cache, tokens, count, logits="all")
     return cache, logits, extended, committed
 
 
 class Runner:
-    """Puts prompts through caches and compares every logit that is computed."""
+    """Puts prompts through caches and compares every computed logit."""
 
     def __init__(self, model: Decoder, golden: Golden, spec: kvjax.CacheSpec, where: dict[str, Any]):
-        self.model, self.golden, self.spec, self.where = model, golden, spec, where
+        self.model = model
+        self.golden = golden
+        self.spec = spec
+        self.where = where
         self.tallies = {"cold": Tally(), "reuse": Tally(), "churn": Tally()}
 
     def start(self, way: str, num_blocks: Sequence[int], seed: int) -> None:
-        """Begins a way with an empty cache: so many blocks in each group, in random order; pools hold no number."""
+        """Begins a way with an empty cache: `num_blocks` in each group, in random order, and pools of NaN."""
         self.tally = self.tallies[way]
-        cache, rng = kvjax.Cache.create(self.spec, _LRU, **self.where), np.random.default_rng(seed)
+        cache = kvjax.Cache.create(self.spec, _LRU, **self.where)
+        rng = np.random.default_rng(seed)
         groups = []
         for group, count in zip(cache.state.groups, num_blocks, strict=True):
             empty = np.arange(group.empty.shape[0], dtype=np.int32)
@@ -104,12 +113,12 @@ class Runner:
         self.cache = kvjax.Cache(state, jax.tree.map(_without_numbers, cache.pools))
 
     def run(self, texts: dict[int, np.ndarray], prompt: dict[int, int], rows: dict[int, int]) -> None:
-        """Admits texts' prompts, computes the rest of each text but its last token, and releases them.
+        """Admits the texts' prompts, computes the rest of each text but its last token, and releases the texts.
 
         Args:
           texts: tokens of each seq.
-          prompt: how many of them to admit; the others are fed one by one.
-          rows: golden row of each seq whose logits to compare.
+          prompt: number of tokens to admit; the other tokens are fed one by one.
+          rows: golden row of each seq to compare; {} compares nothing.
         """
         for seq, text in texts.items():
             padded = np.zeros(self.spec.max_length, np.int32)
@@ -126,12 +135,14 @@ class Runner:
             self._done("release", events)
 
     def _advance(self, texts, ends, width: int, rows) -> bool:
-        """One model call of up to `width` tokens for each row that is not at its end; False if none was left."""
+        """Calls the model for up to `width` tokens of each unfinished row. Returns False if all rows are finished."""
         begin = np.asarray(self.cache.state.seqs.committed)
-        tokens, count = np.zeros((ROWS, width), np.int32), np.zeros(ROWS, np.int32)
+        tokens = np.zeros((ROWS, width), np.int32)
+        count = np.zeros(ROWS, np.int32)
         for seq, text in texts.items():
             part = text[begin[seq] : min(begin[seq] + width, ends[seq])]
-            tokens[seq, : len(part)], count[seq] = part, len(part)
+            tokens[seq, : len(part)] = part
+            count[seq] = len(part)
         if not np.any(count):
             return False
         self.cache, logits, extended, committed = advance(self.model, self.cache, tokens, count)
@@ -153,20 +164,21 @@ class Runner:
 
 
 def _without_numbers(array: jax.Array) -> jax.Array:
-    """NaN; the lowest number in integers, whose scales are NaN."""
+    """Fills an array with NaN, or an array of integers with the lowest number, as their scales are NaN."""
     lowest = jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo(array.dtype).min
     return jnp.full_like(array, lowest)
 
 
-_LRU = kvjax.lru()  # one object, so that all ways share their compiled programs
+_LRU = kvjax.lru()  # a single object, so that all ways share their compiled programs
 
 
 def verify(
     folder: pathlib.Path, kv_dtype: str = "float32", *, scan: bool = False, where: dict[str, Any] | None = None
 ) -> dict[str, Tally]:
-    """Runs a golden folder's prompts through the cache in the three ways; errors as for `load` and `read_golden`.
+    """Runs a golden folder's prompts through the cache in the three ways.
 
-    `where` are the arguments `mesh`, `heads` and `context` of `load` and of `Cache.create`; None: one device.
+    Errors are the same as for `load` and `read_golden`. `where` has the arguments `mesh`, `heads` and `context` for
+    `load` and `Cache.create`; None uses a single device.
     """
     where = where or {}
     with jax.default_matmul_precision("highest"):
@@ -175,9 +187,13 @@ def verify(
         longest = max(len(golden.text(row)) for row in range(len(golden.lengths)))
         blocks = ROWS * -(-longest // BLOCK_SIZE)
         spec = kvjax.make_spec(
-            model.layer_specs(), num_blocks=2 * blocks, max_seqs=ROWS, max_length=longest, block_size=BLOCK_SIZE,
+            model.layer_specs(),
+            num_blocks=2 * blocks,
+            max_seqs=ROWS,
+            max_length=longest,
+            block_size=BLOCK_SIZE,
             dtype=kv_dtype,
-        )  # fmt: skip
+        )
         runner = Runner(model, golden, spec, where)
         for first in range(0, len(golden.lengths), ROWS):
             _three_ways(runner, range(first, min(first + ROWS, len(golden.lengths))))
@@ -188,15 +204,16 @@ def verify(
 
 
 def _three_ways(runner: Runner, batch: range) -> None:
-    """Runs up to ROWS prompts in each way, every way in a cache of its own."""
+    """Runs up to ROWS prompts in each way. Every way has a cache of its own."""
     golden = runner.golden
     rows = dict(enumerate(batch))
     texts = {seq: golden.text(row) for seq, row in rows.items()}
     prompts = {seq: int(golden.lengths[row]) for seq, row in rows.items()}
 
-    groups, columns = runner.spec.groups, [-(-len(text) // BLOCK_SIZE) for text in texts.values()]
+    groups = runner.spec.groups
+    columns = [-(-len(text) // BLOCK_SIZE) for text in texts.values()]
     blocks = [group.num_blocks for group in groups]
-    # The fewest with which these rows can be computed together, chunk by chunk.
+    # The fewest blocks for computing these rows together, chunk by chunk.
     fewest = [sum(group.max_blocks(count, BLOCK_SIZE, CHUNK) for count in columns) for group in groups]
     if runner.spec.bare:  # group 0 holds the prefix tree of the others too
         fewest[0] = blocks[0]
@@ -205,12 +222,12 @@ def _three_ways(runner: Runner, batch: range) -> None:
     runner.run(texts, prompts, rows)
 
     runner.start("reuse", blocks, seed=1)
-    for seq in rows:  # one after the other: each finds the prefixes that it shares with those before it
+    for seq in rows:  # one after the other, so that a text finds its common prefixes with earlier texts
         runner.run({seq: texts[seq]}, prompts, rows)
-    runner.run(texts, prompts, rows)  # each finds itself
+    runner.run(texts, prompts, rows)  # each text finds itself
 
-    # Just enough blocks: strangers of the same lengths evict everything, then half of them evict a part. Groups with
-    # windows get half as many again: else a row would take the blocks it has just released, and nothing would stay.
+    # Just enough blocks: strangers with the same lengths evict everything, then half of them evict a part. Groups with
+    # windows get half as many again. Otherwise a row would take the blocks it has just released, and none would stay.
     runner.start("churn", [fewest[0], *(3 * count // 2 for count in fewest[1:])], seed=2)
     rng = np.random.default_rng(3)
     vocab_size = golden.logits.shape[2]
@@ -221,21 +238,22 @@ def _three_ways(runner: Runner, batch: range) -> None:
 
 
 def report(name: str, tallies: dict[str, Tally], judged: bool = True) -> str:
-    """One line per way, and one with the verdict if there is one."""
+    """A line for each way, and a line with the verdict."""
     lines = [
         f"{name:<16}{way:<7}largest logit error {tally.error:.1e} at {tally.compared:,} positions; "
         f"greedy {tally.same:,} of {tally.greedy:,}; {tally.reused:,} tokens reused, {tally.evicted:,} evicted"
         for way, tally in tallies.items()
     ]
     worst = max(tally.error for tally in tallies.values())
-    same, greedy = (sum(getattr(tally, field) for tally in tallies.values()) for field in ("same", "greedy"))
+    same = sum(tally.same for tally in tallies.values())
+    greedy = sum(tally.greedy for tally in tallies.values())
     verdict = "ok" if all(tally.ok for tally in tallies.values()) else "FAILED"
     verdict = verdict if judged else "not judged"
     return "\n".join([*lines, f"{name:<16}{verdict}: largest logit error {worst:.1e}, greedy {same:,} of {greedy:,}"])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Verifies each folder; 0 if all are within tolerance."""
+    """Verifies each folder. Returns 0 if all are within tolerance."""
     parser = Parser("verify", "Compares a model run through the paged cache with reference outputs.")
     parser.add_argument("folders", metavar="DIR", nargs="+", type=pathlib.Path, help="a golden folder")
     parser.add_argument("--kv-dtype", default="float32", help="format of the K/V, such as int8 (default: %(default)s)")
@@ -243,7 +261,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_mesh(parser)
     args = parser.parse_args(arguments)
     where = make_mesh(parser, args)
-    failed, judged = 0, args.kv_dtype == "float32"
+    failed = 0
+    judged = args.kv_dtype == "float32"
     for folder in args.folders:
         try:
             tallies = verify(folder, args.kv_dtype, scan=args.scan, where=where)

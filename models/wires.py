@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wires and files that get a cache's events while text is generated: the options, and what they open."""
+"""Wires and files for a cache's events during a generation, and their options."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .commands import number
 
 MOST_PORT = 65_535
 PORT = number(int, 0, MOST_PORT)  # of an option
-CURVE_KEY = "KVJAX_CURVE_KEY"  # a variable of the environment: other users can read a command line
-# The options that need a checkpoint, and the extras that they need; `--events` is the demo's too.
+CURVE_KEY = "KVJAX_CURVE_KEY"  # an environment variable, since other users can read a command line
+# The options for checkpoints alone, with their extras. The demo has `--events` too.
 _OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
 
 
 def add_wires(parser: commands.Parser) -> None:
-    """The options that `check` and `Wires` read, but for `--events` (`commands.add_outputs`)."""
+    """Adds the options for `check` and `Wires`, except `--events` (`commands.add_outputs`)."""
     parser.add_argument(
         "--trace", metavar="FILE.json", type=pathlib.Path, help="write a trace there, which Perfetto and Chrome open"
     )
@@ -42,7 +42,7 @@ def add_wires(parser: commands.Parser) -> None:
 
 
 def add_publishers(parser: commands.Parser) -> None:
-    """Those of the options that publish what is cached; the others are as if nobody had set them."""
+    """Adds the options for publishing a cache's contents. The other options keep their defaults."""
     parser.set_defaults(events=None, trace=None, metrics=None, stay=False)
     parser.add_argument(
         "--publish", metavar="ENDPOINT", help="publish the cache's events there as vLLM does, such as tcp://*:5557"
@@ -57,7 +57,7 @@ def add_publishers(parser: commands.Parser) -> None:
 
 
 def check(parser: commands.Parser, args: argparse.Namespace) -> None:
-    """Refuses options without what they need."""
+    """Refuses options without their extras, and options without others they belong to."""
     for option, extra in _OPTIONS.items():
         if getattr(args, option) is not None:
             if args.checkpoint is None:
@@ -76,7 +76,7 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
 
 
 class Wires:
-    """The wires that the options opened; the end of a `with` closes them."""
+    """The wires for the given options. The end of a `with` closes them."""
 
     def __init__(
         self,
@@ -86,7 +86,15 @@ class Wires:
         note: Callable[[str], None],
         names: kvjax.Namespaces | None = None,
     ):
-        """Opens them, or refuses an option; `note` gets their addresses. Blocks of other namespaces are not sent."""
+        """Opens the wires, or refuses an option.
+
+        Args:
+          parser: the command's parser, for refusals.
+          args: the options.
+          spec: the cache's spec.
+          note: gets a line with the address of each wire.
+          names: the namespaces to send blocks of; None disables the check.
+        """
         self._names = names
         self._note = note
         self._listeners: list[Callable[[Any], object]] = []  # of events
@@ -95,10 +103,13 @@ class Wires:
         self.feeds: dict[str, Any] = {}  # the wires with a queue, by their options' names
         self._files: list[_File] = []
         openers = {
-            "events": self._log, "trace": self._trace, "publish": self._publish, "agent": self._serve,
+            "events": self._log,
+            "trace": self._trace,
+            "publish": self._publish,
+            "agent": self._serve,
             "metrics": self._export,
-        }  # fmt: skip
-        with contextlib.ExitStack() as self._stack:  # closed if one of them cannot be had
+        }
+        with contextlib.ExitStack() as self._stack:  # closes all wires if an opener fails
             for option, open_ in openers.items():
                 if getattr(args, option) is None:
                     continue
@@ -110,27 +121,27 @@ class Wires:
                         message = f"--{option}: {message.split(': ', 1)[-1]}"
                     parser.error(message)
             self._stack = self._stack.pop_all()
-        # Of the generation; None: nobody listens.
+        # The listener for a generation, or None.
         self.listener = combine_listeners(spec, *self._listeners) if self._listeners else None
 
     def see(self, progress: Any) -> None:
-        """To be called with each `Progress`, as it comes."""
+        """Shows a `Progress` to the wires. Call it for each `Progress` of the generation."""
         for watcher in self._watchers:
             watcher(progress)
         self.set(progress.cache.state)
 
     def set(self, state: kvjax.CacheState) -> None:
-        """Tells the wires how the cache stands."""
+        """Shows the cache's state to the wires."""
         for setter in self._setters:
             setter(state)
 
     @property
     def unwritten(self) -> bool:
-        """Whether a file could not be written; final when it is closed."""
+        """Whether writing a file has failed. The answer is final after closing."""
         return any(file.failed for file in self._files)
 
     def flush(self) -> None:
-        """Writes what the files have not yet on disk."""
+        """Writes the files' buffers to disk."""
         for file in self._files:
             file.flush()
 
@@ -158,12 +169,16 @@ class Wires:
         self._setters.append(trace.set)
 
     def _publish(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
-        from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
+        from kvjax.interop.vllm import Publisher  # imported late because it needs an extra
 
         publisher = Publisher(
-            spec, bind=args.publish, replay=args.replay, model=commands.model_name(args), names=self._names,
+            spec,
+            bind=args.publish,
+            replay=args.replay,
+            model=commands.model_name(args),
+            names=self._names,
             curve=_server_keys() if args.curve else None,
-        )  # fmt: skip
+        )
         self.feeds["publish"] = self._stack.enter_context(publisher)
         self._note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
         self._listeners.append(publisher.publish)
@@ -191,10 +206,12 @@ class Wires:
 
 
 class _File(io.TextIOBase):
-    """A text file whose disk may be full: the first error is noted, and nothing is written after it."""
+    """A text file on a disk that may be full. It notes the first error, and writes nothing after it."""
 
     def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
-        self._path, self._note, self._file = path, note, create(path, encoding="utf-8")
+        self._path = path
+        self._note = note
+        self._file = create(path, encoding="utf-8")
         self.failed = False
 
     def write(self, text: str, /) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the hashes of the verbs' programs with those of another commit: `python scripts/fingerprint.py COMMIT`.
+"""Compares the hashes of the verbs' programs with another commit: `python scripts/fingerprint.py COMMIT`.
 
-A refactoring that changes nothing leaves each program as it is, so every program that differs has to be explained.
-For each of these it prints how many operations of each kind it has more or fewer.
+A pure refactoring leaves each program as it is, so you have to explain every difference. For each changed program, the
+script prints the difference in operations of each kind.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SPECS = {
 
 
 def main() -> int:
-    """Compares this tree with a commit, or prints what `lowered` gives."""
+    """Compares this tree with a commit, or prints the result of `lowered`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit", nargs="?", help="compare with this; without it print this tree's programs as JSON")
     commit = parser.parse_args().commit
@@ -42,29 +42,29 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", folder, commit], cwd=ROOT, check=True)
         try:
-            running = [_of(pathlib.Path(folder)), _of(ROOT)]
-            outputs = [one.communicate()[0] for one in running]
+            processes = [_start(pathlib.Path(folder)), _start(ROOT)]
+            outputs = [process.communicate()[0] for process in processes]
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
-    if any(one.returncode for one in running):
+    if any(process.returncode for process in processes):
         return 1
     return report(*map(json.loads, outputs))
 
 
-def _of(tree: pathlib.Path) -> subprocess.Popen[str]:
+def _start(tree: pathlib.Path) -> subprocess.Popen[str]:
     """Lowers a tree's programs with this file, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen([sys.executable, __file__], cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def report(before: dict, after: dict) -> int:
-    """Prints which programs differ, and how; returns 1 if any does."""
+    """Prints the changed programs and their differences. Returns 1 if any program has changed."""
     changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     for name in changed:
         if name not in before or name not in after:
             print(f"{name}: {'new' if name in after else 'gone'}")
             continue
-        old, new = (collections.Counter(one[name]["operations"]) for one in (before, after))
+        old, new = (collections.Counter(programs[name]["operations"]) for programs in (before, after))
         kinds = {kind: new[kind] - old[kind] for kind in sorted({*old, *new}) if new[kind] != old[kind]}
         changes = ", ".join(f"{kind} {by:+d}" for kind, by in kinds.items()) or "the same operations in another order"
         print(f"{name}: {old.total()} operations, {new.total() - old.total():+d}: {changes}")
@@ -73,7 +73,7 @@ def report(before: dict, after: dict) -> int:
 
 
 def lowered() -> dict[str, dict]:
-    """Each program's hash and its number of operations of each kind, for the kvjax that Python finds."""
+    """Each program's hash and its number of operations of each kind, for the importable kvjax."""
     import jax
 
     programs = {}
@@ -88,7 +88,7 @@ def lowered() -> dict[str, dict]:
 
 
 def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
-    """(name, function, shapes of its arguments) of every verb that a spec has, of those that a tree has."""
+    """(name, function, shapes of its arguments) of every verb in the tree for a spec."""
     import jax
     import jax.numpy as jnp
 
@@ -156,7 +156,7 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
 
 
 def _find(name: str):
-    """A verb, wherever a tree has it; None if it has none of this name."""
+    """The verb of this name anywhere in the tree, or None."""
     for path in ("kvjax", "kvjax.tiers", "kvjax.stores"):
         if importlib.util.find_spec(path) and hasattr(importlib.import_module(path), name):
             return getattr(importlib.import_module(path), name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of this repository from which most instructions and most distinct fusions of a program come, on a CPU.
+"""The functions of this repository with the most instructions and distinct fusions in a program, on a CPU.
 
-python scripts/fusions.py                 # of the scheduler's loop; `benchmarks.compile` says what the numbers mean
+python scripts/fusions.py                 # of the scheduler's loop (`benchmarks.compile` explains the numbers)
 python scripts/fusions.py admit --top 50  # of a verb's program
 """
 
@@ -24,7 +24,7 @@ from benchmarks import compile as programs
 
 
 def functions(text: str) -> Callable[[str], str]:
-    """Maps an instruction of a compiled program to the function of this repository that it comes from."""
+    """Returns a function from an instruction of a compiled program to its function in this repository."""
     heads = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
     tables: dict[str, dict[int, str]] = {head: {} for head in heads}
     table: dict[int, str] = {}
@@ -53,7 +53,7 @@ def functions(text: str) -> Callable[[str], str]:
 
 
 def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
-    """Prints from which functions most instructions come, and most distinct fusions."""
+    """Prints the functions with the most instructions and distinct fusions."""
     text = compiled.as_text() or ""
     owner = functions(text)
     lines = [

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests and pages that the last commits reach: CI runs these at length, and a night runs all.
+"""The tests and pages reached by the last commits: CI runs these at length, and a night runs all.
 
     python scripts/reached.py tests [BASE]     # folders and files whose long tests are to run
     python scripts/reached.py pages [BASE]     # pages of docs/ whose cells are to run
 
-BASE is the commit before the change, HEAD~10 by default. Without it, as in a clone without history, everything is
-reached. A module reaches the tests of its room, and those that import it by name; the core also reaches the oracle's
-machines, and whatever has programs over pools their table of copies. A test or a page reaches itself. Tools of tests
-reach nothing: the default tests use them all.
+BASE is the commit before the change, HEAD~10 by default. In a clone without history, everything is reached. A module
+reaches the tests of its room, and any test with an import of its name. The core also reaches the oracle's machines.
+Programs over pools reach their table of copies. A test or a page reaches itself. Tools of tests reach nothing, because
+the default tests use them all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 ROOT = pathlib.Path(__file__).parents[1]
 CORE = ("state", "cache", "tiered", "blocks", "verbs", "policies", "events", "pools")
 COPIES = "tests/unit/test_copies.py"  # of the core, of loops and of kernels
-# What is not a room of kvjax, and the tests of it.
+# Folders and files outside kvjax's rooms, and their tests.
 HOMES = {
     "models": ["tests/models", "tests/project/test_commands.py", "tests/project/test_model_recipes.py"],
     "pallas_kernels": ["tests/kernels", "tests/unit/gpu", COPIES],
@@ -34,14 +34,14 @@ HOMES = {
 
 
 def changed(base: str) -> list[str] | None:
-    """The files that differ from those of a commit; None if git cannot tell."""
+    """The files with differences from a commit, or None if git cannot tell."""
     command = ["git", "diff", "--name-only", base, "--"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else None
 
 
 def tests_of(files: Iterable[str] | None) -> list[str]:
-    """The folders and files of tests that changes of these files reach; all tests for None."""
+    """The folders and files of tests reached by changes of these files, or all tests for None."""
     if files is None:
         return ["tests"]
     found = set[str]()
@@ -60,7 +60,7 @@ def tests_of(files: Iterable[str] | None) -> list[str]:
 
 
 def importers(file: str) -> set[str]:
-    """The files of tests that import a module by its name."""
+    """The files of tests with an import of a module's name."""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     home, _, name = module.rpartition(".")
     line = re.compile(rf"^(?:from {module} |import {module}$|from {home} import .*\b{name}\b)", re.MULTILINE)
@@ -69,7 +69,7 @@ def importers(file: str) -> set[str]:
 
 
 def pages_of(files: Iterable[str] | None) -> list[str]:
-    """The pages with cells that were changed; all pages for None."""
+    """The changed pages with cells, or all pages for None."""
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
     return sorted(pages if files is None else pages & set(files))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold where the wheel is installed with its extra `models`: the command line answers from the cache."""
+"""Checks a wheel installed with its extra `models`: the command line answers from the cache."""
 
 import json
 import pathlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold where only the wheel is installed: the core works, and what needs an extra says which."""
+"""Checks a wheel installed without extras: the core works, and other modules name their missing extra."""
 
 import importlib
 import importlib.util

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold where the wheel is installed with the extras of all wires: readers get what is published."""
+"""Checks a wheel installed with the extras of all wires: readers get the published events."""
 
 import pathlib
 import urllib.request
@@ -19,7 +19,7 @@ with (
     vllm.Subscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber,
 ):
     publisher.publish(events)
-    assert subscriber.wait(lambda one: one.lookup(range(9)).tokens == 8, 20), subscriber.counts
+    assert subscriber.wait(lambda mirror: mirror.lookup(range(9)).tokens == 8, 20), subscriber.counts
 assert len(trtllm.parse(trtllm.Writer(spec).lines(events))) > 1
 with agent.Agent(spec, port=0) as served, grpc.insecure_channel(served.address) as channel:
     served.publish(events)

@@ -158,10 +158,11 @@ def ask(prompt, **fields):
 
 
 @functools.partial(jax.jit, static_argnames=("logprobs", "windows"))
-def _choose(tokens, number, sampling, stream, stop, generated, logprobs, windows):
+def _choose(tokens, number, sampling, stream, stop, generated, allowed, logprobs, windows):
+    logits = jnp.where(allowed, MODEL.dense(tokens, windows)[number - 1], -jnp.inf)
     return sample(
-        MODEL.dense(tokens, windows)[number - 1][None], sampling, stream[None], number[None], stop=stop,
-        generated=generated[None], top_logprobs=TOP_LOGPROBS, logprobs=logprobs,
+        logits[None], sampling, stream[None], number[None], stop=stop, generated=generated[None],
+        top_logprobs=TOP_LOGPROBS, logprobs=logprobs,
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def streams_of(request, number):
     return [(int(number if seed is None else seed) + sample) % 2**32 for sample in samples]
 
 
-def wanted(requests, *, kind="plain", most_tokens=LENGTH, logprobs="raw", **_):
+def wanted(requests, *, kind="plain", most_tokens=LENGTH, logprobs="raw", grammars=(), **_):
     """The outputs, a sample after the other, by a computation of the whole text for every token.
 
     Args:
@@ -182,9 +183,10 @@ def wanted(requests, *, kind="plain", most_tokens=LENGTH, logprobs="raw", **_):
       kind: of the cache.
       most_tokens: of a request, as there are blocks.
       logprobs: as of `RunOptions`.
+      grammars: one `constraint_kit.Grammar` of each request, or None; () for none.
     """
     outputs = []
-    for request in requests:
+    for request, grammar in zip(requests, grammars or [None] * len(requests), strict=True):
         stop = np.resize([*request.stop_tokens, -1], NUM_STOP_TOKENS).astype(np.int32)
         for stream in streams_of(request, len(outputs)):
             outputs.append(output := Output(len(request.prompt)))
@@ -192,9 +194,9 @@ def wanted(requests, *, kind="plain", most_tokens=LENGTH, logprobs="raw", **_):
                 text = [*request.prompt, *output.tokens]
                 tokens = np.resize(np.array(text, np.int32), LENGTH)
                 of_row = np.int32(len(text)), request.sampling or Sampling(), np.uint32(stream), stop
-                choice = jax.device_get(
-                    _choose(tokens, *of_row, np.int32(len(output.tokens)), logprobs=logprobs, windows=WINDOWS[kind])
-                )
+                allowed = np.ones(VOCAB, np.bool_) if grammar is None else grammar.allowed(output.tokens, VOCAB)
+                of_row = *of_row, np.int32(len(output.tokens)), allowed
+                choice = jax.device_get(_choose(tokens, *of_row, logprobs=logprobs, windows=WINDOWS[kind]))
                 top = choice.top_tokens.tolist(), choice.top_logprobs.tolist()
                 output.add(choice.tokens.tolist(), choice.logprobs.tolist(), *top)
                 if output.tokens[-1] in request.stop_tokens:

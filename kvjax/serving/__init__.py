@@ -4,6 +4,7 @@
 from kvjax._compile import compiler_options
 from kvjax.model import Model
 from kvjax.serving.capacity import worst_step
+from kvjax.serving.constraints import Constraints, chain, constrain
 from kvjax.serving.decode import Decoded, Rows, decode, decode_log, step
 from kvjax.serving.engine import Engine, QueueFull
 from kvjax.serving.generation import Progress, generate, run_batch, stream
@@ -24,10 +25,10 @@ from kvjax.serving.submit import cancel, drain, submit
 from kvjax.verbs.free_rows import free_rows
 
 __all__ = [
-    "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output", "Penalties",
-    "Progress", "QueueFull", "Replicas", "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions", "Sampling",
-    "Scheduler", "Serving", "Times", "cancel", "choose_replica", "compiler_options", "decode", "decode_log", "drain",
-    "free_rows", "generate", "init_serving", "make_requests", "penalize", "results", "rollout", "rollout_log",
-    "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step", "stream", "submit", "what_if",
-    "worst_step",
+    "Constraints", "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output",
+    "Penalties", "Progress", "QueueFull", "Replicas", "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions",
+    "Sampling", "Scheduler", "Serving", "Times", "cancel", "chain", "choose_replica", "compiler_options", "constrain",
+    "decode", "decode_log", "drain", "free_rows", "generate", "init_serving", "make_requests", "penalize", "results",
+    "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step",
+    "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of given tokens, and the decode loop, which does the bookkeeping of up to k steps at once.
 
-    grow        `extend` once: blocks for the next tokens of each row that decodes, min(n, what the row can still write)
-    compute     n times view -> model -> choice; the K/V of each step go to the next slot of those blocks
-    commit      what each row has written; blocks that filled become findable
-    trim        rows that stopped early give back the blocks that they did not use
+    grow        `extend` once: blocks for the next tokens of each decoding row, min(n, the row's remaining tokens)
+    compute     n times view -> model -> choice; the K/V of each step go to the next slot of these blocks
+    commit      the written tokens of each row, which makes full blocks findable
+    trim        rows give back unused blocks after an early stop
 
-`num_steps` finds n before anything is changed, so that `extend` succeeds wherever counting can tell. Tokens,
-log-probabilities and lengths are those of single steps. So are the index and the events, in another order, where
-nothing is evicted; otherwise a row may take a block up to n - 1 steps earlier than it needs it.
+`num_steps` finds n before anything changes, so `extend` succeeds wherever counting can tell. Tokens, log-probabilities
+and lengths are the same as with single steps. Without eviction the index and the events are the same too, in another
+order. With eviction, a row may take a block up to n - 1 steps earlier than it needs it.
 
 Source: MAX's multi-step decoding.
 """
@@ -53,20 +53,20 @@ def step[C: AnyCache](
     now: Any = 0,
     logits: Literal["last", "all"] = "last",
 ) -> tuple[C, jax.Array, Events]:
-    """Computes and commits the next tokens of some rows, for which `admit` or `extend` made room; jit and donate it.
+    """Computes and commits the next tokens of rows for which `admit` or `extend` made room. Jit and donate it.
 
     Args:
-      model: see `Model`; called with `last=None` for `logits="all"` only. An argument of `jit` has to be a pytree: a
-        function closed over its weights goes in as `jax.tree_util.Partial(fn, weights)`.
-      cache: the cache. One with a host tier is for host code: its own program takes and donates it.
+      model: see `Model`. It is called with `last=None` for `logits="all"` only. An argument of `jit` has to be a
+        pytree: pass a function closing over its weights as `jax.tree_util.Partial(fn, weights)`.
+      cache: the cache. A cache with a host tier is for host code: its own program takes and donates it.
       tokens: i32[R, C]; each row's next tokens, padded with valid ids.
-      count: i32[R]; how many they are; 0 leaves a row alone.
-      seqs: i32[R]; the rows, -1 for padding; None for all S.
+      count: i32[R]; number of tokens of each row; 0 leaves the row alone.
+      seqs: i32[R]; the rows, padded with -1. None means all S rows.
       now: i32[] ms.
       logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
 
     Returns:
-      The cache; logits f32[R, V] after each row's last token, or f32[R, C, V] after every token; and the events.
+      The cache, logits f32[R, V] after each row's last token or f32[R, C, V] after every token, and the events.
 
     Raises:
       ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something
@@ -74,7 +74,7 @@ def step[C: AnyCache](
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
-      >>> def next_number(tokens, pools, view, *, last):  # a model without layers: the next token is the last one and 1
+      >>> def next_number(tokens, pools, view, *, last):  # no layers: the next token is the last token plus 1
       ...     return jax.nn.one_hot(tokens[jnp.arange(len(tokens)), last] + 1, 50), pools
       >>> cache, _ = kvjax.Cache.create(spec).admit(0, np.arange(10), 10)
       >>> tokens, model = np.stack([np.arange(10)] * 2), jax.tree_util.Partial(next_number)
@@ -87,7 +87,7 @@ def step[C: AnyCache](
 
 
 def check_cache(cache: Any) -> None:
-    """Raises a ValueError if this is no cache with its pools."""
+    """Raises a ValueError unless this is a cache with its pools."""
     if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache(state, pools) or a TieredCache")
 
@@ -96,35 +96,35 @@ class Rows(Pytree):
     """The rows of a decode loop, all [S].
 
     Attributes:
-      token: i32; the last token chosen, not yet in the cache.
-      active: bool; whether to go on.
-      left: i32; tokens still to choose.
-      seed: u32; of the row's random stream.
-      prompt: i32; tokens of the row's prompt; None if all choose greedily (`sampling` is None).
-      state: a tree of arrays [S, ...]; what `logits_fn` keeps of each row; None: nothing, and it neither gets nor
-        returns it.
+      token: i32; the last chosen token, which is not in the cache yet.
+      active: bool; whether the row goes on.
+      remaining: i32; number of tokens still to choose.
+      seed: u32; seed of the row's random stream.
+      prompt: i32; number of tokens of the row's prompt. None means all rows choose greedily (`sampling` is None).
+      state: a tree of arrays [S, ...]; the state of `logits_fn` for each row. With None it neither gets nor returns
+        any.
     """
 
     token: jax.Array
     active: jax.Array
-    left: jax.Array
+    remaining: jax.Array
     seed: jax.Array
     prompt: jax.Array | None = None
     state: Any = None
 
     def with_state(self, where: jax.Array, state: Any) -> Rows:
-        """These, with the new state of rows where bool[S]."""
+        """Replaces the state of rows where bool[S]."""
 
-        def each(new: jax.Array, old: jax.Array) -> jax.Array:
+        def select(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(where.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        return self.replace(state=jax.tree.map(each, state, self.state))
+        return self.replace(state=jax.tree.map(select, state, self.state))
 
 
-class Chosen(Pytree):
-    """Tokens that were chosen, with their log-probabilities; one array, since each write is a kernel on a GPU."""
+class SampledTokens(Pytree):
+    """Chosen tokens with their log-probabilities, in a single array: each array to write costs a kernel on a GPU."""
 
-    bits: jax.Array  # i32[2 + 2 T, S, n]; tokens, bits of their log-probabilities; the same of the T likeliest
+    bits: jax.Array  # i32[2 + 2 T, S, n]; tokens, bits of their log-probabilities, and both for the T likeliest
 
     @property
     def tokens(self) -> jax.Array:
@@ -143,27 +143,30 @@ class Chosen(Pytree):
         return tokens, lax.bitcast_convert_type(logprobs, jnp.float32)
 
     @classmethod
-    def none(cls, rows: int, size: int, top: int = 0) -> Chosen:
-        """No tokens, in an array for `size` of each row, each with the `top` likeliest."""
+    def none(cls, rows: int, size: int, top: int = 0) -> SampledTokens:
+        """No tokens, with space for `size` tokens of each row, and for the `top` likeliest tokens of each."""
         return cls(jnp.broadcast_to(_nothing(2 + 2 * top), (2 + 2 * top, rows, size)))
 
     @classmethod
-    def of(cls, choice: Choice) -> Chosen:
-        """The choices of one step, for each of S rows."""
+    def of(cls, choice: Choice) -> SampledTokens:
+        """The choices of a step, for each of S rows."""
         top = None if choice.top_tokens is None else (choice.top_tokens, choice.top_logprobs)
         return cls(chosen_bits(choice.tokens, choice.logprobs, top)[:, :, None])
 
-    def only(self, where: jax.Array) -> Chosen:
-        """Those where bool[S, n], none elsewhere."""
-        return Chosen(jnp.where(where[None], self.bits, _nothing(self.bits.shape[0])))
+    def only(self, where: jax.Array) -> SampledTokens:
+        """Keeps the tokens where bool[S, n]."""
+        return SampledTokens(jnp.where(where[None], self.bits, _nothing(self.bits.shape[0])))
 
-    def put(self, others: Chosen, start: jax.Array) -> Chosen:
-        """These, with the others from column start i32[] on."""
-        return Chosen(lax.dynamic_update_slice_in_dim(self.bits, others.bits, start, axis=2))
+    def put(self, other: SampledTokens, start: jax.Array) -> SampledTokens:
+        """Replaces columns from i32[] `start` on by the other tokens."""
+        return SampledTokens(lax.dynamic_update_slice_in_dim(self.bits, other.bits, start, axis=2))
 
 
 def chosen_bits(tokens: jax.Array, logprobs: jax.Array, top: Any) -> jax.Array:
-    """i32[2 + 2 T, ...]; tokens [...] as in `Chosen`; `top` are the likeliest and their log-probabilities [..., T]."""
+    """i32[2 + 2 T, ...]; tokens [...] laid out like `SampledTokens`.
+
+    `top` has the likeliest tokens and their log-probabilities, both [..., T], or is None.
+    """
 
     def bits(logprobs: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
@@ -174,40 +177,40 @@ def chosen_bits(tokens: jax.Array, logprobs: jax.Array, top: Any) -> jax.Array:
     return jnp.stack(columns)
 
 
-def _nothing(number: int) -> np.ndarray:
-    """i32[number, 1, 1]; no token, and zeros."""
-    return np.array([-1, *[0] * (number - 1)], np.int32)[:, None, None]
+def _nothing(num_columns: int) -> np.ndarray:
+    """i32[num_columns, 1, 1]; no token, and zeros."""
+    return np.array([-1, *[0] * (num_columns - 1)], np.int32)[:, None, None]
 
 
-class Written(Pytree):
-    """The result of a block of steps."""
+class DecodeBlock(Pytree):
+    """The result of a block of decode steps."""
 
-    count: jax.Array  # i32[S]; tokens of each row whose K/V were written
-    chosen: Chosen  # the choice after each of them; k columns
-    state: Any = None  # what `logits_fn` keeps of each row then
+    count: jax.Array  # i32[S]; number of tokens of each row whose K/V were written
+    chosen: SampledTokens  # the choice after each written token; k columns
+    state: Any = None  # state of `logits_fn` for each row after the block
 
     def text(self, first: jax.Array) -> jax.Array:
-        """i32[S, k]; the tokens that were written, of which the first i32[S] had been chosen before."""
+        """i32[S, k]; the written tokens. The first, i32[S], were chosen before the block."""
         return jnp.concatenate([first[:, None], self.chosen.tokens[:, :-1]], axis=1)
 
 
-class Chooser(NamedTuple):
-    """The way in which rows choose tokens from logits."""
+class Sampler(NamedTuple):
+    """Chooses the rows' tokens from logits."""
 
     stop: jax.Array  # i32[K], or i32[S, K] for each row
-    sampling: Sampling | None  # leaves [] or [S]; None: greedy
+    sampling: Sampling | None  # leaves [] or [S]; None means greedy
     logits_fn: LogitsFn | None
     top: int = 0  # T
     logprobs: str = "raw"
 
     @classmethod
-    def of(cls, serving: Serving, logits_fn: LogitsFn | None) -> Chooser:
-        """As the rows' requests want it."""
+    def of(cls, serving: Serving, logits_fn: LogitsFn | None) -> Sampler:
+        """The sampler for the rows' requests."""
         request = serving.by_row
         return cls(request.stop, request.sampling, logits_fn, serving.requests.num_top, serving.logprobs)
 
     def __call__(self, logits: jax.Array, rows: Rows, positions: jax.Array) -> tuple[Choice, Any]:
-        """The next token of each row, at positions i32[S]; and the rows' state after that."""
+        """Chooses the next token of each row, at positions i32[S]. Also returns the rows' new state."""
         state = rows.state
         if self.logits_fn is not None and state is None:
             logits = self.logits_fn(logits, rows.token, positions)
@@ -228,80 +231,100 @@ def last_tokens(serving: Serving) -> jax.Array:
 
 
 def rows_of(serving: Serving, active: jax.Array) -> Rows:
-    """The rows of a block of steps, which are active where bool[S]."""
+    """The rows of a block of decode steps, active where bool[S]."""
     request = serving.by_row
-    left = request.max_tokens - request.num_tokens
-    return Rows(last_tokens(serving), active, left, request.seed, request.prompt, request.logits_state)
+    remaining = request.max_tokens - request.num_tokens
+    return Rows(last_tokens(serving), active, remaining, request.seed, request.prompt, request.logits_state)
 
 
 def grow(
-    serving: Serving, scheduler: Scheduler, k: int, most: jax.Array | int, single: jax.Array, log_room: jax.Array,
+    serving: Serving,
+    scheduler: Scheduler,
+    k: int,
+    max_steps: jax.Array | int,
+    single: jax.Array,
+    log_room: jax.Array,
     now: jax.Array,
-) -> tuple[Serving, Events, jax.Array, jax.Array]:  # fmt: skip
-    """Takes blocks for the next tokens of all rows that decode: for k steps, or for one where `single` bool[].
+) -> tuple[Serving, Events, jax.Array, jax.Array]:
+    """Takes blocks for the next tokens of all decoding rows: for k steps, or for a step where `single` bool[].
 
-    For at most `most` i32[]; and for fewer, if there are too few blocks, or log_room i32[] for events. Also returns the
-    number of steps i32[], 0 if blocks were refused; and i32[S], the tokens that each decode row may write in them.
+    It takes blocks for at most `max_steps` i32[], and for fewer if blocks or log_room i32[] for events are short. Also
+    returns the number of steps i32[], 0 if blocks were refused, and the token limits i32[S] of decoding rows.
     """
-    requests, request, seqs, decode = serving.requests, serving.by_row, serving.cache.state.seqs, serving.decoding
-    left = jnp.where(decode, request.max_tokens - request.num_tokens, 0)
-    new = jnp.minimum(left, k)
-    waiting = jnp.any(requests.stage == Stage.WAITING)
+    requests = serving.requests
+    request = serving.by_row
+    seqs = serving.cache.state.seqs
+    decode = serving.decoding
+    remaining = jnp.where(decode, request.max_tokens - request.num_tokens, 0)
+    new = jnp.minimum(remaining, k)
+    any_waiting = jnp.any(requests.stage == Stage.WAITING)
     # While a request waits, a block of steps also ends where the first row is sure to end.
-    first_end = jnp.min(jnp.where(decode, left, k))
-    limit = jnp.minimum(most, jnp.where(waiting, jnp.minimum(first_end, scheduler.k_waiting), k))
+    first_end = jnp.min(jnp.where(decode, remaining, k))
+    limit = jnp.minimum(max_steps, jnp.where(any_waiting, jnp.minimum(first_end, scheduler.k_waiting), k))
     fitting = jnp.minimum(limit, num_steps(serving.cache.state, new, k, log_room))
     limit = jnp.where(single | (serving.refused > 1), 1, fitting)
     new = jnp.minimum(new, limit)
-    more = jnp.maximum(new - (seqs.length - seqs.committed), 0)
-    cache, events = serving.cache.extend(decode & (more > 0), jnp.where(decode, more, 0), max_tokens=k, now=now)
-    n, refused = jnp.where(events.ok, limit, 0), jnp.where(events.ok, 0, limit)
+    missing = jnp.maximum(new - (seqs.length - seqs.committed), 0)
+    cache, events = serving.cache.extend(decode & (missing > 0), jnp.where(decode, missing, 0), max_tokens=k, now=now)
+    n = jnp.where(events.ok, limit, 0)
+    refused = jnp.where(events.ok, 0, limit)
     return serving.replace(cache=cache, refused=refused), events, n, jnp.where(events.ok, new, 0)
 
 
 def compute(
-    model: Model, cache: Cache, rows: Rows, new: jax.Array, steps: jax.Array, choose: Chooser, k: int,
-    fixed_steps: bool, *, fixed_split: bool = False,
-) -> tuple[Pools, Rows, Written]:  # fmt: skip
-    """Up to `steps` i32[] steps of the model, at most k, for all active rows; the metadata stay as they are.
+    model: Model,
+    cache: Cache,
+    rows: Rows,
+    new: jax.Array,
+    steps: jax.Array,
+    choose: Sampler,
+    k: int,
+    fixed_steps: bool,
+    *,
+    fixed_split: bool = False,
+) -> tuple[Pools, Rows, DecodeBlock]:
+    """Runs up to `steps` i32[] steps of the model, at most k, for all active rows. The metadata stay as they are.
 
-    An active row has all but `rows.token` committed, and blocks for min(new, steps) tokens, new i32[S]. The loop ends
-    once no row is active; with `fixed_steps` it always turns k times. For `fixed_split` see `View`. Returns the pools,
-    whose new K/V are to be committed; the rows; and what was written.
+    An active row has everything except `rows.token` committed, and blocks for min(new, steps) tokens, new i32[S]. The
+    loop ends if no row is active; with `fixed_steps` it always turns k times. For `fixed_split` see `View`. Returns the
+    pools, whose new K/V are not committed yet, the rows, and the written tokens.
     """
-    committed, max_length = cache.state.seqs.committed, cache.state.spec.max_length
+    committed = cache.state.seqs.committed
+    max_length = cache.state.spec.max_length
 
-    # What a step does beside the model is a handful of kernels on a GPU. An operation on a scalar would be another, and
-    # so would the loop's condition: each row has its own number of the step, and the step says whether to go on.
-    def one(carry):
-        number, _, pools, rows, written, chosen = carry
-        active = rows.active & (number < jnp.minimum(new, steps))
+    # Apart from the model a step is a handful of kernels on a GPU. An operation on a scalar would add a kernel, and so
+    # would the loop's condition. So each row counts the steps itself, and the step computes whether to go on.
+    def run_step(carry):
+        step_number, _, pools, rows, written, chosen = carry
+        active = rows.active & (step_number < jnp.minimum(new, steps))
         view = cache.view(active.astype(jnp.int32), 1, written=written).replace(fixed_split=fixed_split)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
         choice, state = choose(logits, rows, committed + written)
-        chosen, rows = chosen.put(Chosen.of(choice), number[0]), rows.with_state(active, state)
-        rows, number = _advance(rows, active, choice.tokens, choose.stop, committed + written < max_length), number + 1
-        return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
+        chosen = chosen.put(SampledTokens.of(choice), step_number[0])
+        rows = rows.with_state(active, state)
+        rows = _advance(rows, active, choice.tokens, choose.stop, committed + written < max_length)
+        step_number = step_number + 1
+        return step_number, jnp.any(rows.active & (step_number < steps)), pools, rows, written, chosen
 
     zeros = jnp.zeros_like(new)
-    none = Chosen.none(new.shape[0], k, choose.top)
-    start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, none
+    no_tokens = SampledTokens.none(new.shape[0], k, choose.top)
+    start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, no_tokens
     if fixed_steps:
-        _, _, pools, rows, written, chosen = fori_loop(0, k, lambda _, carry: one(carry), start)
+        _, _, pools, rows, written, chosen = fori_loop(0, k, lambda _, carry: run_step(carry), start)
     else:
-        _, _, pools, rows, written, chosen = while_loop(lambda carry: carry[1], one, start)
+        _, _, pools, rows, written, chosen = while_loop(lambda carry: carry[1], run_step, start)
     chosen = chosen.only(written[:, None] > np.arange(k, dtype=np.int32)[None])
-    return pools, rows, Written(written, chosen, rows.state)
+    return pools, rows, DecodeBlock(written, chosen, rows.state)
 
 
 def _advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
-    """The rows after each row where chose bool[S] took `token` i32[S]; fits bool[S]: the row can hold it."""
-    each = jnp.moveaxis(stop, -1, 0)  # of [], or [S]
-    stopped = functools.reduce(operator.or_, [token == one for one in each], jnp.zeros_like(chose))
-    left = rows.left - chose.astype(jnp.int32)
-    on = rows.active & (~chose | (~stopped & (left > 0) & fits))
-    return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)
+    """Advances the rows where bool[S] `chose` took `token` i32[S]; bool[S] `fits` says whether the row can hold it."""
+    stop_columns = jnp.moveaxis(stop, -1, 0)  # each [], or [S]
+    stopped = functools.reduce(operator.or_, [token == column for column in stop_columns], jnp.zeros_like(chose))
+    remaining = rows.remaining - chose.astype(jnp.int32)
+    goes_on = rows.active & (~chose | (~stopped & (remaining > 0) & fits))
+    return rows.replace(token=jnp.where(chose, token, rows.token), remaining=remaining, active=goes_on)
 
 
 class Decoded(NamedTuple):
@@ -313,23 +336,25 @@ class Decoded(NamedTuple):
 
 
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
-    """A log that holds the events of at least `steps` steps in ordinary use; the loop ends if it is nearly full."""
-    usual = steps * spec.max_seqs * len(spec.groups) // 2
-    return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids, spec.has_recurrent)
+    """Makes a log for the events of at least `steps` steps in ordinary use. The loop ends if it is nearly full."""
+    usual_events = steps * spec.max_seqs * len(spec.groups) // 2
+    return init_log(
+        usual_events + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids, spec.has_recurrent
+    )
 
 
-def note(log: Log, *events: Events) -> Log:
-    """`append`, as one kernel where there is one."""
+def append_events(log: Log, *events: Events) -> Log:
+    """Appends events to the log, by a single kernel where there is a kernel for it."""
     if log is None:
         return None
 
     def kernel(log: EventLog, *events: Events, interpret: bool = False) -> EventLog:
-        from kvjax.gpu.log import append_events  # late: to import Triton takes a tenth of a second
+        from kvjax.gpu import log as log_kernel  # late: to import Triton takes a tenth of a second
 
-        return append_events(log, events, interpret)
+        return log_kernel.append_events(log, events, interpret)
 
-    few = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
-    return fused(kernel, append, log, *events) if few else append(log, *events)
+    is_small = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
+    return fused(kernel, append, log, *events) if is_small else append(log, *events)
 
 
 def decode(
@@ -346,22 +371,22 @@ def decode(
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Cache, Rows, Log, Decoded]:
-    """Up to `steps` decode steps for all active rows, in blocks of up to k; jit and donate it.
+    """Runs up to `steps` decode steps for all active rows, in blocks of up to k. Jit and donate it.
 
-    The caller admits rows and computes their prompts, as with `step`; `serve` admits requests. The loop ends early if
-    no row is active, if the pool has too few blocks for all of them, or if the log is nearly full. What it chooses does
-    not depend on k.
+    You admit rows and compute their prompts, for example by `step`. `serve` admits requests itself. The loop ends early
+    if no row is active, if the pool has too few blocks for all rows, or if the log is nearly full. The choices do not
+    depend on k.
 
     Args:
       model: see `step`.
-      cache: its active rows have all but `rows.token` committed, and no block yet for that.
+      cache: the cache, in which active rows have everything except `rows.token` committed, and no block for it yet.
       rows: the state of each row.
-      log: of `decode_log`; takes the events. None: nobody wants them.
+      log: a `decode_log`, takes the events. None disables events.
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
-      sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
-      logits_fn: static; see `RunOptions`.
-      k: static; the most steps of a block, 1 to P; P if None.
+      sampling: leaves [] or [S]. Idle rows should be greedy. None means all rows are, and compiles nothing else.
+      logits_fn: see `RunOptions`.
+      k: static; maximum steps of a block, 1 to P. None means P.
       fixed_steps: static; see `RunOptions`.
       now: i32[] ms, the same for all steps.
 
@@ -369,34 +394,38 @@ def decode(
       ValueError: if k is out of range, or `rows.prompt` is missing.
     """
     spec = cache.state.spec
-    k = Scheduler(k=k).most_steps(spec)
-    choose = Chooser(stop, sampling, logits_fn)
+    k = Scheduler(k=k).max_steps(spec)
+    choose = Sampler(stop, sampling, logits_fn)
 
-    def going(number: jax.Array, rows: Rows, log: Log, out_of_blocks: jax.Array) -> jax.Array:
+    def goes_on(num_done: jax.Array, rows: Rows, log: Log, out_of_blocks: jax.Array) -> jax.Array:
         enough = num_free(log) >= worst_events(spec, spec.max_seqs)
-        return jnp.any(rows.active & (number < steps) & ~out_of_blocks & enough)
+        return jnp.any(rows.active & (num_done < steps) & ~out_of_blocks & enough)
 
     def block(carry):
-        _, number, cache, rows, log, chosen, refused, _ = carry
+        _, num_done, cache, rows, log, chosen, refused, _ = carry
         free_slots = spec.max_length - cache.state.seqs.length
-        want = jnp.minimum(jnp.minimum(rows.left, free_slots), jnp.minimum(steps - number, k))
+        want = jnp.minimum(jnp.minimum(rows.remaining, free_slots), jnp.minimum(steps - num_done, k))
         want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
-        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, num_free(log)), steps - number))
+        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, num_free(log)), steps - num_done))
         cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
-        begun, first = rows.active & extended.ok, rows.token
+        begun = rows.active & extended.ok
+        first = rows.token
         granted = jnp.where(extended.ok, n, 0)
-        pools, rows, done = compute(model, cache, rows, want, granted, choose, k, fixed_steps)
-        cache, committed = cache.replace(pools=pools).commit(done.text(first), done.count, now=now)
+        pools, rows, written = compute(model, cache, rows, want, granted, choose, k, fixed_steps)
+        cache, committed = cache.replace(pools=pools).commit(written.text(first), written.count, now=now)
         if k > 1:
             cache, _ = cache.trim(begun, max_tokens=k)
-        log = note(log, extended, committed)
-        chosen, number = chosen.put(done.chosen, number), number + jnp.max(done.count)
-        refused, out_of_blocks = ~extended.ok, ~extended.ok & (n == 1)
-        more = going(number, rows, log, out_of_blocks)  # here, so that the loop's condition is no kernel
-        return more, number, cache, rows, log, chosen, refused, out_of_blocks
+        log = append_events(log, extended, committed)
+        chosen = chosen.put(written.chosen, num_done)
+        num_done = num_done + jnp.max(written.count)
+        refused = ~extended.ok
+        out_of_blocks = ~extended.ok & (n == 1)
+        has_more = goes_on(num_done, rows, log, out_of_blocks)  # here, because the loop's condition would be a kernel
+        return has_more, num_done, cache, rows, log, chosen, refused, out_of_blocks
 
-    zero, false = jnp.int32(0), jnp.bool_(False)
-    chosen = Chosen.none(spec.max_seqs, steps + k - 1)  # the last block may begin anywhere
-    start = going(zero, rows, log, false), zero, cache, rows, log, chosen, false, false
+    zero = jnp.int32(0)
+    false = jnp.bool_(False)
+    chosen = SampledTokens.none(spec.max_seqs, steps + k - 1)  # the last block may begin anywhere
+    start = goes_on(zero, rows, log, false), zero, cache, rows, log, chosen, false, false
     _, _, cache, rows, log, chosen, _, out_of_blocks = while_loop(lambda carry: carry[0], block, start)
     return cache, rows, log, Decoded(chosen.tokens[:, :steps], chosen.logprobs[:, :steps], out_of_blocks)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one host loop of serving: requests go in, the scheduler's loop runs, and the host reads what it did.
+"""The host loop of serving: requests go in, the scheduler's loop runs, and the host reads its results.
 
-    score     log-probabilities of a prompt are computed, if a request wants them, before it is submitted
-    submit    requests and cancels go in by one call; each request gets a slot
-    dispatch  blocks are emptied if a host tier can take them; the loop starts, and the call returns at once
-    read      the tokens of the oldest loop that is not read yet, requests that are over, and moves between the tiers
+    score     computes log-probabilities of a prompt, if a request wants them, before the request is submitted
+    submit    submits and cancels requests by a single call, and gives each request a slot
+    dispatch  empties blocks if a host tier can take them, and starts the loop without waiting for it
+    read      reads the oldest unread loop: its tokens, finished requests, and moves between the tiers
 
-`run_batch` and `stream` fill a driver and turn it until nothing is left. An `Engine` has one in its thread.
+`run_batch` and `stream` fill a driver and turn it until no request is left. An `Engine` has a driver in its thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model, check_placement, forward
 from kvjax.pools import mixed
-from kvjax.serving.capacity import admission_events, most_blocks, worst_step
+from kvjax.serving.capacity import admission_events, max_blocks, worst_step
+from kvjax.serving.constraints import as_tree
 from kvjax.serving.decode import check_cache
 from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
@@ -37,17 +38,19 @@ from kvjax.serving.prompt_scores import PromptScores, Step
 from kvjax.serving.request import INSIDE, Request, RunOptions
 from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
 from kvjax.serving.stored import StoredPrefixes
-from kvjax.serving.turns import Job, Slots, Turn, TurnResult, apply, stacked, turn
+from kvjax.serving.turns import Job, Slots, TurnArrays, TurnResult, apply, stacked, turn
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 
 def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
-    """The logits f32[S, V] of a mixed step, with its shapes: `serve` finds the model traced."""
-    spec, size = cache.state.spec, scheduler.chunk_tokens(cache.state.spec)
-    none = jnp.full((scheduler.most_chunks(spec),), -1, jnp.int32)
-    view = mixed(cache.state, jnp.zeros((spec.max_seqs,), jnp.bool_), none, jnp.zeros_like(none), size)
-    tokens, last = jnp.zeros((1, spec.max_seqs + size), jnp.int32), jnp.zeros((spec.max_seqs,), jnp.int32)
+    """The logits f32[S, V] of a mixed step, traced with its shapes, so `serve` finds the model traced."""
+    spec = cache.state.spec
+    chunk_tokens = scheduler.chunk_tokens(cache.state.spec)
+    no_rows = jnp.full((scheduler.max_chunks(spec),), -1, jnp.int32)
+    view = mixed(cache.state, jnp.zeros((spec.max_seqs,), jnp.bool_), no_rows, jnp.zeros_like(no_rows), chunk_tokens)
+    tokens = jnp.zeros((1, spec.max_seqs + chunk_tokens), jnp.int32)
+    last = jnp.zeros((spec.max_seqs,), jnp.int32)
     return forward(model, tokens, cache.pools, view, last)[0]
 
 
@@ -55,7 +58,7 @@ _mixed_logits = OutermostJit(_mixed_logits, static_argnames="scheduler")
 
 
 def check_run(model: Any, cache: Any, options: RunOptions) -> None:
-    """Raises a ValueError unless this is host code with a whole cache, and a model and options that fit it."""
+    """Raises a ValueError unless this is host code with a whole cache, and the model and options fit the cache."""
     check_model(model)
     check_cache(cache)
     check_placement(model, cache)
@@ -63,108 +66,146 @@ def check_run(model: Any, cache: Any, options: RunOptions) -> None:
     check_alive(cache)
     options.check(cache.state.spec)
     if options.store is not None and (why := unreadable(cache)):
-        raise ValueError(f"cache: got one that is {why}, wanted one of this process with store=")
+        raise ValueError(f"cache: got a cache that is {why}, wanted a cache of this process with store=")
 
 
 class Limits(NamedTuple):
-    """The prompts that a model and a cache take."""
+    """The limits of prompts for a model and a cache."""
 
     spec: CacheSpec
-    vocabulary: int  # the number of the model's logits
-    most_tokens: int  # the most tokens of a request whose K/V fit, alone in the cache
+    vocabulary: int  # number of the model's logits
+    max_tokens: int  # maximum tokens of a request whose K/V fit if it is alone in the cache
 
     @classmethod
     def of(cls, model: Model, cache: Cache, scheduler: Scheduler, top_logprobs: int) -> Limits:
-        """The limits; a ValueError if the model has fewer logits than `top_logprobs` are to be noted."""
+        """The limits. Raises a ValueError if the model has fewer than `top_logprobs` logits."""
         vocabulary = _mixed_logits.eval_shape(model, cache, scheduler=scheduler).shape[-1]
         if top_logprobs > vocabulary:
             raise ValueError(f"top_logprobs: got {top_logprobs}, wanted at most the vocabulary, {vocabulary}")
-        return cls(cache.state.spec, vocabulary, _most_tokens(cache.state, scheduler))
+        return cls(cache.state.spec, vocabulary, _max_tokens(cache.state, scheduler))
 
     def jobs[J: Job](
         self, request: Request, numbers: Iterator[int], seed: int, make: Callable[..., J] = Job
     ) -> list[J]:
-        """The samples of a request with the next numbers; `seed` is the first one's if none was given."""
+        """Makes a job for each sample of a request, with the next numbers.
+
+        `seed` is the seed of the first sample if the request has none.
+        """
         jobs = list[J]()
         prompt_tokens = len(request.prompt)
-        # At which it ends, at the latest: beyond what fits it would only wait.
-        max_tokens = max(min(prompt_tokens + request.max_new_tokens, self.most_tokens + 1), prompt_tokens + 1)
+        # A request never grows beyond the cache: it would only wait.
+        max_tokens = max(min(prompt_tokens + request.max_new_tokens, self.max_tokens + 1), prompt_tokens + 1)
         for stream in request.streams(default=seed):
             output = Output(prompt_tokens)
             job = make(next(numbers), request, output, max_tokens, stream, namespace=request.namespace)
             job.leader = jobs[0] if jobs else job
-            job.fits = prompt_tokens <= self.most_tokens
+            job.fits = prompt_tokens <= self.max_tokens
             jobs.append(job)
         return jobs
 
     def refusal(self, prompt: np.ndarray) -> str | None:
-        """Why a prompt can never run: "bad_request" or "row_full"; None if it can."""
+        """Why a prompt can never run: "bad_request" or "row_full", or None if it can run."""
         if not prompt.size or prompt.min() < 0 or prompt.max() >= self.vocabulary:
             return "bad_request"
         return "row_full" if prompt.size > self.spec.max_length else None
 
 
-def _most_tokens(state: CacheState, scheduler: Scheduler) -> int:
-    """The most tokens of a request whose K/V fit, alone in the cache."""
+def _max_tokens(state: CacheState, scheduler: Scheduler) -> int:
+    """The maximum tokens of a request whose K/V fit if it is alone in the cache."""
     spec = state.spec
-    most = spec.max_length
-    max_tokens: Any = np.int32(spec.max_length + 1)  # of the host, so that nothing is compiled
-    for group, blocks in zip(state.groups, most_blocks(spec, scheduler, max_tokens), strict=True):
+    max_fitting = spec.max_length
+    max_tokens: Any = np.int32(spec.max_length + 1)  # of the host, so nothing is compiled
+    for group, blocks in zip(state.groups, max_blocks(spec, scheduler, max_tokens), strict=True):
         num_blocks = int(group.num_blocks)
         if blocks > num_blocks:
-            most = min(most, num_blocks * spec.block_size)
-    return most
+            max_fitting = min(max_fitting, num_blocks * spec.block_size)
+    return max_fitting
 
 
 class StepOutput(NamedTuple):
     """The result of a loop, on the host."""
 
-    steps: int  # of the model
-    dispatched_at: float  # when the loop started, of `time.monotonic`
-    new: dict[int, list[int]]  # {number of a request: its new tokens}
+    steps: int  # steps of the model
+    dispatched_at: float  # time of `time.monotonic` when the loop started
+    new: dict[int, list[int]]  # new tokens, by the number of the job
+
+
+class _StartedLoop(NamedTuple):
+    """A started loop, before the host reads it."""
+
+    number: int
+    dispatched_at: float  # time of `time.monotonic`
+    log: EventLog | None
+    arrays: TurnArrays
+
+
+class _Submission(NamedTuple):
+    """A call of `submit` whose statuses the host has not read yet."""
+
+    first_loop: int  # number of the first loop after the call
+    jobs: Sequence[Job]
+    statuses: jax.Array  # i32[R]
 
 
 class Driver[C: AnyCache]:
-    """Requests that run over a cache, from `submit` to their outputs.
+    """Requests running over a cache, from `submit` to their outputs.
 
     Attributes:
-      state: the cache, the requests on the device, and events that nobody has got yet.
-      num_rows: the number of rows that requests get.
-      active: the requests that the scheduler has, by their slots, until these are empty again.
+      state: the cache, the requests on the device, and unpublished events.
+      num_rows: number of rows for requests.
+      active: requests of the scheduler by slot, until the slot is empty again.
       host_tier: moves blocks between the tiers.
-      stored: reads of prefixes from a store, and writes to it; None without a store.
+      logits_fn: a pytree on the devices of the cache. None leaves logits as they are.
+      stored: reads of prefixes from a store, and writes to it. None without a store.
     """
 
     def __init__(
         self, model: Model, cache: C, options: RunOptions, scheduler: Scheduler, slots: Slots, own_rows: np.ndarray
     ):
-        """Makes empty slots; `cache` is donated to the first loop. `own_rows` bool[S] are those that requests get."""
-        self._model, self._options, self._scheduler = model, options, scheduler
-        self._slots, self._own_rows = slots, own_rows
+        """Makes empty slots. `cache` is donated to the first loop, and requests get rows where bool[S] `own_rows`."""
+        self._model = model
+        self._options = options
+        self._scheduler = scheduler
+        self._slots = slots
+        self._own_rows = own_rows
         self.num_rows = int(own_rows.sum())
         self.spec = cache.state.spec
+        length = cache.state.seqs.length
+        self._sharding = length.sharding if length.committed else None
+        self.logits_fn = self.placed(options.logits_fn)
         logits_state = jax.device_put(stacked([], slots.logits_state, len(slots.max_tokens)))
         serving: Serving = init_serving(
-            cache.cache, slots.max_tokens, capacity=slots.capacity, width=slots.width, logits_state=logits_state,
-            num_stop_tokens=slots.num_stop_tokens, num_ranges=slots.num_ranges, greedy=slots.greedy,
-            top_logprobs=options.top_logprobs, logprobs=options.logprobs,
-        )  # fmt: skip
+            cache.cache,
+            slots.max_tokens,
+            capacity=slots.capacity,
+            width=slots.width,
+            logits_state=logits_state,
+            num_stop_tokens=slots.num_stop_tokens,
+            num_ranges=slots.num_ranges,
+            greedy=slots.greedy,
+            min_p=slots.min_p,
+            top_logprobs=options.top_logprobs,
+            logprobs=options.logprobs,
+        )
         self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
         self.host_tier = HostTier(self.state, scheduler, slots.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
         self._scores = PromptScores(
             self.state, self.host_tier, self.stored, scheduler, num_top=options.top_logprobs, has_log=slots.has_log
-        )  # fmt: skip
+        )
         self.active: dict[int, Job] = {}
         self._free = deque(range(len(slots.max_tokens)))
         self._generations = [0] * len(slots.max_tokens)
-        # Loops that are not read yet: their numbers, the times at which they started, and their results.
-        self._turns: deque[tuple[int, float, EventLog | None, Turn]] = deque()
-        self._statuses: deque[tuple[int, Sequence[Job], jax.Array]] = deque()  # of calls that are not read yet
-        self._turn_number = 0
-        worst = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
-        usual = slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2
-        self._log_size = 3 * worst + usual if slots.has_log else 0
+        self._started: deque[_StartedLoop] = deque()
+        self._submissions: deque[_Submission] = deque()
+        self._loop_number = 0
+        step_events = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
+        usual_events = slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2
+        self._log_size = 3 * step_events + usual_events if slots.has_log else 0
+
+    def placed(self, logits_fn: Any) -> Any:
+        """Converts a `logits_fn` to a pytree with its arrays on the cache's devices."""
+        return jax.device_put(as_tree(logits_fn), self._sharding)
 
     @property
     def num_free_slots(self) -> int:
@@ -173,18 +214,18 @@ class Driver[C: AnyCache]:
 
     @property
     def in_flight(self) -> int:
-        """The number of loops that are not read yet."""
-        return len(self._turns)
+        """The number of loops still unread by the host."""
+        return len(self._started)
 
     def wait(self) -> None:
-        """Waits until all loops that have started are over."""
-        if self._turns:
-            jax.block_until_ready(self._turns[-1][-1].numbers)
+        """Waits until all started loops have ended."""
+        if self._started:
+            jax.block_until_ready(self._started[-1].arrays.scalars_and_rows)
 
     def score(self, jobs: Sequence[Job], *, can_wait: bool) -> Step:
-        """Scores the next prompt tokens of samples of a request, which are not over; ends those that want no answer.
+        """Scores the next prompt tokens of samples of a request, and ends samples without an answer.
 
-        Without blocks they end as well, unless they can wait for those of other requests.
+        Without blocks the samples end as well, unless they can wait for blocks of other requests.
         """
         step = self._scores.step(self._model, jobs) if jobs[0].fits else Step.NO_BLOCKS
         is_refused = step is Step.NO_BLOCKS and not (can_wait and jobs[0].fits)
@@ -195,92 +236,105 @@ class Driver[C: AnyCache]:
         return step
 
     def submit(self, jobs: Sequence[Job], cancelled: Sequence[Job] = ()) -> None:
-        """Gives requests to the scheduler, and takes others from it, by one call."""
+        """Submits requests to the scheduler, and cancels others, by a single call."""
         for job in jobs:
             job.slot = self._free.popleft()
             job.generation = self._generations[job.slot]
-            job.since = self._turn_number
+            job.first_loop = self._loop_number
             self.active[job.slot] = job
-        arguments, ends = self._slots.arguments(jobs, self.num_rows), self._slots.ends(cancelled)
+        arguments = self._slots.arguments(jobs, self.num_rows)
+        ends = self._slots.ends(cancelled)
         self.state.serving, statuses = apply(self.state.serving, arguments, ends, scheduler=self._scheduler)
         if jobs:
-            self._statuses.append((self._turn_number, jobs, statuses))
+            self._submissions.append(_Submission(self._loop_number, jobs, statuses))
 
     def adopt(self, jobs: Sequence[Job], wait_for: int = 0) -> None:
-        """Begins to read new prompts' prefixes from the store, in this order, and adopts those that have come.
+        """Starts to read prefixes of new prompts from the store, in this order, and adopts the prefixes already read.
 
-        For `wait_for` prompts it waits, until their deadline.
+        For the first `wait_for` prompts it waits, until their deadline.
         """
         if self.stored:
             self.stored.begin(jobs)
             running = [job for job in self.active.values() if job.stage == Stage.RUNNING]
-            blocks_ahead = sum(-(-job.left // self.spec.block_size) + 1 for job in running)
+            blocks_ahead = sum(-(-job.remaining // self.spec.block_size) + 1 for job in running)
             self.stored.adopt(self.host_tier.call, blocks_ahead, wait_for)
 
     def drop_reads(self) -> None:
-        """Drops what is read from the store, at the end of a run."""
+        """Drops all reads from the store, at the end of a run."""
         if self.stored:
             self.stored.drop()
 
     def dispatch(self, steps: int) -> None:
-        """Starts a loop of at most so many steps of the model."""
+        """Starts a loop of at most this many steps of the model."""
         self.host_tier.empty_blocks()
-        state, options = self.state, self._options
+        state = self.state
+        options = self._options
         state.serving, log, result = turn(
-            self._model, state.serving, scheduler=self._scheduler, steps=np.int32(steps),
-            num_columns=self._slots.num_columns, log_size=self._log_size, loop=options.loop,
-            logits_fn=options.logits_fn, fixed_steps=options.fixed_steps, now=state.now(),
-        )  # fmt: skip
+            self._model,
+            state.serving,
+            scheduler=self._scheduler,
+            steps=np.int32(steps),
+            num_columns=self._slots.num_columns,
+            log_size=self._log_size,
+            loop=options.loop,
+            logits_fn=self.logits_fn,
+            fixed_steps=options.fixed_steps,
+            now=state.now(),
+        )
         if log is not None:
             state.unpublished.append(log)
-        self._turns.append((self._turn_number, time.monotonic(), log, result))
-        self._turn_number += 1
+        self._started.append(_StartedLoop(self._loop_number, time.monotonic(), log, result))
+        self._loop_number += 1
 
     def read_statuses(self) -> None:
-        """Reads whether requests were accepted; ends those that were refused."""
-        while self._statuses and self._statuses[0][0] <= self._turn_number - self.in_flight:
-            _, jobs, statuses = self._statuses.popleft()
-            for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then entries of nobody
+        """Reads whether submitted requests were accepted, and ends refused requests."""
+        while self._submissions and self._submissions[0].first_loop <= self._loop_number - self.in_flight:
+            _, jobs, statuses = self._submissions.popleft()
+            for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then come empty entries
                 if status != Status.OK:
                     job.end(Status(status).name.lower())
                     self._release(job, job.generation)
 
     def read(self) -> StepOutput:
-        """Reads the oldest loop: new tokens, requests that are over, slots that are empty; makes the moves it asks for.
+        """Reads the oldest loop: new tokens, finished requests and empty slots. Then makes the requested moves.
 
         The events of the loop are then the first of `state.unpublished`.
         """
-        number, dispatched_at, log, turn_arrays = self._turns[0]
-        result = turn_arrays.read()
+        loop = self._started[0]
+        result = loop.arrays.read()
         self.read_statuses()
-        self._turns.popleft()
-        new, admitted, rows = dict[int, list[int]](), list[Job](), set(result.row.tolist())
+        self._started.popleft()
+        new_tokens = dict[int, list[int]]()
+        admitted = list[Job]()
+        slots_with_rows = set(result.row.tolist())
         for slot, job in list(self.active.items()):
-            if number < job.since:
+            if loop.number < job.first_loop:
                 continue
             if not job.is_done:
                 if tokens := self._update(job, result):
-                    new[job.number] = tokens
+                    new_tokens[job.number] = tokens
                 if job.stage != Stage.WAITING:
                     admitted.append(job)
-            if result.stage[slot] in (Stage.DONE, Stage.CANCELLED) and slot not in rows:
+            if result.stage[slot] in (Stage.DONE, Stage.CANCELLED) and slot not in slots_with_rows:
                 self._release(job, result.generation[slot] + 1)
-        if self.stored and log is not None:
-            self.stored.after_loop(log, admitted)
+        if self.stored and loop.log is not None:
+            self.stored.after_loop(loop.log, admitted)
         self._move(result)
-        return StepOutput(result.steps, dispatched_at, new)
+        return StepOutput(result.steps, loop.dispatched_at, new_tokens)
 
     def _update(self, job: Job, result: TurnResult) -> list[int]:
-        """Adds a loop's tokens to a request's output; returns them."""
-        slot, stage = job.slot, job.stage
+        """Adds a loop's tokens to a request's output. Returns them."""
+        slot = job.slot
+        stage = job.stage
         job.stage = result.stage[slot]
-        num_tokens, finish = result.num_tokens[slot], finish_of(result.finish[slot])
+        num_tokens = result.num_tokens[slot]
+        finish = finish_of(result.finish[slot])
         if finish == "length" and job.is_cut and num_tokens >= job.max_tokens:
             finish = "row_full" if num_tokens > self.spec.max_length else "no_blocks"
-        new = num_tokens - result.before[slot]
-        tokens = result.tokens[slot, :new].tolist()
-        logprobs = result.logprobs[slot, :new].tolist()
-        top = [] if result.top is None else [column[slot, :new].tolist() for column in result.top]
+        num_new = num_tokens - result.num_tokens_before[slot]
+        tokens = result.tokens[slot, :num_new].tolist()
+        logprobs = result.logprobs[slot, :num_new].tolist()
+        top = [] if result.top is None else [column[slot, :num_new].tolist() for column in result.top]
 
         def change(output: Output) -> None:
             output.add(tokens, logprobs, *top)
@@ -293,13 +347,13 @@ class Driver[C: AnyCache]:
         return tokens
 
     def _release(self, job: Job, generation: int) -> None:
-        """Takes the slot of a request that is over, as the loop's `drain` has; its next request has this generation."""
+        """Takes the slot of a request drained by the loop. The slot's next request gets this generation."""
         del self.active[job.slot]
         self._free.append(job.slot)
         self._generations[job.slot] = generation
 
     def _move(self, result: TurnResult) -> None:
-        """Moves blocks between the tiers for which the loop has stopped."""
+        """Makes the moves between the tiers for which the loop has stopped."""
         tier = self.host_tier
         if not tier.groups:
             return
@@ -312,8 +366,8 @@ class Driver[C: AnyCache]:
             pass
 
     def compile(self) -> None:
-        """Compiles all programs, while no request is there; changes nothing."""
-        for steps in (1, self._slots.steps):  # jax compiles anew for what a program has returned
+        """Compiles all programs before the first request. Changes nothing."""
+        for steps in (1, self._slots.steps):  # jax compiles again for arrays that a program has returned
             self.host_tier.compile()
             if self.stored:
                 self.stored.compile(self.host_tier.call)

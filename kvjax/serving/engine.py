@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Engine`: threads and asyncio submit requests while it runs; one thread of its own has the cache.
+"""`Engine`: threads and asyncio submit requests while it runs, and a separate thread owns the cache.
 
     with kvjax.serving.Engine(model, cache) as engine:
         handle = engine.submit(Request(prompt, max_new_tokens=64))
         for token in handle: ...                             # or: async for token in handle
         output = handle.result()
 
-Source: vLLM's AsyncLLM and its engine core, which run apart from whoever submits.
+Source: vLLM's AsyncLLM and its engine core, which run apart from the submitting code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax._arrays import described
 from kvjax._compile import own_transfers
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import AnyCache
-from kvjax.checks import static_int
+from kvjax.checks import check_bool, static_int
 from kvjax.model import Model, check_placement
+from kvjax.serving.constraints import as_tree, check_request, initial_state
 from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
 from kvjax.serving.handle import EngineError, Handle
@@ -37,10 +39,10 @@ from kvjax.verbs._request import check_retention
 
 
 class QueueFull(RuntimeError):
-    """A request that was refused, since as many wait as may.
+    """A request was refused because too many requests wait.
 
     Attributes:
-      waiting: how many.
+      waiting: number of waiting requests.
     """
 
     def __init__(self, waiting: int):
@@ -49,16 +51,17 @@ class QueueFull(RuntimeError):
 
 
 class Engine[C: AnyCache]:
-    """Serves requests with a model and a cache, of which it is the only owner.
+    """Serves requests with a model and a cache, which it alone owns.
 
-    Its programs are compiled when it starts; those that move blocks to a host tier or from a store at their first use.
+    Its programs are compiled when it starts, except programs that move blocks to a host tier or from a store: these are
+    compiled when they are first used.
 
-    A step that fails costs the cache: the requests that it served end with an `EngineError`, the listener gets the
-    event that all is cleared, and the engine goes on with an empty cache, in which nothing is pinned any more. A
-    listener that raises costs no request and no cache: see `kvjax.events.Listeners`.
+    If a step fails, the cache is lost. The requests in the scheduler end with an `EngineError`, the listener gets the
+    event of a reset, and the engine goes on with an empty cache without pins. If a listener raises, no request and no
+    cache is lost: see `kvjax.events.Listeners`.
 
     Attributes:
-      spec: of the cache.
+      spec: spec of the cache.
     """
 
     @own_transfers()
@@ -72,49 +75,62 @@ class Engine[C: AnyCache]:
         max_waiting: int = 1024,
         num_stop_tokens: int = 4,
         num_ranges: int | None = None,
+        min_p: bool = False,
         logits_state: Any = None,
     ):
         """Starts an engine.
 
         Args:
           model: see `generate`.
-          cache: is donated; no row of it may be in use. `close` returns the last one.
-          options: None: `RunOptions()`. The listener is called on the engine's thread. A store is not closed. `steps`
-            are at most 32.
-          max_requests: W, requests that the scheduler knows at a time; None: four for each row.
-          max_waiting: requests that wait for one of these; more are refused by `QueueFull`.
-          num_stop_tokens: K, the most stop tokens of a request.
-          num_ranges: the most ranges of a request's retention; None: no request has one.
-          logits_state: a tree of numpy arrays; what `logits_fn` keeps of a request that is submitted without one.
+          cache: donated; no row of it may be in use. `close` returns the last cache.
+          options: None means `RunOptions()`. The listener is called on the engine's thread. A store is not closed.
+            `steps` are at most 32.
+          max_requests: W, maximum requests that the scheduler knows at a time. None means four for each row.
+          max_waiting: maximum requests that wait for the scheduler; `QueueFull` refuses more.
+          num_stop_tokens: K, maximum stop tokens of a request.
+          num_ranges: maximum ranges of a request's retention. None means no request has a retention.
+          min_p: whether a request may have a `Sampling.min_p`; otherwise programs contain nothing for it.
+          logits_state: a tree of numpy arrays, the state of `logits_fn` for a request that is submitted without one.
+            None means the `initial_state` of `logits_fn`, if it has one.
 
         Raises:
           ValueError: naming the argument, before anything is donated.
         """
         self._options = options = dataclasses.replace(RunOptions() if options is None else options, log_events=False)
         check_run(model, cache, options)
-        # Committed to its devices, as one that takes its place will be: jax would compile anew for that.
+        # Committed to its devices like the caches that follow: otherwise jax would compile again for them.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
         check_placement(model, cache)
         self.spec = spec = cache.state.spec
         if np.any(np.asarray(cache.state.seqs.length)):
-            raise ValueError("cache: got one with rows in use, wanted one without")
+            raise ValueError("cache: got rows in use, wanted none")
         if logits_state is not None and options.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
+        check_bool("min_p", min_p)
         check_retention(spec, num_ranges=num_ranges)
         self._max_waiting = static_int("max_waiting", max_waiting, 1)
-        number = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
+        num_requests = static_int("max_requests", 4 * spec.max_seqs if max_requests is None else max_requests, 1)
         steps = min(options.steps or MANY, MANY)
+        self._logits_fn = as_tree(options.logits_fn)
+        if logits_state is None:
+            logits_state = initial_state(options.logits_fn)
         self._slots = Slots(
-            [spec.max_length + 1] * number, steps=steps, num_columns=steps, entries=ENTRIES,
-            entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length, width=spec.max_length,
+            [spec.max_length + 1] * num_requests,
+            steps=steps,
+            num_columns=steps,
+            entries=ENTRIES,
+            entry_tokens=min(ENTRIES, spec.max_seqs) * spec.max_length,
+            width=spec.max_length,
             num_stop_tokens=static_int("num_stop_tokens", num_stop_tokens, 1),
             num_ranges=None if num_ranges is None else static_int("num_ranges", num_ranges, 0),
+            min_p=min_p,
             logits_state=jax.tree.map(np.asarray, logits_state),
             has_log=options.listener is not None or options.store is not None,
-        )  # fmt: skip
+        )
         self._limits = Limits.of(model, cache.cache, options.scheduler, options.top_logprobs)
-        self._most_samples = min(ENTRIES, spec.max_seqs, number)
-        self._numbers, self._inbox = itertools.count(), Inbox(options.names)
+        self._max_samples = min(ENTRIES, spec.max_seqs, num_requests)
+        self._numbers = itertools.count()
+        self._inbox = Inbox(options.names)
         self._thread = EngineThread(model, cache, options, self._inbox, self._slots)
         self._thread.start()
 
@@ -124,16 +140,17 @@ class Engine[C: AnyCache]:
 
         Args:
           request: a `Request`.
-          salt: of a tenant, in place of a namespace: `names` lends a number for it as long as a block or a request has
-            it, so that any number of salts may come. A request that is refused gets none.
-          timeout: seconds after which it is cancelled.
+          salt: salt of a tenant, in place of a namespace. `names` lends a number for it as long as a block or a request
+            uses it, so any number of salts may come. A refused request gets no number. None means the request's
+            namespace.
+          timeout: seconds after which the request is cancelled. None means no limit.
 
         Returns:
-          The handle of its first sample, which has those of all.
+          The handle of the first sample, which knows the handles of all samples.
 
         Raises:
           ValueError: naming the argument.
-          QueueFull: if too many wait.
+          QueueFull: if too many requests wait.
           EngineError: if the engine is closed.
         """
         self._check(request, salt)
@@ -163,12 +180,13 @@ class Engine[C: AnyCache]:
             raise ValueError(f"request: got {reprlib.repr(request)}, wanted a kvjax.serving.Request")
         self._options.check_request(request, self.spec)
         if salt is not None and (self.names is None or request.namespace):
-            other = "of an engine without names" if self.names is None else f"beside namespace {request.namespace}"
-            raise ValueError(f"salt: got one {other}, wanted None")
+            reason = "without names" if self.names is None else f"together with namespace {request.namespace}"
+            raise ValueError(f"salt: got a salt {reason}, wanted None")
         Namespaces.salted(salt)
         if request.prompt_logprobs_from is not None:
             self._thread.check_scores()
-        slots, prompt = self._slots, request.prompt
+        slots = self._slots
+        prompt = request.prompt
         refusal = self._limits.refusal(prompt)
         if refusal == "bad_request":
             wanted = f"wanted tokens of 0..{self.vocabulary - 1}, at least one"
@@ -178,14 +196,36 @@ class Engine[C: AnyCache]:
         if len(request.stop_tokens) > slots.num_stop_tokens:
             got = len(request.stop_tokens)
             raise ValueError(f"stop_tokens: got {got}, wanted at most num_stop_tokens, {slots.num_stop_tokens}")
-        if request.samples > (most := min(self._most_samples, self._max_waiting)):
-            raise ValueError(f"samples: got {request.samples}, wanted at most {most}")
-        most_ranges = -1 if slots.num_ranges is None else slots.num_ranges
-        if request.num_ranges is not None and request.num_ranges > most_ranges:
+        if request.samples > (max_samples := min(self._max_samples, self._max_waiting)):
+            raise ValueError(f"samples: got {request.samples}, wanted at most {max_samples}")
+        max_ranges = -1 if slots.num_ranges is None else slots.num_ranges
+        if request.num_ranges is not None and request.num_ranges > max_ranges:
             got = request.num_ranges
             raise ValueError(f"retention: got {got} ranges, wanted at most num_ranges, {slots.num_ranges}")
+        if request.has_min_p and not slots.min_p:
+            raise ValueError("sampling.min_p: got one, wanted None (the engine was made without min_p=True)")
         if request.logits_state is not None:
-            check_state(request.logits_state, slots.logits_state, "arrays like those of the engine")
+            check_state(request.logits_state, slots.logits_state, "arrays like the engine's")
+        state = slots.logits_state if request.logits_state is None else request.logits_state
+        check_request(self._logits_fn, request, state)
+
+    @own_transfers()
+    def replace_logits_fn(self, logits_fn: Any) -> None:
+        """Replaces `logits_fn` from the next loop on, for example by constraints with a new grammar.
+
+        Requests keep their `logits_state`. Call it from any thread, before you submit a request that needs it. Nothing
+        is compiled.
+
+        Raises:
+          ValueError: unless its arrays are like the engine's.
+        """
+        new, old = (jax.tree.flatten(fn) for fn in (as_tree(logits_fn), self._logits_fn))
+        if new[1] != old[1] or described(new[0]) != described(old[0]):
+            got = described(as_tree(logits_fn))
+            wanted = described(self._logits_fn)
+            raise ValueError(f"logits_fn: got {got}, wanted arrays like the engine's, {wanted}")
+        self._logits_fn = jax.tree.unflatten(*reversed(new))
+        self._thread.replace_logits_fn(self._logits_fn)
 
     @property
     def vocabulary(self) -> int:
@@ -208,17 +248,17 @@ class Engine[C: AnyCache]:
 
     @property
     def waiting(self) -> int:
-        """Requests that the scheduler does not have yet."""
+        """The number of requests that are not in the scheduler yet."""
         return len(self._inbox.queue) + len(self._thread.waiting)
 
     @property
     def listener_counts(self) -> dict[str, int]:
-        """Failures of the listener, calls that it has missed, and snapshots that it has taken since."""
+        """Counts of the listener: failures, missed calls, and snapshots taken since."""
         return self._options.listeners.counts
 
     @property
     def running(self) -> int:
-        """Requests that the scheduler has, and that are not over."""
+        """The number of requests in the scheduler that are not over."""
         return sum(not job.is_done for job in list(self._thread.active.values()))
 
     @property
@@ -235,12 +275,12 @@ class Engine[C: AnyCache]:
             raise EngineError("the engine was closed, or has failed") from None
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Waits until every request that was submitted is over, at most `timeout` seconds; returns whether they are."""
+        """Waits until all submitted requests are over, at most `timeout` seconds. Returns whether they are."""
         with self._inbox.wake:
             return self._inbox.wake.wait_for(lambda: self._inbox.is_idle, timeout)
 
     def close(self) -> C:
-        """Ends the requests that are not over, and the engine; returns its cache."""
+        """Ends all requests and the engine. Returns its cache."""
         with self._inbox.wake:
             self._inbox.is_closing = True
             self._inbox.wake.notify_all()

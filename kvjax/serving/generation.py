@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation as a user calls it: `generate`, `stream` and `run_batch`."""
+"""Generation as you call it: `generate`, `stream` and `run_batch`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Progress[C: AnyCache]:
     """The state of a generation after a jitted loop.
 
     Attributes:
-      outputs: one per prompt, so far; the same objects every time.
-      new: {prompt number: tokens since the last Progress}.
-      events: decoded, since the last Progress.
+      outputs: outputs so far, in the order of the prompts; the same objects every time.
+      new: tokens since the last `Progress`, by prompt number.
+      events: decoded events since the last `Progress`.
       closing: decoded events of the releases when the stream is closed early; the same list every time.
     """
 
@@ -43,15 +43,15 @@ class Progress[C: AnyCache]:
 
     @property
     def cache(self) -> C:
-        """The latest cache, also after the stream was closed; earlier ones have been donated."""
+        """The latest cache, also after the stream was closed. Earlier caches have been donated."""
         return self._state.result
 
     @property
     @own_transfers()
     def state(self) -> CacheState:
-        """A copy of the latest cache's metadata, which no later loop donates: any thread may read it.
+        """A copy of the latest cache's metadata, which no later loop donates, so any thread may read it.
 
-        Ask for it in the thread that reads the stream, before the next `Progress`.
+        Ask for it in the stream's thread, before the next `Progress`.
         """
         state = self.cache.state
         check_alive(state)
@@ -75,57 +75,63 @@ def generate[C: AnyCache](
     canonical: bool = False,
     **options: Any,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
-    """Generates for all prompts, as many at a time as there are rows and blocks.
+    """Generates for all prompts, as many at a time as rows and blocks allow.
 
-    It is the short form of `run_batch`, for prompts of which the same is wanted. A prompt waits for a row and for the
-    blocks of all that it can become; then nothing interrupts it. As soon as a row ends, the next prompt takes it.
-    Prompts that share a prefix compute it once, also if they come together. A prompt that wants more than the whole
-    cache holds ends with the tokens that fit, and finish "no_blocks".
+    It is the short form of `run_batch`, for prompts with the same options. A prompt waits for a row and for all blocks
+    that it may need; then nothing interrupts it. When a row ends, the next prompt takes it. Prompts with a common
+    prefix compute it a single time, even if they come together. If a prompt wants more tokens than the whole cache
+    holds, it ends with the fitting tokens, and finish "no_blocks".
 
-    The first call with a model and with new shapes compiles, which takes some 20 to 30 s on two CPU cores: more prompts
-    or longer ones compile at each doubling. What takes over two seconds to compile is said in the log `kvjax`
-    (`logging`, as information), and `enable_compilation_cache` keeps it for other processes.
+    The first call with a model and with new shapes compiles, which takes some 20 to 30 s on two CPU cores. More or
+    longer prompts compile again at each doubling. The log `kvjax` (`logging`, at level INFO) reports compilations of
+    more than two seconds, and `enable_compilation_cache` keeps compiled programs for other processes.
 
-    With new weights `reset` the cache, or give each version of them a namespace of its own (`Namespaces`): otherwise
-    K/V of the old ones are reused, and nothing says so.
+    If the weights change, `reset` the cache, or give each version of the weights a namespace (`Namespaces`): otherwise
+    K/V of the old weights are silently reused.
 
     Args:
       model: see `step`. It also gets views in mixed form, on one flat batch; see `Model`.
-      cache: is donated: go on with the returned one. Rows in use already are left alone. With a host tier, prompts
-        find blocks there too, and blocks that have to leave the device go there: before each loop those that rows may
-        need as they grow, and between loops those that a prompt needs to be admitted. Blocks that a prompt longer than
-        a window's blocks pushes out of them are lost. If a move between the tiers fails, a RuntimeWarning says so, and
-        the lost K/V are computed again.
+      cache: donated, so go on with the returned cache. Rows in use are left alone. With a host tier, prompts find
+        blocks there too, and leaving blocks go there: before each loop the blocks that rows may
+        need as they grow, and between loops the blocks that a prompt needs to be admitted. If a prompt pushes blocks
+        out of a window because it is longer, they are lost. If a move between the tiers fails, a RuntimeWarning reports
+        it, and the lost K/V are computed again.
       prompts: token ids.
-      max_new_tokens: for each prompt.
-      sampling: for all prompts, or one for each; None: greedy.
-      seed: an int or a jax key, from which each output gets a random stream. 3, `jax.random.key(3)` and
-        `jax.random.PRNGKey(3)` give the same ones. None: the same ones at every call.
-      stop_tokens: end a row when chosen.
-      namespace: of all prompts, or one for each; see `kvjax.serving.Request`.
-      retention: of each prompt's blocks, or one for all prompts; see `kvjax.serving.Request`.
-      prompt_logprobs_from: of all prompts, or one for each; see `kvjax.serving.Request`.
-      chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
-      k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. What is chosen does not
+      max_new_tokens: maximum new tokens of each prompt.
+      sampling: options for all prompts, or a list with an entry for each. None means greedy.
+      seed: an int or a jax key, which gives each output a random stream. 3, `jax.random.key(3)` and
+        `jax.random.PRNGKey(3)` give the same streams. None gives the same streams at every call.
+      stop_tokens: tokens ending a row.
+      namespace: a namespace for all prompts, or a list; see `kvjax.serving.Request`.
+      retention: retention of each prompt's blocks, or a list; see `kvjax.serving.Request`.
+      prompt_logprobs_from: a position for all prompts, or a list; see `kvjax.serving.Request`.
+      chunk: maximum prompt tokens, of any number of rows, that a model call computes together with a token of each
+        decoding row.
+      k: maximum steps for which the loop does the bookkeeping at once, 1 to P. None means P. The chosen tokens do not
         depend on it.
-      canonical: whether the log-probabilities of a prompt's tokens, and so the tokens, are the same bits whatever the
-        cache has and whoever runs beside it; see `Scheduler`. Reuse ends at multiples of `chunk` then.
-      **options: attributes of `RunOptions` but for the scheduler, such as `listener` and `steps`.
+      canonical: whether the bits of log-probabilities, and so the tokens, depend neither on the cache nor on other
+        prompts; see `Scheduler`. Reuse then ends at multiples of `chunk`.
+      **options: attributes of `RunOptions` other than the scheduler, such as `listener` and `steps`.
 
     Returns:
-      list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
+      A list with an `Output` for each prompt, the cache with everything released and cached, and the decoded events.
 
     Raises:
-      ValueError: before anything is donated: if the cache has pools for no layer or was donated before, the model is
-        not as `step` wants it, an option is out of range or not given for each prompt, `names` did not give out a
+      ValueError: before anything is donated: if the cache has no pools for a layer or was donated before, the model
+        does not fit `step`, an option is out of range or has no value for a prompt, `names` did not give out a
         namespace, or the spec has no retention.
-      GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
-        is done; a second one does not, and may cost the cache.
+      GenerationInterrupted: after an error or Ctrl-C, with the cache to go on with. The first Ctrl-C waits for the end
+        of a jitted loop. A second Ctrl-C does not wait, and may cost the cache.
     """
     requests = make_requests(
-        prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, retention=retention,
-        namespace=namespace, prompt_logprobs_from=prompt_logprobs_from,
-    )  # fmt: skip
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        retention=retention,
+        namespace=namespace,
+        prompt_logprobs_from=prompt_logprobs_from,
+    )
     if seed is not None:
         requests = _with_seeds(requests, seed)
     scheduler = Scheduler(chunk=chunk, k=k, canonical=canonical)
@@ -134,9 +140,9 @@ def generate[C: AnyCache](
 
 @own_transfers()
 def _with_seeds(requests: list[Request], seed: Any) -> list[Request]:
-    """The requests, each with a random stream by its number."""
+    """Gives each request a random stream by its position."""
     seeds = jax.device_get(output_seeds(seed, len(requests))).tolist()
-    return [dataclasses.replace(request, seed=own) for request, own in zip(requests, seeds, strict=True)]
+    return [dataclasses.replace(request, seed=stream) for request, stream in zip(requests, seeds, strict=True)]
 
 
 def run_batch[C: AnyCache](
@@ -147,26 +153,25 @@ def run_batch[C: AnyCache](
     *,
     progress: Callable[[list[Output]], None] | None = None,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
-    """Serves all requests by continuous batching, in one program that admits, computes and evicts by itself.
+    """Serves all requests by continuous batching, in a single program for admission, computation and eviction.
 
-    Rows and prefixes are shared as in `generate`. The program returns to the host when all is done, after so many steps
-    as the options say, when its log of events is nearly full, and where blocks are to be brought back from the host
-    tier.
+    Rows and prefixes are shared as in `generate`. The program returns to the host if all requests are over, after
+    `options.steps` steps, if its log of events is nearly full, or if blocks on the host tier are needed.
 
     Args:
       model: see `generate`.
-      cache: is donated: go on with the returned one; see `generate`.
-      requests: each a `kvjax.serving.Request`.
-      options: None: `RunOptions()`, whose scheduler preempts nobody.
-      progress: called with the outputs so far after each return.
+      cache: donated, so go on with the returned cache; see `generate`.
+      requests: `kvjax.serving.Request` objects.
+      options: None means `RunOptions()`, whose scheduler preempts no request.
+      progress: called with the outputs so far after each return. None disables it.
 
     Returns:
-      list of `Output`, one per request, or its samples one after the other; the cache, with everything released and
-      cached; and the decoded events.
+      A list with an `Output` for each request, or for each of its samples in order; the cache, with everything released
+      and cached; and the decoded events.
 
     Raises:
-      ValueError: before anything is donated, as `generate` does, and for options of the scheduler that do not fit.
-      GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with.
+      ValueError: before anything is donated, as in `generate`, and for unfit options of the scheduler.
+      GenerationInterrupted: after an error or Ctrl-C, with the cache to go on with.
     """
     check_functions(progress=progress)
     return _run(Batch(model, cache, requests, RunOptions() if options is None else options, steps=1024), progress)
@@ -175,11 +180,12 @@ def run_batch[C: AnyCache](
 def _run[C: AnyCache](
     batch: Batch[C], progress: Callable[[list[Output]], None] | None = None
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
-    state, more = batch.state, True
+    state = batch.state
+    has_more = True
     try:
         with state.ctrl_c:
-            while more:
-                more = batch.turn()
+            while has_more:
+                has_more = batch.turn()
                 if progress is not None:
                     state.publish()
                     progress(batch.outputs)
@@ -194,30 +200,32 @@ def _run[C: AnyCache](
 def stream[C: AnyCache](
     model: Model, cache: C, requests: Sequence[Request], options: RunOptions | None = None
 ) -> Generator[Progress[C], None, None]:
-    """Serves all requests as `run_batch` does, handing out what is new after at most `options.steps` steps.
+    """Serves all requests like `run_batch`, and yields the progress after at most `options.steps` steps.
 
-    The steps decide how many tokens come at a time. Fewer come sooner, and cost a return to the host each.
+    With fewer steps tokens come sooner, and each return to the host costs time.
 
-    The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
-    rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
-    has got the events of a loop when its `Progress` comes, and gets those of these releases. Errors and Ctrl-C are as
-    in `generate`; while a `Progress` is read, Ctrl-C is the caller's. The arguments are those of `run_batch`.
+    The cache is donated: use `progress.cache` from then on. If you close a stream early, for example by `break`, it
+    releases its rows. `progress.cache` is then the cache after the release, unless you went on with the cache and
+    donated it. The listener has the events of a loop when its `Progress` comes, and gets the events of this release.
+    Errors and Ctrl-C act as in `generate`; while you read a `Progress`, Ctrl-C is yours. The arguments are as in
+    `run_batch`.
 
     Yields:
-      A `Progress`; the last one has every output finished and every row released.
+      A `Progress`. In the last, every output is finished and every row released.
     """
     return _progress(Batch(model, cache, requests, RunOptions() if options is None else options, steps=8))
 
 
 def _progress[C: AnyCache](batch: Batch[C]) -> Generator[Progress[C], None, None]:
-    state, more = batch.state, True
+    state = batch.state
+    has_more = True
     try:
-        while more:
+        while has_more:
             state.events = []
             with state.ctrl_c:
-                more = batch.turn()
+                has_more = batch.turn()
                 state.publish()
-                state.catch_up(is_last=not more)
+                state.catch_up(is_last=not has_more)
             yield Progress(batch.outputs, batch.new, state.events, batch.closing, state)
     except GeneratorExit:
         batch.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Handle`: a request in an engine, from the side of whoever has submitted it."""
+"""`Handle`: a request in an engine, for the code submitting it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvjax.serving.requests import Output
 
 @dataclasses.dataclass
 class Times:
-    """When things happened to a request, in seconds of `time.monotonic`; None before.
+    """Times of a request's events, in seconds of `time.monotonic`, or None before the event.
 
     Attributes:
-      queued: it was submitted.
-      admitted: it had got a row.
-      first_token: its first token was there.
-      ended: it was over.
+      queued: the request was submitted.
+      admitted: the request had got a row.
+      first_token: its first token arrived.
+      ended: the request was over.
     """
 
     queued: float
@@ -36,21 +36,23 @@ class EngineError(RuntimeError):
 
 
 class Handle:
-    """A request: an iterator of its tokens, for threads and for asyncio, and its output.
+    """A request: its output, and an iterator of its tokens for threads and for asyncio.
 
     Attributes:
-      output: so far; another thread may be adding to it, one list after the other.
-      times: of the request.
-      samples: the handles of all samples of the prompt, this one included.
+      output: the output so far. Another thread may be adding to its lists, one after another.
+      times: times of the request.
+      samples: handles of all samples of the prompt, including this handle.
     """
 
     def __init__(self, output: Output, cancel: Callable[[Handle], None]):
-        self.output, self.times = output, Times(time.monotonic())
+        self.output = output
+        self.times = Times(time.monotonic())
         self.samples: list[Handle] = [self]
-        self.error: BaseException | None = None  # of the engine, that has ended it
-        self.listens = False  # whether somebody waits for its next tokens
-        self.job: Any = None  # of the engine
-        self._changed, self._callbacks = threading.Condition(), list[Callable[[], Any]]()
+        self.error: BaseException | None = None  # failure of the engine that ended it
+        self.is_streaming = False  # whether a client reads tokens as they arrive
+        self.job: Any = None  # the engine's job
+        self._changed = threading.Condition()
+        self._callbacks = list[Callable[[], Any]]()
         self._cancel = cancel
 
     @property
@@ -59,16 +61,16 @@ class Handle:
         return self.times.ended is not None
 
     def cancel(self) -> None:
-        """Ends the request, unless it is over; its row is free behind the turns that are under way."""
+        """Ends the request, unless it is over. Its row is free after the started turns."""
         if not self.done:
             self._cancel(self)
 
     def result(self, timeout: float | None = None) -> Output:
-        """Waits until the request is over; returns its output.
+        """Waits until the request is over. Returns its output.
 
         Raises:
           TimeoutError: if it goes on after `timeout` seconds.
-          EngineError: if the engine has failed it.
+          EngineError: if the engine failed.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
@@ -81,38 +83,40 @@ class Handle:
         return self.output
 
     def __iter__(self) -> Iterator[int]:
-        self.listens, number = True, 0
+        self.is_streaming = True
+        num_read = 0
         while True:
             with self._changed:
-                while not (self.done or len(self.output.tokens) > number):
+                while not (self.done or len(self.output.tokens) > num_read):
                     self._changed.wait()
-                new = self.output.tokens[number:]
+                new = self.output.tokens[num_read:]
             if not new:
                 self._ended()
                 return
-            number += len(new)
+            num_read += len(new)
             yield from new
 
     async def __aiter__(self) -> AsyncGenerator[int]:
-        number = 0
+        num_read = 0
         async for _ in self.changes():
-            new = self.output.tokens[number:]
-            number += len(new)
+            new = self.output.tokens[num_read:]
+            num_read += len(new)
             for token in new:
                 yield token
 
-    async def changes(self, *, listens: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
-        """The output each time that it has changed, for asyncio; the last time it is over.
+    async def changes(self, *, is_streaming: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
+        """Yields the output each time it has changed, for asyncio. The last time the request is over.
 
         Args:
-          listens: whether the engine is to make few tokens at a time.
-          period: seconds from one time to the next, at least, but for the first tokens and the end.
+          is_streaming: whether the engine should make few tokens at a time.
+          period: minimum seconds between two changes, except for the first tokens and the end.
 
         Raises:
-          EngineError: if the engine has failed the request.
+          EngineError: if the engine failed.
         """
-        self.listens = self.listens or listens
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self.is_streaming = self.is_streaming or is_streaming
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
 
         def notify() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -122,7 +126,7 @@ class Handle:
             self._callbacks.append(notify)
         try:
             while True:
-                is_done = self.done  # before the output is read: what comes later is read the next time
+                is_done = self.done  # before the output is read: later tokens are read the next time
                 yield self._ended()
                 if is_done:
                     return
@@ -139,8 +143,8 @@ class Handle:
                 self._callbacks.remove(notify)
 
     async def wait(self) -> Output:
-        """Waits until the request is over, for asyncio; returns its output."""
-        async for _ in self.changes(listens=False):
+        """Waits until the request is over, for asyncio. Returns its output."""
+        async for _ in self.changes(is_streaming=False):
             pass
         return self._ended()
 
@@ -150,14 +154,15 @@ class Handle:
             self.update(lambda output: setattr(output, "finish", finish), error)
 
     def update(self, change: Callable[[Output], Any], error: BaseException | None = None) -> None:
-        """Changes the output, and wakes whoever waits; for the engine's thread."""
+        """Changes the output, and wakes waiting threads. The engine's thread calls it."""
         with self._changed:
             change(self.output)
             now = time.monotonic()
             if self.output.tokens and self.times.first_token is None:
                 self.times.first_token = now
             if self.output.finish is not None or error is not None:
-                self.error, self.times.ended = error, now
+                self.error = error
+                self.times.ended = now
             self._changed.notify_all()
             for notify in self._callbacks:
                 notify()

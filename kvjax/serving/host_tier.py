@@ -26,19 +26,22 @@ _swaps = OutermostJit(swaps, static_argnames="scheduler")
 
 
 class HostTier[C: AnyCache]:
-    """Moves blocks between the tiers; `steps` are the most in a loop. Where a move cannot be made, a step preempts."""
+    """Moves blocks between the tiers, for loops of at most `steps` steps. If a move is impossible, a step preempts."""
 
     def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):
-        self.state, self.scheduler, self.steps = state, scheduler, steps
+        self.state = state
+        self.scheduler = scheduler
+        self.steps = steps
         self.spec = state.cache.state.spec
         self.groups = () if state.host is None else self.spec.host_groups
 
     def compile(self) -> None:
-        """Compiles all that moves blocks, while no request is there; changes nothing."""
-        state, host = self.state, self.state.host
-        for number in self.groups:
-            compile_moves(state.cache.pools, cast(HostPools, host), number)
-            self.call(TieredCache.watermark, 0, max_blocks=self._most_taken(number), group=number)
+        """Compiles all programs for moving blocks, before the first request. Changes nothing."""
+        state = self.state
+        host = self.state.host
+        for group_index in self.groups:
+            compile_moves(state.cache.pools, cast(HostPools, host), group_index)
+            self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
         if self.groups:
             self.onboard(jax.device_get(state.serving.requests), 0, 0)  # no tokens: it is refused
             state.serving = _leave(state.serving, np.int32(0), np.bool_(False))
@@ -47,59 +50,63 @@ class HostTier[C: AnyCache]:
             for verb in (TieredCache.swap_out, TieredCache.swap_in):
                 self.call(verb, rows.out)  # no row: it is refused
 
-    def _most_taken(self, number: int) -> int:
-        """The most blocks of a group that any loop takes."""
+    def _max_taken(self, group_index: int) -> int:
+        """The maximum blocks of a group taken by a loop."""
         columns = -(-self.steps // self.spec.block_size) + 1
         if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
             columns += self.spec.max_blocks_per_seq
-        return min(self.spec.max_seqs * columns, self.spec.groups[number].num_blocks)
+        return min(self.spec.max_seqs * columns, self.spec.groups[group_index].num_blocks)
 
     def empty_blocks(self) -> None:
-        """Offloads blocks until as many are empty as the next loop may take, if the host has space for them."""
+        """Offloads blocks until as many are empty as the next loop may take, as far as the host has space."""
         if not self.groups:
             return
-        requests, slots = self.state.serving.requests, np.asarray(self.state.serving.row)
-        num_tokens, max_tokens = (
-            np.asarray(values)[slots[slots >= 0]] for values in (requests.num_tokens, requests.max_tokens)
-        )
-        size = self.spec.block_size
-        need = int(np.sum(-(-np.minimum(max_tokens - num_tokens, self.steps) // size) + 1))
+        requests = self.state.serving.requests
+        slots = np.asarray(self.state.serving.row)
+        slots = slots[slots >= 0]
+        num_tokens = np.asarray(requests.num_tokens)[slots]
+        max_tokens = np.asarray(requests.max_tokens)[slots]
+        block_size = self.spec.block_size
+        num_needed = int(np.sum(-(-np.minimum(max_tokens - num_tokens, self.steps) // block_size) + 1))
         if len(self.spec.groups) > 1:
-            need += int(np.sum(-(-num_tokens // size)))
-        for number in self.groups:
-            target = min(need, self.spec.groups[number].num_blocks)
-            options = {"most": self._most_taken(number), "group": number}
-            while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
+            num_needed += int(np.sum(-(-num_tokens // block_size)))
+        for group_index in self.groups:
+            target = min(num_needed, self.spec.groups[group_index].num_blocks)
+            options = {"max_blocks": self._max_taken(group_index), "group": group_index}
+            while (num_empty := int(self.state.cache.state.groups[group_index].num_empty)) < target:
                 events, _, has_failed = self.call(TieredCache.watermark, target, **options)
                 is_over = events.ok or has_failed  # fewer moves would fail as well
-                target = empty if is_over else (empty + target) // 2
+                target = num_empty if is_over else (num_empty + target) // 2
 
     def make_empty(self, blocks: int) -> None:
-        """Offloads blocks until so many are empty in each group, as far as the host has space for them."""
-        for number in self.groups:
-            most, group_spec = self._most_taken(number), self.spec.groups[number]
-            num_empty, before = int(self.state.cache.state.groups[number].num_empty), -1
+        """Offloads blocks until this many are empty in each group, as far as the host has space."""
+        for group_index in self.groups:
+            max_taken = self._max_taken(group_index)
+            group_spec = self.spec.groups[group_index]
+            num_empty = int(self.state.cache.state.groups[group_index].num_empty)
+            before = -1
             while before < num_empty < min(blocks, group_spec.num_blocks):
-                target, before = min(num_empty + most, blocks, group_spec.num_blocks), num_empty
-                self.call(TieredCache.watermark, target, max_blocks=most, group=number)
-                num_empty = int(self.state.cache.state.groups[number].num_empty)
+                target = min(num_empty + max_taken, blocks, group_spec.num_blocks)
+                before = num_empty
+                self.call(TieredCache.watermark, target, max_blocks=max_taken, group=group_index)
+                num_empty = int(self.state.cache.state.groups[group_index].num_empty)
 
     def empty_refused(self) -> None:
-        """Empties blocks that the loop was refused, since their children are on the host."""
+        """Empties blocks refused to the loop because their children are on the host."""
         before = [int(group.num_empty) for group in self.state.cache.state.groups]
         self.empty_blocks()
         groups = self.state.cache.state.groups
-        if any(int(group.num_empty) > number for group, number in zip(groups, before, strict=True)):
+        if any(int(group.num_empty) > num_before for group, num_before in zip(groups, before, strict=True)):
             self._set_refused(0)
 
     def _set_refused(self, value: int) -> None:
-        """Sets `refused`, in an array committed to its device if the old one is: jax would compile the loop anew."""
+        """Sets `refused`, in an array committed to its device if the old array is: jax would compile the loop again."""
         old = self.state.serving.refused
         new = jax.device_put(np.int32(value), old.sharding if old.committed else None)
         self.state.serving = self.state.serving.replace(refused=new)
 
     def onboard(self, requests: Any, slot: int, row: int) -> None:
-        """Admits a request, in numpy arrays, with its blocks on the host; without them if that cannot be done."""
+        """Admits a request, given in numpy arrays, with its blocks on the host, or without them if necessary."""
         num_tokens = int(requests.num_tokens[slot])
         tokens = np.zeros((1, self.state.serving.width), np.int32)
         tokens[0, :num_tokens] = requests.text[requests.start[slot] :][:num_tokens]
@@ -111,13 +118,13 @@ class HostTier[C: AnyCache]:
         }
         arguments = np.array([row], np.int32), tokens, np.array([num_tokens], np.int32)
         events, lost, _ = self.call(TieredCache.admit, *arguments, **options)
-        if row in lost:  # by a move that failed, and may fail again for ever
+        if row in lost:  # a move failed, and may fail every time
             events, *_ = self.call(TieredCache.admit, *arguments, tiers=("device",), **options)
         placed = np.array([slot, row], np.int32)
         self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
 
     def swap(self) -> bool:
-        """Swaps a row out or in, if one is to be; whether there was one."""
+        """Swaps a row out or in, if a swap is due. Returns whether it did."""
         if self.scheduler.preempt != "swap":
             return False
         rows = jax.device_get(_swaps(self.state.serving, scheduler=self.scheduler))
@@ -130,17 +137,23 @@ class HostTier[C: AnyCache]:
         return True
 
     def call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int], bool]:
-        """Calls a verb; returns the events, rows whose K/V were lost, and whether moves failed, with a warning."""
-        state, lost, removed, failed = self.state, [], [], None
+        """Calls a verb. Returns the events, rows whose K/V were lost, and whether moves failed, after a warning."""
+        state = self.state
+        lost = []
+        removed = []
+        failed = None
         try:
             cache, events = verb(state.result, *args, now=state.now(), **options)
         except FailedTransfer as failure:
-            cache, events, lost = failure.tiered, failure.events, failure.lost
-            removed, failed = [failure.removed], str(failure)
+            cache = failure.tiered
+            events = failure.events
+            lost = failure.lost
+            removed = [failure.removed]
+            failed = str(failure)
         state.replace(cache)
         state.publish(events, *removed)
-        if failed is not None:  # behind what must not be lost, since a warning may be made an error
-            warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
+        if failed is not None:  # last, because a filter may turn a warning into an error
+            warnings.warn(f"lost K/V are computed again: {failed}", RuntimeWarning, stacklevel=2)
         for row in lost:  # their requests wait again, and find less in the cache the next time
             state.serving = _leave(state.serving, np.int32(row), np.bool_(False))
         return events, lost, failed is not None

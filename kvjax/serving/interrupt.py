@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache."""
+"""Interruption of a generation: Ctrl-C, deferred until it is harmless, and the error with the cache."""
 
 from __future__ import annotations
 
@@ -29,69 +29,78 @@ _release = OutermostJit(release)
 
 
 class GenerationInterrupted(RuntimeError):
-    """A generation that ended by an error or Ctrl-C, which is this error's `__cause__`.
+    """A generation ended by an error or Ctrl-C, which is this error's `__cause__`.
 
     Attributes:
-      cache: the cache to go on with, of the kind that was given: the generation's own rows are released, and all that
-        was committed is cached. None if a call to which the cache had been donated died on the device.
-      outputs: one `Output` per prompt, so far; `finish` is None for unfinished ones.
-      events: decoded, those of the releases included: since the last `Progress` of `stream`, or all of `generate`.
+      cache: the cache to go on with, of the same kind as the cache you passed. The generation's rows are released, and
+        everything committed is cached. None if a call died with the cache on the device.
+      outputs: outputs so far, in the order of the prompts; `finish` is None for unfinished outputs.
+      events: decoded events, including the releases: since the last `Progress` of `stream`, or all events of
+        `generate`.
     """
 
     def __init__(self, message: str, cache: Any, outputs: list[Output], events: list[dict[str, Any]]):
         super().__init__(message)
-        self.cache, self.outputs, self.events = cache, outputs, events
+        self.cache = cache
+        self.outputs = outputs
+        self.events = events
 
 
 class CtrlC:
-    """Ctrl-C inside `with`: noted, and acted on by `act` and where the `with` ends; a second one acts at once."""
+    """Defers Ctrl-C inside `with` until `act` is called or the block ends. A second Ctrl-C acts at once."""
 
     def __init__(self) -> None:
         self._handler: Callable[..., Any] | None = None  # the caller's, while ours is installed
         self._pending: Callable[[], Any] | None = None
-        self._noted = False
+        self._is_deferred = False
 
     def __enter__(self) -> CtrlC:
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(handler):  # no other thread gets signals
             self._handler = handler
-            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGINT, self._defer)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        handler, self._handler = self._handler, None
+        handler = self._handler
+        self._handler = None
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
         if kind is None:  # an error ends the generation already
             self.act()
 
     def act(self) -> None:
-        """Calls the caller's handler for a Ctrl-C that was noted and not yet acted on."""
-        pending, self._pending = self._pending, None
+        """Calls the caller's handler for a deferred Ctrl-C."""
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending()
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _defer(self, signal_number: int, frame: Any) -> None:
         handler = self._handler
         assert handler is not None
-        if self._noted:
-            handler(number, frame)
+        if self._is_deferred:
+            handler(signal_number, frame)
         else:
-            self._noted, self._pending = True, functools.partial(handler, number, frame)
+            self._is_deferred = True
+            self._pending = functools.partial(handler, signal_number, frame)
 
 
 class GenerationState[C: AnyCache]:
-    """All that an interruption has to save: the cache, which jitted calls take by donation, and the events.
+    """The data for an interruption to save: the cache, which jitted calls take by donation, and the events.
 
-    Between two jitted calls `serving` and `host` are what the last one returned. A Ctrl-C at any other time waits
-    (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
+    Between two jitted calls `serving` and `host` are the results of the last call. At any other time Ctrl-C waits
+    (`ctrl_c`), so it never comes between a call taking the cache and the assignment of the returned cache.
     """
 
     def __init__(self, serving: Serving, host: HostPools | None, own_rows: np.ndarray, options: RunOptions):
-        self.serving, self.host = serving, host
-        self._own_rows, self._options, self._time = own_rows, options, np.int32(0)
+        self.serving = serving
+        self.host = host
+        self._own_rows = own_rows
+        self._options = options
+        self._time = np.int32(0)
         self.events: list[dict[str, Any]] = []  # decoded
-        # Those that neither `events` nor the listener has got yet; none is lost with the call that made them.
+        # Events that neither `events` nor the listener has yet. They survive a failure of the call that made them.
         self.unpublished: list[Events | EventLog] = []
         self.ctrl_c = CtrlC()
 
@@ -102,28 +111,28 @@ class GenerationState[C: AnyCache]:
 
     @property
     def result(self) -> C:
-        """The cache as it is now, of the kind that was given."""
+        """The present cache, of the same kind as the passed cache."""
         return cast(C, joined(self.cache, self.host))
 
     def replace(self, cache: Any) -> None:
-        """Goes on with another cache, of the kind that was given."""
+        """Goes on with another cache of the same kind."""
         self.serving = self.serving.replace(cache=cache.cache)
         self.host = cache.host
 
     @property
     def alive(self) -> bool:
-        """Whether the cache is here: no call to which it was donated died."""
+        """Whether the cache exists: no call has died with it."""
         return alive((self.cache, self.host))
 
     def now(self) -> np.int32:
-        """The time for the next jitted call; acts on Ctrl-C before."""
+        """The time for the next jitted call, after acting on Ctrl-C."""
         self.ctrl_c.act()
         if (clock := self._options.clock) is not None:
             self._time = np.int32(agreed_time(self.cache.state, read_clock(clock)))
         return self._time
 
     def publish(self, *events: Events | EventLog, keep: int = 0) -> None:
-        """Passes events on in their order, but for the last `keep`; if a listener interrupts, later ones stay too."""
+        """Publishes events in order, except the last `keep`. If a listener interrupts, later events stay too."""
         self.unpublished += events
         while len(self.unpublished) > keep:
             if self._options.log_events:
@@ -141,48 +150,50 @@ class GenerationState[C: AnyCache]:
         return self._options.listeners.is_due
 
     def catch_up(self, *, is_last: bool = False) -> None:
-        """Passes all events on, if listeners that have failed are due, and gives these a snapshot of the cache.
+        """If failed listeners are due, publishes all events and gives them a snapshot of the cache.
 
         Args:
-          is_last: whether the run ends here, so that all that are behind get one.
+          is_last: whether the run ends here, so every failed listener gets a snapshot.
         """
         if self.alive and (self.is_behind if is_last else self.is_due):
             self.publish()
             self._options.listeners.catch_up(self.cache.state, due_only=not is_last)
 
     def rows_in_use(self) -> np.ndarray:
-        """Rows of this generation that have tokens, i32[K]."""
+        """Rows of this generation with tokens, i32[K]."""
         return np.flatnonzero(self._own_rows & (np.asarray(self.cache.state.seqs.length) > 0))
 
     def release_rows(self) -> None:
-        """Releases all rows of this generation, at any point of it; the events are still to be published."""
+        """Releases all rows of this generation, at any point of it. The caller publishes the events."""
         rows = self.rows_in_use()
         if rows.size:
             seqs = np.full(self._own_rows.shape, -1, np.int32)
             seqs[rows] = rows
-            # Nothing is donated, so that nothing can be lost. The clock may have failed: this is its last reading.
+            # Nothing is donated, so nothing can be lost. The clock may have failed: this is its last reading.
             state, events = _release(self.cache.state, seqs, now=self._time)
             self.serving = self.serving.replace(cache=Cache(state, self.cache.pools))
             self.unpublished.append(events)
 
     @own_transfers()
     def interrupted(self, cause: BaseException, outputs: list[Output]) -> GenerationInterrupted:
-        """The error that has the cache as `cause` leaves it."""
-        cache, how = None, "the call that it had been donated to did not return: there is no cache"
+        """Makes the error, with the cache as `cause` leaves it."""
+        cache = None
+        outcome = "the call that had taken the cache did not return: there is no cache"
         if self.alive:
             try:
                 jax.block_until_ready((self.cache, self.host))  # shows a call that died on the device
                 cache = self.result
                 self.release_rows()
-                cache, how = self.result, "go on with this error's `cache`"
+                cache = self.result
+                outcome = "go on with this error's `cache`"
             except Exception as error:
-                how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
+                outcome = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
             for act in [*[self.publish] * len(self.unpublished), functools.partial(self.catch_up, is_last=True)]:
                 try:
                     act()
                 except BaseException as error:  # the generation ends already, by `cause`
-                    how += f"; at its last events the listener raised {_describe(error)}"
-        return GenerationInterrupted(f"interrupted by {_describe(cause)}; {how}", cache, outputs, self.events)
+                    outcome += f"; at its last events the listener raised {_describe(error)}"
+        return GenerationInterrupted(f"interrupted by {_describe(cause)}; {outcome}", cache, outputs, self.events)
 
 
 def _describe(error: BaseException) -> str:

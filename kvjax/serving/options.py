@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's options, and the order in which requests are admitted and get chunks; the last one is preempted."""
+"""The scheduler's options, and the order in which requests are admitted and get chunks. The last is preempted."""
 
 from __future__ import annotations
 
@@ -32,38 +32,40 @@ class Scheduler:
     """The options of the scheduler; static.
 
     Attributes:
-      reserve: when a request is admitted. "max_tokens": when blocks suffice for all that it and the running ones can
-        still become; nothing is ever preempted. "num_tokens": when they suffice for the tokens that it has, and
-        `watermark` more; running requests are preempted where blocks run out. "batch": as "max_tokens", when no row
-        runs.
-      chunk: the most tokens of a row that a mixed step computes.
-      chunk_rows: R, the most rows that have chunks in a mixed step.
-      budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`.
-      chunks: "fcfs": rows get as many of them as they can use, in order; "equal": the same number each.
-      k: the most decode steps of a block, 1 to P; None: P.
-      k_waiting: the same while a request waits.
-      watermark: blocks that stay available when "num_tokens" admits, unless no row runs.
-      patience: how many later requests may be admitted before a request is late. Late requests are first in the order,
-        and no later one is admitted before them. A row is late after so many mixed steps without a chunk.
-      preempt: "recompute": a preempted request waits, and computes again what it does not find in the cache when it
-        comes back. "swap": in `run_batch`, with a host tier, it keeps its row and its blocks wait on the host, if it
-        has computed at least `min_swap` blocks and the host has space for them; else as "recompute".
-      min_swap: as above: as many as cost more to compute than to move.
-      max_skips: the most requests that one step passes over since they cannot be admitted.
+      reserve: condition for admitting a request. "max_tokens": blocks suffice for the maximum length of this request
+        and the running requests, so nothing is ever preempted. "num_tokens": blocks suffice for its present tokens,
+        with `watermark` blocks to spare; running requests are preempted if blocks run out. "batch": as "max_tokens",
+        while no row runs.
+      chunk: maximum tokens of a row in a mixed step.
+      chunk_rows: R, maximum rows with chunks in a mixed step.
+      budget: positions of a mixed step: a position for each of the S rows, the rest for chunks. None means S + `chunk`.
+      chunks: division of these positions: "fcfs" gives rows as many as they can use, in order; "equal" gives each the
+        same.
+      k: maximum decode steps of a block, 1 to P. None means P.
+      k_waiting: the same limit while a request waits.
+      watermark: blocks kept available when "num_tokens" admits, unless no row runs.
+      max_deferrals: number of later requests admitted before a request is late. Late requests are first in
+        the order, and no later request is admitted before them. A row is late after as many mixed steps without a
+        chunk.
+      preempt: "recompute" lets a preempted request wait. When it comes back, it computes the tokens it does not
+        find in the cache. "swap" applies to `run_batch` with a host tier: the request keeps its row, and its blocks
+        wait on the host, if it has computed at least `min_swap` blocks and the host has space; otherwise it is as
+        "recompute".
+      min_swap: minimum blocks to swap; set it to the number of blocks costing more to compute than to move.
+      max_skips: maximum requests passed over by a step because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
-      min_onboard: blocks that a request has to have on the host, so that they are brought back. That is done between
-        loops: a loop ends for it.
-      coalesce: a step is mixed once so many rows have chunks pending, or after so many blocks of steps.
-      canonical: whether a request's tokens and log-probabilities are the same bits whatever was cached and whoever runs
-        beside it, if nothing was ever computed otherwise over this cache. Then a chunk is of one row, begins at a
-        multiple of `chunk` and is computed apart from decode steps; reuse ends at these multiples, and generated tokens
-        are not found in the cache. Needs `reserve` "max_tokens" or "batch", and a `chunk` of whole blocks.
+      min_onboard: minimum blocks of a request on the host to bring back. A loop ends for it.
+      coalesce: number of rows with pending chunks, or of blocks of steps, after which a step is mixed.
+      canonical: whether the bits of tokens and log-probabilities depend neither on the cache nor on other requests, if
+        nothing was computed in another way over this cache. Each chunk is then of a single row, begins at a multiple of
+        `chunk` and is computed apart from decode steps. Reuse ends at these multiples, and generated tokens are not
+        found in the cache. Needs `reserve` "max_tokens" or "batch", and a `chunk` of whole blocks.
       order: (requests, state) -> [W]; requests with the smallest value come first, then the earliest. They are admitted
-        and get chunks in this order; the last one is preempted.
+        and get chunks in this order, and the last request is preempted.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
-      >>> kvjax.serving.Scheduler(chunk=8).most_steps(spec)  # of a block of decode steps: P
+      >>> kvjax.serving.Scheduler(chunk=8).max_steps(spec)  # of a block of decode steps: P
       4
       >>> try:
       ...     kvjax.serving.Scheduler(chunk=8, k=5).check(spec)
@@ -85,7 +87,7 @@ class Scheduler:
     watermark: int = 0
     preempt: Literal["recompute", "swap"] = "recompute"
     min_swap: int = 1
-    patience: int = 64
+    max_deferrals: int = 64
     max_skips: int = 4
     wait_for_prefix: bool = True
     min_onboard: int = 1
@@ -94,9 +96,18 @@ class Scheduler:
     order: Order = by_priority
 
     def __post_init__(self):
-        positive = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce")
-        stated = [name for name in ("budget", "k") if getattr(self, name) is not None]
-        set_ints(self, 1, *positive, *stated)
+        positive = (
+            "chunk",
+            "chunk_rows",
+            "k_waiting",
+            "max_deferrals",
+            "max_skips",
+            "min_onboard",
+            "min_swap",
+            "coalesce",
+        )
+        given = [name for name in ("budget", "k") if getattr(self, name) is not None]
+        set_ints(self, 1, *positive, *given)
         set_ints(self, 0, "watermark")
         kinds = {
             "reserve": ("max_tokens", "num_tokens", "batch"),
@@ -117,47 +128,47 @@ class Scheduler:
 
     def check(self, spec: CacheSpec) -> None:
         """Raises a ValueError if an option does not fit a spec."""
-        self.most_steps(spec)
+        self.max_steps(spec)
         self.chunk_tokens(spec)
         if self.canonical and self.chunk % spec.block_size:
             raise ValueError(f"chunk: got {self.chunk}, wanted a multiple of the block size, {spec.block_size}")
         if self.preempt == "swap" and not spec.has_host:
             raise ValueError("preempt: got 'swap', wanted 'recompute' (the cache has no host tier)")
 
-    def most_steps(self, spec: CacheSpec) -> int:
-        """The most decode steps of a block; a ValueError if k is out of range."""
+    def max_steps(self, spec: CacheSpec) -> int:
+        """The maximum decode steps of a block. Raises a ValueError if k is out of range."""
         k = spec.block_size if self.k is None else self.k
         if k > spec.block_size:
             raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
         return k
 
     def chunk_tokens(self, spec: CacheSpec) -> int:
-        """B: positions of a mixed step that are for chunks; a ValueError if there are none."""
+        """B, the positions of a mixed step for chunks. Raises a ValueError if there are none."""
         if self.budget is None:
             return self.chunk
         if self.budget <= spec.max_seqs:
             raise ValueError(f"budget: got {self.budget}, wanted more than the {spec.max_seqs} rows")
         return self.budget - spec.max_seqs
 
-    def most_chunks(self, spec: CacheSpec) -> int:
-        """R: the most rows with chunks in a mixed step."""
+    def max_chunks(self, spec: CacheSpec) -> int:
+        """R, the maximum rows with chunks in a mixed step."""
         return 1 if self.canonical else min(self.chunk_rows, spec.max_seqs)
 
     @property
     def alignment_tokens(self) -> int | None:
-        """The tokens at whose multiples the reused part of a prompt may end; None: anywhere."""
+        """The tokens at whose multiples the reused part of a prompt may end. None means anywhere."""
         return self.chunk if self.canonical else None
 
     def chunk_width(self, spec: CacheSpec) -> int:
-        """The most tokens of one chunk."""
+        """The maximum tokens of a chunk."""
         return min(self.chunk, self.chunk_tokens(spec))
 
 
 def sort_keys(serving: Serving, scheduler: Scheduler) -> SortKeys:
-    """The sort keys of the requests, all [W]: late ones first, then the smallest `order`, then the earliest."""
+    """The sort keys of the requests, all [W]: late requests first, then the smallest `order`, then the earliest."""
     requests = serving.requests
     key = scheduler.order(requests, serving.cache.state)
-    return late_first(requests.passed >= scheduler.patience, key, requests.arrival)
+    return late_first(requests.passed >= scheduler.max_deferrals, key, requests.arrival)
 
 
 def sort_keys_by_row(serving: Serving, scheduler: Scheduler) -> SortKeys:
@@ -166,18 +177,18 @@ def sort_keys_by_row(serving: Serving, scheduler: Scheduler) -> SortKeys:
 
 
 def late_first(late: jax.Array, *keys: jax.Array) -> SortKeys:
-    """Sort keys, of which the last is the arrival, with those that are late, bool[W], before the others."""
+    """Moves late entries, bool[W], to the front. The last of the keys is the arrival."""
     *others, arrival = keys
     return (~late).astype(jnp.int32), *(jnp.where(late, jnp.zeros_like(key), key) for key in others), arrival
 
 
 def first(keys: SortKeys, where: jax.Array) -> jax.Array:
-    """i32[]; the first entry in order, of those where bool[W]; -1 if none."""
+    """i32[]; the first entry in order where bool[W], or -1."""
     return _extreme(keys, where, jnp.min, jnp.max)
 
 
 def last(keys: SortKeys, where: jax.Array) -> jax.Array:
-    """i32[]; the last entry in order, of those where bool[W]; -1 if none."""
+    """i32[]; the last entry in order where bool[W], or -1."""
     return _extreme(keys, where, jnp.max, jnp.min)
 
 

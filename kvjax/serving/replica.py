@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of several replicas: a device, or a mesh of its own, with the model's weights and a cache."""
+"""A replica: a device or a mesh, with the model's weights and a cache."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ class Replica:
 
     Args:
       device: a device, or a mesh.
-      model: with its weights there.
+      model: the model, with its weights there.
       make_cache: makes an empty cache there.
 
     Attributes:
-      cache: the latest one; None if a failure has cost it, until `recover`.
-      prefixes: of the cache, by its events.
+      cache: the latest cache, or None if a failure has cost it, until `recover`.
+      prefixes: prefixes of the cache, from its events.
     """
 
     def __init__(self, device: Any, model: Model, make_cache: Callable[[], Any]):
-        self._device, self.model, self._make_cache = device, model, make_cache
+        self._device = device
+        self.model = model
+        self._make_cache = make_cache
         self.cache = self._empty()
         self.prefixes = CachedPrefixes(self.cache.state.spec)
 
     def run(self, requests: Sequence[Request], options: RunOptions) -> list[Output]:
-        """Runs requests as `run_batch` does, on this thread; a GenerationInterrupted leaves its cache here."""
+        """Runs requests like `run_batch`, on this thread. A GenerationInterrupted leaves its cache here."""
         try:
             with on(self._device):
                 outputs, self.cache, _ = run_batch(self.model, self.cache, requests, options)
@@ -47,7 +49,7 @@ class Replica:
         return outputs
 
     def recover(self) -> bool:
-        """Goes on with the cache that a failure has left, or with an empty one; returns whether the cache was lost."""
+        """Goes on with the cache that a failure left, or with an empty cache. Returns whether the cache was lost."""
         is_lost = self.cache is None
         if is_lost:
             self.cache = self._empty()
@@ -55,28 +57,28 @@ class Replica:
         return is_lost
 
     def _empty(self) -> Any:
-        """An empty cache, committed to its devices like those that runs leave: jax would compile anew for these."""
+        """Makes an empty cache, committed to its devices like the caches of runs, so jax compiles only once."""
         with on(self._device):
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), self._make_cache())
 
 
 def check_devices(devices: Sequence[Any], heads: str | None) -> None:
-    """Raises a ValueError that names the argument unless each replica has devices of its own, in this process."""
+    """Raises a ValueError naming the argument, unless each replica has separate devices of this process."""
     if not devices:
         raise ValueError("devices: got none, wanted at least one device or mesh")
     seen = set[jax.Device]()
-    for one in devices:
-        if not isinstance(one, jax.Device | Mesh):
-            raise ValueError(f"devices: got {one!r:.80}, wanted devices and meshes")
-        if isinstance(one, Mesh) and heads not in one.axis_names:
-            raise ValueError(f"heads: got {heads!r}, wanted one of the mesh's axes {one.axis_names}")
-        for device in one.devices.flat if isinstance(one, Mesh) else [one]:
+    for place in devices:
+        if not isinstance(place, jax.Device | Mesh):
+            raise ValueError(f"devices: got {place!r:.80}, wanted devices and meshes")
+        if isinstance(place, Mesh) and heads not in place.axis_names:
+            raise ValueError(f"heads: got {heads!r}, wanted one of the mesh's axes {place.axis_names}")
+        for device in place.devices.flat if isinstance(place, Mesh) else [place]:
             if device in seen:
                 raise ValueError(f"devices: got {device} twice, wanted other devices for each replica")
             if device.process_index != jax.process_index():
-                raise ValueError(f"devices: got {device} of process {device.process_index}, wanted those of this one")
+                raise ValueError(f"devices: got {device} of process {device.process_index}, wanted this process")
             seen.add(device)
-    if heads is not None and not any(isinstance(one, Mesh) for one in devices):
+    if heads is not None and not any(isinstance(place, Mesh) for place in devices):
         raise ValueError(f"heads: got {heads!r} without a mesh, wanted None")
 
 
@@ -88,7 +90,7 @@ def on(device: Any) -> Any:
 
 
 def with_weights(model: Model, device: Any) -> Model:
-    """The model with its weights there; on a mesh each keeps its `PartitionSpec`."""
+    """Moves the model's weights there. On a mesh each weight keeps its `PartitionSpec`."""
     if not isinstance(device, Mesh):
         return jax.device_put(model, device)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Request`: a prompt and what is wanted of it; `RunOptions`: what concerns all requests of a run."""
+"""`Request`: a prompt and the options of its answers. `RunOptions`: options for all requests of a run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvjax.checks import check_bool, check_functions, check_on_host, host_intege
 from kvjax.events.listeners import Listener, Listeners
 from kvjax.layers import set_ints
 from kvjax.policies.retention import Retention
+from kvjax.serving.constraints import initial_state
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds, seed_key
@@ -33,26 +34,27 @@ INSIDE = "inside one use kvjax.serving.serve or kvjax.serving.decode"  # a progr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt, and what is wanted of it. It is checked when it is made, so that a bad one reaches no cache.
+    """A prompt, and the options of its answers. It is checked when you make it, so a bad request reaches no cache.
 
     Attributes:
-      prompt: token ids; i32[n] from then on.
-      max_new_tokens: the most tokens of each answer; 0, with `prompt_logprobs_from`, for none.
-      sampling: how tokens are chosen; None: greedy. An answer does not depend on the other requests.
-      seed: of the random stream. With an int, sample n has the stream `seed + n`, modulo 2**32; with a jax key, the
-        samples have the streams that `generate` gives its outputs. None: the number of its first output in the call,
-        and 0 in an engine.
-      stop_tokens: end an answer when chosen; i32[K] from then on.
-      namespace: as `Namespaces` numbers them; requests of different ones share no prefix.
+      prompt: token ids; becomes i32[n].
+      max_new_tokens: maximum tokens of each answer; 0, together with `prompt_logprobs_from`, asks for no answer.
+      sampling: options of choosing tokens. None means greedy. An answer does not depend on other requests.
+      seed: seed of the random stream. With an int, sample n has the stream `seed + n`, modulo 2**32. With a jax key,
+        the samples have the streams that `generate` gives its outputs. None means the number of the request's first
+        output in the call, and 0 in an engine.
+      stop_tokens: tokens ending an answer; becomes i32[K].
+      namespace: a number from `Namespaces`. Requests of different namespaces share no prefix.
       priority: higher first.
-      samples: answers. They run at the same time, and share what is computed of the prompt. Without blocks for all of
-        them they end with "no_blocks".
-      retention: of the prompt's blocks, where the spec has it; None: none.
-      logits_state: a tree of numpy arrays; what `logits_fn` gets with the first logits. None: the engine's. In
-        `run_batch` all requests have one, or none has.
-      prompt_logprobs_from: the position of the first prompt token whose log-probability is wanted, and of all that
-        follow it; 0 to the prompt's length. These tokens are computed even if they are cached, between the loops of the
-        other requests, and before the request itself runs. None: none are wanted.
+      samples: number of answers. They run at the same time and share the computation of the prompt. If blocks for all
+        of them are missing, they end with "no_blocks".
+      retention: retention of the prompt's blocks, if the spec has retention. None disables it.
+      logits_state: a tree of numpy arrays, the state that `logits_fn` gets with the first logits. None means the
+        engine's state, or the `initial_state` of `logits_fn`, such as a constraint's. If `run_batch` has neither, then
+        all requests have a state, or none has.
+      prompt_logprobs_from: position of the first prompt token whose log-probability you want, together with all that
+        follow; 0 to the prompt's length. These tokens are computed even if they are cached, between the loops of other
+        requests, and before the request itself runs. None disables them.
 
     Raises:
       ValueError: naming the attribute.
@@ -95,7 +97,8 @@ class Request:
             object.__setattr__(self, "prompt_logprobs_from", static_int("prompt_logprobs_from", first, 0))
             if (length := len(checked["prompt"])) < first:
                 raise ValueError(f"prompt_logprobs_from: got {first}, wanted at most the prompt's length, {length}")
-        sampling, retention = self.sampling, self.retention
+        sampling = self.sampling
+        retention = self.retention
         if not isinstance(sampling, Sampling | None) or any(map(np.ndim, jax.tree.leaves(sampling))):
             raise ValueError(f"sampling: got {reprlib.repr(sampling)}, wanted a kvjax.Sampling of numbers or None")
         if not isinstance(retention, Retention | None):
@@ -106,17 +109,22 @@ class Request:
 
     @property
     def num_ranges(self) -> int | None:
-        """The number of its retention's ranges; None without a retention."""
+        """The number of ranges of its retention, or None without a retention."""
         return None if self.retention is None else len(self.retention.ranges)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always chosen, and stop tokens may come at once."""
+        """Whether it always chooses the likeliest token, and a stop token may come at once."""
         sampling = self.sampling
         return sampling is None or not (sampling.temperature > 0 or sampling.min_tokens > 0)
 
+    @property
+    def has_min_p(self) -> bool:
+        """Whether its sampling has a `min_p`."""
+        return self.sampling is not None and self.sampling.min_p is not None
+
     def streams(self, default: int = 0) -> list[int]:
-        """The random stream of each sample; `default` is the first one's where no seed was given."""
+        """The random stream of each sample. Without a seed, `default` is the stream of the first sample."""
         seed = default if self.seed is None else self.seed
         if is_integer(seed):
             return [(operator.index(seed) + sample) % 2**32 for sample in range(self.samples)]
@@ -138,12 +146,12 @@ def _check_untraced(*prompts: Any) -> None:
 
 
 def make_requests(prompts: Any, **values: Any) -> list[Request]:
-    """A request for each prompt.
+    """Makes a request for each prompt.
 
     Args:
-      prompts: token ids of each; of an array, rows without their padding.
-      values: of the other attributes, each for all requests, or a list with one for each; but a list of stop tokens is
-        for all.
+      prompts: token ids of each prompt. Rows of an array must have no padding.
+      values: other attributes, each for all requests, or a list with an entry for each. A list of stop tokens is for
+        all requests.
 
     Raises:
       ValueError: naming the attribute, and the number of the prompt.
@@ -164,22 +172,22 @@ def make_requests(prompts: Any, **values: Any) -> list[Request]:
     columns = {name: value for name, value in values.items() if name != "stop_tokens" and _is_list(value)}
     for name, column in columns.items():
         if len(column) != len(listed):
-            raise ValueError(f"{name}: got {len(column)}, wanted one for each of {len(listed)} prompts")
+            raise ValueError(f"{name}: got {len(column)}, wanted a value for each of {len(listed)} prompts")
     requests = []
-    for number, prompt in enumerate(listed):
-        own = {name: column[number] for name, column in columns.items()}
-        with errors_of(number):
-            requests.append(Request(prompt, **values | own))
+    for index, prompt in enumerate(listed):
+        request_values = {name: column[index] for name, column in columns.items()}
+        with errors_of(index):
+            requests.append(Request(prompt, **values | request_values))
     return requests
 
 
 @contextlib.contextmanager
-def errors_of(number: int) -> Iterator[None]:
+def errors_of(prompt_number: int) -> Iterator[None]:
     """Puts the number of a prompt before the message of a ValueError."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"prompt {number}: {error}") from error
+        raise ValueError(f"prompt {prompt_number}: {error}") from error
 
 
 def _is_list(value: Any) -> bool:
@@ -188,33 +196,38 @@ def _is_list(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunOptions:
-    """The options of a run that concern all its requests.
+    """Options for all requests of a run.
 
     Attributes:
-      scheduler: the options of the scheduler, which are static.
-      steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts. None:
-        1024 in `run_batch`, 32 in `generate`, 8 in `stream`; an engine chooses.
-      fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
-        buffers, where each turn of a loop of unknown length waits for the host; see `compiler_options`.
-      loop: False: Python calls each step of the scheduler and reads what it did, for a GPU that does not run the loop;
-        see `compiler_options`.
-      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
-      top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
-      logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
-        token was drawn from, after temperature, top-k, top-p and `min_tokens`; 0 where the choice is greedy.
-      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
-        and before each jitted loop. None: the time is always 0, and no time to live ends.
-      names: the `Namespaces` that gave out the requests' namespaces; other numbers are refused. None: any will do.
-      store: a `kvjax.stores.DiskStore`, for whole blocks of prompts that the cache lacks: what comes in time is taken,
-        the rest is computed. What is computed is written to it. A run waits for it at most its `read_timeout_ms`, once.
+      scheduler: options of the scheduler, which are static.
+      steps: maximum steps of the model in a jitted loop. Between loops the clock is read, and Ctrl-C acts. None means
+        1024 in `run_batch`, 32 in `generate` and 8 in `stream`; an engine chooses.
+      fixed_steps: whether every block runs k steps of the model, even if fewer are needed. Use it for a GPU without
+        command buffers, which waits for the host at each turn of a loop of unknown length; see `compiler_options`.
+      loop: whether the scheduler's steps run as a loop on the device. With False, Python calls each step and reads its
+        result, for a GPU that does not run the loop; see `compiler_options`.
+      logits_fn: (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits. With a `logits_state` it gets the
+        state as a fourth argument, and returns (logits, state). A pytree, such as `constrain` makes, has arrays that
+        may change without a new program; any other function is static.
+      top_logprobs: static; number of likeliest tokens whose log-probabilities are noted at each step.
+      logprobs: static; "raw" for log-probabilities of the logits as the model returned them; "sampling" for the
+        distribution that a token was drawn from, after temperature, top-k, top-p, min-p and `min_tokens`, with 0 for
+        greedy choices.
+      clock: () -> ms since any origin, as an int, such as `lambda: time.monotonic_ns() // 1_000_000`. It is read at the
+        start and before each jitted loop. With None the time is always 0, and no time to live ends.
+      names: the `Namespaces` that gave out the requests' namespaces. Other numbers are refused. None accepts any
+        number.
+      store: a `kvjax.stores.DiskStore`, for whole blocks of prompts that the cache lacks. Blocks that arrive in time
+        are adopted, and the rest is computed. Computed blocks are written to the store. A run waits for the store at
+        most its `read_timeout_ms`, a single time. None disables it.
       log_events: whether to decode the events; an engine decodes none.
-      listener: called with every `Events` and `EventLog` of the run, each once and in their order, whatever log_events
-        is; such as `Publisher.publish` of `kvjax.interop.vllm`. It is called on the thread of the run, and gets the
-        events of a loop while the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits
-        for it. An `Exception` that it raises is logged, and costs nothing: later, and at the run's end, it gets a
-        snapshot in place of all that it has missed, see `kvjax.events.Listeners`. By another exception the run ends as
-        by Ctrl-C. It must not read the cache, which the running loop has: to see its metadata beside the events, take
-        `progress.state` of a `stream`.
+      listener: called with every `Events` and `EventLog` of the run, each a single time and in order, whatever
+        `log_events` is; for example `Publisher.publish` of `kvjax.interop.vllm`. It is called on the thread of the run,
+        and gets the events of a loop while the next loop runs. It must copy the events that it keeps, because they may
+        be donated next. Ctrl-C waits for it. If it raises an `Exception`, this is logged and costs nothing: later, and
+        at the run's end, it gets a snapshot in place of all missed events, see `kvjax.events.Listeners`. Another
+        exception ends the run like Ctrl-C. It must not read the cache, which the running loop has: to see the metadata
+        together with the events, use `progress.state` of a `stream`. None disables it.
 
     Raises:
       ValueError: naming the attribute.
@@ -250,23 +263,27 @@ class RunOptions:
 
     @functools.cached_property
     def listeners(self) -> Listeners:
-        """The listener, if there is one, and whether it is behind."""
+        """The listener, if there is one, with the state of its failures."""
         return Listeners() if self.listener is None else Listeners.of(self.listener)
 
     def check(self, spec: CacheSpec) -> None:
-        """Raises a ValueError for an option that does not fit a spec, and for a clock that does not work."""
+        """Raises a ValueError for an option unfit for a spec, and for a broken clock."""
         self.scheduler.check(spec)
         if self.clock is not None:
             read_clock(self.clock)
         if self.store is not None:
             self.store.check(spec, [], self.names)
 
+    def state_of(self, request: Request) -> Any:
+        """The initial `logits_state` of a request of a batch."""
+        return initial_state(self.logits_fn) if request.logits_state is None else request.logits_state
+
     def check_request(self, request: Request, spec: CacheSpec) -> None:
         """Raises a ValueError for a request whose namespace, retention or state the run does not know."""
         if self.names is not None and request.namespace not in self.names:
             raise ValueError(
-                f"namespace: got {request.namespace}, wanted one of {len(self.names):,} that names gave out; a saved "
-                "cache needs the names saved with it (Namespaces.from_dict)"
+                f"namespace: got {request.namespace}, wanted a number of the {len(self.names):,} that names gave out; "
+                "load a saved cache with the names saved with it (Namespaces.from_dict)"
             )
         check_retention(spec, retention=request.retention)
         if request.logits_state is not None and self.logits_fn is None:
@@ -278,15 +295,15 @@ class RunOptions:
             self.store.root(request.namespace)
 
 
-def check_state(state: Any, other: Any, wanted: str) -> None:
+def check_state(state: Any, expected: Any, wanted: str) -> None:
     """Raises a ValueError unless a state of `logits_fn` has arrays of the same shapes as another."""
-    (arrays, tree), (others, other_tree) = map(jax.tree.flatten, (state, other))
-    if tree != other_tree or list(map(np.shape, arrays)) != list(map(np.shape, others)):
+    (arrays, tree), (expected_arrays, expected_tree) = map(jax.tree.flatten, (state, expected))
+    if tree != expected_tree or list(map(np.shape, arrays)) != list(map(np.shape, expected_arrays)):
         raise ValueError(f"logits_state: got {reprlib.repr(state)}, wanted {wanted}")
 
 
 def read_clock(clock: Callable[[], int]) -> int:
-    """A clock's reading as i32. Only differences of readings count, so they may be of any size."""
+    """A clock's reading as i32. Only differences of readings count, so they may have any size."""
     reading = clock()
     if not is_integer(reading):
         raise ValueError(f"clock: got {reading!r:.80}, wanted an int of milliseconds")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests as data: prompts, options and progress, and the row of the cache that each one has.
+"""Requests as data: prompts, options and progress, and the row of the cache for each request.
 
     slot  stage    tokens                                row
     0     RUNNING  p p p p p p p g g  .  .               2     9 of at most 11 tokens: decode
@@ -7,9 +7,9 @@
     2     WAITING  p p p p  .  .                         -
     3     EMPTY    .  .  .  .  .  .                      -
 
-A request has no phase. Its row has `num_tokens - committed` pending tokens: one is decode, more is prefill. When
-`committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. A preempted request that comes back,
-its computed tokens perhaps still in the cache, is the same case.
+A request has no phase. Its row has `num_tokens - committed` pending tokens: a single token is decode, more are prefill.
+When `committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. A returning preempted
+request is the same case, perhaps with its computed tokens still in the cache.
 
 Source: vLLM v1's scheduler, which knows no phases either.
 """
@@ -33,7 +33,7 @@ from kvjax.serving.sampling import Sampling
 
 
 class Stage(Named):
-    """The stage of a request; EMPTY: the slot is free."""
+    """The stage of a request. EMPTY means the slot is free."""
 
     EMPTY = 0
     WAITING = 1
@@ -43,7 +43,7 @@ class Stage(Named):
 
 
 class Finish(Named):
-    """Why a request ended.
+    """The reason for which a request ended.
 
     Example:
       >>> [kvjax.serving.Finish(number).name for number in (1, 2)]  # numbers in Rollout.finish
@@ -59,41 +59,43 @@ class Finish(Named):
     BAD_REQUEST = 6
 
 
-def finish_of(number: int) -> str | None:
-    """The `finish` of an `Output`, of a number of `Finish`."""
-    return None if number == Finish.NONE else Finish(number).name.lower()
+def finish_of(finish: int) -> str | None:
+    """The `finish` of an `Output`, from a number of `Finish`."""
+    return None if finish == Finish.NONE else Finish(finish).name.lower()
 
 
 class Requests(Pytree):
-    """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next one.
+    """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next request.
 
-    `requests[slots]` has the fields of some, each gathered where it is read.
+    `requests[slots]` has the fields of some requests, each gathered where you read it.
 
     Attributes:
-      text: i32[F]; the tokens of all requests, each from its `start` on: its prompt, then what was generated.
-      logprobs: f32[F]; of the tokens that were generated.
-      top: i32[F, T] and f32[F, T]; the likeliest tokens instead of each, and their log-probabilities; or None.
-      keys: u32[F / P, 2]; of the whole blocks of prompts (`blocks/keys.py`).
-      start: i32[W]; the index of its first token, a multiple of P.
-      capacity: i32[W]; how many tokens fit there.
+      text: i32[F]; tokens of all requests. Each request has its prompt from `start` on, then its generated tokens.
+      logprobs: f32[F]; log-probabilities of the generated tokens.
+      top: i32[F, T] and f32[F, T]; the likeliest tokens at each position, and their log-probabilities. None disables
+        them.
+      keys: u32[F / P, 2]; keys of the whole blocks of prompts (`blocks/keys.py`).
+      start: i32[W]; index of the request's first token, a multiple of P.
+      capacity: i32[W]; number of tokens with space in `text`.
       generation, namespace, preemptions: i32[W].
-      stage: i32[W]; `Stage`.
-      prompt: i32[W]; tokens of the prompt.
-      num_tokens: i32[W]; tokens so far, those of the prompt included.
-      max_tokens: i32[W]; tokens at which it ends. The last one is chosen and never written into the cache.
+      stage: i32[W]; a `Stage`.
+      prompt: i32[W]; number of prompt tokens.
+      num_tokens: i32[W]; number of tokens so far, including the prompt.
+      max_tokens: i32[W]; number of tokens at which it ends. The last token is chosen, and never written into the cache.
       priority: i32[W]; higher first.
-      arrival: i32[W]; a number in order of submission.
-      passed: i32[W]; later requests that were admitted while this one waited.
-      parent: i32[W]; slot of the request whose prompt this one is another sample of, until that is computed; or -1.
+      arrival: i32[W]; position in the order of submission.
+      passed: i32[W]; number of later requests admitted while this request waited.
+      parent: i32[W]; slot of the request whose prompt this request samples too, until the prompt is computed; or -1.
       seed: u32[W].
-      sampling: of each, [W]; None: all are greedy.
-      stop: i32[W, K]; tokens that end it; -1 is none.
-      retention: of each, [W, ...]; None if none may have one.
-      logits_state: a tree of arrays [W, ...]; what `logits_fn` keeps of each; None: nothing.
-      onboard: bool[W]; whether its blocks on the host, if there are any, are brought back before it is admitted.
-      finish: i32[W]; `Finish`.
-      cached: i32[W]; tokens that were found in the cache when it was first admitted.
-      submitted, admitted, first_token, ended: i32[W]; steps of the model that had been run then; -1 before.
+      sampling: leaves [W]. None means all requests are greedy.
+      stop: i32[W, K]; tokens ending the request, padded with -1.
+      retention: leaves [W, ...]. None means no request has a retention.
+      logits_state: a tree of arrays [W, ...]; state of `logits_fn` for each request. None means it has no state.
+      onboard: bool[W]; whether blocks on the host are brought back before the request is admitted.
+      finish: i32[W]; a `Finish`.
+      cached: i32[W]; number of tokens found in the cache when the request was first admitted.
+      submitted, admitted, first_token, ended: i32[W]; number of model steps before the event; -1 if it has not
+        happened.
     """
 
     text: jax.Array
@@ -133,64 +135,67 @@ class Requests(Pytree):
 
     @property
     def num_top(self) -> int:
-        """T; 0 if no log-probabilities of others are noted."""
+        """T; 0 if log-probabilities of the likeliest tokens are not noted."""
         return 0 if self.top is None else self.top[0].shape[1]
 
     @property
     def waiting(self) -> jax.Array:
-        """bool[W]; requests that wait for a row of their own."""
+        """bool[W]; requests waiting for a row, except samples waiting for their prompt."""
         return (self.stage == Stage.WAITING) & (self.parent < 0)
 
     def samples_of(self, slot: jax.Array) -> jax.Array:
-        """bool[W]; requests that wait for the prompt of request slot i32[]."""
+        """bool[W]; requests waiting for the prompt of request slot i32[]."""
         return (self.parent == slot) & (self.stage == Stage.WAITING)
 
     def __getitem__(self, slots: jax.Array) -> Requests:
-        """The fields [W, ...] of the requests in slots i32[...]; an index out of range reads some request."""
+        """The fields [W, ...] of the requests in slots i32[...]; an index out of range reads any request."""
         return cast(Any, _Gathered(self, slots))
 
     def tokens(self, slots: jax.Array, first: jax.Array, width: int) -> jax.Array:
-        """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; anything beyond their end."""
+        """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; any tokens beyond their end."""
         return pick(self.text, runs(self[slots].start + first, width))
 
     def at(self, slots: jax.Array, where: jax.Array, **values: Any) -> Requests:
-        """These, with new values for requests slots i32[R], all different, where bool[R]; or i32[], where bool[]."""
-        slots, where = jnp.reshape(slots, -1), jnp.reshape(where, -1)
+        """Sets values of distinct requests slots i32[R] where bool[R]; or of a request slot i32[] where bool[]."""
+        slots = jnp.reshape(slots, -1)
+        where = jnp.reshape(where, -1)
         return self.replace(**{name: put(getattr(self, name), slots, new, where) for name, new in values.items()})
 
     def without_parent(self, slot: jax.Array, where: jax.Array) -> Requests:
-        """These, where bool[]: the samples of request slot i32[] are requests like any other."""
+        """Makes the samples of request slot i32[] independent requests, where bool[]."""
         return self.replace(parent=jnp.where((self.parent == slot) & (slot >= 0) & where, -1, self.parent))
 
 
 class _Gathered:
-    """Requests in some slots; a field that is not read is not traced."""
+    """Requests in some slots. Unread fields are not traced."""
 
     def __init__(self, requests: Requests, slots: jax.Array):
-        self._requests, self._slots = requests, slots
+        self._requests = requests
+        self._slots = slots
 
     def __getattr__(self, name: str) -> Any:
         return pick(getattr(self._requests, name), self._slots)
 
 
 class Serving(Pytree, static=("width", "logprobs")):
-    """Requests and the cache whose rows they run in: all that a step of the scheduler changes.
+    """Requests and the cache whose rows they run in: all data changed by a step of the scheduler.
 
     Attributes:
-      cache: rows in use that have no request here are left alone.
-      requests: what is to be done.
-      row: i32[S]; the slot of each row's request; -1: none.
+      cache: the cache. Rows in use without a request here are left alone.
+      requests: the requests.
+      row: i32[S]; slot of each row's request; -1 for no request.
       leads: bool[S]; rows for whose prompts samples wait in other rows.
-      steps, arrivals: i32[]; steps of the model so far, and requests.
-      dirty: bool[]; whether something has happened since nobody more could be admitted.
-      skipped_steps: i32[S]; mixed steps since each row last got a chunk, in which it had tokens for one.
-      out_of_blocks: bool[S]; rows that found no block for their chunk in the last mixed step.
-      refused: i32[]; steps for which blocks, though counted, could not be had in the last step, 1 for a chunk; or 0.
-      chunks_deferred: i32[]; blocks of steps for which chunks have waited for others.
-      onboard_slot: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
-      held: i32[W]; rows that requests hold when they are done, as the caller wanted; -1: none. None: all are released.
-      width: static; the most tokens that a request has when it is admitted.
-      logprobs: static; "raw" or "sampling": what the log-probabilities of chosen tokens are of (`sample`).
+      steps: i32[]; steps of the model so far.
+      arrivals: i32[]; requests submitted so far.
+      dirty: bool[]; whether something has changed since no more requests could be admitted.
+      skipped_steps: i32[S]; mixed steps since each row's last chunk, in which it had tokens for a chunk.
+      out_of_blocks: bool[S]; rows without a block for their chunk in the last mixed step.
+      refused: i32[]; steps for which counted blocks were refused in the last step, 1 for a chunk; or 0.
+      chunks_deferred: i32[]; blocks of steps for which chunks have waited for more chunks.
+      onboard_slot: i32[]; slot of the request whose blocks on the host are brought back between loops; or -1.
+      kept_rows: i32[W]; rows kept by finished requests, or -1. None releases all rows.
+      width: static; maximum tokens of a request when it is admitted.
+      logprobs: static; "raw" or "sampling", the distribution of the log-probabilities (`sample`).
     """
 
     cache: Cache
@@ -207,22 +212,22 @@ class Serving(Pytree, static=("width", "logprobs")):
     onboard_slot: jax.Array
     width: int
     logprobs: str = "raw"
-    held: jax.Array | None = None
+    kept_rows: jax.Array | None = None
 
     @property
     def by_row(self) -> Requests:
-        """The requests of the rows, fields [S, ...]; anything for a row without one."""
+        """The requests of the rows, fields [S, ...]; any request for a row without a request."""
         return self.requests[self.row]
 
     def with_logits_state(self, state: Any) -> Serving:
-        """These, with what `logits_fn` keeps of each row, a tree of arrays [S, ...]."""
+        """Sets the state of `logits_fn` for each row, a tree of arrays [S, ...]."""
         if state is None:
             return self
         return self.replace(requests=self.requests.at(self.row, self.row >= 0, logits_state=state))
 
     @property
     def free(self) -> jax.Array:
-        """bool[S]; rows that a request can have; those in use without a request here are somebody else's."""
+        """bool[S]; rows free for a request. Rows in use without a request here belong to other code."""
         return (self.row < 0) & (self.cache.state.seqs.length == 0)
 
     @property
@@ -237,14 +242,15 @@ class Serving(Pytree, static=("width", "logprobs")):
 
     @property
     def num_pending(self) -> jax.Array:
-        """i32[S]; tokens that each row has yet to compute; 0 where it waits for its parent, or is swapped out."""
-        request, seqs = self.by_row, self.cache.state.seqs
+        """i32[S]; number of tokens still to compute in each row, 0 if it waits for its parent or is swapped out."""
+        request = self.by_row
+        seqs = self.cache.state.seqs
         computes = self.running & (request.parent < 0) & ~seqs.swapped_out
         return jnp.where(computes, request.num_tokens - seqs.committed, 0)
 
     @property
     def decoding(self) -> jax.Array:
-        """bool[S]; rows with one pending token, and whose prompt no samples wait for."""
+        """bool[S]; rows with a single pending token, for whose prompt no samples wait."""
         return (self.num_pending == 1) & ~self.leads
 
     @property
@@ -255,7 +261,7 @@ class Serving(Pytree, static=("width", "logprobs")):
 
     @property
     def busy(self) -> jax.Array:
-        """bool[]; whether a step would do something: a request has a row, or waits and there is a row to have."""
+        """bool[]; whether a step would do something: a request has a row, or a request waits and a row is free."""
         waits = jnp.any(self.requests.stage == Stage.WAITING)
         return jnp.any(self.row >= 0) | (waits & jnp.any(self.free))
 
@@ -269,58 +275,93 @@ def init_serving(
     num_stop_tokens: int = 1,
     num_ranges: int | None = None,
     greedy: bool = False,
+    min_p: bool = False,
     top_logprobs: int = 0,
     logprobs: str = "raw",
     logits_state: Any = None,
 ) -> Serving:
-    """Empty slots for requests, W = len(max_tokens), over a cache.
+    """Makes empty slots for requests, W = len(max_tokens), over a cache.
 
     Args:
-      cache: rows in use already are left alone.
-      max_tokens: for each slot, how many tokens a request may have, generated ones included.
-      capacity: F, if more than the slots take together, so that few shapes are compiled.
-      width: the most tokens that a request has when it is admitted, generated ones of a preempted one included; the
-        cost of an admission follows it. None: that of the largest slot.
+      cache: the cache. Rows in use are left alone.
+      max_tokens: maximum tokens of a request in each slot, including generated tokens.
+      capacity: F, to reserve more than the slots need, so few shapes are compiled.
+      width: maximum tokens of a request when it is admitted, including generated tokens of a preempted request. The
+        cost of an admission follows it. None means the size of the largest slot.
       num_stop_tokens: K.
-      num_ranges: of each request's retention; None: no request has one.
-      greedy: whether no request samples; then nothing else is compiled.
+      num_ranges: maximum ranges of a request's retention. None means no request has a retention.
+      greedy: whether all requests are greedy; then nothing else is compiled.
+      min_p: whether a request may have a `Sampling.min_p`; otherwise programs contain nothing for it.
       top_logprobs: T; see `RunOptions`.
       logprobs: static; see `RunOptions`.
-      logits_state: a tree of arrays [W, ...]; what a `logits_fn` keeps of each request, in any empty slot at first.
+      logits_state: a tree of arrays [W, ...]; initial state of `logits_fn` for each request.
     """
-    size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(max_tokens)
-    tokens = [static_int("max_tokens", one, 0) for one in max_tokens]
-    capacities: Any = np.array([-(-one // size) * size for one in tokens], np.int32)
-    total, starts = int(capacities.sum()), np.cumsum(capacities, dtype=np.int32) - capacities
-    if capacity is not None and (capacity < total or capacity % size):
-        raise ValueError(f"capacity: got {capacity}, wanted a multiple of {size}, at least {total}")
-    total = max(capacity or total, size)
+    block_size = cache.state.spec.block_size
+    rows = cache.state.spec.max_seqs
+    num_slots = len(max_tokens)
+    slot_tokens = [static_int("max_tokens", limit, 0) for limit in max_tokens]
+    capacities: Any = np.array([-(-limit // block_size) * block_size for limit in slot_tokens], np.int32)
+    total = int(capacities.sum())
+    starts = np.cumsum(capacities, dtype=np.int32) - capacities
+    if capacity is not None and (capacity < total or capacity % block_size):
+        raise ValueError(f"capacity: got {capacity}, wanted a multiple of {block_size}, at least {total}")
+    total = max(capacity or total, block_size)
 
-    def full(shape: tuple[int, ...] = (num,), value: Any = 0, dtype: Any = np.int32) -> Any:
-        """An array of the host, each a new one: all are moved at once, without a program for each, and donated."""
+    def full(shape: tuple[int, ...] = (num_slots,), value: Any = 0, dtype: Any = np.int32) -> Any:
+        """A new array on the host: all are moved together, without a program for each, and then donated."""
         return np.full(shape, value, dtype)
 
     top = retention = None
     if static_int("top_logprobs", top_logprobs, 0):
         top = full((total, top_logprobs)), full((total, top_logprobs), dtype=np.float32)
     if num_ranges is not None:
-        retention = Retention(full((num, num_ranges, 4)), full((num, 2)))
-    sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), Sampling())
+        retention = Retention(full((num_slots, num_ranges, 4)), full((num_slots, 2)))
+    default = Sampling(min_p=0.0 if min_p else None)
+    sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), default)
     requests = Requests(
-        text=full((total,)), logprobs=full((total,), dtype=np.float32), top=top,
-        keys=full((total // size, 2), dtype=np.uint32), start=starts, capacity=capacities, generation=full(),
-        stage=full(value=int(Stage.EMPTY)), prompt=full(), num_tokens=full(), max_tokens=full(), priority=full(),
-        arrival=full(), passed=full(), parent=full(value=-1), namespace=full(), seed=full(dtype=np.uint32),
-        sampling=sampling, stop=full((num, num_stop_tokens), -1), retention=retention,
-        onboard=full(value=True, dtype=np.bool_), finish=full(), cached=full(), preemptions=full(), submitted=full(),
-        admitted=full(value=-1), first_token=full(value=-1), ended=full(value=-1), logits_state=logits_state,
-    )  # fmt: skip
+        text=full((total,)),
+        logprobs=full((total,), dtype=np.float32),
+        top=top,
+        keys=full((total // block_size, 2), dtype=np.uint32),
+        start=starts,
+        capacity=capacities,
+        generation=full(),
+        stage=full(value=int(Stage.EMPTY)),
+        prompt=full(),
+        num_tokens=full(),
+        max_tokens=full(),
+        priority=full(),
+        arrival=full(),
+        passed=full(),
+        parent=full(value=-1),
+        namespace=full(),
+        seed=full(dtype=np.uint32),
+        sampling=sampling,
+        stop=full((num_slots, num_stop_tokens), -1),
+        retention=retention,
+        onboard=full(value=True, dtype=np.bool_),
+        finish=full(),
+        cached=full(),
+        preemptions=full(),
+        submitted=full(),
+        admitted=full(value=-1),
+        first_token=full(value=-1),
+        ended=full(value=-1),
+        logits_state=logits_state,
+    )
     state = {
-        "requests": requests, "row": full((rows,), -1), "leads": full((rows,), False, np.bool_), "steps": full(()),
-        "arrivals": full(()), "dirty": full((), False, np.bool_), "skipped_steps": full((rows,)),
-        "out_of_blocks": full((rows,), False, np.bool_), "refused": full(()), "chunks_deferred": full(()),
+        "requests": requests,
+        "row": full((rows,), -1),
+        "leads": full((rows,), False, np.bool_),
+        "steps": full(()),
+        "arrivals": full(()),
+        "dirty": full((), False, np.bool_),
+        "skipped_steps": full((rows,)),
+        "out_of_blocks": full((rows,), False, np.bool_),
+        "refused": full(()),
+        "chunks_deferred": full(()),
         "onboard_slot": full((), -1),
-    }  # fmt: skip
+    }
     largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
     width = largest if width is None else static_int("width", width, 1)
     return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
@@ -328,23 +369,23 @@ def init_serving(
 
 @dataclasses.dataclass
 class Output:
-    """One prompt's result.
+    """The result of a prompt.
 
     Attributes:
-      tokens: the generated tokens, the stop token included.
-      logprobs: their log-probabilities; see `RunOptions`.
-      top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
-      prompt_tokens: tokens of the prompt.
-      prompt_logprobs: the log-probability of each prompt token from `Request.prompt_logprobs_from` on, of the logits as
-        they came; None for the first token of a prompt.
-      prompt_ranks: their ranks among all tokens, 1 for the likeliest; None likewise.
-      prompt_top_logprobs: the likeliest tokens for each of them, as in `top_logprobs`; None likewise.
-      cached_tokens: tokens of the prompt that were found in the cache and not computed, when it was first admitted.
-      stored_tokens: those of the cached tokens that came from the store, in this generation.
-      preemptions: how often it had to give its row up and wait again.
-      replica: the number of the replica that made it; None without replicas.
-      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks", "cancelled", "bad_request";
-        None while it goes on, and if the generation was interrupted.
+      tokens: generated tokens, including the stop token.
+      logprobs: log-probabilities of `tokens`; see `RunOptions`.
+      top_logprobs: for each token, the likeliest tokens in order with their log-probabilities; empty unless requested.
+      prompt_tokens: number of prompt tokens.
+      prompt_logprobs: log-probability of each prompt token from `Request.prompt_logprobs_from` on, from the raw logits;
+        None for the first token of a prompt.
+      prompt_ranks: ranks of these prompt tokens among all tokens, 1 for the likeliest; None for the first token.
+      prompt_top_logprobs: likeliest tokens at these positions, as in `top_logprobs`; None for the first token.
+      cached_tokens: number of prompt tokens found in the cache, and not computed, when the prompt was first admitted.
+      stored_tokens: number of cached tokens from the store in this generation.
+      preemptions: number of times it gave its row up and waited again.
+      replica: number of its replica. None without replicas.
+      finish: "stop" (a stop token), "length" (`max_new_tokens` are there), "row_full", "no_blocks", "cancelled" or
+        "bad_request". None while it goes on, and if the generation was interrupted.
     """
 
     prompt_tokens: int
@@ -363,7 +404,7 @@ class Output:
     def add(
         self, tokens: list[int], logprobs: list[float], top_tokens: Sequence = (), top_logprobs: Sequence = ()
     ) -> None:
-        """Adds new tokens, and of each the likeliest tokens instead, if these are noted."""
+        """Adds new tokens, and for each the likeliest tokens at its position, if these are noted."""
         self.tokens += tokens
         self.logprobs += logprobs
         likeliest = zip(top_tokens, top_logprobs, strict=True)
@@ -373,15 +414,18 @@ class Output:
 def results(serving: Serving) -> dict[tuple[int, int], Output]:
     """The output of each request so far, by (slot, generation), on the host."""
     requests: Any = jax.device_get(serving.requests)
-    found = {}
+    outputs = {}
     for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
-        start, prompt = int(requests.start[slot]), int(requests.prompt[slot])
+        start = int(requests.start[slot])
+        prompt = int(requests.prompt[slot])
         new = slice(start + prompt, start + int(requests.num_tokens[slot]))
         output = Output(
-            prompt, cached_tokens=int(requests.cached[slot]), preemptions=int(requests.preemptions[slot]),
+            prompt,
+            cached_tokens=int(requests.cached[slot]),
+            preemptions=int(requests.preemptions[slot]),
             finish=finish_of(requests.finish[slot]),
-        )  # fmt: skip
+        )
         top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
         output.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
-        found[slot, int(requests.generation[slot])] = output
-    return found
+        outputs[slot, int(requests.generation[slot])] = output
+    return outputs

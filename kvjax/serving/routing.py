@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache that a prompt is sent to: what each of several has of it, by their events alone, and one rule."""
+"""The choice of a cache for a prompt: the cached part in each cache, from its events alone, and a rule."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvjax.spec import CacheSpec
 
 
 def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, load_price: float = 0.0) -> int:
-    """The number of the cache to send a prompt to: that which has most of it; of equal ones the least loaded.
+    """The number of the cache for a prompt: the cache with most of it, or among equals the least loaded.
 
-    One that has to compute more than twice its share of all tokens gets no more: prompts with a prefix in common stay
-    together only until then.
+    A cache with more than twice its share of all tokens to compute gets no more prompts. Until then prompts with a
+    common prefix stay together.
 
     Args:
-      cached: tokens of the prompt that each cache has.
-      load: tokens that each was sent and has yet to compute.
-      length: tokens of the prompt.
-      load_price: tokens of the prompt that a token of load outweighs.
+      cached: number of the prompt's tokens in each cache.
+      load: number of tokens sent to each cache and not computed yet.
+      length: number of prompt tokens.
+      load_price: number of prompt tokens outweighing a token of load.
 
     Example:
       >>> kvjax.serving.choose_replica(cached=[0, 512, 0], load=[0, 100, 0], length=600)  # cache 1 has most of it
@@ -32,13 +32,13 @@ def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, l
       >>> kvjax.serving.choose_replica(cached=[0, 512, 0], load=[0, 9000, 50], length=600)  # but it is overloaded
       0
     """
-    most = 2 * (sum(load) + length) / len(load)
-    candidates = [number for number, tokens in enumerate(load) if tokens <= most]
+    max_load = 2 * (sum(load) + length) / len(load)
+    candidates = [index for index, tokens in enumerate(load) if tokens <= max_load]
     return max(candidates, key=lambda n: (cached[n] - load_price * load[n], -load[n], -n))
 
 
 class _NumberedSpaces(Hashing):
-    """Hashes of one process, in which a namespace is its number."""
+    """Hashes inside a process, in which a namespace is its number."""
 
     def space(self, namespace: int) -> Space:
         return Space(root_hash(salt=str(namespace)), 0)
@@ -48,39 +48,44 @@ _HASHING = _NumberedSpaces(None, None, None, b"")
 
 
 def hashes_of(prompt: np.ndarray, namespace: int, spec: CacheSpec) -> list[int]:
-    """The hash of each whole block of a prompt; it stands for all of the prompt up to its end."""
-    parent, size, hashes = _HASHING.space(namespace).root, spec.block_size, list[int]()
-    extra_ids = np.zeros((len(parts_of(spec)) - 1, size), np.int32)  # of a prompt without images
-    for start in range(0, len(prompt) - size + 1, size):
-        parent = block_hash(parent, prompt[start : start + size], *extra_ids)
+    """The hash of each whole block of a prompt. It identifies the prompt up to the block's end."""
+    parent = _HASHING.space(namespace).root
+    block_size = spec.block_size
+    hashes = list[int]()
+    extra_ids = np.zeros((len(parts_of(spec)) - 1, block_size), np.int32)  # a prompt without images has zeros
+    for start in range(0, len(prompt) - block_size + 1, block_size):
+        parent = block_hash(parent, prompt[start : start + block_size], *extra_ids)
         hashes.append(first_64_bits(parent))
     return hashes
 
 
-def num_leading(hashes: Sequence[int], found: Container[int]) -> int:
-    """The number of leading hashes that are found."""
-    return len([*itertools.takewhile(found.__contains__, hashes)])
+def num_leading(hashes: Sequence[int], known: Container[int]) -> int:
+    """The number of known leading hashes."""
+    return len([*itertools.takewhile(known.__contains__, hashes)])
 
 
 class CachedPrefixes(NodeMap):
-    """The index of a cache, by its events: no device is asked, and a cache in a loop is not read.
+    """The index of a cache from its events: it asks no device, and does not read a cache in a loop.
 
     Args:
-      spec: of the cache, which is empty; see `attach` for others.
+      spec: spec of an empty cache; see `attach` for other caches.
     """
 
     def __init__(self, spec: CacheSpec):
         super().__init__(spec, _HASHING)
 
     def whole_blocks(self, hashes: Sequence[int], length: int) -> int:
-        """The number of whole blocks that an admission finds of a prompt with these hashes and so many tokens.
+        """The number of whole blocks found by an admission for a prompt of `length` tokens with these hashes.
 
-        It is that of `lookup`, but for tokens of a block of which the prompt has a part.
+        It is the number of `lookup`, without tokens of a block of which the prompt has only a part.
         """
-        spec, groups, size = self.spec, self.groups, self.spec.block_size
-        end = min(num_leading(hashes, groups[0].hashes), max(length - 1, 0) // size)
+        spec = self.spec
+        groups = self.groups
+        block_size = self.spec.block_size
+        end = min(num_leading(hashes, groups[0].hashes), max(length - 1, 0) // block_size)
         while end and any(
-            hashes[column] not in groups[number].hashes for number, column in spec.seen_columns(end * size, end)
+            hashes[column] not in groups[group_index].hashes
+            for group_index, column in spec.seen_columns(end * block_size, end)
         ):
             end -= 1
         return end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the next token from logits, each row in its own way and with a random stream of its own."""
+"""Choosing the next token from logits, for each row with its options and its random stream."""
 
 from __future__ import annotations
 
@@ -17,25 +17,34 @@ from kvjax._arrays import count, in_any, put
 from kvjax.checks import integers, is_integer, static_int
 from pallas_kernels.loops import varying
 
-_DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32}
+_DTYPES = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_tokens": np.int32,
+    "min_p": np.float32,
+}
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Options of choosing a token; the default is greedy.
+    """Options of choosing a token. The default is greedy.
 
-    A pytree: each leaf is a number for all rows, or an array of one for each. Numbers, lists and numpy arrays are
-    checked and become numpy arrays. A jax array is taken as it is, traced or not.
+    A pytree: each leaf is a number for all rows, or an array with a number for each row. Numbers, lists and numpy
+    arrays are checked and become numpy arrays. A jax array is taken as it is, traced or not.
 
     Attributes:
       temperature: f32; divides the logits; 0 takes the likeliest token.
-      top_k: i32; sample among this many of the likeliest tokens only; None or 0: among all.
-      top_p: f32; sample among the fewest likeliest tokens that have this probability together; None or 1: among all.
-      min_tokens: i32; no stop token is chosen before so many tokens were generated.
+      top_k: i32; sample among this number of the likeliest tokens. None or 0 means no limit.
+      top_p: f32; sample among the fewest likeliest tokens with this total probability. None or 1 means no
+        limit.
+      min_tokens: i32; number of tokens before which no stop token is chosen.
+      min_p: f32; sample among tokens with at least this share of the likeliest token's probability. 0 means no limit.
+        None removes the leaf, so programs contain nothing for it.
 
     Raises:
-      ValueError: naming the field, if something is no number or out of range.
+      ValueError: naming the field, if a value is no number or out of range.
 
     Example:
       >>> sampling = kvjax.Sampling(temperature=[0.0, 0.5], top_p=0.75)  # row 0 is greedy
@@ -52,6 +61,7 @@ class Sampling:
     top_k: Any = None
     top_p: Any = None
     min_tokens: Any = 0
+    min_p: Any = None
 
     def __post_init__(self):
         for name, off, holds, valid in (
@@ -59,9 +69,10 @@ class Sampling:
             ("top_k", 0, lambda x: x >= 0, "None or an integer of at least 0"),
             ("top_p", 1.0, lambda x: (x > 0) & (x <= 1), "None or a number in (0, 1]"),
             ("min_tokens", None, lambda x: x >= 0, "an integer of at least 0"),
+            ("min_p", None, lambda x: (x >= 0) & (x <= 1), "None or a number in [0, 1]"),
         ):
             value = getattr(self, name)
-            if isinstance(value, jax.Array):
+            if isinstance(value, jax.Array) or (name == "min_p" and value is None):
                 continue
             numbers = _host_numbers(off if value is None else value, _DTYPES[name])
             if numbers is None or not np.all(holds(numbers)):
@@ -69,19 +80,24 @@ class Sampling:
             object.__setattr__(self, name, numbers)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other contents in some fields."""
+        """A copy with other values in some fields."""
         return dataclasses.replace(self, **changes)
 
     def each_row(self, rows: int) -> Sampling:
-        """The same with leaves [rows]; a ValueError if a leaf is neither that nor one number."""
+        """The same options with leaves [rows]. Raises a ValueError for a leaf other than this or a number."""
 
-        def each(name: str, dtype: Any) -> jax.Array:
+        def broadcast(name: str, dtype: Any) -> jax.Array:
             leaf = jnp.asarray(getattr(self, name))
             if leaf.shape not in ((), (rows,)):
                 raise ValueError(f"sampling.{name}: got shape {list(leaf.shape)}, wanted [] or [{rows}]")
             return jnp.broadcast_to(leaf.astype(dtype), (rows,))
 
-        return Sampling(**{name: each(name, dtype) for name, dtype in _DTYPES.items()})
+        leaves = {name: dtype for name, dtype in _DTYPES.items() if getattr(self, name) is not None}
+        return Sampling(**{name: broadcast(name, dtype) for name, dtype in leaves.items()})
+
+    def with_min_p(self) -> Self:
+        """The same options with a leaf `min_p`, which is 0 if it was None."""
+        return self.replace(min_p=0.0) if self.min_p is None else self
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """The leaves, with their names."""
@@ -89,7 +105,7 @@ class Sampling:
 
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Any) -> Self:
-        """Leaves as they are, unchecked: jax also puts in what is no number."""
+        """Takes the leaves as they are, unchecked: jax also puts in other values than numbers."""
         sampling = object.__new__(cls)
         for name, leaf in zip(_DTYPES, leaves, strict=True):
             object.__setattr__(sampling, name, leaf)
@@ -97,7 +113,7 @@ class Sampling:
 
 
 def _host_numbers(values: Any, dtype: Any) -> np.ndarray | None:
-    """Numbers of the host as a numpy array of a dtype, larger integers as the largest; None if they are none."""
+    """Numbers of the host as a numpy array of a dtype, with larger integers clipped, or None for other values."""
     try:
         numbers = np.asarray(values)
     except ValueError:  # lists of different lengths
@@ -109,12 +125,12 @@ def _host_numbers(values: Any, dtype: Any) -> np.ndarray | None:
 
 
 class Choice(NamedTuple):
-    """The token chosen for each row; log-probabilities are under the logits as they came, unless asked otherwise."""
+    """The token chosen for each row, with log-probabilities of the raw logits unless `logprobs` says otherwise."""
 
     tokens: jax.Array  # i32[R]
     logprobs: jax.Array  # f32[R]
-    top_tokens: jax.Array | None = None  # i32[R, n]; the likeliest tokens, the likeliest first; None if n is 0
-    top_logprobs: jax.Array | None = None  # f32[R, n]; None if n is 0
+    top_tokens: jax.Array | None = None  # i32[R, n]; the likeliest tokens, the likeliest first, or None if n is 0
+    top_logprobs: jax.Array | None = None  # f32[R, n], or None if n is 0
 
 
 def sample(
@@ -128,29 +144,31 @@ def sample(
     top_logprobs: int = 0,
     logprobs: str = "raw",
 ) -> Choice:
-    """Chooses a token for each row, by its logits, sampling, seed and position alone, whatever batch it is in.
+    """Chooses a token for each row, by its logits, sampling, seed and position alone: other rows have no influence.
 
-    A batch that is greedy throughout draws nothing, and one without top-k and top-p does not sort.
+    A batch of greedy rows draws nothing, and a batch without top-k and top-p does not sort.
 
     Args:
       logits: f32[R, V].
-      sampling: leaves [] or [R]. None: greedy, and nothing else is traced.
+      sampling: leaves [] or [R]. None means greedy, and traces nothing else.
       seeds: u32[R].
-      positions: i32[R]; of the tokens that are chosen.
-      stop: i32[K] or i32[R, K]; stop tokens, for `min_tokens`; ids outside 0..V-1 are padding. None: there are none.
-      generated: i32[R]; tokens that each row has generated so far; needed where there are stop tokens.
-      top_logprobs: static; n, always of the logits as they came.
+      positions: i32[R]; positions of the chosen tokens.
+      stop: i32[K] or i32[R, K]; stop tokens, for `min_tokens`; ids outside 0..V-1 are padding. None means no stop
+        tokens.
+      generated: i32[R]; number of tokens generated by each row so far; needed with `stop`.
+      top_logprobs: static; n, always for the raw logits.
       logprobs: static; see `RunOptions`.
 
     Raises:
       ValueError: if a leaf of `sampling`, `stop` or `generated` has another shape, or n is negative or above V.
     """
-    num_top, vocabulary = static_int("top_logprobs", top_logprobs, 0), logits.shape[-1]
+    num_top = static_int("top_logprobs", top_logprobs, 0)
+    vocabulary = logits.shape[-1]
     if num_top > vocabulary:
         raise ValueError(f"top_logprobs: got {num_top}, wanted at most the vocabulary, {vocabulary}")
 
     def scored(tokens: jax.Array, scaled: jax.Array | None = None) -> Choice:
-        """The choice of tokens i32[R]; scaled f32[R, V]: the logits that they were drawn by, None if all are greedy."""
+        """The choice of tokens i32[R]. `scaled` f32[R, V] are the logits they were drawn by, None if all are greedy."""
         scores = jax.nn.log_softmax(logits, axis=-1)
         if logprobs == "raw":
             chosen = _at(scores, tokens)
@@ -160,20 +178,21 @@ def sample(
             chosen = jnp.where(sampling.temperature > 0, _at(jax.nn.log_softmax(scaled, axis=-1), tokens), 0.0)
         if num_top == 0:
             return Choice(tokens, chosen)
-        most, top = lax.top_k(scores, num_top)
-        return Choice(tokens, chosen, top.astype(jnp.int32), most)
+        top_scores, top = lax.top_k(scores, num_top)
+        return Choice(tokens, chosen, top.astype(jnp.int32), top_scores)
 
     if sampling is None:
         return scored(_likeliest(logits))
     rows = len(logits)
     sampling = sampling.each_row(rows)
     if stop is None:
-        stop, early = jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows,), jnp.bool_)
+        stop = jnp.zeros((rows, 0), jnp.int32)
+        is_early = jnp.zeros((rows,), jnp.bool_)
     else:
         stop = integers("stop", stop, ("K",) if jnp.ndim(stop) == 1 else (rows, "K"))
-        early = integers("generated", generated, (rows,)) < sampling.min_tokens  # too early for a stop token
+        is_early = integers("generated", generated, (rows,)) < sampling.min_tokens  # too early for a stop token
         stop = jnp.broadcast_to(stop, (rows, stop.shape[-1]))
-    needed, programs = _programs(logits, sampling, seeds, positions, stop, early)
+    needed, programs = _programs(logits, sampling, seeds, positions, stop, is_early)
     # The scores are in the branches: a greedy one finds the largest logit, which they need, with the token.
     vary = varying((logits, seeds))
     return lax.switch(needed, [lambda program=program: vary(scored(*program())) for program in programs])
@@ -182,16 +201,17 @@ def sample(
 def _programs(
     logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array, stop: jax.Array, early: jax.Array
 ) -> tuple[jax.Array, tuple[Callable[[], tuple[jax.Array, ...]], ...]]:
-    """Four programs, each for all rows of those before it too; before them, i32[], which one is needed.
+    """The index i32[] of the least program for all rows, and four programs in ascending order.
 
-    Each returns the tokens i32[R], and f32[R, V], the logits that they were drawn by, if any was.
+    Each program also serves the rows of earlier programs. It returns the tokens i32[R], and the logits f32[R, V]
+    that they were drawn by, if any was drawn.
     """
     size = logits.shape[-1]
     draws = sampling.temperature > 0
     restricts = draws & (((sampling.top_k > 0) & (sampling.top_k < size)) | (sampling.top_p < 1))
 
     def draw(limit: Callable[[jax.Array, Sampling], jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """As `jax.random.categorical`, without noise for greedy rows."""
+        """Draws like `jax.random.categorical`, without noise for greedy rows."""
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
         allowed = _without(logits, stop, early).astype(jnp.float32)
@@ -201,7 +221,7 @@ def _programs(
     programs = (
         lambda: (_likeliest(logits),),
         lambda: (_likeliest(_without(logits, stop, early)),),
-        lambda: draw(lambda scores, _: scores),
+        lambda: draw(_above_min_p),
         lambda: draw(restrict),
     )
     least = jnp.where(draws, jnp.where(restricts, np.int32(3), np.int32(2)), early.astype(jnp.int32))
@@ -210,19 +230,19 @@ def _programs(
 
 
 def check_logprobs(logprobs: Any) -> None:
-    """Raises a ValueError unless this names log-probabilities that there are."""
+    """Raises a ValueError unless this names a kind of log-probabilities."""
     if logprobs not in ("raw", "sampling"):
         raise ValueError(f"logprobs: got {logprobs!r}, wanted 'raw' or 'sampling'")
 
 
-def output_seeds(seed: Any, number: int) -> jax.Array:
-    """u32[number]; a random stream for each output: 32 bits of the seed's key folded with the output's number."""
+def output_seeds(seed: Any, num_outputs: int) -> jax.Array:
+    """u32[num_outputs]; a random stream for each output: 32 bits of the seed's key folded with the output's number."""
     key = seed_key(seed)
-    return jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n)))(np.arange(number, dtype=np.int32))
+    return jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n)))(np.arange(num_outputs, dtype=np.int32))
 
 
 def seed_key(seed: Any) -> jax.Array:
-    """The jax key of a seed: of a key, of the words of one (`jax.random.PRNGKey`), or of an integer modulo 2**32."""
+    """The jax key of a seed, which is a key, the words of a key (`jax.random.PRNGKey`), or an integer modulo 2**32."""
     if is_integer(seed):
         seed = np.uint32(int(seed) % 2**32)
     try:
@@ -249,33 +269,46 @@ def _likeliest(logits: jax.Array) -> jax.Array:
 
 
 def _without(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """f32[R, V]; logits, -inf for tokens ids i32[R, K] in rows where bool[R]."""
+    """f32[R, V]; logits, with -inf for tokens ids i32[R, K] in rows where bool[R]."""
     rows, size = logits.shape
-    each = jnp.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], ids.shape)
-    return put(logits, (each, ids), -jnp.inf, where[:, None] & (ids >= 0) & (ids < size), unique=False)
+    row_index = jnp.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], ids.shape)
+    return put(logits, (row_index, ids), -jnp.inf, where[:, None] & (ids >= 0) & (ids < size), unique=False)
 
 
 def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """f32[R, V]; logits, -inf for tokens that each row's top-k and then top-p leave out; equally likely ones stay."""
+    """f32[R, V]; logits, with -inf for tokens excluded by a row's top-k, top-p or min-p. Equally likely tokens stay.
+
+    The top-p applies to the tokens left by top-k. The min-p is relative to the likeliest token, which always stays.
+
+    Source: transformers' warpers, in their order.
+    """
     rows, size = logits.shape
     sampling = sampling.each_row(rows)
     order = _descending(logits)
     last = jnp.where((sampling.top_k > 0) & (sampling.top_k < size), sampling.top_k, size) - 1
-    of_k = jnp.take_along_axis(order, last[:, None], axis=1)
-    order = jnp.where(order < of_k, -jnp.inf, order)
+    least_of_top_k = jnp.take_along_axis(order, last[:, None], axis=1)
+    order = jnp.where(order < least_of_top_k, -jnp.inf, order)
     weights = jax.nn.softmax(order, axis=-1)
     before = jnp.cumsum(weights, axis=-1) - weights  # probability of all likelier tokens
     top_p = sampling.top_p[:, None]
-    of_p = jnp.min(jnp.where(before < top_p, order, jnp.inf), axis=-1, keepdims=True)
-    of_p = jnp.where(top_p < 1, jnp.minimum(of_p, order[:, :1]), -jnp.inf)
-    return jnp.where(logits < jnp.maximum(of_k, of_p), -jnp.inf, logits)
+    least_of_top_p = jnp.min(jnp.where(before < top_p, order, jnp.inf), axis=-1, keepdims=True)
+    least_of_top_p = jnp.where(top_p < 1, jnp.minimum(least_of_top_p, order[:, :1]), -jnp.inf)
+    return _above_min_p(jnp.where(logits < jnp.maximum(least_of_top_k, least_of_top_p), -jnp.inf, logits), sampling)
+
+
+def _above_min_p(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """f32[R, V]; logits, with -inf for tokens excluded by the row's min-p, without a sort."""
+    if sampling.min_p is None:
+        return logits
+    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)[:, None]
+    return jnp.where(logits < least, -jnp.inf, logits)
 
 
 def _descending(x: jax.Array) -> jax.Array:
-    """f32[R, V]; each row in descending order. As integers they sort in a quarter of the time on a CPU."""
+    """f32[R, V]; each row in descending order. Integers sort in a quarter of the time on a CPU."""
 
     def turn(bits: jax.Array) -> jax.Array:
-        """The integers whose order is that of the numbers with these bits; and back again."""
+        """Converts bits of numbers to integers in the same order, and back again."""
         return jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
 
     keys = turn(lax.bitcast_convert_type(x, jnp.int32))

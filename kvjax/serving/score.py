@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of given completions, each prompt computed once for its group and found if it is cached."""
+"""Log-probabilities of given completions. Each prompt is computed once for its group, or found in the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import Log
 from kvjax.model import Model
-from kvjax.serving.decode import note
+from kvjax.serving.decode import append_events
 from kvjax.serving.rollout import checked_prompts
 from kvjax.verbs.free_rows import free_rows
 from pallas_kernels.loops import scan, while_loop
@@ -40,60 +40,62 @@ def score(
     log: Log = None,
     now: Any = 0,
 ) -> tuple[jax.Array, Cache, Log]:
-    """The log-probabilities of completions of prompts, inside a program: pure, for `jit`, `vmap` and `shard_map`.
+    """Computes log-probabilities of completions inside a program: pure, for `jit`, `vmap` and `shard_map`.
 
-    One prompt comes after the other: what the cache lacks of it is computed in chunks, and its completions in one call
-    of the model, each in a row that shares the prompt's blocks.
+    Prompts are computed in turn: first the missing part, in chunks, then all completions in a single call
+    of the model, each in a row sharing the prompt's blocks.
 
     Args:
-      model: see `step`; it gives all logits (`last=None`).
-      cache: on the device alone; donate it.
+      model: see `step`. It gives all logits (`last=None`).
+      cache: a cache on the device alone. Donate it.
       prompts: i32[B, P]; padded with valid ids.
-      completions: i32[B, G, T]; likewise.
-      lengths: i32[B]; tokens of each prompt, at the front of its row. None: `mask` says which they are.
-      completion_lengths: i32[B, G]; tokens of each completion. None: all T.
-      mask: bool[B, P]; the tokens of each prompt, which stand together, as in `rollout`.
+      completions: i32[B, G, T]; padded with valid ids.
+      lengths: i32[B]; number of tokens of each prompt, at the front of its row. With None, `mask` marks the tokens.
+      completion_lengths: i32[B, G]; number of tokens of each completion. None means all T.
+      mask: bool[B, P]; marks the tokens of each prompt, which are contiguous, as in `rollout`.
       temperature: f32[] or f32[B]; divides the logits.
       namespace: i32[] or i32[B].
-      chunk: static; the most tokens of a prompt in one call of the model.
-      log: takes the events; it needs space for those of all blocks. None: nobody wants them.
+      chunk: static; maximum tokens of a prompt in a call of the model.
+      log: takes the events, and needs space for the events of all blocks. None disables events.
       now: i32[] ms.
 
     Returns:
-      f32[B, G, T], 0 beyond the end of a completion, NaN where there were too few rows or blocks, or where prompt and
-      completion do not fit into a row; the cache, with everything released and cached; and the log.
+      f32[B, G, T], 0 beyond the end of a completion, NaN if rows or blocks were missing, or if prompt and completion do
+      not fit into a row; the cache, with everything released and cached; and the log.
 
     Raises:
-      ValueError: while tracing, naming the argument; also for a model that cannot give all logits.
+      ValueError: while tracing, naming the argument; also for a model unable to give all logits.
     """
     prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask)
-    number, width = prompts.shape
+    num_prompts, width = prompts.shape
     completions = integers("completions", completions)
-    if completions.ndim != 3 or completions.shape[0] != number or 0 in completions.shape:
-        raise ValueError(f"completions: got shape {list(completions.shape)}, wanted [{number}, G, T]")
-    _, groups, most = completions.shape
-    if groups > cache.state.spec.max_seqs:
+    if completions.ndim != 3 or completions.shape[0] != num_prompts or 0 in completions.shape:
+        raise ValueError(f"completions: got shape {list(completions.shape)}, wanted [{num_prompts}, G, T]")
+    _, num_completions, max_length = completions.shape
+    if num_completions > cache.state.spec.max_seqs:
         rows = cache.state.spec.max_seqs
-        raise ValueError(f"completions: got {groups} for a prompt, wanted at most the {rows} rows of the cache")
+        raise ValueError(
+            f"completions: got {num_completions} for a prompt, wanted at most the {rows} rows of the cache"
+        )
     if completion_lengths is None:
-        completion_lengths = np.full((number, groups), most, np.int32)
-    ends = jnp.clip(integers("completion_lengths", completion_lengths, (number, groups)), 0, most)
+        completion_lengths = np.full((num_prompts, num_completions), max_length, np.int32)
+    ends = jnp.clip(integers("completion_lengths", completion_lengths, (num_prompts, num_completions)), 0, max_length)
     temperature = jnp.asarray(temperature, jnp.float32)
-    if temperature.shape not in ((), (number,)):
-        raise ValueError(f"temperature: got shape {list(temperature.shape)}, wanted [] or [{number}]")
+    if temperature.shape not in ((), (num_prompts,)):
+        raise ValueError(f"temperature: got shape {list(temperature.shape)}, wanted [] or [{num_prompts}]")
     group = _Group(model, chunk := static_int("chunk", chunk, 1), integers("now", now, ()))
 
-    def one(carry: tuple[Cache, Log], x: tuple[jax.Array, ...]) -> tuple[tuple[Cache, Log], jax.Array]:
+    def score_prompt(carry: tuple[Cache, Log], x: tuple[jax.Array, ...]) -> tuple[tuple[Cache, Log], jax.Array]:
         prompt, start, length, namespace, completion, ends, temperature = x
-        # From its first token on, and as much behind it as a chunk may read.
+        # The prompt from its first token on, with padding that a chunk may read.
         prompt = pick(jnp.pad(prompt, (0, chunk)), start + np.arange(width + chunk, dtype=np.int32))
         cache, log, logits = group.logits(*carry, prompt, length, namespace, completion, ends)
         scores = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
-        found = jnp.take_along_axis(scores, completion[:, :, None], axis=-1)[:, :, 0]
-        return (cache, log), jnp.where(np.arange(most, dtype=np.int32)[None] < ends[:, None], found, 0.0)
+        token_scores = jnp.take_along_axis(scores, completion[:, :, None], axis=-1)[:, :, 0]
+        return (cache, log), jnp.where(np.arange(max_length, dtype=np.int32)[None] < ends[:, None], token_scores, 0.0)
 
-    each = prompts, start, lengths, each_row("namespace", namespace, (number,)), completions, ends
-    (cache, log), logprobs = scan(one, (cache, log), (*each, jnp.broadcast_to(temperature, (number,))))
+    inputs = prompts, start, lengths, each_row("namespace", namespace, (num_prompts,)), completions, ends
+    (cache, log), logprobs = scan(score_prompt, (cache, log), (*inputs, jnp.broadcast_to(temperature, (num_prompts,))))
     return logprobs, cache, log
 
 
@@ -101,47 +103,71 @@ class _Group:
     """Computes a prompt, and then its completions."""
 
     def __init__(self, model: Model, chunk: int, now: jax.Array):
-        self.model, self.chunk, self.now = model, chunk, now
+        self.model = model
+        self.chunk = chunk
+        self.now = now
 
     def logits(
-        self, cache: Cache, log: Log, prompt: jax.Array, length: jax.Array, namespace: jax.Array,
-        completions: jax.Array, ends: jax.Array,
-    ) -> tuple[Cache, Log, jax.Array]:  # fmt: skip
-        """The logits [G, T, V] that each token of completions i32[G, T], of ends i32[G] tokens, is chosen by.
+        self,
+        cache: Cache,
+        log: Log,
+        prompt: jax.Array,
+        length: jax.Array,
+        namespace: jax.Array,
+        completions: jax.Array,
+        ends: jax.Array,
+    ) -> tuple[Cache, Log, jax.Array]:
+        """The logits [G, T, V] for each token of completions i32[G, T] with i32[G] `ends` tokens.
 
-        Where they cannot be computed they are NaN. Also returns the cache and the log.
+        Logits are NaN if they cannot be computed. Also returns the cache and the log.
         """
-        groups, most = completions.shape
-        rows, _ = free_rows(cache.state, groups)
-        lead = jnp.where(rows[-1] >= 0, rows[0], -1)
+        num_completions, max_length = completions.shape
+        rows, _ = free_rows(cache.state, num_completions)
+        leader = jnp.where(rows[-1] >= 0, rows[0], -1)
         width = prompt.shape[0] - self.chunk
         fits = (length <= width) & (length + jnp.max(ends) - 1 <= cache.state.spec.max_length)
         cache, events = cache.admit(
-            lead[None], prompt[None, :width], jnp.where(fits, length, 0)[None], namespace=namespace[None],
-            reserve_tokens=self.chunk, now=self.now,
-        )  # fmt: skip
-        log, ok = note(log, events), events.ok
-        none = jnp.zeros((1, self.chunk), jnp.int32), jnp.zeros((1,), jnp.int32), lead[None]
-        _, last, _ = jax.eval_shape(functools.partial(cache.step, self.model), *none)
+            leader[None],
+            prompt[None, :width],
+            jnp.where(fits, length, 0)[None],
+            namespace=namespace[None],
+            reserve_tokens=self.chunk,
+            now=self.now,
+        )
+        log = append_events(log, events)
+        ok = events.ok
+        no_tokens = jnp.zeros((1, self.chunk), jnp.int32), jnp.zeros((1,), jnp.int32), leader[None]
+        _, last, _ = jax.eval_shape(functools.partial(cache.step, self.model), *no_tokens)
         cache, log, ok, first = prefill(
-            self.model, cache, log, ok, lead, prompt, length, jnp.zeros(last.shape[1:], last.dtype),
-            lambda before, start, count, logits: logits, chunk=self.chunk, now=self.now,
-        )  # fmt: skip
-        admitted = jnp.where(events.ok, lead, -1)
-        cache, _ = cache.fork(lead, jnp.where(ok, rows, -1)[1:])
+            self.model,
+            cache,
+            log,
+            ok,
+            leader,
+            prompt,
+            length,
+            jnp.zeros(last.shape[1:], last.dtype),
+            lambda before, start, count, logits: logits,
+            chunk=self.chunk,
+            now=self.now,
+        )
+        admitted = jnp.where(events.ok, leader, -1)
+        cache, _ = cache.fork(leader, jnp.where(ok, rows, -1)[1:])
         rows = jnp.where(ok, rows, -1)
-        logits = jnp.broadcast_to(first, (groups, 1, *first.shape))
-        if most > 1:
-            more = jnp.where(ok, jnp.maximum(ends - 1, 0), 0)
-            cache, events = cache.extend(more > 0, more, seqs=rows, max_tokens=most - 1, now=self.now)
-            ok, log = ok & (events.ok | ~jnp.any(more > 0)), note(log, events)
-            cache, rest, events = cache.step(
-                self.model, completions[:, :-1], jnp.where(ok, more, 0), rows, now=self.now, logits="all"
+        logits = jnp.broadcast_to(first, (num_completions, 1, *first.shape))
+        if max_length > 1:
+            num_more = jnp.where(ok, jnp.maximum(ends - 1, 0), 0)
+            cache, events = cache.extend(num_more > 0, num_more, seqs=rows, max_tokens=max_length - 1, now=self.now)
+            ok = ok & (events.ok | ~jnp.any(num_more > 0))
+            log = append_events(log, events)
+            cache, later_logits, events = cache.step(
+                self.model, completions[:, :-1], jnp.where(ok, num_more, 0), rows, now=self.now, logits="all"
             )
-            logits, log = jnp.concatenate([logits, rest], axis=1), note(log, events)
-        rows = rows.at[0].set(admitted)  # where the prompt could not be computed, no other is in use
+            logits = jnp.concatenate([logits, later_logits], axis=1)
+            log = append_events(log, events)
+        rows = rows.at[0].set(admitted)  # if the prompt could not be computed, only its row is in use
         cache, events = cache.release(rows, now=self.now)
-        return cache, note(log, events), jnp.where(ok, logits, jnp.nan)
+        return cache, append_events(log, events), jnp.where(ok, logits, jnp.nan)
 
 
 def prefill[T](
@@ -159,11 +185,11 @@ def prefill[T](
     now: jax.Array,
     logits: Literal["last", "all"] = "last",
 ) -> tuple[Cache, Log, jax.Array, T]:
-    """Computes what a row lacks of the first `length` i32[] tokens of its prompt, chunk by chunk.
+    """Computes the missing part of the first `length` i32[] tokens of a row's prompt, chunk by chunk.
 
-    `prompt` i32[N] has as many tokens more as a chunk may read. After each chunk `note_logits` gets the notes so far,
-    the position of the chunk's first token i32[], its number of tokens i32[], and the logits: f32[V] after the last
-    token, or f32[C, V] after each. Returns the cache, the log, whether there were blocks for all, and the notes.
+    `prompt` i32[N] is padded for the reads of a chunk. After each chunk `note_logits` gets the notes so
+    far, the position of the chunk's first token i32[], its number of tokens i32[], and the logits: f32[V] after the
+    last token, or f32[C, V] after each. Returns the cache, the log, whether there were blocks for all, and the notes.
     """
 
     def compute(carry):
@@ -171,13 +197,14 @@ def prefill[T](
         seqs = cache.state.seqs
         committed = pick(seqs.committed, row)
         count = jnp.minimum(length - committed, chunk)
-        more = jnp.maximum(committed + count - pick(seqs.length, row), 0)
-        cache, events = cache.extend((more > 0)[None], more[None], seqs=row[None], max_tokens=chunk, now=now)
-        ok, log = events.ok | (more == 0), note(log, events)
+        missing = jnp.maximum(committed + count - pick(seqs.length, row), 0)
+        cache, events = cache.extend((missing > 0)[None], missing[None], seqs=row[None], max_tokens=chunk, now=now)
+        ok = events.ok | (missing == 0)
+        log = append_events(log, events)
         tokens = jax.lax.dynamic_slice_in_dim(prompt, committed, chunk)
         count = jnp.where(ok, count, 0)
-        cache, found, events = cache.step(model, tokens[None], count[None], row[None], now=now, logits=logits)
-        return cache, note(log, events), ok, note_logits(notes, committed, count, found[0])
+        cache, chunk_logits, events = cache.step(model, tokens[None], count[None], row[None], now=now, logits=logits)
+        return cache, append_events(log, events), ok, note_logits(notes, committed, count, chunk_logits[0])
 
     start = cache, log, ok, notes
     return while_loop(lambda c: c[2] & (pick(c[0].state.seqs.committed, row) < length), compute, start)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of the scheduler, and a loop of them as one program.
+"""A step of the scheduler, and a loop of such steps as a single program.
 
-    retire    requests that are over leave their rows; others are preempted if the next tokens do not fit
-    grow      rows that decode get blocks for their next tokens
+    retire    finished requests leave their rows; others are preempted if the next tokens do not fit
+    grow      decoding rows get blocks for their next tokens
     admit     waiting requests get free rows
-    compute   either a mixed step, one token of every decode row and chunks of prompts as one flat batch; or a block of
-              up to k decode steps
-    choose    rows whose tokens are all computed choose the next one; some requests are over then
+    compute   a mixed step: a token of every decoding row and chunks of prompts, as one flat batch; or a block of up to
+              k decode steps
+    choose    rows whose tokens are all computed choose the next token, which may end their requests
 
-A part that is not needed is a loop that does not turn. A branch would copy the pools.
+A part without work is a loop without turns. A branch would copy the pools.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvjax.pools.device import Pools
 from kvjax.pools.views import View
 from kvjax.serving.admit import Admitted, admit
 from kvjax.serving.capacity import admission_events, worst_step
-from kvjax.serving.decode import Chooser, Chosen, LogitsFn, Written, compute, grow, note, rows_of
+from kvjax.serving.decode import DecodeBlock, LogitsFn, SampledTokens, Sampler, append_events, compute, grow, rows_of
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import Retired, retire, swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
@@ -43,10 +43,10 @@ class Served(Pytree):
 
     retired: Retired
     admitted: Admitted
-    n: jax.Array  # i32[]; decode steps for which there were blocks; 0 if they were refused
+    n: jax.Array  # i32[]; decode steps that got blocks; 0 if blocks were refused
     mixed: jax.Array  # bool[]; whether it was a mixed step
     chunks: Chunks
-    chosen: Chosen  # k columns
+    chosen: SampledTokens  # k columns
 
 
 def serve_step(
@@ -60,53 +60,66 @@ def serve_step(
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Served]:
-    """One step of the scheduler; jit it, and donate `serving` and `log`.
+    """Runs a step of the scheduler. Jit it, and donate `serving` and `log`.
 
     Args:
       model: see `kvjax.step`.
       serving: the requests and their cache.
-      log: takes the events; it has room for `worst_step` of them. None: nobody wants them.
+      log: takes the events, and needs room for `worst_step` of them. None disables events.
       scheduler: static.
-      steps: i32[]; the most decode steps; None: those of a block.
-      logits_fn: static; see `RunOptions`.
+      steps: i32[]; maximum decode steps. None means the steps of a block.
+      logits_fn: see `RunOptions`.
       fixed_steps: static; see `RunOptions`.
       now: i32[] ms.
     """
-    spec, now = serving.cache.state.spec, integers("now", now, ())
-    k, log_room = scheduler.most_steps(spec), worst_step(spec, scheduler)
+    spec = serving.cache.state.spec
+    now = integers("now", now, ())
+    k = scheduler.max_steps(spec)
+    log_room = worst_step(spec, scheduler)
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
     single = _has_chunks(serving, scheduler) | tried
-    most = k if steps is None else steps
-    serving, extended, n, new = grow(serving, scheduler, k, most, single, num_free(log) - log_room, now)
-    log = once(single, lambda log: note(log, extended), log)  # else there are no events between these and the commit's
+    max_steps = k if steps is None else steps
+    serving, extended, n, new = grow(serving, scheduler, k, max_steps, single, num_free(log) - log_room, now)
+    # In a block of steps no events come between these and the events of the commit.
+    log = once(single, lambda log: append_events(log, extended), log)
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
-    seqs, mixed = serving.cache.state.seqs, _has_chunks(serving, scheduler)
+    seqs = serving.cache.state.seqs
+    mixed = _has_chunks(serving, scheduler)
     decode = serving.decoding & (seqs.length > seqs.committed)
-    # Whether rows that decode are computed together with the chunks; else behind them, by the program of a block.
-    joint, with_chunks = (jnp.bool_(False), jnp.zeros_like(decode)) if scheduler.canonical else (mixed, decode)
+    if scheduler.canonical:  # decoding rows are computed after the chunks, by the program of a block
+        decodes_in_mixed = jnp.bool_(False)
+        mixed_decode = jnp.zeros_like(decode)
+    else:  # a mixed step also computes the decoding rows
+        decodes_in_mixed = mixed
+        mixed_decode = decode
     serving, log, chunks, chosen = mixed_step(
-        model, serving, log, scheduler, mixed, with_chunks, k, logits_fn=logits_fn, now=now
+        model, serving, log, scheduler, mixed, mixed_decode, k, logits_fn=logits_fn, now=now
     )
-    after_chunks = jnp.where(joint, 0, jnp.maximum(n, 1))
+    block_steps = jnp.where(decodes_in_mixed, 0, jnp.maximum(n, 1))
     new = jnp.where(decode, jnp.maximum(new, 1), 0)  # a row that was just admitted has a slot for one token
-    requests, rows = fence(serving.requests, rows_of(serving, decode))  # it has read the text that is written below
-    serving, cache = serving.replace(requests=requests), serving.cache
+    # The fence keeps the reads of the text before the writes below.
+    requests, rows = fence(serving.requests, rows_of(serving, decode))
+    cache = serving.cache
+    serving = serving.replace(requests=requests)
 
-    def block(carry: tuple[Pools, Written]) -> tuple[Pools, Written]:
-        at, choose = cache.replace(pools=carry[0]), Chooser.of(serving, logits_fn)
+    def block(carry: tuple[Pools, DecodeBlock]) -> tuple[Pools, DecodeBlock]:
+        current = cache.replace(pools=carry[0])
+        choose = Sampler.of(serving, logits_fn)
         pools, _, written = compute(
-            model, at, rows, new, after_chunks, choose, k, fixed_steps, fixed_split=scheduler.canonical
+            model, current, rows, new, block_steps, choose, k, fixed_steps, fixed_split=scheduler.canonical
         )
         return pools, written
 
-    start = cache.pools, Written(jnp.zeros_like(new), Chosen.none(new.shape[0], k, requests.num_top), rows.state)
-    pools, written = once(jnp.any(decode & ~joint), block, start) if fixed_steps else block(start)
+    nothing = DecodeBlock(jnp.zeros_like(new), SampledTokens.none(new.shape[0], k, requests.num_top), rows.state)
+    start = cache.pools, nothing
+    pools, written = once(jnp.any(decode & ~decodes_in_mixed), block, start) if fixed_steps else block(start)
     serving = serving.with_logits_state(written.state)
-    wrote = jnp.where(joint, decode.astype(jnp.int32), written.count)
-    chosen = Chosen(jnp.where(~decode[:, None] if scheduler.canonical else mixed, chosen.bits, written.chosen.bits))
-    state, committed = commit_step(cache.state, chunks, scheduler, wrote, written.text(rows.token), now)
+    num_written = jnp.where(decodes_in_mixed, decode.astype(jnp.int32), written.count)
+    is_from_mixed = ~decode[:, None] if scheduler.canonical else mixed
+    chosen = SampledTokens(jnp.where(is_from_mixed, chosen.bits, written.chosen.bits))
+    state, committed = commit_step(cache.state, chunks, scheduler, num_written, written.text(rows.token), now)
     cache = Cache(state, pools)
     if k > 1:
         cache, _ = cache.trim(decode, max_tokens=k)
@@ -114,13 +127,13 @@ def serve_step(
     if scheduler.coalesce > 1:
         chunks_deferred = jnp.where(mixed | ~jnp.any(serving.prefilling), 0, serving.chunks_deferred + 1)
         serving = serving.replace(chunks_deferred=chunks_deferred)
-    serving = record(serving, chosen, jnp.where(mixed, 1, jnp.max(wrote)))
+    serving = record(serving, chosen, jnp.where(mixed, 1, jnp.max(num_written)))
     extended = extended.replace(records=jnp.where(single, int(EventKind.NONE), extended.records))
-    return serving, note(log, extended, committed), Served(retired, admitted, n, mixed, chunks, chosen)
+    return serving, append_events(log, extended, committed), Served(retired, admitted, n, mixed, chunks, chosen)
 
 
 def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
-    """bool[]; whether to look for requests to admit: some wait, and there may be a row and blocks."""
+    """bool[]; whether to look for requests to admit: some request waits, and there may be a row and blocks."""
     waits = jnp.any(serving.requests.waiting)
     tries = serving.dirty & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
     tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.swapped_out)
@@ -128,43 +141,52 @@ def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Arra
 
 
 def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """bool[]; whether a mixed step comes next: enough rows prefill, or waited long enough, or nobody decodes."""
+    """bool[]; whether the next step is mixed: enough rows prefill, or chunks waited long enough, or no row decodes."""
     rows = serving.prefilling
     if scheduler.coalesce == 1:
         return jnp.any(rows)
-    enough = (count(rows) >= scheduler.coalesce) | (serving.chunks_deferred >= scheduler.coalesce)
-    return jnp.any(rows) & (enough | ~jnp.any(serving.decoding))
+    is_due = (count(rows) >= scheduler.coalesce) | (serving.chunks_deferred >= scheduler.coalesce)
+    return jnp.any(rows) & (is_due | ~jnp.any(serving.decoding))
 
 
-def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
-    """Adds the choices of so many steps i32[] to the requests' tokens; those that ended so are done."""
-    requests, request, row, tokens = serving.requests, serving.by_row, serving.row, chosen.tokens
-    real = tokens >= 0
-    new = jnp.sum(real, axis=1, dtype=jnp.int32)
-    any_chosen, num_tokens = new > 0, request.num_tokens + new
-    at = runs(request.start + request.num_tokens, tokens.shape[1])
-    final = pick(tokens, (np.arange(new.size, dtype=np.int32), jnp.maximum(new - 1, 0)))
+def record(serving: Serving, chosen: SampledTokens, steps: jax.Array) -> Serving:
+    """Adds the tokens chosen in i32[] `steps` to the requests, and ends complete requests."""
+    requests = serving.requests
+    request = serving.by_row
+    row = serving.row
+    tokens = chosen.tokens
+    is_token = tokens >= 0
+    num_new = jnp.sum(is_token, axis=1, dtype=jnp.int32)
+    any_chosen = num_new > 0
+    num_tokens = request.num_tokens + num_new
+    positions = runs(request.start + request.num_tokens, tokens.shape[1])
+    final = pick(tokens, (np.arange(num_new.size, dtype=np.int32), jnp.maximum(num_new - 1, 0)))
     stopped = any_chosen & jnp.any(final[:, None] == request.stop, axis=1)
-    over = stopped | (any_chosen & (num_tokens >= request.max_tokens))
+    is_over = stopped | (any_chosen & (num_tokens >= request.max_tokens))
     begins = any_chosen & (request.num_tokens == request.prompt)
     requests = requests.replace(
-        text=put(requests.text, at, tokens, real), logprobs=put(requests.logprobs, at, chosen.logprobs, real)
+        text=put(requests.text, positions, tokens, is_token),
+        logprobs=put(requests.logprobs, positions, chosen.logprobs, is_token),
     )
     if requests.top is not None:
-        requests = requests.replace(top=put(requests.top, at, chosen.top, real))
+        requests = requests.replace(top=put(requests.top, positions, chosen.top, is_token))
     serving = serving.replace(requests=requests.at(row, any_chosen, num_tokens=num_tokens))
 
     def mark(serving: Serving) -> Serving:
-        """Notes which rows have their first token, forks samples off them, and notes which are over."""
+        """Marks rows with their first token, forks samples off them, and ends requests."""
         serving = fork_samples(serving, begins)
-        requests = serving.requests.at(row, begins, first_token=serving.steps + 1)  # one is chosen in each step
+        # A row that begins chooses a single token in its step.
+        requests = serving.requests.at(row, begins, first_token=serving.steps + 1)
         requests = requests.at(
-            row, over, stage=int(Stage.DONE), ended=serving.steps + new,
+            row,
+            is_over,
+            stage=int(Stage.DONE),
+            ended=serving.steps + num_new,
             finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),
-        )  # fmt: skip
+        )
         return serving.replace(requests=requests, dirty=serving.dirty | jnp.any(begins))
 
-    serving = once(jnp.any(begins | over), mark, serving)
+    serving = once(jnp.any(begins | is_over), mark, serving)
     return serving.replace(steps=serving.steps + steps)
 
 
@@ -179,32 +201,40 @@ def serve(
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log]:
-    """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
+    """Steps until all requests are over, the model has run `steps` times, or the log may be too small for another step.
 
-    With a host tier also until a request could have blocks that are on the host (`serving.onboard_slot` names it),
-    until a row is to be swapped out or in (`preempt.swaps`), or until blocks are refused though counted
-    (`serving.refused` is 1): a loop does not evict those with children on the host. Empty some (`watermark`) and set it
-    to 0, or the next step preempts.
+    With a host tier the loop also ends in three cases. `serving.onboard_slot` names a request for blocks on
+    the host. `preempt.swaps` finds a row to swap out or in. Or `serving.refused` is 1: counted blocks were refused,
+    because a loop does not evict blocks with children on the host. Then empty some blocks (`watermark`) and set it to
+    0, or the next step preempts.
 
-    `steps` are the most of the model, and `now` is the same for all of them. Without a log no loop ends for it. The
-    other arguments are those of `serve_step`.
+    `now` is the same for all steps. Without a log, no loop ends because of it. The other arguments are as in
+    `serve_step`.
     """
-    spec, end = serving.cache.state.spec, serving.steps + steps
-    worst, one_admission = worst_step(spec, scheduler), admission_events(spec, serving.width)
+    spec = serving.cache.state.spec
+    end = serving.steps + steps
+    step_events = worst_step(spec, scheduler)
+    events_of_admission = admission_events(spec, serving.width)
 
-    def going(serving: Serving, log: Log) -> jax.Array:
-        more = serving.busy & (serving.onboard_slot < 0) & ~swaps(serving, scheduler).any
-        return more & (serving.steps < end) & (num_free(log) >= worst + one_admission)
+    def goes_on(serving: Serving, log: Log) -> jax.Array:
+        can_run = serving.busy & (serving.onboard_slot < 0) & ~swaps(serving, scheduler).any
+        return can_run & (serving.steps < end) & (num_free(log) >= step_events + events_of_admission)
 
     def step(carry):
         _, serving, log = carry
         serving, log, _ = serve_step(
-            model, serving, log, scheduler=scheduler, steps=end - serving.steps, logits_fn=logits_fn,
-            fixed_steps=fixed_steps, now=now,
-        )  # fmt: skip
-        return going(serving, log) & (serving.refused != 1), serving, log
+            model,
+            serving,
+            log,
+            scheduler=scheduler,
+            steps=end - serving.steps,
+            logits_fn=logits_fn,
+            fixed_steps=fixed_steps,
+            now=now,
+        )
+        return goes_on(serving, log) & (serving.refused != 1), serving, log
 
-    _, serving, log = while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
+    _, serving, log = while_loop(lambda carry: carry[0], step, (goes_on(serving, log), serving, log))
     return serving, log
 
 
@@ -217,23 +247,25 @@ def _no_model(tokens: jax.Array, pools: Pools, view: View, /, *, last: jax.Array
 
 
 def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0) -> Requests:
-    """The requests as they would be after some steps, if nobody submitted or cancelled anything; jit it.
+    """Predicts the requests after some steps, if nothing is submitted or cancelled meanwhile. Jit it.
 
-    When each is admitted, with how many cached tokens, and when it ends are as they will be, but for what depends on
-    the tokens that a model chooses: stop tokens, and generated text that is found in the cache. Here it chooses 0.
-    Blocks on the host are not found. Costs the bookkeeping of the steps, and no bytes.
+    The prediction is exact, except where it depends on tokens chosen by the model: stop tokens, and generated text
+    found in the cache. Here the model always chooses token 0. Blocks on the host are not found. A prediction
+    costs the bookkeeping of the steps, and no bytes.
 
     Args:
-      serving: the requests and their cache; a batch that is only considered can be submitted to it first.
-      scheduler: static; perhaps another than the one that runs.
-      steps: static; of the model.
+      serving: the requests and their cache. Submit a batch to it first to see how the batch would run.
+      scheduler: static; may differ from the running scheduler.
+      steps: static; number of steps of the model.
       now: i32[] ms.
     """
-    spec, state = serving.cache.state.spec, serving.cache.state
+    spec = serving.cache.state.spec
+    state = serving.cache.state
     groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
     pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
-    # No blocks come from the host or go there, and a model of one token has no others that are likely.
-    scheduler, top = dataclasses.replace(scheduler, preempt="recompute"), serving.requests.top
+    # No blocks move between the tiers, and a model of one token has no alternatives to note.
+    scheduler = dataclasses.replace(scheduler, preempt="recompute")
+    top = serving.requests.top
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)
     serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1))
     end = serving.steps + steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler drawn in text: the progress of each request, and the parts of a step."""
+"""Drawings of the scheduler as text: the progress of each request, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OVER = (Stage.DONE, Stage.CANCELLED)
 class _Line(NamedTuple):
     """A line of a drawing."""
 
-    where: str  # the row, or the stage of a request without one
-    slot: int  # of the request; -1: none
-    state: str  # of the request, in words
-    computed: int = 0  # tokens of the request that are in its row
+    where: str  # the row, or the stage of a request without a row
+    slot: int  # slot of the request; -1 for no request
+    state: str  # state of the request, in words
+    computed: int = 0  # number of the request's tokens in its row
 
     @property
     def texts(self) -> tuple[str, str, str]:
@@ -34,9 +34,9 @@ class _Line(NamedTuple):
 
 
 def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) -> str:
-    """Draws requests in text: those in rows, in the order of the rows, then those that wait, then those that are over.
+    """Draws requests as text: first the rows' requests in order, then waiting requests, then finished requests.
 
-    `show(serving.cache.state)` draws the blocks that they hold.
+    `show(serving.cache.state)` draws their blocks.
 
     Args:
       serving: the requests; not traced.
@@ -56,12 +56,15 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
       waits  request 1  8 of 14 tokens   pppp pppp .... ..
     """
     requests: Any = jax.device_get(serving.requests)
-    state, stages = serving.cache.state, requests.stage.tolist()
-    running, waiting, over = stages.count(Stage.RUNNING), stages.count(Stage.WAITING), sum(map(stages.count, _OVER))
+    state = serving.cache.state
+    stages = requests.stage.tolist()
+    running = stages.count(Stage.RUNNING)
+    waiting = stages.count(Stage.WAITING)
+    num_over = sum(map(stages.count, _OVER))
     steps = plural(int(serving.steps), "step")
-    lines = [f"after {steps} of the model: {running:,} run, {waiting:,} wait, {over:,} are over"]
-    for number in range(len(state.groups)):
-        lines.append((f"group {number}: " if len(state.groups) > 1 else "") + str(stats(state, number)))
+    lines = [f"after {steps} of the model: {running:,} run, {waiting:,} wait, {num_over:,} are over"]
+    for group_index in range(len(state.groups)):
+        lines.append((f"group {group_index}: " if len(state.groups) > 1 else "") + str(stats(state, group_index)))
     parts = {
         "rows in use": list(_in_rows(serving, requests)),
         "that wait": list(_waiting(requests)),
@@ -69,27 +72,30 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
     }
     shown = [line for part in parts.values() for line in part[:max_lines]]
     columns = [max(map(len, texts)) for texts in zip(*(line.texts for line in shown), strict=True)]
-    size, per_letter = state.spec.block_size, 1
-    while any(len(_tokens(line, requests, size, per_letter)) > max(width - sum(columns) - 6, 1) for line in shown):
+    block_size = state.spec.block_size
+    per_letter = 1
+    while any(
+        len(_tokens(line, requests, block_size, per_letter)) > max(width - sum(columns) - 6, 1) for line in shown
+    ):
         per_letter *= 2
     lines.append(_LEGEND + (f"; a letter for {per_letter:,} tokens" if per_letter > 1 else ""))
     lines = [part for line in lines for part in textwrap.wrap(line, width)]
     for name, part in parts.items():
         for line in part[:max_lines]:
             texts = [text.ljust(column) for text, column in zip(line.texts, columns, strict=True)]
-            lines.append("  ".join([*texts, _tokens(line, requests, size, per_letter)]))
+            lines.append("  ".join([*texts, _tokens(line, requests, block_size, per_letter)]))
         if len(part) > max_lines:
             lines.append(f"and {len(part) - max_lines:,} more {name}")
     return "\n".join(line[:width].rstrip() for line in lines)
 
 
 def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
-    """One line for each row in use."""
+    """Lines for rows in use."""
     seqs = serving.cache.state.seqs
-    found: Any = jax.device_get(
+    columns: Any = jax.device_get(
         (serving.row, seqs.length, seqs.committed, serving.num_pending, serving.leads, serving.out_of_blocks)
     )
-    for row, (slot, length, committed, pending, leads, out_of_blocks) in enumerate(zip(*found, strict=True)):
+    for row, (slot, length, committed, pending, leads, out_of_blocks) in enumerate(zip(*columns, strict=True)):
         if slot < 0:
             if length > 0:
                 yield _Line(f"row {row}", -1, f"{length:,} tokens, of no request here")
@@ -105,32 +111,33 @@ def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
 
 
 def _waiting(requests: Any) -> Iterator[_Line]:
-    """One line for each request that waits, the highest priority first, then the earliest."""
+    """Lines for waiting requests, the highest priority first, then the earliest."""
     for slot in np.lexsort((requests.arrival, -requests.priority)):
         if requests.stage[slot] == Stage.WAITING:
-            numbers = {name: getattr(requests, name)[slot] for name in ("priority", "passed", "preemptions")}
-            others = [f", {name} {times:,}" for name, times in numbers.items() if times != 0]
-            yield _Line("waits", int(slot), "".join([_num_tokens(requests, slot), *others]))
+            counts = {name: getattr(requests, name)[slot] for name in ("priority", "passed", "preemptions")}
+            details = [f", {name} {times:,}" for name, times in counts.items() if times != 0]
+            yield _Line("waits", int(slot), "".join([_num_tokens(requests, slot), *details]))
 
 
 def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
-    """One line for each request that is over and has no row."""
+    """Lines for finished requests without a row."""
     in_rows = np.asarray(serving.row).tolist()
     for slot, stage in enumerate(requests.stage):
         if stage in _OVER and slot not in in_rows:
-            finish, number = finish_of(requests.finish[slot]), requests.num_tokens[slot] - requests.prompt[slot]
-            yield _Line("over", slot, f"{finish}, {number:,} generated, {requests.cached[slot]:,} cached")
+            finish = finish_of(requests.finish[slot])
+            num_generated = requests.num_tokens[slot] - requests.prompt[slot]
+            yield _Line("over", slot, f"{finish}, {num_generated:,} generated, {requests.cached[slot]:,} cached")
 
 
-def _tokens(line: _Line, requests: Any, size: int, per_letter: int) -> str:
-    """The letters of a request up to `max_tokens`, with a blank between blocks; nothing where it is over."""
+def _tokens(line: _Line, requests: Any, block_size: int, per_letter: int) -> str:
+    """The letters of a request up to `max_tokens`, with a blank between blocks, or nothing if it is over."""
     if line.slot < 0 or line.where == "over":
         return ""
     names = "prompt", "num_tokens", "max_tokens"
     prompt, num_tokens, max_tokens = (int(getattr(requests, name)[line.slot]) for name in names)
     letters = ""
     for start in range(0, max_tokens, per_letter):
-        if start > 0 and start % size == 0 and per_letter < size:
+        if start > 0 and start % block_size == 0 and per_letter < block_size:
             letters += " "
         last = min(start + per_letter, max_tokens) - 1
         letter = "." if last >= num_tokens else "p" if last < prompt else "g"
@@ -139,14 +146,15 @@ def _tokens(line: _Line, requests: Any, size: int, per_letter: int) -> str:
 
 
 def show_step(served: Served, *, width: int = 100) -> str:
-    """Draws a step of the scheduler: its five parts in their order, "-" where one did nothing.
+    """Draws a step of the scheduler: its five parts in order, with "-" for an idle part.
 
     Args:
-      served: as `serve_step` returned it; not traced.
-      width: columns to stay within.
+      served: the result of `serve_step`; not traced.
+      width: maximum columns of the drawing.
     """
     did: Any = jax.device_get(served)
-    released, preempted = np.flatnonzero(did.retired.released), did.retired.preempted[did.retired.preempted >= 0]
+    released = np.flatnonzero(did.retired.released)
+    preempted = did.retired.preempted[did.retired.preempted >= 0]
     admitted = zip(did.admitted.slots, did.admitted.rows, did.admitted.cached, strict=True)
     chosen = {row: tokens[tokens >= 0] for row, tokens in enumerate(did.chosen.tokens)}
     steps = max(map(len, chosen.values()))

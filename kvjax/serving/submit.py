@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests come in by `submit`, which checks them and gives them slots; `cancel` ends them, `drain` empties slots."""
+"""`submit` checks requests and gives them slots, `cancel` ends requests, and `drain` empties slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.blocks.keys import chain, prefix_keys, root_key
 from kvjax.checks import each_row, integers
 from kvjax.events.records import Status
 from kvjax.policies.retention import UNSTATED, Retention
-from kvjax.serving.capacity import most_blocks, sample_blocks
+from kvjax.serving.capacity import max_blocks, sample_blocks
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
@@ -42,31 +42,32 @@ def submit(
     sample_of: ArrayLike = -1,
     logits_state: Any = None,
 ) -> tuple[Serving, jax.Array, jax.Array, jax.Array]:
-    """Requests wait from now on, each in an empty slot; one that could never run is refused.
+    """Submits requests, which then wait in empty slots. A request is refused if it can never run.
 
     Args:
-      serving: where.
-      tokens: i32[T]; the prompts, one after the other; anything behind them.
-      lengths: i32[R]; tokens of each prompt.
-      max_new_tokens: i32[R]; how many tokens to generate, unless a stop token comes before.
-      scheduler: static; what the steps are run with.
-      slots: i32[R]; the slot of each, all different; None: the first empty ones.
+      serving: the requests and their cache.
+      tokens: i32[T]; the prompts, concatenated, with any padding at the end.
+      lengths: i32[R]; number of tokens of each prompt.
+      max_new_tokens: i32[R]; maximum tokens to generate, unless a stop token comes before.
+      scheduler: static; the scheduler of the steps.
+      slots: i32[R]; slot of each request, all different. None means the first empty slots.
       priority: i32[R]; higher first.
       namespace: i32[R]; see `Namespaces`.
-      seed: u32[R]; of each request's random stream.
-      sampling: leaves [R], or scalars for all; None: greedy.
-      stop_tokens: i32[K'] for all, or i32[R, K'], at most K; -1 is none.
+      seed: u32[R]; seed of each request's random stream.
+      sampling: leaves [R], or scalars for all. None means greedy.
+      stop_tokens: i32[K'] for all, or i32[R, K'], at most K; padded with -1.
       retention: arrays with a leading axis R, at most the `num_ranges` of `init_serving`.
-      sample_of: i32[R]; another sample of the prompt that this earlier entry of the batch has, or -1. Both run at the
-        same time, and share what is computed of the prompt.
-      logits_state: a tree of arrays [R, ...]; what `logits_fn` gets with the first logits of each.
+      sample_of: i32[R]; an earlier entry of the batch with the same prompt, to make this entry another sample of it; or
+        -1. Both run at the same time and share the computation of the prompt.
+      logits_state: a tree of arrays [R, ...]; state that `logits_fn` gets with the first logits of each request.
 
     Returns:
-      The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. The first
-      status that fits: BAD_REQUEST (no tokens, negative ones or more than there are, nothing to generate; for a sample
-      also another prompt), for a sample of a refused entry that one's, HELD (no slot is empty), ROW_FULL (it does not
-      fit into a row or its slot, or its samples have no rows), NO_BLOCKS (they do not fit alone into the cache beside
-      pinned blocks, even if as many of these as possible are its own prefix). A refused entry takes no slot.
+      The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. The
+      status is the first that applies. BAD_REQUEST: no tokens, negative tokens or more tokens than there are, nothing
+      to generate, or a sample with another prompt. The status of the parent, if it was refused. HELD: no slot is empty.
+      ROW_FULL: the request does not fit into a row or its slot, or its samples have no rows. NO_BLOCKS: they do not fit
+      into the cache even alone with pinned blocks, as many of which as possible are their prefix. A refused entry takes
+      no slot.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -74,92 +75,121 @@ def submit(
       >>> serving = kvjax.serving.init_serving(kvjax.Cache.create(spec), [20, 20, 20])  # three slots of 20 tokens
       >>> results = kvjax.serving.submit(serving, np.arange(18), [10, 8], [4, 40], scheduler=scheduler)
       >>> serving, status, slots, generations = results
-      >>> [kvjax.Status(number) for number in status.tolist()], slots.tolist()  # the second one fits into no slot
+      >>> [kvjax.Status(number) for number in status.tolist()], slots.tolist()  # the second request fits into no slot
       ([Status.OK, Status.ROW_FULL], [0, -1])
     """
-    spec, requests = serving.cache.state.spec, serving.requests
-    tokens, lengths = integers("tokens", tokens, ("T",)), integers("lengths", lengths, ("R",))
-    (number,) = lengths.shape
-    new, priority = each_row("max_new_tokens", max_new_tokens, (number,)), each_row("priority", priority, (number,))
-    namespace, parent = each_row("namespace", namespace, (number,)), each_row("sample_of", sample_of, (number,))
-    flat, stop = _Flat.of(tokens, lengths), _stop_tokens(stop_tokens, number, requests.stop.shape[1])
-    max_tokens = lengths + jnp.clip(new, 0, spec.max_length + 2)  # beyond that it is refused, and must not overflow
-    bad = (lengths < 1) | (flat.start + lengths > tokens.shape[0]) | (new < 1)
-    bad = bad | (namespace < 0) | flat.any(flat.tokens < 0) | _no_sample(flat, namespace, parent)
-    samples = parent[None] == np.arange(number, dtype=np.int32)[:, None]
-    full = (max_tokens - 1 > min(spec.max_length, serving.width)) | (jnp.sum(samples, axis=1) >= spec.max_seqs)
-    large = _never_fits(serving.cache.state, scheduler, lengths, max_tokens, samples)
-    status, slots = _take_slots(requests, (parent, max_tokens, bad, full, large), slots)
-    good, zero = status == Status.OK, jnp.zeros((number,), jnp.int32)
-    seed = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (number,))
-    requests = _write_prompts(requests, slots, good, flat, namespace, spec.block_size)
+    spec = serving.cache.state.spec
+    requests = serving.requests
+    tokens = integers("tokens", tokens, ("T",))
+    lengths = integers("lengths", lengths, ("R",))
+    (num_entries,) = lengths.shape
+    max_new = each_row("max_new_tokens", max_new_tokens, (num_entries,))
+    priority = each_row("priority", priority, (num_entries,))
+    namespace = each_row("namespace", namespace, (num_entries,))
+    parent = each_row("sample_of", sample_of, (num_entries,))
+    flat = _Flat.of(tokens, lengths)
+    stop_ids = _stop_tokens(stop_tokens, num_entries, requests.stop.shape[1])
+    max_tokens = lengths + jnp.clip(max_new, 0, spec.max_length + 2)  # beyond that it is refused, and must not overflow
+    is_bad = (lengths < 1) | (flat.start + lengths > tokens.shape[0]) | (max_new < 1)
+    is_bad = is_bad | (namespace < 0) | flat.any(flat.tokens < 0) | _no_sample(flat, namespace, parent)
+    samples = parent[None] == np.arange(num_entries, dtype=np.int32)[:, None]
+    is_too_long = (max_tokens - 1 > min(spec.max_length, serving.width)) | (jnp.sum(samples, axis=1) >= spec.max_seqs)
+    is_too_large = _never_fits(serving.cache.state, scheduler, lengths, max_tokens, samples)
+    status, slots = _take_slots(requests, (parent, max_tokens, is_bad, is_too_long, is_too_large), slots)
+    is_accepted = status == Status.OK
+    zero = jnp.zeros((num_entries,), jnp.int32)
+    seed = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (num_entries,))
+    requests = _write_prompts(requests, slots, is_accepted, flat, namespace, spec.block_size)
     requests = requests.at(
-        slots, good, stage=int(Stage.WAITING), prompt=lengths, num_tokens=lengths, max_tokens=max_tokens,
-        priority=priority, arrival=serving.arrivals + rank(good), passed=zero,
-        parent=jnp.where(parent >= 0, pick(slots, parent), -1), namespace=namespace, seed=seed, stop=stop, onboard=True,
-        finish=int(Finish.NONE), cached=zero, preemptions=zero, submitted=zero + serving.steps, admitted=zero - 1,
-        first_token=zero - 1, ended=zero - 1,
-    )  # fmt: skip
-    if requests.sampling is not None:
-        requests = requests.at(slots, good, sampling=(sampling or Sampling()).each_row(number))
-    elif sampling is not None:
-        raise ValueError("sampling: got one, wanted None (init_serving was asked for greedy=True)")
-    if requests.logits_state is not None:
-        requests = requests.at(slots, good, logits_state=logits_state)
-    requests = _write_retention(requests, slots, good, retention)
-    serving = serving.replace(
-        requests=requests, arrivals=serving.arrivals + count(good), dirty=serving.dirty | jnp.any(good)
+        slots,
+        is_accepted,
+        stage=int(Stage.WAITING),
+        prompt=lengths,
+        num_tokens=lengths,
+        max_tokens=max_tokens,
+        priority=priority,
+        arrival=serving.arrivals + rank(is_accepted),
+        passed=zero,
+        parent=jnp.where(parent >= 0, pick(slots, parent), -1),
+        namespace=namespace,
+        seed=seed,
+        stop=stop_ids,
+        onboard=True,
+        finish=int(Finish.NONE),
+        cached=zero,
+        preemptions=zero,
+        submitted=zero + serving.steps,
+        admitted=zero - 1,
+        first_token=zero - 1,
+        ended=zero - 1,
     )
-    return serving, status, jnp.where(good, slots, -1), jnp.where(good, requests[slots].generation, -1)
+    if requests.sampling is not None:
+        sampling = Sampling() if sampling is None else sampling
+        if requests.sampling.min_p is not None:
+            sampling = sampling.with_min_p()
+        elif sampling.min_p is not None:
+            raise ValueError("sampling.min_p: got a number, wanted None (init_serving had no min_p=True)")
+        requests = requests.at(slots, is_accepted, sampling=sampling.each_row(num_entries))
+    elif sampling is not None:
+        raise ValueError("sampling: got a Sampling, wanted None (init_serving had greedy=True)")
+    if requests.logits_state is not None:
+        requests = requests.at(slots, is_accepted, logits_state=logits_state)
+    requests = _write_retention(requests, slots, is_accepted, retention)
+    serving = serving.replace(
+        requests=requests, arrivals=serving.arrivals + count(is_accepted), dirty=serving.dirty | jnp.any(is_accepted)
+    )
+    return serving, status, jnp.where(is_accepted, slots, -1), jnp.where(is_accepted, requests[slots].generation, -1)
 
 
 def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[Serving, jax.Array]:
-    """Ends requests; one that runs keeps its row until the next step begins.
+    """Ends requests. A running request keeps its row until the next step begins.
 
     Args:
-      serving: where.
-      slots: i32[R].
-      generations: i32[R]; as `submit` returned them.
+      serving: the requests and their cache.
+      slots: i32[R]; slots, as `submit` returned them.
+      generations: i32[R]; generations, as `submit` returned them.
 
     Returns:
       The requests; and i32[R], the status of each: BAD_REQUEST if it is over, or its slot has another request by now.
     """
-    slots, requests = integers("slots", slots, ("R",)), serving.requests
+    slots = integers("slots", slots, ("R",))
+    requests = serving.requests
     generations = integers("generations", generations, slots.shape)
     is_valid = (slots >= 0) & (slots < requests.size) & (pick(requests.generation, slots) == generations)
     stage = pick(requests.stage, slots)
     is_valid = is_valid & ((stage == Stage.WAITING) | (stage == Stage.RUNNING))
-    gone = is_among(requests.size, slots, is_valid)
-    followers = (requests.parent >= 0) & pick(gone, requests.parent)
+    is_cancelled = is_among(requests.size, slots, is_valid)
+    followers = (requests.parent >= 0) & pick(is_cancelled, requests.parent)
     requests = requests.replace(
-        stage=jnp.where(gone, int(Stage.CANCELLED), requests.stage),
-        finish=jnp.where(gone, int(Finish.CANCELLED), requests.finish),
-        ended=jnp.where(gone, serving.steps, requests.ended),
+        stage=jnp.where(is_cancelled, int(Stage.CANCELLED), requests.stage),
+        finish=jnp.where(is_cancelled, int(Finish.CANCELLED), requests.finish),
+        ended=jnp.where(is_cancelled, serving.steps, requests.ended),
         parent=jnp.where(followers & (requests.stage == Stage.WAITING), -1, requests.parent),
     )
-    serving = serving.replace(requests=requests, dirty=serving.dirty | jnp.any(gone))
+    serving = serving.replace(requests=requests, dirty=serving.dirty | jnp.any(is_cancelled))
     return serving, jnp.where(is_valid, int(Status.OK), int(Status.BAD_REQUEST))
 
 
 def drain(serving: Serving) -> Serving:
-    """Empties the slots of requests that are over and have no row; read their `results` before."""
+    """Empties the slots of finished requests without a row. Read their `results` first."""
     requests = serving.requests
-    over = (requests.stage == Stage.DONE) | (requests.stage == Stage.CANCELLED)
-    of_rows = put(jnp.zeros_like(over), serving.row, True, serving.row >= 0)
-    over = over & ~of_rows
-    stage, generation = jnp.where(over, int(Stage.EMPTY), requests.stage), requests.generation + over.astype(jnp.int32)
+    is_over = (requests.stage == Stage.DONE) | (requests.stage == Stage.CANCELLED)
+    has_row = put(jnp.zeros_like(is_over), serving.row, True, serving.row >= 0)
+    is_over = is_over & ~has_row
+    stage = jnp.where(is_over, int(Stage.EMPTY), requests.stage)
+    generation = requests.generation + is_over.astype(jnp.int32)
     return serving.replace(requests=requests.replace(stage=stage, generation=generation))
 
 
 class _Flat(NamedTuple):
-    """Several lists on one axis, one after the other."""
+    """Several lists on a single axis, concatenated."""
 
     tokens: jax.Array  # i32[T]
-    lengths: jax.Array  # i32[R]; of the lists
-    start: jax.Array  # i32[R]; the index of each list's first entry
-    owner: jax.Array  # i32[T]; the list of each entry
-    offset: jax.Array  # i32[T]; its index in the list
-    is_valid: jax.Array  # bool[T]; whether it belongs to a list
+    lengths: jax.Array  # i32[R]; lengths of the lists
+    start: jax.Array  # i32[R]; index of each list's first entry
+    owner: jax.Array  # i32[T]; list of each entry
+    offset: jax.Array  # i32[T]; index of each entry in its list
+    is_valid: jax.Array  # bool[T]; whether the entry belongs to a list
 
     @classmethod
     def of(cls, tokens: jax.Array, lengths: jax.Array) -> _Flat:
@@ -170,111 +200,123 @@ class _Flat(NamedTuple):
         return cls(tokens, lengths, start, owner, index - pick(start, owner), owner < lengths.shape[0])
 
     def any(self, where: jax.Array) -> jax.Array:
-        """bool[R]; whether it holds for some entry of each list, where bool[T]."""
+        """bool[R]; whether some entry of each list has bool[T] `where`."""
         return is_among(self.start.shape[0], self.owner, where & self.is_valid)
 
 
 def _no_sample(flat: _Flat, namespace: jax.Array, parent: jax.Array) -> jax.Array:
-    """bool[R]; entries that say they are samples of another one, and have another prompt, or name no such entry."""
-    lead = jnp.maximum(parent, 0)
-    same = pick(flat.tokens, pick(flat.start, pick(lead, flat.owner)) + flat.offset) == flat.tokens
-    alike = (pick(flat.lengths, lead) == flat.lengths) & (pick(namespace, lead) == namespace) & ~flat.any(~same)
-    first = (pick(parent, lead) < 0) & (parent < np.arange(parent.shape[0], dtype=np.int32))
-    return (parent >= 0) & ~(alike & first)
+    """bool[R]; entries with a `sample_of` of a missing entry, or of an entry with another prompt."""
+    leader = jnp.maximum(parent, 0)
+    is_same = pick(flat.tokens, pick(flat.start, pick(leader, flat.owner)) + flat.offset) == flat.tokens
+    is_alike = (pick(flat.lengths, leader) == flat.lengths) & (pick(namespace, leader) == namespace)
+    is_alike = is_alike & ~flat.any(~is_same)
+    is_leader = (pick(parent, leader) < 0) & (parent < np.arange(parent.shape[0], dtype=np.int32))
+    return (parent >= 0) & ~(is_alike & is_leader)
 
 
 def _never_fits(
     state: CacheState, scheduler: Scheduler, prompt: jax.Array, max_tokens: jax.Array, samples: jax.Array
 ) -> jax.Array:
-    """bool[R]; requests that, with their samples bool[R, R], need more blocks than a group has besides those pinned."""
-    fits, most = jnp.ones(max_tokens.shape, jnp.bool_), most_blocks(state.spec, scheduler, max_tokens)
-    more = sample_blocks(state.spec, scheduler, max_tokens, prompt, samples)
-    for group, spec, own, of_samples in zip(state.groups, state.spec.groups, most, more, strict=True):
-        table, refcount = group.table.reshape(-1), group.blocks.refcount
-        of_rows = is_among(refcount.shape[0], table, table >= 0)
-        pinned = count((refcount > 0) & ~of_rows & group.on_device(group.ids))
-        # They may be its own: as many as its prompt has whole blocks, where it keeps what it shares.
+    """bool[R]; requests with samples bool[R, R] in need of more blocks than a group has besides pinned blocks."""
+    fits = jnp.ones(max_tokens.shape, jnp.bool_)
+    request_blocks = max_blocks(state.spec, scheduler, max_tokens)
+    added_blocks = sample_blocks(state.spec, scheduler, max_tokens, prompt, samples)
+    groups = zip(state.groups, state.spec.groups, request_blocks, added_blocks, strict=True)
+    for group, spec, num_blocks, num_added in groups:
+        table = group.table.reshape(-1)
+        refcount = group.blocks.refcount
+        is_in_row = is_among(refcount.shape[0], table, table >= 0)
+        pinned = count((refcount > 0) & ~is_in_row & group.on_device(group.ids))
+        # Pinned blocks may be its prefix: at most its whole blocks, if the group keeps shared blocks.
         shared = jnp.minimum(pinned, prompt // state.spec.block_size) if spec.kind is Kind.FULL else 0
-        fits = fits & (own + of_samples <= group.num_blocks - pinned + shared)
+        fits = fits & (num_blocks + num_added <= group.num_blocks - pinned + shared)
     return ~fits
 
 
 def _take_slots(
     requests: Requests, entries: tuple[jax.Array, ...], slots: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Statuses and slots of the entries, both i32[R]: these slots, or the first empty ones; one entry by another."""
-    number, empty = entries[0].shape[0], requests.stage == Stage.EMPTY
+    """Statuses and slots of the entries, both i32[R]: the given slots or the first empty slots, entry by entry."""
+    num_entries = entries[0].shape[0]
+    is_empty = requests.stage == Stage.EMPTY
     if slots is None:
-        free, _ = compact(jnp.where(empty, np.arange(requests.size, dtype=np.int32), -1))
+        free, _ = compact(jnp.where(is_empty, np.arange(requests.size, dtype=np.int32), -1))
     else:
-        free = integers("slots", slots, (number,))
-        free = jnp.where((free >= 0) & (free < requests.size) & pick(empty, free), free, -1)
+        free = integers("slots", slots, (num_entries,))
+        free = jnp.where((free >= 0) & (free < requests.size) & pick(is_empty, free), free, -1)
 
     def take(carry, entry):
         num_taken, statuses, taken = carry
-        parent, max_tokens, bad, full, large = pick(entries, entry)
+        parent, max_tokens, is_bad, is_too_long, is_too_large = pick(entries, entry)
         index = num_taken if slots is None else entry
         slot = jnp.where(index < free.shape[0], pick(free, index), -1)
         status = first_failure(
-            (bad, Status.BAD_REQUEST), (slot < 0, Status.HELD),
-            (full | (max_tokens > requests[slot].capacity), Status.ROW_FULL), (large, Status.NO_BLOCKS),
-        )  # fmt: skip
-        of_parent = jnp.where((parent >= 0) & ~bad, pick(statuses, parent), int(Status.OK))
-        status = jnp.where(of_parent == Status.OK, status, of_parent)
-        good = status == Status.OK
-        statuses, taken = put((statuses, taken), entry, (status, jnp.where(good, slot, -1)), jnp.bool_(True))
-        return (num_taken + good.astype(jnp.int32), statuses, taken), None
+            (is_bad, Status.BAD_REQUEST),
+            (slot < 0, Status.HELD),
+            (is_too_long | (max_tokens > requests[slot].capacity), Status.ROW_FULL),
+            (is_too_large, Status.NO_BLOCKS),
+        )
+        parent_status = jnp.where((parent >= 0) & ~is_bad, pick(statuses, parent), int(Status.OK))
+        status = jnp.where(parent_status == Status.OK, status, parent_status)
+        is_accepted = status == Status.OK
+        statuses, taken = put((statuses, taken), entry, (status, jnp.where(is_accepted, slot, -1)), jnp.bool_(True))
+        return (num_taken + is_accepted.astype(jnp.int32), statuses, taken), None
 
-    start = jnp.int32(0), jnp.full((number,), int(Status.OK), jnp.int32), jnp.full((number,), -1, jnp.int32)
-    (_, statuses, taken), _ = scan(take, varying(entries)(start), jnp.arange(number, dtype=jnp.int32))
+    start = jnp.int32(0), jnp.full((num_entries,), int(Status.OK), jnp.int32), jnp.full((num_entries,), -1, jnp.int32)
+    (_, statuses, taken), _ = scan(take, varying(entries)(start), jnp.arange(num_entries, dtype=jnp.int32))
     return statuses, taken
 
 
 def _write_prompts(
-    requests: Requests, slots: jax.Array, good: jax.Array, flat: _Flat, namespace: jax.Array, size: int
+    requests: Requests, slots: jax.Array, is_accepted: jax.Array, flat: _Flat, namespace: jax.Array, block_size: int
 ) -> Requests:
     """Stores prompts, and the keys of their whole blocks."""
     start = requests[slots].start
-    where = flat.is_valid & pick(good, flat.owner)
+    where = flat.is_valid & pick(is_accepted, flat.owner)
     text = put(requests.text, pick(start, flat.owner) + flat.offset, flat.tokens, where)
-    blocks = _Flat.of(jnp.zeros((max(flat.tokens.shape[0] // size, 1),), jnp.int32), flat.lengths // size)
-    at = pick(start, blocks.owner) // size + blocks.offset
-    none, contents = jnp.zeros((1, 2), jnp.uint32), Text(pick(text.reshape(-1, size), at), None)
-    words = prefix_keys(none, contents, size, blocks.offset, chain)
-    # Sums over all blocks of the batch; a prompt's begin after those of the prompts before it.
-    before = jnp.where((blocks.start > 0)[:, None], pick(words, blocks.start - 1), np.uint32(0))
-    keys = words + pick(root_key(namespace) - before, blocks.owner)
-    keys = put(requests.keys, at, keys, blocks.is_valid & pick(good, blocks.owner))
+    blocks = _Flat.of(jnp.zeros((max(flat.tokens.shape[0] // block_size, 1),), jnp.int32), flat.lengths // block_size)
+    columns = pick(start, blocks.owner) // block_size + blocks.offset
+    no_keys = jnp.zeros((1, 2), jnp.uint32)
+    contents = Text(pick(text.reshape(-1, block_size), columns), None)
+    words = prefix_keys(no_keys, contents, block_size, blocks.offset, chain)
+    # The words are sums over all blocks of the batch, so the sum of the prompts before is subtracted.
+    keys_before = jnp.where((blocks.start > 0)[:, None], pick(words, blocks.start - 1), np.uint32(0))
+    keys = words + pick(root_key(namespace) - keys_before, blocks.owner)
+    keys = put(requests.keys, columns, keys, blocks.is_valid & pick(is_accepted, blocks.owner))
     return requests.replace(text=text, keys=keys)
 
 
-def _stop_tokens(stop_tokens: ArrayLike | None, number: int, most: int) -> jax.Array:
-    """i32[R, K]; the stop tokens of each entry, padded with -1."""
+def _stop_tokens(stop_tokens: ArrayLike | None, num_entries: int, max_stop_tokens: int) -> jax.Array:
+    """i32[R, K]; stop tokens of each entry, padded with -1."""
     if stop_tokens is None:
-        return jnp.full((number, most), -1, jnp.int32)
+        return jnp.full((num_entries, max_stop_tokens), -1, jnp.int32)
     stop = integers("stop_tokens", stop_tokens)
-    stop = jnp.broadcast_to(stop, (number, *stop.shape)) if stop.ndim == 1 else stop
-    if stop.ndim != 2 or stop.shape[0] != number or stop.shape[1] > most:
+    stop = jnp.broadcast_to(stop, (num_entries, *stop.shape)) if stop.ndim == 1 else stop
+    if stop.ndim != 2 or stop.shape[0] != num_entries or stop.shape[1] > max_stop_tokens:
         raise ValueError(
-            f"stop_tokens: got shape {list(stop.shape)}, wanted at most {most} for each of {number} entries"
+            f"stop_tokens: got shape {list(stop.shape)}, wanted at most {max_stop_tokens} for each of "
+            f"{num_entries} entries"
         )
-    return jnp.pad(stop, ((0, 0), (0, most - stop.shape[1])), constant_values=-1)
+    return jnp.pad(stop, ((0, 0), (0, max_stop_tokens - stop.shape[1])), constant_values=-1)
 
 
-def _write_retention(requests: Requests, slots: jax.Array, good: jax.Array, new: Retention | None) -> Requests:
+def _write_retention(requests: Requests, slots: jax.Array, is_accepted: jax.Array, new: Retention | None) -> Requests:
     """Stores the retention of the entries, padded with empty ranges."""
-    stored, number = requests.retention, slots.shape[0]
+    stored = requests.retention
+    num_entries = slots.shape[0]
     if stored is None:
         if new is not None:
-            raise ValueError("retention: got one, wanted None (init_serving was asked for no ranges)")
+            raise ValueError("retention: got a Retention, wanted None (init_serving had no num_ranges)")
         return requests
     if new is None:
-        new = Retention(np.zeros((number, 0, 4), np.int32), np.tile(Retention.of().decode, (number, 1)))
-    ranges, decode = integers("retention.ranges", new.ranges), integers("retention.decode", new.decode)
-    most = stored.ranges.shape[1]
-    if ranges.shape[0] != number or ranges.shape[1] > most or decode.shape != (number, 2):
+        new = Retention(np.zeros((num_entries, 0, 4), np.int32), np.tile(Retention.of().decode, (num_entries, 1)))
+    ranges = integers("retention.ranges", new.ranges)
+    decode = integers("retention.decode", new.decode)
+    max_ranges = stored.ranges.shape[1]
+    if ranges.shape[0] != num_entries or ranges.shape[1] > max_ranges or decode.shape != (num_entries, 2):
         raise ValueError(
-            f"retention: got ranges {list(ranges.shape)}, wanted at most {most} for each of {number} entries"
+            f"retention: got ranges {list(ranges.shape)}, wanted at most {max_ranges} for each of {num_entries} entries"
         )
-    empty = jnp.broadcast_to(np.array([0, 0, UNSTATED, UNSTATED], np.int32), (number, most - ranges.shape[1], 4))
-    return requests.at(slots, good, retention=Retention(jnp.concatenate([ranges, empty], axis=1), decode))
+    num_empty = max_ranges - ranges.shape[1]
+    empty = jnp.broadcast_to(np.array([0, 0, UNSTATED, UNSTATED], np.int32), (num_entries, num_empty, 4))
+    return requests.at(slots, is_accepted, retention=Retention(jnp.concatenate([ranges, empty], axis=1), decode))

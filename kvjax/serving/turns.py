@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a driver: requests come and go by one call; a loop reports in arrays of its own."""
+"""The programs of a driver: a call submits and cancels requests, and a loop reports its results in separate arrays."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from kvjax.serving.submit import cancel, drain, submit
 class Job:
     """A sample of a request in a driver, with its output so far."""
 
-    number: int  # of the sample; no other one of the driver has it
+    number: int  # unique in the driver
     request: Request
     output: Output
-    max_tokens: int  # the tokens, with the prompt's, at which it ends: no more than fit into the cache
-    seed: int  # of its random stream
-    leader: Any = None  # the first sample of the request, which may be this one
-    namespace: int = 0  # of the request, or the one that was lent for its salt
-    slot: int = -1  # of the scheduler; -1 before it has one
-    generation: int = -1  # of the slot
-    since: int = 0  # the number of the first loop that has it
-    stage: int = Stage.WAITING  # as the last loop has left it
-    fits: bool = True  # whether its prompt fits, alone in the cache
-    found_tokens: int | None = None  # of its prompt, in the cache when that was scored; None: it was not
+    max_tokens: int  # tokens at which it ends, prompt included: at most as many as fit into the cache
+    seed: int  # selects its random stream
+    leader: Any = None  # first sample of the request, possibly this one
+    namespace: int = 0  # namespace of the request, or the number lent for its salt
+    slot: int = -1  # slot in the scheduler; -1 before it has a slot
+    generation: int = -1  # generation of the slot
+    first_loop: int = 0  # number of the first loop that has it
+    stage: int = Stage.WAITING  # after the last loop
+    fits: bool = True  # whether its prompt fits if it is alone in the cache
+    found_tokens: int | None = None  # cached prompt tokens when the prompt was scored; None without a score
 
     @property
     def tokens(self) -> np.ndarray:
@@ -50,23 +50,23 @@ class Job:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ends before it has as many tokens as were wanted, since no more fit."""
+        """Whether it ends before `max_new_tokens`, because no more tokens fit."""
         return self.max_tokens < len(self.tokens) + self.request.max_new_tokens
 
     @property
     def next_score(self) -> int:
-        """The position of the next prompt token to score; the prompt's end where none is wanted."""
+        """The position of the next prompt token to score, or the prompt's end if no tokens are to be scored."""
         first = self.request.prompt_logprobs_from
         return len(self.tokens) if first is None else first + len(self.output.prompt_logprobs)
 
     @property
     def num_unscored(self) -> int:
-        """The number of prompt tokens that are still to be scored."""
+        """The number of prompt tokens not scored yet."""
         return len(self.tokens) - self.next_score
 
     @property
-    def left(self) -> int:
-        """The most tokens that are still to be generated."""
+    def remaining(self) -> int:
+        """The maximum number of tokens still to generate."""
         return self.max_tokens - len(self.tokens) - len(self.output.tokens)
 
     @property
@@ -79,7 +79,7 @@ class Job:
         change(self.output)
 
     def end(self, finish: str) -> None:
-        """Ends it."""
+        """Ends it with this `finish`."""
         self.change(lambda output: setattr(output, "finish", finish))
 
 
@@ -87,29 +87,31 @@ class Job:
 class Slots:
     """The shapes of a driver's programs."""
 
-    max_tokens: Sequence[int]  # the tokens that each slot has space for
-    steps: int  # the most steps of a loop
-    num_columns: int  # N, the most tokens of a request in a loop
-    entries: int  # R, requests of one call
-    entry_tokens: int  # T, tokens of their prompts together
-    num_stop_tokens: int  # for this, and for all that follow, see `init_serving`
+    max_tokens: Sequence[int]  # maximum tokens of each slot
+    steps: int  # maximum steps of a loop
+    num_columns: int  # N, maximum tokens of a request in a loop
+    entries: int  # R, maximum requests of a call
+    entry_tokens: int  # T, maximum total of their prompt tokens
+    num_stop_tokens: int  # see `init_serving`, as for the attributes below
     width: int
     num_ranges: int | None = None
     greedy: bool = False
+    min_p: bool = False
     capacity: int | None = None
-    logits_state: Any = None  # of a request that brings none, without the axis W
-    has_log: bool = True  # whether loops note their events
+    logits_state: Any = None  # default of a request, without the axis W
+    has_log: bool = True  # whether loops record their events
 
     def arguments(self, jobs: Sequence[Job], rows: int) -> dict[str, Any]:
-        """The arguments of `submit` by their names: numpy arrays [R, ...], with empty prompts after the last request.
+        """The arguments of `submit` by name: numpy arrays [R, ...], padded with empty prompts.
 
         Samples of a prompt run at the same time, at most `rows` together.
         """
-        number, requests = self.entries, [job.request for job in jobs]
+        num_entries = self.entries
+        requests = [job.request for job in jobs]
 
         def column(values: Sequence[int], empty: int = 0, dtype: Any = np.int32) -> np.ndarray:
-            """An array [R] of a value for each request."""
-            return np.array([*values, *[empty] * (number - len(values))], dtype)
+            """An array [R] with a value for each request, padded with `empty`."""
+            return np.array([*values, *[empty] * (num_entries - len(values))], dtype)
 
         tokens = np.zeros((self.entry_tokens,), np.int32)
         prompts = np.concatenate([tokens[:0], *(job.tokens for job in jobs)])
@@ -124,28 +126,36 @@ class Slots:
             "priority": column([request.priority for request in requests]),
             "namespace": column([job.namespace for job in jobs]),
             "seed": column([job.seed for job in jobs], dtype=np.uint32),
-            "sampling": None if self.greedy else stacked([one.sampling for one in requests], Sampling(), number),
-            "stop_tokens": stacked([request.stop_tokens for request in requests], no_stop_token, number),
-            "retention": stacked([request.retention for request in requests], no_retention, number),
+            "sampling": None if self.greedy else self._samplings(requests),
+            "stop_tokens": stacked([request.stop_tokens for request in requests], no_stop_token, num_entries),
+            "retention": stacked([request.retention for request in requests], no_retention, num_entries),
             "sample_of": column(_first_samples(jobs, rows), -1),
-            "logits_state": stacked([request.logits_state for request in requests], self.logits_state, number),
+            "logits_state": stacked([request.logits_state for request in requests], self.logits_state, num_entries),
         }
 
+    def _samplings(self, requests: Sequence[Request]) -> Sampling:
+        """Stacks the samplings of requests into leaves [R]."""
+        if not self.min_p:
+            return stacked([request.sampling for request in requests], Sampling(), self.entries)
+        default = Sampling(min_p=0.0)
+        samplings = [default if request.sampling is None else request.sampling.with_min_p() for request in requests]
+        return stacked(samplings, default, self.entries)
+
     def ends(self, cancelled: Sequence[Job]) -> np.ndarray:
-        """i32[R, 2]; slots and generations of requests to cancel, -1 after the last one."""
+        """Slots and generations i32[R, 2] of requests to cancel, padded with -1."""
         ends = np.full((self.entries, 2), -1, np.int32)
         for entry, job in enumerate(cancelled):
             ends[entry] = job.slot, job.generation
         return ends
 
 
-def stacked(values: Sequence[Any], default: Any, number: int) -> Any:
-    """Trees of so many requests as one tree of numpy arrays [number, ...]; the default for None and after the last.
+def stacked(values: Sequence[Any], default: Any, num_entries: int) -> Any:
+    """Stacks trees into a tree of numpy arrays [num_entries, ...]; the default replaces None and pads.
 
-    A leaf may be the beginning of one like the default's, which then follows it.
+    A leaf may be shorter than the default's leaf, which then supplies the rest.
     """
     leaves, tree = jax.tree.flatten(default)
-    arrays = [np.tile(leaf, (number, *[1] * np.ndim(leaf))) for leaf in leaves]
+    arrays = [np.tile(leaf, (num_entries, *[1] * np.ndim(leaf))) for leaf in leaves]
     for entry, value in enumerate(values):
         if value is not None:
             for array, leaf in zip(arrays, jax.tree.leaves(value), strict=True):
@@ -154,56 +164,68 @@ def stacked(values: Sequence[Any], default: Any, number: int) -> Any:
 
 
 def _first_samples(jobs: Sequence[Job], rows: int) -> list[int]:
-    """For each request the entry of an earlier sample of its prompt that it runs together with; -1 if none."""
-    found, members = [], dict[int, list[int]]()
+    """The entry of an earlier sample of the same prompt, running together with each request, or -1."""
+    leaders = []
+    members = dict[int, list[int]]()
     for entry, job in enumerate(jobs):
-        earlier = members.setdefault(job.leader.number, [])
-        together = len(earlier) % rows  # samples that are more than the rows are several fork groups
-        found.append(earlier[-together] if together else -1)
-        earlier.append(entry)
-    return found
+        entries = members.setdefault(job.leader.number, [])
+        position = len(entries) % rows  # more samples than rows make several fork groups
+        leaders.append(entries[-position] if position else -1)
+        entries.append(entry)
+    return leaders
 
 
 def _apply(
     serving: Serving, arguments: dict[str, Any], ends: jax.Array, scheduler: Scheduler
 ) -> tuple[Serving, jax.Array]:
-    """Cancels and submits; also returns the status i32[R] of each submitted entry."""
+    """Cancels and submits requests. Also returns the status i32[R] of each submitted entry."""
     serving, _ = cancel(serving, ends[:, 0], ends[:, 1])
     serving, status, _, _ = submit(serving, scheduler=scheduler, **arguments)
     return serving, status
 
 
-_OF_REQUESTS = "stage", "finish", "generation", "cached", "preemptions", "num_tokens"
+_SCALARS = "steps", "onboard_slot", "refused"
+_REQUEST_FIELDS = "stage", "finish", "generation", "cached", "preemptions", "num_tokens"
 
 
-class Turn(Pytree):
-    """The result of a turn, in three arrays of its own: the next turn may take the requests before these are read."""
+class TurnArrays(Pytree):
+    """The result of a turn, in separate arrays: the next turn may take the requests before the host reads these.
 
-    numbers: jax.Array  # i32[3 + S]; steps of the model; `onboard_slot`, `refused` and `row` of `Serving`
-    requests: jax.Array  # i32[7, W]; `_OF_REQUESTS`; and the tokens of each before the turn
-    tokens: jax.Array  # i32[2 + 2 T, W, N]; new ones, as in `Chosen`
+    Each array is a transfer to the host, so there are only three.
+    """
+
+    scalars_and_rows: jax.Array  # i32[3 + S]; `_SCALARS`, then the slot of each row's request
+    requests: jax.Array  # i32[7, W]; `_REQUEST_FIELDS`, then the number of tokens of each before the turn
+    tokens: jax.Array  # i32[2 + 2 T, W, N]; new tokens, laid out like `SampledTokens`
 
     @classmethod
-    def of(cls, serving: Serving, steps: jax.Array, before: jax.Array, width: int) -> Turn:
-        """The turn that has led here from so many steps i32[] and from requests with `before` i32[W] tokens."""
+    def of(cls, serving: Serving, first_step: jax.Array, num_tokens_before: jax.Array, width: int) -> TurnArrays:
+        """The result of a turn from i32[] `first_step` on, with i32[W] `num_tokens_before` tokens."""
         requests: Requests = serving.requests
-        at = runs(requests.start + before, width)
-        tokens = chosen_bits(*pick((requests.text, requests.logprobs, requests.top), at))
-        numbers = jnp.stack([serving.steps - steps, serving.onboard_slot, serving.refused])
-        of_requests = jnp.stack([*(getattr(requests, name) for name in _OF_REQUESTS), before])
-        return cls(jnp.concatenate([numbers, serving.row]), of_requests, tokens)
+        new = runs(requests.start + num_tokens_before, width)
+        tokens = chosen_bits(*pick((requests.text, requests.logprobs, requests.top), new))
+        scalars = jnp.stack([serving.steps - first_step, serving.onboard_slot, serving.refused])
+        fields = jnp.stack([*(getattr(requests, name) for name in _REQUEST_FIELDS), num_tokens_before])
+        return cls(jnp.concatenate([scalars, serving.row]), fields, tokens)
 
     def read(self) -> TurnResult:
-        """The same on the host."""
-        numbers, requests, columns = jax.device_get((self.numbers, self.requests, self.tokens))
-        half = (len(columns) - 2) // 2
-        likeliest, logprobs = np.moveaxis(columns[2 : 2 + half], 0, -1), np.moveaxis(columns[2 + half :], 0, -1)
-        top = (likeliest, np.ascontiguousarray(logprobs).view(np.float32)) if half else None
-        steps, onboard_slot, refused = numbers[:3].tolist()
+        """Reads the arrays on the host."""
+        scalars_and_rows, requests, columns = jax.device_get((self.scalars_and_rows, self.requests, self.tokens))
+        scalars, rows = np.split(scalars_and_rows, [len(_SCALARS)])
+        tokens, logprobs = columns[:2]
+        top_tokens, top_logprobs = np.split(columns[2:], 2)
+        top = None
+        if len(top_tokens):
+            top_logprobs = np.ascontiguousarray(np.moveaxis(top_logprobs, 0, -1)).view(np.float32)
+            top = np.moveaxis(top_tokens, 0, -1), top_logprobs
         return TurnResult(
-            steps, onboard_slot, refused, row=numbers[3:], tokens=columns[0], logprobs=columns[1].view(np.float32),
-            top=top, **dict(zip((*_OF_REQUESTS, "before"), requests.tolist(), strict=True)),
-        )  # fmt: skip
+            **dict(zip(_SCALARS, scalars.tolist(), strict=True)),
+            **dict(zip((*_REQUEST_FIELDS, "num_tokens_before"), requests.tolist(), strict=True)),
+            row=rows,
+            tokens=tokens,
+            logprobs=logprobs.view(np.float32),
+            top=top,
+        )
 
 
 class TurnResult(NamedTuple):
@@ -213,13 +235,13 @@ class TurnResult(NamedTuple):
     onboard_slot: int
     refused: int
     row: np.ndarray  # i32[S]
-    stage: list[int]  # of W, as those below
+    stage: list[int]  # W entries, as in the lists below
     finish: list[int]
     generation: list[int]
     cached: list[int]
     preemptions: list[int]
     num_tokens: list[int]
-    before: list[int]
+    num_tokens_before: list[int]
     tokens: np.ndarray  # i32[W, N]
     logprobs: np.ndarray  # f32[W, N]
     top: tuple[np.ndarray, np.ndarray] | None  # i32[W, N, T] and f32[W, N, T]
@@ -237,25 +259,26 @@ def _turn(
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
-) -> tuple[Serving, Log, Turn]:
-    """Runs the loop for i32[] `steps`, or a step of the scheduler; empties the slots of requests that are over.
+) -> tuple[Serving, Log, TurnArrays]:
+    """Runs the loop for i32[] `steps`, or a step of the scheduler. Then empties the slots of finished requests.
 
-    Those that have a row then keep it, and their slots, until the next turn.
+    A request still in a row keeps the row and the slot until the next turn.
     """
     spec = serving.cache.state.spec
     log = init_log(log_size, spec.block_size, spec.extra_ids, spec.has_recurrent) if log_size else None
-    before = serving.steps, serving.requests.num_tokens
+    first_step = serving.steps
+    num_tokens_before = serving.requests.num_tokens
     options: dict[str, Any] = {"scheduler": scheduler, "logits_fn": logits_fn, "fixed_steps": fixed_steps, "now": now}
     if loop:
         serving, log = serve(model, serving, log, steps=steps, **options)
     else:
         serving, log, _ = serve_step(model, serving, log, **options)
-    return drain(serving), log, Turn.of(serving, *before, num_columns)
+    return drain(serving), log, TurnArrays.of(serving, first_step, num_tokens_before, num_columns)
 
 
 apply = OutermostJit(_apply, static_argnames="scheduler", donate_argnums=0)
 turn = OutermostJit(
     _turn,
-    static_argnames=("scheduler", "num_columns", "log_size", "loop", "logits_fn", "fixed_steps"),
+    static_argnames=("scheduler", "num_columns", "log_size", "loop", "fixed_steps"),
     donate_argnames="serving",
 )

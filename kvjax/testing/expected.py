@@ -334,7 +334,7 @@ def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict
         case "offload" | "onboard":
             return _cached_blocks(request, state, on_host=verb == "onboard")
         case "watermark":
-            return {"empty": np.int32(request["empty"]), "most": _MAX_BLOCKS, "group": request["group"]}
+            return {"empty": np.int32(request["empty"]), "max_blocks": _MAX_BLOCKS, "group": request["group"]}
         case "complete":
             if not expected.moves:
                 return None

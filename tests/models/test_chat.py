@@ -85,6 +85,13 @@ def test_texts_are_those_of_transformers(name):
         except ValueError as error:
             found = {"error": str(error).removeprefix("chat template: ")}
         assert found == wanted, conversation
+    for conversation, wanted in RENDERED["texts_with_tools"][name].items():
+        messages = RENDERED["conversations_with_tools"][conversation]
+        try:
+            found = {"text": template.render(messages, RENDERED["tools"])}
+        except ValueError as error:
+            found = {"error": str(error).removeprefix("chat template: ")}
+        assert found == wanted, conversation
 
 
 # Templates that would stop whoever renders them: each of them is an error, after which the next text is made.
@@ -123,11 +130,11 @@ def test_a_process_that_was_ended_is_started_anew_and_ends_with_its_template():
     template = Template("{{ messages[0].content }}", {})
     for _ in range(2):
         assert template.render(MESSAGES) == " hi"
-        template._process.send_signal(signal.SIGINT)  # Ctrl-C goes to it too
-    template._process.kill()
-    template._process.wait()
+        template._process.process.send_signal(signal.SIGINT)  # Ctrl-C goes to it too
+    template._process.process.kill()
+    template._process.process.wait()
     assert template.render(MESSAGES) == " hi"
-    process = template._process
+    process = template._process.process
     del template
     assert process.returncode == -signal.SIGKILL
 

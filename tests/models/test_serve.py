@@ -144,7 +144,7 @@ def refusal(client, **fields):
         ({"prompt": "a " * 1024}, (400, "prompt", "context_length_exceeded")),
         ({"prompt": "a" * 100_001}, (413, None, "body_too_large")),
         ({"max_tokens": 1024}, (400, "prompt", "context_length_exceeded")),
-        ({"extra_body": {"min_p": 0.5}}, (400, "min_p", None)),
+        ({"extra_body": {"min_p": 1.5}}, (400, "min_p", None)),
         ({"extra_body": {"stop_token_ids": [*range(9)]}}, (400, "stop_token_ids", None)),
         ({"extra_body": {"cache_salt": "kvjax-weights:1"}}, (400, "cache_salt", None)),
         ({"model": "other"}, (404, "model", "model_not_found")),

@@ -47,7 +47,7 @@ def assert_answer(response):
         for choice in body["choices"]:
             assert choice.keys() >= {"index", "logprobs", "finish_reason"}
             finishes[choice["index"]] = choice["finish_reason"]
-    assert [*range(len(finishes))] == sorted(finishes) and set(finishes.values()) <= {"stop", "length"}
+    assert [*range(len(finishes))] == sorted(finishes) and set(finishes.values()) <= {"stop", "length", "tool_calls"}
 
 
 def assert_sound(response):
@@ -80,7 +80,14 @@ TOKENS = st.lists(st.integers(0, 248) | st.integers(-2, 2**70), max_size=5)
 TEXT = st.sampled_from(["alice is in", "where is bob ?", "a", "", "\U0001f600 é"])
 PART = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]), "text": TEXT})
 ROLE = st.sampled_from(["user", "assistant", "system", "tool", "\ud800"])
-MESSAGE = st.fixed_dictionaries({"role": ROLE, "content": TEXT | st.lists(PART, max_size=2)})
+FUNCTION = st.fixed_dictionaries(
+    {"name": TEXT | st.just("f")}, optional={"arguments": TEXT | st.just("{}"), "parameters": VALUES, "strict": VALUES}
+)
+TOOL = st.fixed_dictionaries({"type": st.sampled_from(["function", "custom"]), "function": FUNCTION}) | VALUES
+MESSAGE = st.fixed_dictionaries(
+    {"role": ROLE, "content": TEXT | st.none() | st.lists(PART, max_size=2)},
+    optional={"tool_calls": st.lists(TOOL, max_size=2), "tool_call_id": TEXT, "reasoning_content": TEXT},
+)
 SMALL, BIG = st.integers(1, 8), st.integers(-(2**70), 2**70)
 FIELDS = {
     "model": st.sampled_from(["recall", "other", "\ud800"]),
@@ -111,11 +118,19 @@ FIELDS = {
     "frequency_penalty": st.sampled_from([0, 0.5, 3]),
     "presence_penalty": st.sampled_from([0, -0.5, 3]),
     "logit_bias": st.dictionaries(st.integers(0, 9).map(str), st.integers(-200, 200), max_size=2),
+    "tools": st.lists(TOOL, max_size=2),
+    "tool_choice": st.sampled_from(["none", "auto", "required"]) | TOOL,
+    "parallel_tool_calls": st.booleans(),
     "user": TEXT,
     # Of the fields that are not served a value that is taken, and others that are not; see `openai_api.REFUSED`.
     **{name: st.sampled_from([None, *allowed, "x", 3, {"a": 1}]) for name, allowed in openai_api.REFUSED.items()},
     **dict.fromkeys(openai_api.HARMLESS, VALUES),
     "add_special_tokens": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "tools", "role"]), VALUES, max_size=2),
+    "min_p": st.sampled_from([0, 0.1, 1, 1.5]),
+    "repetition_penalty": st.sampled_from([1, 0.01, 1.3, 0, 1e-9]),
 }
 LENGTHS = {"max_tokens", "max_completion_tokens"}  # without one of them an answer to a chat is long
 

@@ -113,7 +113,7 @@ def test_prompt_logprobs_have_the_form_of_vllm(server, client):
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens: got 0, wanted an integer from 1 to"),
-        ({"messages": [{"role": "user", "content": "alice"}], "echo": True}, "echo: got true, wanted none or false in"),
+        ({"messages": [{"role": "user", "content": "alice"}], "echo": True}, "echo: got true, wanted none or false:"),
         ({"prompt": [3] * 1024, "max_tokens": 1, "echo": True}, "prompt: got 1024 tokens and 1 of its answer"),
         ({"prompt": [3] * 1025, "max_tokens": 0, "echo": True}, "prompt: got 1025 tokens, wanted at most 1024"),
     ],

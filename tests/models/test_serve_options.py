@@ -41,9 +41,12 @@ def client_of(server):
 
 
 def codes():
-    """The Python of the page that its build does not run, since it needs servers: a client, and a router."""
-    client, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    return client.replace('"none"', f'"{KEY}"'), router.replace('"none"', f'"{KEY}"')
+    """The Python of the page that its build does not run, since it needs servers: two parts of a client, and a router.
+
+    `test_serve_tools.py` runs the agent between them.
+    """
+    first, second, _, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    return [code.replace('"none"', f'"{KEY}"') for code in (first, second, router)]
 
 
 @pytest.fixture
@@ -67,13 +70,15 @@ TURNS = {
     "What is the capital of France?": "alice is in paris . bob is in oslo . where is bob ?",
     "And of Italy?": "where is alice ?",
     "Which of the two is older?": "where is bob ?",
+    "The capital of France is": "where is alice ?",
 }  # {a question of the page: one that the bundled model can answer}
 
 
 @pytest.mark.long
 def test_the_client_of_the_page_gets_an_answer(started):
     server, *_ = started("--name", "smollm2")
-    code = codes()[0].replace("http://127.0.0.1:8000", server.url)
+    first, second, _ = codes()
+    code = f"{first}\n{second}".replace("http://127.0.0.1:8000", server.url)
     for of_page, question in TURNS.items():  # the bundled model has few words
         assert of_page in code
         code = code.replace(of_page, question)
@@ -84,12 +89,13 @@ def test_the_client_of_the_page_gets_an_answer(started):
     answers, counts = printed[::2], printed[1::2]
     assert [answer.strip() for (answer,) in answers] == ["oslo", "paris", "oslo"]
     assert counts[0][0] == 0 and all(0 < num_found < total for num_found, _, total, _ in counts[1:]), counts
+    assert names["answer"].choices[0].message.content.split()[0] == "paris"  # of the message that was to be continued
 
 
 @pytest.mark.long
 def test_the_router_of_the_page_sends_prompts_where_they_are_cached(started):
     found = [started("--share-prefixes", *PUBLISH) for _ in range(2)]
-    _, code = codes()
+    *_, code = codes()
     for number, (server, (publish, replay)) in enumerate(found, 1):
         code = code.replace(f"http://127.0.0.1:800{number}", server.url)
         code = code.replace(f"tcp://127.0.0.1:560{number}", publish).replace(f"tcp://127.0.0.1:561{number}", replay)
@@ -222,7 +228,7 @@ def test_the_page_has_every_limit_with_its_default():
         number, unit = re.fullmatch(r"(\d+) ?(KiB|MiB|s|)(?: .*)?", text).groups()
         assert parser.get_default(option[2:].replace("-", "_")) == int(number) * units[unit], option
     limits = {option for action in parser._actions for option in action.option_strings if option.startswith("--max-")}
-    assert found.keys() == limits - {"--max-length"} | {"--timeout", "--grace"}
+    assert found.keys() == limits - {"--max-length"} | {"--timeout", "--grace", "--schemas"}
     (headers, header_time, body_time, read_time), patience = [default for _, default, *_ in rows[:4]], Patience()
     assert headers == f"{HEADER_BYTES >> 10} KiB" and f"read {LEAST_READ >> 10} KiB" in rows[3][0]
     assert [header_time, body_time] == [f"{patience.header_seconds} s", f"{patience.body_seconds} s"]

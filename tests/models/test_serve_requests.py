@@ -17,15 +17,31 @@ from tokenizers.models import BPE
 
 import kvjax
 from kvjax.serving import Output
-from models import openai_api, serve, stores
+from models import openai_api, openai_responses, serve, stores
 from models.answers import Answer, Detokenizer, Piece, pieces
-from models.openai_api import ApiError, Limits, read_json, read_messages, read_prompts, read_wish
+from models.openai_api import ApiError, Limits, read_json, read_prompts, read_wish
+from models.openai_messages import read_messages
 from models.openai_replies import Form, Usage
 from models.recall import CHECKPOINT
+from models.serve_app import Api
+from models.serve_job import Served
 from models.tenants import Keys, keys_of, salt_of
 from tests.drive import PLAIN, ROOT, Driver
 
 BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
+ANSWERS = {False: openai_api.COMPLETIONS, True: openai_api.CHATS}
+ENDPOINTS = (
+    openai_api.COMPLETIONS,
+    openai_api.CHATS,
+    openai_api.RESPONSES,
+    openai_api.TOKENIZE,
+    openai_api.DETOKENIZE,
+)
+LISTS = {
+    endpoint: openai_responses.FIELDS if endpoint == openai_api.RESPONSES else openai_api.fields_of(endpoint)
+    for endpoint in ENDPOINTS
+}
+KINDS = "served", "ignored", "refused"  # of fields, as `fields_of` returns them
 LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
 
 
@@ -196,7 +212,7 @@ def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, s
 
     found = asyncio.run(read())
     (choice,) = form.whole([found], Usage())["choices"]
-    chunks = [form.chunk(0, piece)["choices"][0] for piece in found]
+    chunks = [event["choices"][0] for piece in found for event in form.chunks(0, piece)]
     shown = choice["message"]["content"] if is_chat else choice["text"]
     assert found and shown == "".join(piece.text for piece in found)
     for choices in ([choice], chunks):
@@ -264,11 +280,14 @@ def test_fields_become_arguments_of_the_engine():
         ({"logit_bias": {"a": 1}}, 'logit_bias: got {"a": 1}, ' + BIASES),
         ({"logit_bias": [3]}, "logit_bias: got [3], " + BIASES),
         ({"cache_salt": "kvjax-a"}, "cache_salt: got \"kvjax-a\", wanted a salt that does not begin with 'kvjax-'"),
-        ({"tools": [{}]}, "tools: got [{}], wanted none or []: nothing else is served"),
         ({"echo": 0}, "echo: got 0, wanted true or false"),
         ({"prompt_logprobs": 6}, "prompt_logprobs: got 6, wanted an integer from 0 to 5"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs: got 0, wanted none with stream"),
-        ({"min_p": False}, "min_p: got false, wanted none or 0: nothing else is served"),
+        ({"min_p": False}, "min_p: got false, wanted a number from 0 to 1"),
+        ({"min_p": 1.01}, "min_p: got 1.01, wanted a number from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty: got 0, wanted a number from 0.01 to 100"),
+        ({"repetition_penalty": "1"}, 'repetition_penalty: got "1", wanted a number from 0.01 to 100'),
+        ({"use_beam_search": 0}, "use_beam_search: got 0, wanted none or false: nothing else is served"),
         ({"web_search_options": {}}, "web_search_options: got {}, wanted none: nothing else is served"),
         ({"best_of": 2}, "best_of: got 2, wanted as many as n"),
         ({"best_of": True}, "best_of: got true, wanted an integer from -1073741824 to 1073741824"),
@@ -291,26 +310,33 @@ def test_wrong_fields_are_named(fields, message):
 
 # A value of each field that would change an answer.
 CHANGES = {
-    "add_generation_prompt": False, "add_special_tokens": None, "allowed_token_ids": [3], "audio": {"voice": "alloy"},
-    "bad_words": ["bob"], "chat_template": "{{ messages }}", "chat_template_kwargs": {"enable_thinking": False},
-    "continue_final_message": True, "documents": [{"text": "a"}], "early_stopping": True,
-    "function_call": {"name": "f"}, "functions": [{"name": "f"}], "guided_choice": ["a"], "guided_grammar": "root ::=",
-    "guided_json": {}, "guided_json_object": True, "guided_regex": "a+", "include_reasoning": False,
+    "allowed_token_ids": [3], "audio": {"voice": "alloy"}, "bad_words": ["bob"], "chat_template": "{{ messages }}",
+    "documents": [{"text": "a"}], "early_stopping": True,
+    "function_call": {"name": "f"}, "functions": [{"name": "f"}], "guided_decoding_backend": "outlines",
+    "guided_grammar": "root ::=", "guided_whitespace_pattern": " *", "include_reasoning": False,
     "include_stop_str_in_output": True, "kv_transfer_params": {"do_remote_decode": True}, "length_penalty": 2,
-    "logits_processors": ["f"], "logprob_token_ids": [1], "min_p": 0.5, "modalities": ["text", "audio"],
+    "logits_processors": ["f"], "logprob_token_ids": [1], "modalities": ["text", "audio"],
     "prompt_embeds": "x", "reasoning_effort": "high", "repetition_detection": {},
-    "repetition_penalty": 5.0, "response_format": {"type": "json_object"}, "return_token_ids": True,
+    "return_token_ids": True,
     "return_tokens_as_token_ids": True, "skip_special_tokens": False, "structural_tag": "x",
-    "structured_outputs": {"choice": ["a"]}, "suffix": "x", "thinking_token_budget": 9, "tool_choice": "required",
-    "tools": [{}], "truncate_prompt_tokens": 3, "use_beam_search": True, "verbosity": "low", "vllm_xargs": {"a": 1},
+    "suffix": "x", "thinking_token_budget": 9,
+    "truncate_prompt_tokens": 3, "use_beam_search": True, "verbosity": "low", "vllm_xargs": {"a": 1},
     "web_search_options": {},
+}  # fmt: skip
+# Such values of fields that the other endpoint serves.
+OF_THE_OTHER = {
+    False: {
+        "add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False},
+        "continue_final_message": True, "tool_choice": "required", "tools": [{}],
+    },
+    True: {"echo": True},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_fields_that_would_change_an_answer_are_refused_by_name(is_chat):
-    changes = {**CHANGES, "add_special_tokens": is_chat}
-    assert changes.keys() == {*openai_api.REFUSED, "add_special_tokens"}
+    changes = CHANGES | OF_THE_OTHER[is_chat]
+    assert changes.keys() == openai_api.fields_of(ANSWERS[is_chat])[2].keys()
     for name, value in changes.items():
         with pytest.raises(ApiError, match=f"^{name}: got .*, wanted none.*: nothing else is served") as caught:
             wish(is_chat=is_chat, **{name: value})
@@ -320,43 +346,87 @@ def test_fields_that_would_change_an_answer_are_refused_by_name(is_chat):
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_values_that_change_nothing_are_taken(is_chat):
     plain = wish(is_chat=is_chat, seed=1)
-    values = [(name, value) for name, allowed in openai_api.REFUSED.items() for value in (None, *allowed)]
-    values += [(name, value) for name in openai_api.HARMLESS for value in (None, "a", 1, {}, [True])]
-    values += [("add_special_tokens", not is_chat), ("min_p", 0.0), ("repetition_penalty", 1.0), ("best_of", 1)]
+    _, ignored, refused = openai_api.fields_of(ANSWERS[is_chat])
+    values = [(name, value) for name, allowed in refused.items() for value in (None, *allowed)]
+    values += [(name, value) for name in ignored for value in (None, "a", 1, {}, [True])]
+    values += [("min_p", 0.0), ("repetition_penalty", 1.0), ("best_of", 1), ("logit_bias", {})]
     for name, value in values:
         assert wish(is_chat=is_chat, seed=1, **{name: value}) == plain
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": None, "other": 1}
     assert wish(is_chat=is_chat, stream=True, stream_options=options).includes_usage
 
 
-def test_the_table_has_each_field_once_and_those_that_are_read():
-    read = set[str]()
+class Watched(openai_api.Fields):
+    """Fields that note their names when they are read."""
 
-    class Watched(openai_api.Fields):
-        def get(self, name, default=None):
-            read.add(name)
-            return super().get(name, default)
+    def __init__(self, fields):
+        super().__init__(fields)
+        self.read = set()
 
-    fields = Watched({"messages": [{"role": "user", "content": "a"}], "prompt": "a"})
-    for is_chat in (False, True):
-        read_wish(fields, LIMITS, is_chat=is_chat)
-    read_messages(fields)
-    read_prompts(fields, lambda text: [1], LIMITS)
-    assert read - {"add_special_tokens"} == (openai_api.SERVED - {"model"}) | openai_api.REFUSED.keys()
-    groups = (openai_api.SERVED, openai_api.HARMLESS, openai_api.REFUSED.keys())
-    assert sum(map(len, groups)) == len({*groups[0], *groups[1], *groups[2]})
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
 
 
-def test_the_page_has_the_fields_of_the_table():
-    page = (ROOT / "docs/howto/serving.md").read_text()
-    table, refused, harmless, _ = re.split(
-        r"The fields of `/v1/completions`|\n- refused with 400|\n- ignored,|\nA request is JSON", page
-    )[1:]
-    first_cells = [line.split("|")[1] for line in table.split("\n") if line.startswith("| `")]
+def fields_read(endpoint):
+    """The names of the fields that an endpoint reads, of a request that has none but its prompt or messages."""
+    found = {"model"}  # which decides whether the others are read
+    bodies = {
+        openai_api.COMPLETIONS: [{"prompt": "a"}], openai_api.CHATS: [{"messages": [{"role": "user", "content": "a"}]}],
+        openai_api.DETOKENIZE: [{"tokens": [1]}],
+        openai_api.RESPONSES: [{"input": "a"}],
+    }  # fmt: skip
+    bodies[openai_api.TOKENIZE] = [*bodies[openai_api.COMPLETIONS], *bodies[openai_api.CHATS]]
+    template = types.SimpleNamespace(render=lambda messages, tools, **_: "a")
+    tokenizer = types.SimpleNamespace(
+        encode_batch_fast=lambda texts, **_: [types.SimpleNamespace(ids=[1])], decode=lambda *_, **__: "a"
+    )
+    served: Any = Served("m", tokenizer, 9, template, [], LIMITS, {}, Keys(), 1, 1, 1, 1, shows_cached=True,
+                         before_end=None)  # fmt: skip
+    api = Api(types.SimpleNamespace(vocabulary=9), served, None)
+    reads = {
+        endpoint: functools.partial(api._read, endpoint=endpoint)
+        for endpoint in (openai_api.COMPLETIONS, openai_api.CHATS, openai_api.RESPONSES)
+    }
+    reads |= {openai_api.TOKENIZE: api._tokenized, openai_api.DETOKENIZE: api._detokenized}
+    for body in bodies[endpoint]:
+        watched = Watched(body)
+        api._fields = lambda _, fields=watched: fields
+        reads[endpoint](b"")
+        found |= watched.read
+    return found
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_each_field_is_in_one_list_and_read_if_it_is_served_or_refused(endpoint):
+    served, harmless, refused = LISTS[endpoint]
+    assert len(served) + len(harmless) + len(refused) == len({*served, *harmless, *refused})
+    assert fields_read(endpoint) == served | refused.keys()
+
+
+def table_of_fields():
+    """The table of all fields in Markdown, by the lists of the code."""
+    values = {name: allowed for *_, refused in LISTS.values() for name, allowed in refused.items()}
+    names = {name for groups in LISTS.values() for group in groups for name in group}
+    lines = ["| field | " + " | ".join(f"`{endpoint}`" for endpoint in ENDPOINTS) + " | harmless values |"]
+    lines.append("|---" * (len(ENDPOINTS) + 2) + "|")
+    for name in sorted(names):
+        kinds = [
+            next((kind for kind, group in zip(KINDS, groups, strict=True) if name in group), "")
+            for groups in LISTS.values()
+        ]
+        harmless = " ".join(f"`{json.dumps(value)}`" for value in values.get(name, ()))
+        lines.append(f"| {' | '.join([f'`{name}`', *kinds, harmless])} |")
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_table_of_fields():
+    page, table = (ROOT / "docs/howto/serving.md").read_text(), table_of_fields()
+    assert table in page, f"the table is to be:\n{table}"
+    own = page.split("The fields of `/v1/completions`")[1].split("| harmless values |")[0]
+    first_cells = [line.split("|")[1] for line in own.split("\n") if line.startswith("| `")]
     named = {name.split(".")[0] for cell in first_cells for name in re.findall(r"`([\w.]+)`", cell)}
     assert named - {"usage"} == openai_api.SERVED
-    assert {*re.findall(r"`(\w+)`", refused)} == {*openai_api.REFUSED, "add_special_tokens"}
-    assert {*re.findall(r"`(\w+)`", harmless)} == openai_api.HARMLESS
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])
@@ -421,14 +491,14 @@ def test_keys_are_taken_from_options_a_file_or_the_environment(tmp_path, monkeyp
 
 
 def test_an_engine_takes_all_stop_tokens_of_its_model(monkeypatch):
-    """generation_config.json may have many; the template may add the one that ends a turn."""
+    """generation_config.json may have many; the template may add those that end a turn and a call."""
     monkeypatch.setattr(serve, "_note", lambda _: None)
     monkeypatch.setattr(serve, "Engine", lambda *_, **options: options["num_stop_tokens"])
     parser = serve.make_parser()
     args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--max-length", "64", "--chunk", "64"])
-    for number, wanted in ((0, 8), (7, 8), (8, 9), (20, 21)):
+    for number, wanted in ((0, 8), (6, 8), (7, 9), (20, 22)):
         model = types.SimpleNamespace(config=types.SimpleNamespace(eos_token_ids=tuple(range(number))))
-        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None) == wanted
+        assert serve._engine(parser, args, model, None, None, kvjax.Namespaces(), None, "none") == wanted
 
 
 # A save at the end.

@@ -199,7 +199,7 @@ class Decoding:
 
     def activate(self, seqs: Any, left: Sequence[int]) -> None:
         active = jnp.isin(jnp.arange(S), jnp.asarray(seqs))
-        self.rows = self.rows.replace(active=active, left=jnp.asarray(left, jnp.int32))
+        self.rows = self.rows.replace(active=active, remaining=jnp.asarray(left, jnp.int32))
 
     # Decoding.
 
@@ -212,7 +212,7 @@ class Decoding:
     def call(self, loop: Callable[..., Any], now: int = 0, sampling: kvjax.Sampling | None = None) -> int:
         """Calls a loop once, and returns the most tokens that a row has chosen."""
         before, rows, spec = self.cache.state, self.rows, self.cache.state.spec
-        want = jnp.where(rows.active, jnp.minimum(rows.left, jnp.maximum(WIDTH - before.seqs.length, 1)), 0)
+        want = jnp.where(rows.active, jnp.minimum(rows.remaining, jnp.maximum(WIDTH - before.seqs.length, 1)), 0)
         self.counted.append(int(NUM_STEPS(before, jnp.minimum(want, SIZE), SIZE, jnp.int32(self.log_room))))
         log = self.log.replace(appended=self.log.num_free - self.log_room)
         self.cache, self.rows, log, decoded = loop(
@@ -260,7 +260,7 @@ class Decoding:
     def rows_left(self) -> dict[str, Any]:
         """The fields of each row when the loop has ended."""
         seqs, rows = self.cache.state.seqs, self.rows
-        fields = {"length": seqs.length, "committed": seqs.committed, "token": rows.token, "left": rows.left,
+        fields = {"length": seqs.length, "committed": seqs.committed, "token": rows.token, "left": rows.remaining,
                 "active": rows.active}  # fmt: skip
         return {name: np.asarray(x).tolist() for name, x in fields.items()} | {"out of blocks": self.out_of_blocks}
 

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import tempfile
 import warnings
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -26,21 +27,27 @@ from kvjax import Cache
 from kvjax.events import Listeners, Mirror
 from kvjax.policies import priority
 from kvjax.serving import (
+    Constraints,
     Engine,
     EngineError,
     GenerationInterrupted,
+    Penalties,
     QueueFull,
     Replicas,
     RunOptions,
     Scheduler,
+    chain,
+    penalize,
     replica,
     replicas,
 )
 from kvjax.serving.batch import Batch
+from kvjax.serving.constraints import NONE
 from kvjax.serving.driver import Driver
 from kvjax.serving.engine_thread import EngineThread
 from kvjax.stores import DiskStore
 from kvjax.tiered import joined
+from tests.constraint_kit import LIMITS, Grammar
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import (
     ROWS,
@@ -61,6 +68,8 @@ from tests.oracle.bytes_machine import (
 from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
+MOST_BIASES = 2  # of a request
+GRAMMARS, STOP = 3, 1  # grammars that requests may have, and the token that ends an answer
 VERBS = ("admit", "commit", "release", "pin", "unpin", "generate")
 AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
 SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
@@ -84,6 +93,8 @@ class Serves(Config):
       store: whether there is a `DiskStore`.
       limits: other arguments of an engine.
       replicas: whether it is `Replicas` that serve.
+      penalties: whether requests have penalties, biases and a min-p.
+      grammars: whether requests may have a grammar.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -92,6 +103,8 @@ class Serves(Config):
     store: bool = False
     limits: dict[str, Any] = dataclasses.field(default_factory=dict)
     replicas: bool = False
+    penalties: bool = False
+    grammars: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)
@@ -123,6 +136,13 @@ class Sent:
     is_cancelled: bool = False
 
 
+def under(grammar: Grammar, answer: Sequence[int], likeliest: int, token: int) -> tuple[float, int]:
+    """The log-probability of a token after an answer under a grammar, and the greedy one, by `Chain`."""
+    allowed = grammar.allowed(answer, VOCAB)
+    logits = np.where(allowed, (np.arange(VOCAB) == likeliest).astype(np.float64), -np.inf)
+    return float(logits[token] - np.log(np.sum(np.exp(logits)))), int(np.argmax(logits))
+
+
 class Served(Life):
     """A cache that verbs, batches and engines have one after the other.
 
@@ -132,6 +152,8 @@ class Served(Life):
       published: the index by the events that listeners have got.
       space_of: the namespace of each first token of a prompt, all that a model sees of a tenant.
       others: the rows of nobody's requests, while a batch runs.
+      grammars: those that a request may have, with the constraints that they are.
+      bound: the grammar of each request that has one.
     """
 
     config: Serves
@@ -149,6 +171,13 @@ class Served(Life):
         self.answers: dict[Any, list[int]] = {}  # by all that they depend on
         self.requests: list[Sent] = []
         self.space_of, self.others = [0] * VOCAB, dict[int, Row]()
+        self.grammars, self.constraints = list[Grammar](), None
+        self.bound = weakref.WeakKeyDictionary[kvjax.serving.Request, Grammar]()
+        if config.grammars:
+            self.constraints = Constraints.create(GRAMMARS, VOCAB, **LIMITS)
+            for number in range(GRAMMARS):
+                self.grammars.append(Grammar.random(number, VOCAB, (STOP,)))
+                self.constraints = self.constraints.put(number, self.grammars[number].constraint)
         super().__init__(config, faults)
         self.devices = self.cache.state.seqs.length.devices()
         if config.store:
@@ -178,7 +207,7 @@ class Served(Life):
         listener = Listeners(self.follow, *listeners)
         return RunOptions(
             scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
-            log_events=False, listener=listener, **options,
+            log_events=False, listener=listener, logits_fn=self.logits_fn, **options,
         )  # fmt: skip
 
     # The cache goes to a driver and comes back.
@@ -287,29 +316,73 @@ class Served(Life):
         fields = {name: ask[name] for name in names}
         if self.spec.retention:
             fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["stated"]]))
-        sampling = kvjax.Sampling(temperature=ask["temperature"]) if ask["temperature"] else None
+        min_p = ask["min_p"] if self.config.penalties else None
+        sampling = kvjax.Sampling(temperature=ask["temperature"], min_p=min_p) if ask["temperature"] else None
         if not namespace and ask["prompt"]:
             namespace = {"namespace": self.space_of[ask["prompt"][0] % VOCAB]}
-        return kvjax.serving.Request(sampling=sampling, **fields, **namespace)
+        number = ask.get("grammar") if self.config.grammars else None
+        if number is not None:
+            fields["stop_tokens"] = [STOP]
+        state = self.logits_state(ask["prompt"], number, **ask["penalties"])
+        request = kvjax.serving.Request(sampling=sampling, logits_state=state, **fields, **namespace)
+        if number is not None:
+            self.bound[request] = self.grammars[number]
+        return request
+
+    @property
+    def logits_fn(self) -> Any:
+        """The penalties and the grammars that requests may have, by a `chain` if they may have both."""
+        functions = [penalize] if self.config.penalties else []
+        if self.constraints is not None:
+            functions.append(self.constraints)
+        return chain(*functions) if len(functions) > 1 else functions[0] if functions else None
+
+    def logits_state(self, prompt: Sequence[int] = (), grammar: int | None = None, **penalties: Any) -> Any:
+        """The state of a request for `logits_fn`; its penalties are in the first place."""
+        states: list[Any] = []
+        if self.config.penalties:
+            penalties = {"repetition": 1.0, **penalties}
+            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, max_biases=MOST_BIASES))
+        if self.constraints is not None:
+            states.append(np.int32(NONE) if grammar is None else self.constraints.state(grammar))
+        return tuple(states) if len(states) > 1 else states[0] if states else None
 
     def check(self, request: Any, space: int, output: Any, sample: int) -> None:
         """Each token is one of the model's after the text before it, by its probability, and so is the end."""
         path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
-        wanted = self.answers.setdefault((space, path, request.sampling is None, request.seed + sample), [])
+        prompt = path
+        grammar = self.bound.get(request)
+        options = [leaf.tobytes() for leaf in jax.tree.leaves((request.sampling, request.logits_state))]
+        wanted = self.answers.setdefault((space, path, *options, request.seed + sample, grammar), [])
         same = min(len(wanted), len(new))
         assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
         wanted += new[same:]
         for token, logprob in zip(new, output.logprobs, strict=True):
-            score = score_of(path, space, token)
+            penalties = None
+            if self.config.penalties:
+                penalties = request.logits_state[0] if self.config.grammars else request.logits_state
+            logits = penalized(path, len(prompt), name_of(space, path) % VOCAB, penalties)
+            if grammar is not None:
+                logits = np.where(grammar.allowed(path[len(prompt) :], VOCAB), logits, -np.inf)
+            score = logits[token] - np.log(np.sum(np.exp(logits)))
             assert abs(logprob - score) < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
-            assert request.sampling is not None or token == name_of(space, path) % VOCAB, f"{request} has {new}"
+            if request.sampling is None:
+                assert token == np.argmax(logits), f"{request} has {new}"
+            elif request.has_min_p:
+                share = np.exp(logits[token] - max(logits))
+                assert share >= request.sampling.min_p - 1e-5, f"{request} has {new}"
             path += (token,)
+        if grammar is not None and new:
+            assert grammar.accepts(output), f"{request} has {output}"
+            self.tally[f"under a grammar {output.finish}"] += 1
+            self.tally["under a grammar preempted"] += output.preemptions
         self.check_scores(request, space, output)
         self.tally["generated"] += len(new)
         self.tally["preempted"] += output.preemptions
         self.tally["generate hit"] += output.cached_tokens > 0
         self.tally["from the store"] += output.stored_tokens > 0
         self.tally[f"finish {output.finish}"] += 1
+        self.tally["penalized after a preemption"] += self.config.penalties and output.preemptions > 0
         most = len(request.prompt) - (request.samples == 1)  # samples that fork have all of it
         assert 0 <= output.cached_tokens <= max(most, 0), f"{request} has {output}"
         assert not any(token in stop for token in new[:-1])
@@ -345,9 +418,11 @@ class Served(Life):
         self.away, self.published = Away(self.mirror), self.mirror
         options = self.run_options(self.away.listen, steps=self.config.limits.get("steps"))
         limits = {name: value for name, value in self.config.limits.items() if name != "steps"}
+        if self.config.penalties:
+            limits |= {"min_p": True, "logits_state": self.logits_state()}
         self.engine = Engine(self.model, cache, options, max_waiting=WAITING, **limits)
         self.standing = options.listeners._listeners[1][1]
-        self.engine._thread._most_lent = 2 if self.config.salts and not self.config.store else 64
+        self.engine._thread._max_lent = 2 if self.config.salts and not self.config.store else 64
         self.take(self.engine._thread.driver, {})
 
     def _turn(self, request: dict[str, Any]) -> None:
@@ -359,6 +434,7 @@ class Served(Life):
         if request["retry"]:
             self.standing.retry_at = 0.0
         self.give(thread.driver)
+        self._replace_grammar(request.get("grammar"))
         for ask in request["asks"]:
             self._submit(ask)
         for number, is_late in request["ends"]:
@@ -387,6 +463,18 @@ class Served(Life):
         if not self.standing.is_behind:
             assert self.away.mirror.index == self.published.index, "a listener has another index"
         self._verify_answers(thread)
+
+    def _replace_grammar(self, new: Any) -> None:
+        """Puts a new grammar in the place of one that no request has: [its number, a seed]."""
+        if self.constraints is None or new is None:
+            return
+        number, seed = new[0] % GRAMMARS, new[1]
+        if any(self.bound.get(one.request) is self.grammars[number] for one in self.requests):
+            return
+        self.grammars[number] = Grammar.random(seed, VOCAB, (STOP,))
+        self.constraints = self.constraints.put(number, self.grammars[number].constraint)
+        self.engine.replace_logits_fn(self.logits_fn)
+        self.tally["new grammar"] += 1
 
     def _await_reads(self, thread: EngineThread) -> None:
         """Waits for what is read from the store, so that a history does not depend on threads."""
@@ -463,6 +551,23 @@ class Served(Life):
         assert all(one.handle.done for one in self.requests)
         self.tally["closed in the middle"] += bool(self.requests)
         self.requests = []
+
+
+def penalized(path: Sequence[int], num_prompt: int, name: int, state: Penalties | None) -> np.ndarray:
+    """The logits [V] of `Chain` after a path, which has this name, with penalties in plain Python."""
+    logits = np.zeros(VOCAB)
+    logits[name] = 1.0
+    if state is None:
+        return logits
+    for token, value in zip(state.bias_tokens.tolist(), state.bias.tolist(), strict=True):
+        if token >= 0:
+            logits[token] += value
+    for token in set(path):
+        logits[token] *= state.repetition if logits[token] < 0 else 1 / state.repetition
+    answer = path[num_prompt:]
+    for token in set(answer):
+        logits[token] -= state.frequency * answer.count(token) + state.presence
+    return logits
 
 
 class Replicated:
@@ -555,7 +660,10 @@ class Asks(bytes_machine.Requests):
 
     def __init__(self, seed: int, config: Serves):
         super().__init__(seed, config)
-        self.of_scores = np.random.default_rng((seed, 2))  # apart, so that a seed's other requests stay as they are
+        # Apart, so that a seed's other requests stay as they are.
+        self.of_scores, self.of_penalties, self.of_grammars = (
+            np.random.default_rng((seed, number)) for number in (2, 3, 4)
+        )
 
     def ask(self) -> dict[str, Any]:
         prompt = self.text(self.number(1, 13))
@@ -565,13 +673,24 @@ class Asks(bytes_machine.Requests):
         scores = int(self.of_scores.integers(len(prompt) + 1)) if self.of_scores.random() < 0.1 else None
         if scores is not None and self.of_scores.random() < 0.3:
             answer = 0
+        grammar = int(self.of_grammars.integers(GRAMMARS)) if self.of_grammars.random() < 0.3 else None
         return {
-            "prompt": prompt, "max_new_tokens": answer, "prompt_logprobs_from": scores,
+            "grammar": grammar, "prompt": prompt, "max_new_tokens": answer, "prompt_logprobs_from": scores,
             "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
             "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
             "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),
-            "stated": self.rng.integers(0, 101, 3).tolist(),
+            "stated": self.rng.integers(0, 101, 3).tolist(), **self.penalties(),
         }  # fmt: skip
+
+    def penalties(self) -> dict[str, Any]:
+        """A min-p, and arguments of `Penalties.of`: multiples of 1/4, whose sums are the same in float32."""
+        random = self.of_penalties
+        frequency, presence = (random.integers(-2, 3, 2) / 4).tolist() if random.random() < 0.3 else (0.0, 0.0)
+        tokens = random.integers(0, VOCAB, int(random.integers(MOST_BIASES + 1))).tolist()
+        repetition = random.choice([0.5, 2.0, 4.0]).item() if random.random() < 0.5 else 1.0
+        bias = {token: float(random.integers(-3, 4)) / 2 for token in tokens}
+        penalties = {"frequency": frequency, "presence": presence, "bias": bias, "repetition": repetition}
+        return {"penalties": penalties, "min_p": random.choice([None, 0.125, 0.5, 1.0])}
 
     def breaks(self, chance: float) -> list[int] | None:
         """The number of a jitted call that fails, and whether before it began."""
@@ -599,14 +718,15 @@ class Asks(bytes_machine.Requests):
             "ends": [(self.number(100), self.chance(0.5)) for _ in range(self.number(3) if self.chance(0.2) else 0)],
             "away": self.chance(0.2), "retry": self.chance(0.5), "breaks": self.breaks(0.02), "poison": True,
             "fault": self.number(4) if life.has_host and self.chance(0.3) else None,
+            "grammar": self.of_grammars.integers(100, size=2).tolist() if self.of_grammars.random() < 0.1 else None,
         }  # fmt: skip
 
 
 FULL = (None, 0)
 CONFIGS = {
-    "plain": Serves(salts=True, scheduler=SHORT),
+    "plain": Serves(salts=True, scheduler=SHORT, penalties=True, grammars=True),
     "replicas": Serves(replicas=True),
-    "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}),
+    "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, grammars=True),
     "store": Serves(salts=True, store=True, limits={"steps": 8}),
     "host, store": Serves(host=6, store=True, scheduler=SHORT),
     "windows, int8": Serves(

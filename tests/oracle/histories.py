@@ -142,7 +142,7 @@ class Watch:
         return report
 
     def _verify_passes(self, report: Report, parents: dict[Request, Request | None]) -> None:
-        """Verifies that no request is passed over more often than patience allows."""
+        """Verifies that no request is passed over more often than max_deferrals allows."""
         assert not (report.preempted and report.admitted), "preempts and admits in one step"
         admitted = [self.scheduler.requests[slot] for slot, *_ in report.admitted]
         for number, first in enumerate(admitted, 1):
@@ -150,7 +150,7 @@ class Watch:
             waiting = {*self.waiting, *later, *(r for r, parent in parents.items() if parent in later)}
             self.passed.update(request for request in waiting if request.arrival < first.arrival)
         assert all(self.passed[request] == request.passed for request in self.waiting)
-        assert max(self.passed.values(), default=0) <= self.options.patience
+        assert max(self.passed.values(), default=0) <= self.options.max_deferrals
 
     def _verify_shape(self, report: Report, steps: int) -> None:
         """Verifies that the limits of the options hold, and that each decode row runs."""

@@ -114,7 +114,7 @@ class Options:
       k: the most decode steps of a block of steps.
       k_waiting: likewise while a request waits.
       watermark: blocks that "num_tokens" leaves, unless no row runs.
-      patience: the number of later requests that may be admitted before one.
+      max_deferrals: the number of later requests that may be admitted before one.
       max_skips: the most requests that one step passes over because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       coalesce: the number of rows that want chunks, or of blocks of steps that they waited, before a step is mixed.
@@ -131,7 +131,7 @@ class Options:
     k: int = 4
     k_waiting: int = 4
     watermark: int = 0
-    patience: int = 64
+    max_deferrals: int = 64
     max_skips: int = 4
     wait_for_prefix: bool = True
     coalesce: int = 1

@@ -246,7 +246,7 @@ class Scheduler:
         return self.changed and idle and somebody and bool(self._free_rows()) and not report.preempted
 
     def admit(self, report: Report) -> None:
-        """Admits waiting requests in their order. One that cannot be admitted is passed over, within its patience.
+        """Admits waiting requests in their order. One that cannot be admitted is passed over, within its max_deferrals.
 
         If no row runs and no request can be admitted, the first one is over: no block will ever become free for it.
         """
@@ -257,7 +257,7 @@ class Scheduler:
             else:
                 for other in self.requests:
                     other.passed += other.stage == Stage.WAITING and other.arrival < request.arrival
-            if any(request.passed >= options.patience for request in skipped):
+            if any(request.passed >= options.max_deferrals for request in skipped):
                 break
         self.changed = False
         if not any(self.rows) and (first := self._next([])):
@@ -376,7 +376,7 @@ class Scheduler:
         """
         options, prefilling = self.options, self.prefilling()
         left = options.chunk if options.budget is None else options.budget - len(self.rows)
-        late = [row for row in prefilling if self.passed[row] >= options.patience]
+        late = [row for row in prefilling if self.passed[row] >= options.max_deferrals]
         rows = sorted(late, key=lambda row: self._request(row).arrival)
         rows += sorted((row for row in prefilling if row not in late), key=self._rank_of_row)
         rows = rows[: 1 if options.canonical else options.chunk_rows]
@@ -503,7 +503,7 @@ class Scheduler:
 
     def _rank(self, request: Request) -> Any:
         """A request's key in the order. Those that were passed over too often come before the others."""
-        if request.passed >= self.options.patience:
+        if request.passed >= self.options.max_deferrals:
             return 0, 0, request.arrival
         return 1, self.options.order(request, self.cache), request.arrival
 

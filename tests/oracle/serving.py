@@ -51,11 +51,11 @@ LOG = 4_000
 MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), TWO)
 
 OPTIONS = {
-    "num_tokens": Options(reserve="num_tokens", chunk=6, chunk_rows=2, k_waiting=2, patience=3, max_skips=2),
-    "max_tokens": Options(chunk=6, chunk_rows=3, k=3, k_waiting=3, chunks="equal", patience=4, coalesce=2),
+    "num_tokens": Options(reserve="num_tokens", chunk=6, chunk_rows=2, k_waiting=2, max_deferrals=3, max_skips=2),
+    "max_tokens": Options(chunk=6, chunk_rows=3, k=3, k_waiting=3, chunks="equal", max_deferrals=4, coalesce=2),
     "batch": Options(reserve="batch", chunk=20, chunk_rows=4, k=1, max_skips=1, wait_for_prefix=False),
-    "tight": Options(reserve="num_tokens", chunk=3, chunk_rows=1, budget=6, k=4, watermark=1, patience=2),
-    "canonical": Options(canonical=True, chunk=2 * SIZE, k_waiting=2, patience=3, max_skips=2),
+    "tight": Options(reserve="num_tokens", chunk=3, chunk_rows=1, budget=6, k=4, watermark=1, max_deferrals=2),
+    "canonical": Options(canonical=True, chunk=2 * SIZE, k_waiting=2, max_deferrals=3, max_skips=2),
 }
 COUNTS = (COLUMNS, COLUMNS + 3, BLOCKS)  # blocks: enough for one row, some more, plenty
 SNAPSHOTS = COLUMNS + 3

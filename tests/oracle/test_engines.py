@@ -20,10 +20,18 @@ OF_ENGINES = (
 )  # fmt: skip
 OF_BATCHES = "turns of batches", "beside other rows", "closed stream", "broken batch"
 OF_MOVES = "failed in a turn", "failed in generate", "offloaded", "onboarded", "dropped by the host"
+OF_GRAMMARS = "under a grammar stop", "under a grammar length", "new grammar"
 OF_REPLICAS = "by replica 0", "by replica 1", "turns of batches", "lost replica", "failed", "generate hit", "scored"
 HAPPENS = {
-    "plain": (*OF_ENGINES, *OF_BATCHES, "lent anew"),
-    "host": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, "preempted"),
+    "plain": (
+        *OF_ENGINES,
+        *OF_BATCHES,
+        *OF_GRAMMARS,
+        "lent anew",
+        "penalized after a preemption",
+        "under a grammar preempted",
+    ),
+    "host": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, *OF_GRAMMARS, "preempted"),
     "store": (*OF_ENGINES, "from the store"),
     "host, store": (*OF_ENGINES, *OF_MOVES, "from the store"),
     "replicas": OF_REPLICAS,

@@ -292,13 +292,13 @@ def test_documents_that_many_ask_about_are_computed_once(chunk):
 
 
 @pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
-@pytest.mark.parametrize("patience", [1, 4])
+@pytest.mark.parametrize("max_deferrals", [1, 4])
 @pytest.mark.parametrize("why", ["priority", "size", "prefix"])
-def test_nobody_starves(reserve, patience, why):
+def test_nobody_starves(reserve, max_deferrals, why):
     """At every step requests come that are more important, or smaller, or need not wait for a prefix."""
-    options = Options(reserve, 1, 1, k=1, patience=patience, max_skips=2, watermark=1)
+    options = Options(reserve, 1, 1, k=1, max_deferrals=max_deferrals, max_skips=2, watermark=1)
     watched = watch(num_blocks=7 if why == "size" else 12, rows=4, slots=12, options=options)
-    victim, bound = None, 80 + 40 * patience
+    victim, bound = None, 80 + 40 * max_deferrals
     for number in range(bound):
         if number == 8:
             _, victim = watched.submit(Ask([*text(12), 90], 14, 2), Ask(text(16), 20))
@@ -311,13 +311,13 @@ def test_nobody_starves(reserve, patience, why):
             break
     assert victim and victim.finish == Finish.LENGTH
     if reserve != "batch":  # which admits nobody while a row runs
-        assert watched.passed[victim] == patience
+        assert watched.passed[victim] == max_deferrals
     watched.finish()
 
 
 def test_nobody_starves_in_a_row():
     """It never waited for a row. Then the prompts of more important requests take all chunks."""
-    watched = watch(rows=4, options=Options(chunk=1, k=1, patience=4))
+    watched = watch(rows=4, options=Options(chunk=1, k=1, max_deferrals=4))
     (victim,) = watched.submit(Ask(text(9), 12))
     for _ in range(80):
         watched.step()
@@ -329,7 +329,7 @@ def test_nobody_starves_in_a_row():
 
 def test_nobody_starves_by_being_preempted():
     """More important requests keep coming. Some run all the time, and fill the cache."""
-    options = Options("num_tokens", 4, k=1, patience=4, max_skips=2)
+    options = Options("num_tokens", 4, k=1, max_deferrals=4, max_skips=2)
     for blocks in (6, 7, 8, 9):
         watched = watch(blocks, rows=4, options=options)
         victim = None

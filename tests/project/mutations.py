@@ -346,12 +346,69 @@ MISTAKES = [
         "(sampling.top_k < size), sampling.top_k + 1, size) - 1",
         "tests/unit/serving/test_sampling.py",
     ),
+    # Grammars.
+    Mistake(
+        "ways that the tokens cannot complete are allowed",
+        "kvjax/grammar/tokens.py",
+        "if not single_bytes <= {0, *used.tolist()}:",
+        "if not used.tolist():",
+        "tests/unit/grammar/test_regex.py",
+    ),
+    Mistake(
+        "a number may be equal to a strict bound",
+        "kvjax/grammar/numerals.py",
+        "after = seq(_POINT, not_zero) if bound.strict else optional(_FRACTION)",
+        "after = optional(_FRACTION)",
+        "tests/unit/grammar/test_schema.py",
+    ),
+    Mistake(
+        "the first property may not be absent",
+        "kvjax/grammar/automaton.py",
+        "self.jumps[first].append(next_first)",
+        "pass",
+        "tests/unit/grammar/test_schema.py",
+    ),
+    Mistake(
+        "an additional property has the name of another one",
+        "kvjax/grammar/json_schema.py",
+        "name = minus(both(NAME, *allowed), declared)",
+        "name = both(NAME, *allowed)",
+        "tests/unit/grammar/test_schema.py",
+    ),
+    Mistake(
+        "an array may end before its least number of items",
+        "kvjax/grammar/json_schema.py",
+        "tail = tail if index < least else optional(tail)",
+        "tail = optional(tail)",
+        "tests/unit/grammar/test_schema.py",
+    ),
+    Mistake(
+        "half of a character may be followed by any byte",
+        "kvjax/grammar/expressions.py",
+        "yield seq(*(_byte_range(low, high) for low, high in zip(begin, end, strict=True)))",
+        "yield seq(*(_byte_range(min(low, 128), high) for low, high in zip(begin, end, strict=True)))",
+        "tests/unit/grammar/test_regex.py",
+    ),
     Mistake(
         "a penalty comes a token late",
         "kvjax/serving/penalties.py",
-        "jnp.maximum(steps - 1, 0)",
-        "steps",
+        "jnp.maximum(end - 1, 0)",
+        "end",
         "tests/unit/serving/test_penalties.py",
+    ),
+    Mistake(
+        "a repetition penalty counts the answer alone",
+        "kvjax/serving/penalties.py",
+        "token_index < num_prompt[:, None]) > 0",
+        "token_index < 0) > 0",
+        "tests/unit/serving/test_penalties.py",
+    ),
+    Mistake(
+        "a min-p is a share of all probability",
+        "kvjax/serving/sampling.py",
+        "jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
+        "jax.nn.logsumexp(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
+        "tests/unit/serving/test_sampling.py",
     ),
     # Wires and models.
     Mistake(
@@ -371,8 +428,8 @@ MISTAKES = [
     Mistake(
         "angles begin at 1",
         "models/rope.py",
-        "cos, sin = jnp.cos(angle), jnp.sin(angle)",
-        "cos, sin = jnp.cos(angle), jnp.sin(angle + 1e-3)",
+        "sin = jnp.sin(angle)",
+        "sin = jnp.sin(angle + 1e-3)",
         "tests/models/test_goldens.py",
     ),
     Mistake(

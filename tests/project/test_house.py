@@ -19,8 +19,8 @@ HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
     "_files", "_arrays", "_compile", "_pictures", "layers", "spec", "state", "checks", "events", "policies", "blocks",
-    "gpu", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "stores", "serving",
-    "testing", "tiers", "interop", "research", "__init__",
+    "gpu", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "stores", "grammar",
+    "serving", "testing", "tiers", "interop", "research", "__init__",
 )  # fmt: skip
 
 
@@ -109,7 +109,8 @@ def test_what_kvjax_exports_is_short_and_hides_no_module():
 
 def test_every_name_that_a_room_exports_exists():
     interop = ("interop", *(f"interop.{name}" for name in ("agent", "log", "metrics", "trtllm", "vllm")))
-    for name in ("debug", "events", *interop, "policies", "pools", "research", "serving", "stores", "testing", "tiers"):
+    rooms = "debug", "events", "grammar", "policies", "pools", "research", "serving", "stores", "testing", "tiers"
+    for name in (*rooms, *interop):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
         constants_first = sorted(room.__all__, key=lambda exported: (not exported.isupper(), exported))
         assert room.__all__ == constants_first or name == "testing"

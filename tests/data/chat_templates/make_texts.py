@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -29,12 +30,51 @@ CONVERSATIONS = {
     "roles": [USER, USER, {"role": "assistant", "content": "?"}],
     "tool": [USER, {"role": "assistant", "content": ""}, {"role": "tool", "content": "{}"}],
 }
+PARAMETERS = {"type": "object", "properties": {"stadt": {"type": "string", "enum": ["Oslo", "Åre"]}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "wetter", "description": "Das Wetter <heute>", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "zeit"}},
+]
+WEATHER = {"name": "wetter", "arguments": {"stadt": "Åre", "tage": [1, 2.5, None]}}
+TIME = {"name": "zeit", "arguments": {}}
+WITH_TOOLS = {
+    "question": [USER],
+    "call": [
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "Hm.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": WEATHER}],
+        },
+        {"role": "tool", "content": "kalt & 'klar'", "tool_call_id": "call_1", "name": "wetter"},
+    ],
+    "calls": [
+        USER,
+        {
+            "role": "assistant",
+            "content": "Moment.",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": WEATHER},
+                {"id": "call_2", "type": "function", "function": TIME},
+            ],
+        },
+        {"role": "tool", "content": "kalt", "tool_call_id": "call_1", "name": "wetter"},
+        {"role": "tool", "content": "12:00", "tool_call_id": "call_2", "name": "zeit"},
+        {"role": "assistant", "content": "Kalt, um 12."},
+        {"role": "user", "content": "Danke."},
+    ],
+}
 
 
-def rendered(template: str, messages: list[dict[str, str]]) -> dict[str, str]:
+def rendered(
+    template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> dict[str, str]:
     """The text, or the message of the template's error."""
+    options = {"chat_template": template, "add_generation_prompt": True, "tools": tools}
     try:
-        texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **TOKENS)
+        texts, _ = render_jinja_template([messages], **options, **TOKENS)
         return {"text": texts[0]}
     except TemplateError as error:
         return {"error": str(error)}
@@ -46,7 +86,18 @@ def main() -> None:
         path.name: {name: rendered(path.read_text("utf-8"), messages) for name, messages in CONVERSATIONS.items()}
         for path in sorted(HERE.glob("*.jinja"))
     }
-    found = {"tokens": TOKENS, "conversations": CONVERSATIONS, "texts": texts}
+    with_tools = {
+        path.name: {name: rendered(path.read_text("utf-8"), messages, TOOLS) for name, messages in WITH_TOOLS.items()}
+        for path in sorted(HERE.glob("*.jinja"))
+    }
+    found = {
+        "tokens": TOKENS,
+        "conversations": CONVERSATIONS,
+        "texts": texts,
+        "tools": TOOLS,
+        "conversations_with_tools": WITH_TOOLS,
+        "texts_with_tools": with_tools,
+    }
     (HERE / "texts.json").write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from kvjax.blocks import dedup
 from kvjax.events.records import COLUMNS
 from kvjax.gpu import choice
 from kvjax.gpu import dedup as gpu_dedup
-from kvjax.serving.decode import note
+from kvjax.serving.decode import append_events
 from tests import drive
 from tests.drive import EXTRA, PLAIN
 from tests.unit.gpu.histories import Both, History, interpreted
@@ -144,7 +144,7 @@ def test_logs_are_equal(extra_ids):
     for _ in range(4):
         both = [events_of(empty, rng, size, log) for size in (5, 1)]
         with choice.interpreted():
-            kernel = note(log, *both)
+            kernel = append_events(log, *both)
         log = kvjax.events.append(log, *both)
         chex.assert_trees_all_equal(kernel, log)
     assert int(log.num_free) == 0

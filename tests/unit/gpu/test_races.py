@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 import kvjax
 from kvjax.gpu.memory import run
-from kvjax.serving.decode import note
+from kvjax.serving.decode import append_events
 from tests.unit.gpu.races import barriers_of, kernels_of, races_of
 
 pytestmark = pytest.mark.long
@@ -37,7 +37,7 @@ def logged(state, counts, tokens):
     """The log after two transitions, without the kernels of these."""
     _, events = jax.eval_shape(lambda: kvjax.release(state, counts))
     events = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), events)
-    return note(kvjax.events.init_log(9, P, state.spec.extra_ids), *[events] * tokens.shape[1])
+    return append_events(kvjax.events.init_log(9, P, state.spec.extra_ids), *[events] * tokens.shape[1])
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -24,6 +24,7 @@ from kvjax.events import Listeners, listeners
 from kvjax.serving import Engine, EngineError, GenerationInterrupted, Output, Request, Scheduler, driver
 from kvjax.stores import DiskStore
 from tests.serving_kit import (
+    BASE,
     BLOCKS,
     DIM,
     HOST,
@@ -98,6 +99,7 @@ GREEDY = [ask(prompt) for prompt in PROMPTS]
 STOP = 27  # the second token after the second prompt
 SAMPLINGS = [Sampling(1.5), Sampling(0.8, top_k=3), Sampling(1.2, top_p=0.7), Sampling(1.0, min_tokens=NEW)]
 SAMPLED = [ask(prompt, sampling=sampling) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
+MIN_P = [one.replace(min_p=share) for one, share in zip(SAMPLINGS, [0.2, 0.05, 0.4, 0.0], strict=True)]
 SEEDS = [3, 2**32 - 1, np.int64(2**40 + 5), -7]
 
 
@@ -129,6 +131,15 @@ CASES = {
         changed(SAMPLED, seed=SEEDS, max_new_tokens=[12] * 4), "length", "generate rollout", 8,
         {"scheduler": Scheduler(chunk=8, reserve="num_tokens")},
     ),
+    "min-p": Case(changed(SAMPLED, sampling=MIN_P, seed=SEEDS), but="generate"),
+    "preempted rows, some with a min-p": Case(
+        changed(SAMPLED, sampling=[*MIN_P[:2], *SAMPLINGS[2:]], seed=SEEDS, max_new_tokens=[12] * 4), "length",
+        "generate rollout", 8, {"scheduler": Scheduler(chunk=8, reserve="num_tokens")},
+    ),
+    "samples with a min-p": Case(
+        [ask(PROMPTS[1], sampling=MIN_P[0], samples=3, seed=9), ask([7], sampling=MIN_P[0], seed=4)],
+        but="generate rollout",
+    ),
     "log-probabilities of the sampling": Case(
         changed(SAMPLED, seed=SEEDS), but="generate", options={"logprobs": "sampling"}
     ),
@@ -142,7 +153,7 @@ def mark_of_case(name: str, way: str) -> Any:
         "rollout",
     ):
         return pytest.mark.slow
-    return of_own_programs(way) if name == "preempted rows" else mark_of(way)
+    return of_own_programs(way) if name.startswith("preempted rows") or "min-p" in name else mark_of(way)
 
 
 def of_own_programs(way: str) -> Any:
@@ -167,7 +178,7 @@ def test_answers_are_those_without_a_cache(name, way):
     for turn in range(2):
         outputs = session.run(case.requests, **case.options)
         assert_alike(outputs, expected, has_top=way != "rollout")
-        if name == "preempted rows" and way != "Replicas":
+        if name.startswith("preempted rows") and way != "Replicas":
             assert any(output.preemptions for output in outputs)
         if turn and case.num_blocks == BLOCKS:
             assert all(output.cached_tokens >= output.prompt_tokens - 1 for output in outputs)
@@ -193,7 +204,7 @@ def test_prompts_are_scored_whatever_is_cached_and_requests_go_on(way):
 
 
 def test_samplings_and_seeds_make_a_difference():
-    for name in ("seeds", "samples", "samples of a key"):
+    for name in ("seeds", "min-p", "samples", "samples of a key"):
         tokens = [tuple(output.tokens) for output in wanted(CASES[name].requests)]
         assert len(set(tokens)) == len(tokens) and tokens[0] != tuple(wanted(GREEDY)[0].tokens)
 
@@ -246,6 +257,12 @@ def test_an_engine_says_so_at_once():
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             session.run([ask(**fields)])
     assert_alike(session.run(GREEDY), wanted(GREEDY))
+    message = "sampling.min_p: got one, wanted None (the engine was made without min_p=True)"
+    with (
+        Engine(MODEL, make_cache(), kvjax.serving.RunOptions(**BASE), num_ranges=1) as engine,
+        pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
+    ):  # fmt: skip
+        engine.submit(ask([1], sampling=MIN_P[3]))
 
 
 # Refusals: by the same text in all ways, before anything is donated.
@@ -314,7 +331,7 @@ def test_a_request_that_a_run_does_not_know_is_named_before_anything_runs(way):
     names = Namespaces()
     own, session = names("own"), WAYS[way]()
     prompt = "" if way == "Engine" else "prompt 4: "
-    with pytest.raises(ValueError, match=f"^{prompt}namespace: got 2, wanted one of 2 that names gave out; a saved"):
+    with pytest.raises(ValueError, match=f"^{prompt}namespace: got 2, wanted a number of the 2 that names gave"):
         session.run([*GREEDY, ask([1, 2], namespace=2)], names=names)
     assert way == "Engine" or not any(session.events)
     assert_alike(session.run(changed(GREEDY, namespace=[own] * 4), names=names), wanted(GREEDY))

@@ -188,7 +188,7 @@ def test_salts_come_and_go_and_nobody_finds_the_tokens_of_another(host, monkeypa
 
 
 def test_a_request_that_is_refused_makes_no_namespace(engine):
-    with pytest.raises(ValueError, match=r"^salt: got one of an engine without names, wanted None"):
+    with pytest.raises(ValueError, match=r"^salt: got a salt without names, wanted None"):
         engine.submit(ask([1]), salt="a")
     names = kvjax.Namespaces()
     with opened(names=names, max_waiting=3) as engine:
@@ -196,8 +196,8 @@ def test_a_request_that_is_refused_makes_no_namespace(engine):
         for fields, salt, message in (
             ({"prompt": []}, "new", "prompt: got"),
             ({"samples": 4}, "new", "samples: got 4, wanted at most 3"),
-            ({"namespace": own}, "new", "salt: got one beside namespace 1, wanted None"),
-            ({}, "kvjax-weights:1:1", "salt: got 'kvjax-weights:1:1', wanted one that does not begin"),
+            ({"namespace": own}, "new", "salt: got a salt together with namespace 1, wanted None"),
+            ({}, "kvjax-weights:1:1", "salt: got 'kvjax-weights:1:1', wanted a salt that does not begin"),
             ({}, 3, "salt: got 3, wanted a str or None"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -11,7 +11,17 @@ from kvjax.serving import Scheduler, make_requests
 from kvjax.serving.request import read_clock
 from tests.serving_kit import MODEL, make_cache
 
-INTS = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce", "watermark")
+INTS = (
+    "chunk",
+    "chunk_rows",
+    "k_waiting",
+    "max_deferrals",
+    "max_skips",
+    "min_onboard",
+    "min_swap",
+    "coalesce",
+    "watermark",
+)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +48,11 @@ def test_a_clock_may_have_any_ints():
             lambda: Scheduler(reserve="num_tokens", canonical=True),
             "reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'",
         ),
-        (lambda: make_requests([[1]], samples=[1, 2]), "samples: got 2, wanted one for each of 1 prompts"),
-        (lambda: make_requests([[1], [2]], retention=[None]), "retention: got 1, wanted one for each of 2 prompts"),
+        (lambda: make_requests([[1]], samples=[1, 2]), "samples: got 2, wanted a value for each of 1 prompts"),
+        (
+            lambda: make_requests([[1], [2]], retention=[None]),
+            "retention: got 1, wanted a value for each of 2 prompts",
+        ),
         (lambda: kvjax.run_batch(MODEL, make_cache(), [], progress=1), "progress: got 1, wanted a function or None"),
         (lambda: kvjax.run_batch(MODEL, make_cache(), [[1]]), "requests: got a list as number 0, wanted"),
     ],

@@ -22,7 +22,7 @@ GREEDY, MOST, SAMPLES, WIDTH = Sampling(), 4, 2, 13
 PROMPTS = np.array([*prompts_of(0), *prompts_of(1)], np.int32)
 LENGTHS = np.array([13, 9, 5, 13], np.int32)
 IS_PROMPT = np.arange(WIDTH)[None] < LENGTHS[:, None]
-BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs", "logits_fn", "hold")
+BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs", "logits_fn", "keep_rows")
 rollout = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES), static_argnames=BOTH)
 
 
@@ -131,7 +131,7 @@ def test_turns_go_on_from_rows_that_are_held():
 
     def turn(cache, text, rows):
         tokens, mask = np.array([drive.padded(text, 20)]), np.arange(20)[None] < len(text)
-        return run(cache, tokens, mask, continues=rows, hold=True, samples=1)
+        return run(cache, tokens, mask, resume_rows=rows, keep_rows=True, samples=1)
 
     first, cache, _ = turn(make_cache(14), prompt, np.full((1, 1), -1, np.int32))
     (row,) = np.asarray(first.rows).reshape(-1).tolist()
@@ -175,9 +175,9 @@ def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
     ("options", "message"),
     [
         ({"samples": ROWS + 1}, f"samples: got {ROWS + 1}, wanted at most the {ROWS} rows"),
-        ({"hold": True}, "samples: got 2 of each of 4 prompts with hold=True, wanted at most the 3 rows"),
-        ({"lengths": None}, "lengths: got none, wanted it or mask"),
-        ({"mask": np.ones((4, 13), bool)}, "lengths: got both it and mask"),
+        ({"keep_rows": True}, "samples: got 2 of each of 4 prompts with keep_rows=True, wanted at most the 3 rows"),
+        ({"lengths": None}, "lengths: got None without a mask, wanted lengths or a mask"),
+        ({"mask": np.ones((4, 13), bool)}, "lengths: got lengths together with a mask, wanted None"),
         ({"lengths": None, "mask": np.ones((4, 12), bool)}, r"mask: got bool\[4, 12\], wanted bool\[4, 13\]"),
         ({"lengths": LENGTHS[:3]}, "lengths: got"),
         ({"seeds": np.zeros((4, 3), np.uint32)}, r"seeds: got uint32\[4, 3\], wanted u32\[4, 2\]"),

@@ -70,7 +70,7 @@ def test_rows_are_swapped_out_instead_of_being_preempted(monkeypatch):
 def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
     """No code leaves a row in use today. The test drops a row's release."""
     monkeypatch.setattr(driver.Driver, "_move", occupy_a_row)
-    with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use, and no request has them") as caught:
+    with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use without a request") as caught:
         batched(make_cache(), [[1, 2]])
     assert not np.asarray(caught.value.cache.state.seqs.length).any()
 

@@ -161,6 +161,68 @@ def test_without_a_sampling_nothing_but_the_greedy_choice_is_traced():
     assert not {"cond", *COSTLY} & set(primitives(jaxpr))
 
 
+# Min-p.
+
+
+def warped(logits, temperature, top_k, top_p, min_p):
+    """The logits f32[V] that transformers' warpers leave of one row, in their order, in numpy; the others are -inf."""
+    scores = logits.astype(np.float64) / temperature
+    if 0 < top_k < V:
+        scores = np.where(scores < np.sort(scores)[-top_k], -np.inf, scores)
+    if top_p < 1:
+        order = np.argsort(scores, kind="stable")
+        weights = np.exp(scores[order] - scores.max())
+        is_dropped = np.cumsum(weights / weights.sum()) <= 1 - top_p
+        is_dropped[-1:] = False
+        scores[order[is_dropped]] = -np.inf
+    probs = np.exp(scores - scores.max())
+    return np.where(probs / probs.sum() < min_p * (probs / probs.sum()).max(), -np.inf, scores)
+
+
+MIN_P = [0.0, 0.05, 0.3, 0.9, 1.0, 0.011, 0.6, 0.07]
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_k": [0, 5, 9, 0, 3, 20, 0, 7]}, {"top_p": 0.9}, {"top_k": 12, "top_p": [0.7, 0.95] * 4}]
+)
+def test_min_p_leaves_the_tokens_that_transformers_leaves(limits):
+    logits = np.random.default_rng(4).normal(size=(R, V)).astype(np.float32) * 3  # without ties
+    sampling = Sampling([0.5, 1.0, 1.5, 2.0] * 2, min_p=MIN_P, **limits)
+    each = sampling.each_row(R)
+    of_rows = zip(logits, each.temperature, each.top_k, each.top_p, each.min_p, strict=True)
+    wanted = np.stack([warped(row, *(number.item() for number in numbers)) for row, *numbers in of_rows])
+    found = by_row(jnp.asarray(logits), sampling, SEEDS, POSITIONS)
+    scaled = jnp.asarray(logits) / each.temperature[:, None]
+    np.testing.assert_array_equal(np.isfinite(limited(scaled, sampling)), np.isfinite(wanted))
+    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(SEEDS, POSITIONS)
+    tokens = jax.vmap(jax.random.categorical)(keys, jnp.asarray(wanted, jnp.float32))
+    assert found.tokens.tolist() == tokens.tolist()
+    assert found.tokens[4] == np.argmax(logits[4])  # by a min-p of 1
+    log_probs = np.asarray(sample(jnp.asarray(logits), sampling, SEEDS, POSITIONS, logprobs="sampling").logprobs)
+    left = wanted - np.log(np.exp(wanted - wanted.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(log_probs, (left - wanted.max(axis=1, keepdims=True))[np.arange(R), tokens], atol=1e-4)
+
+
+def test_a_min_p_of_nothing_changes_no_token_and_greedy_rows_have_none():
+    sampling = in_rows([STATICS[number] for number in (1, 2, 5, 0, 6, 1, 2, 9)])
+    args = make_logits(), SEEDS, POSITIONS
+    found, plain = (by_row(args[0], one, *args[1:]) for one in (sampling.with_min_p(), sampling))
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    greedy = by_row(args[0], Sampling(0.0, min_p=0.7), *args[1:])
+    assert greedy.tokens.tolist() == jnp.argmax(args[0], axis=-1).tolist()
+
+
+def test_without_a_min_p_no_leaf_exists_and_alone_it_sorts_nothing():
+    one = Sampling(0.7, min_p=0.25)
+    assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(Sampling(0.7))) + 1
+    assert one.with_min_p() is one and Sampling(min_p=None).min_p is None
+    assert float(Sampling(0.7).with_min_p().min_p) == 0 and jax.tree.map(lambda leaf: leaf, one).min_p == one.min_p
+    jaxpr = jax.make_jaxpr(lambda logits: sample(logits, one, SEEDS, POSITIONS))(make_logits()).jaxpr
+    (cond,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
+    drawing, sorting = (set(primitives(branch.jaxpr)) for branch in cond.params["branches"][2:])
+    assert "sort" in sorting and not {"sort", "cumsum", "top_k"} & drawing
+
+
 # Stop tokens, and the likeliest tokens.
 
 
@@ -256,6 +318,7 @@ def test_traced_numbers_are_not_checked():
         "top_k": (-1, 2.0, [1, -2], "all", [1, None]),
         "top_p": (0.0, 1.5, float("nan"), np.array([0.5, 0.0])),
         "min_tokens": (-1, 0.5, np.array([1, -1])),
+        "min_p": (-0.1, 1.1, float("nan"), "a", [0.5, None]),
     }.items(),
 )
 def test_numbers_out_of_range_are_named(name, values):

@@ -85,7 +85,7 @@ def last_only(tokens, pools, view, /, *, last):
         ({"completions": np.zeros((B, 5, T), np.int32)}, "completions: got 5 for a prompt, wanted at most the 3 rows"),
         ({"completion_lengths": ENDS[:2]}, "completion_lengths: got"),
         ({"temperature": np.ones(2)}, r"temperature: got shape \[2\]"),
-        ({"lengths": None}, "lengths: got none, wanted it or mask"),
+        ({"lengths": None}, "lengths: got None without a mask, wanted lengths or a mask"),
         ({"chunk": 0}, "chunk: got 0"),
         ({"model": jax.tree_util.Partial(last_only)}, "model: got .* for last=None, wanted all logits"),
     ],

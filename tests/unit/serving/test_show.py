@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.serving import init_serving, show_requests, show_step
 from kvjax.serving.admit import Admitted
-from kvjax.serving.decode import Chosen
+from kvjax.serving.decode import SampledTokens
 from kvjax.serving.preempt import Retired
 from kvjax.serving.prefill import Chunks
 from kvjax.serving.requests import Finish, Stage
@@ -116,7 +116,7 @@ def served(n=1, mixed=False, released=(), preempted=(), admitted=(), chunks=(), 
     return Served(
         retired=Retired(np.isin(np.arange(4), released), np.array([*preempted, *[-1] * (4 - len(preempted))])),
         admitted=Admitted(*entered.T), n=jnp.int32(n), mixed=jnp.bool_(mixed), chunks=Chunks(*dealt.T),
-        chosen=Chosen(jnp.stack([jnp.asarray(tokens), jnp.zeros((4, 4), jnp.int32)])),
+        chosen=SampledTokens(jnp.stack([jnp.asarray(tokens), jnp.zeros((4, 4), jnp.int32)])),
     )  # fmt: skip
 
 

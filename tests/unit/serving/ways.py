@@ -144,7 +144,8 @@ class Engines(Session):
 
     def serve(self, requests, options):
         num_ranges = 1 if any(request.retention for request in requests) else None
-        engine = Engine(MODEL, self.caches[0], RunOptions(**options), num_ranges=num_ranges)
+        min_p = any(request.has_min_p for request in requests)
+        engine = Engine(MODEL, self.caches[0], RunOptions(**options), num_ranges=num_ranges, min_p=min_p)
         try:
             handles = [one for request in requests for one in engine.submit(request).samples]
             return [handle.result(60) for handle in handles]

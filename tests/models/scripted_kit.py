@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose model answers by a script: the real server and engine, a tokenizer of bytes, and any chat template."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+import tokenizers
+from flax import nnx
+
+import kvjax
+from models import session
+from models.chat import load_template
+from models.config import ModelConfig
+from tests.drive import DATA
+from tests.models.serve_kit import KEY, Running
+
+LENGTH = 4096  # positions of the script
+SPECIAL = (
+    "<s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|python_tag|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+TAGS = ("<tool_call>", "</tool_call>")  # as in Qwen's tokenizer, where they are tokens, but not special ones
+FAMILIES = {
+    "hermes": ("hermes_tools.jinja", "<|im_end|>"),
+    "llama3": ("llama_tools.jinja", "<|eot_id|>"),
+    "harmony": ("harmony_tools.jinja", "<|return|>"),
+}
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ARGUMENTS = '{"city": "Åre", "days": [1, 2]}'
+THOUGHT = "<|channel|>analysis<|message|>Weather first.<|end|><|start|>assistant"
+
+
+def call_in(family, name, arguments):
+    """A call as the family's template writes it."""
+    return {
+        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+        "llama3": f'{{"name": "{name}", "parameters": {arguments}}}',
+        "harmony": f" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>",
+    }[family]
+
+
+def text_in(family, text):
+    return f"<|channel|>final<|message|>{text}" if family == "harmony" else text
+
+
+@functools.cache
+def make_tokenizer():
+    """A tokenizer with a token for each byte, and the special tokens of all families."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_tokens(list(TAGS))
+    return tokenizer
+
+
+class Scripted(nnx.Module):
+    """A model that has the token after each position, and stores nothing in its cache; all servers share programs."""
+
+    def __init__(self):
+        fields = {"model_type": "llama", "vocab_size": make_tokenizer().get_vocab_size(), "hidden_size": 8}
+        fields |= {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "eos_token_id": None}
+        self.config = ModelConfig.from_hf({**fields, "max_position_embeddings": LENGTH})
+        self.next_token = nnx.Variable(jnp.zeros(LENGTH, jnp.int32))
+
+    def layer_specs(self):
+        return [kvjax.LayerSpec(1, 8)]
+
+    def play(self, start, tokens, end):
+        """Makes these the tokens from a position on, and after them the end."""
+        table = np.full(LENGTH, end, np.int32)
+        table[start - 1 : start - 1 + len(tokens)] = tokens
+        self.next_token[...] = jnp.asarray(table)
+
+    def __call__(self, tokens, pools, view, *, last):
+        positions = view.positions if last is None else view.positions[jnp.arange(tokens.shape[0]), last]
+        return 20 * jax.nn.one_hot(self.next_token[...][positions], self.config.vocab_size), pools
+
+
+class ScriptedServer:
+    """A server of one family of templates; `says` gives its next answers.
+
+    Attributes:
+      client: OpenAI's.
+      prompts: token ids of each request so far.
+      answers: token ids of each answer so far, without the one that ends it.
+    """
+
+    def __init__(self, folder, family, *options):
+        template, end = FAMILIES[family]
+        (folder / "chat_template.jinja").write_text((DATA / "chat_templates" / template).read_text("utf-8"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": end}))
+        self.tokenizer = make_tokenizer()
+        self.model, self._end = Scripted(), self.tokenizer.token_to_id(end)
+        self._call_end = [self.tokenizer.token_to_id("<|call|>")]
+        self.template = load_template(str(folder))
+        self.prompts, self.answers, self._texts = [], [], []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session, "load_model", self._load)
+            sizes = ("--max-length", str(LENGTH), "--blocks", "2048", "--name", "scripted")
+            self.running = Running(folder, *sizes, *options)
+        self._submit = self.running.engine.submit
+        self.running.engine.submit = self._submitting
+        self.client = openai.OpenAI(base_url=f"{self.running.url}/v1", api_key=KEY, max_retries=0)
+
+    def _load(self, parser, args, **_):
+        args.chunk = 128
+        return self.model, self.tokenizer
+
+    def _submitting(self, request, **options):
+        assert self.running.engine.drain(20)  # the script is the next answer's alone
+        answer = self.tokenizer.encode(self._texts.pop(0)).ids
+        self.prompts.append(request.prompt.tolist())
+        self.answers.append(answer[:-1] if answer[-1:] == self._call_end else answer)
+        self.model.play(len(request.prompt), answer, self._end)
+        return self._submit(request, **options)
+
+    def ask(self, messages, tools=None, **fields):
+        """OpenAI's client's answer, or its stream."""
+        fields |= {} if tools is None else {"tools": tools}
+        return self.client.chat.completions.create(model="scripted", messages=messages, **fields)
+
+    def says(self, *texts):
+        """Sets the texts of the next answers; the token that ends a turn comes after each, unless <|call|> ends it."""
+        self._texts = list(texts)
+
+    def prompt_of(self, messages, tools=None):
+        """The token ids of a conversation."""
+        return self.tokenizer.encode(self.template.render(messages, tools), add_special_tokens=False).ids
+
+    def close(self):
+        self.client.close()
+        self.running.close()
+
+
+def num_common(tokens, other):
+    """The number of tokens with which both begin."""
+    pairs = zip(tokens, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))
