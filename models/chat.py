@@ -93,7 +93,7 @@ class Template:
         return _before_end(text) if continue_final_message else text
 
     def _text_of(self, ask: Callable[[], dict[str, Any]]) -> str:
-        """The text that the process answers."""
+        """The process's answer."""
         try:
             answer = ask()
         except Stopped as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a process that makes the tables of grammars: lines of JSON come in, and a line goes out for each.
+"""The program of a process for the tables of grammars: lines of JSON come in, and a line goes out for each.
 
 A grammar is a client's, and its tables take Python's time, which the server's threads need. So they are made in a
 process with the system's limits: see `limited_process.py`. It imports nothing of this package, and of `kvjax` only the
@@ -26,7 +26,7 @@ def answers(grammar: Any, seconds: float) -> None:
 
     First comes {"tokens": latin-1 of each token's bytes, or null; "limits": arguments of the compilers}, then
     {"kind": name, "text": JSON of what `compile_NAME` takes} each. An answer has an error, or the arrays of a table,
-    i16 but for `may_end`. A line that takes more CPU time than `seconds` ends the process.
+    i16 but for `may_end`. More CPU time than `seconds` for a line ends the process.
     """
     vocabulary, limits = None, {}
     for line in sys.stdin:
@@ -52,11 +52,11 @@ def answers(grammar: Any, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that has started this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program around it
     most_bytes = int(sys.argv[2])
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    package = types.ModuleType("kvjax")  # without the modules that it would import: jax takes seconds and memory
+    package = types.ModuleType("kvjax")  # without its own imports: jax takes seconds and memory
     package.__path__ = [str(pathlib.Path(sys.argv[3]))]
     sys.modules["kvjax"] = package
     from kvjax import grammar

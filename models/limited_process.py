@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program in a process of its own, with the system's limits of time and memory: it works on what others have sent."""
+"""A program in a process of its own, with the system's limits of time and memory: for the work on data of others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Stopped(Exception):
 
 
 class LimitedProcess:
-    """A process of `program`, a file that imports nothing of this package, for requests one after the other.
+    """A process of `program`, a file without imports of this package, for requests one after the other.
 
     It gets its limits as arguments, `seconds` of CPU time for a request and `most_bytes` of memory, and then lines of
     JSON: `first`, when it starts, and the requests. It answers each by a line of JSON; an error is the field `error`.
     It starts anew if a request has ended it.
 
     Attributes:
-      process: that runs, or has ended; None before the start.
+      process: the latest; None before the start.
     """
 
     def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, most_bytes: int, first: dict[str, Any]):

@@ -23,7 +23,7 @@ COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completi
 RESPONSES = "/v1/responses"  # whose fields `openai_responses` has
 MOST_INT = 2**30
 MOST_STOP, MOST_STOP_CHARACTERS, MOST_SALT, MOST_BIASES = 4, 1024, 256, 300
-RETRY_SECONDS = 1  # that a client is to wait before it tries again
+RETRY_SECONDS = 1  # from a refusal to a client's next try
 OWN_SALTS = "kvjax-"  # the beginning of salts that no client may choose
 # The fields of generation_config.json that are defaults of requests.
 OF_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -109,7 +109,7 @@ def refuse(name: str, got: Any, wanted: str, param: str | None = None) -> ApiErr
 
 
 def busy(message: str) -> ApiError:
-    """The error of a request that is to come again, since too much is being done."""
+    """The error of a request for which there is no room yet."""
     headers = {"retry-after": str(RETRY_SECONDS)}
     return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
@@ -136,7 +136,7 @@ class Tools:
     definitions: list[dict[str, Any]]  # for the template
     choice: str  # "auto": the model decides on calls; "none": nothing is a call; "required": all is; "named": one call
     is_parallel: bool  # whether an answer may have several calls
-    named: str | None = None  # the tool that is to be called
+    named: str | None = None  # the tool to call
     strict: frozenset[str] = frozenset()  # names of tools with whose schemas the arguments of calls have to agree
 
     @property
@@ -158,7 +158,7 @@ class Grammar(NamedTuple):
     Attributes:
       kind: names the function `compile_KIND` of `kvjax.grammar`.
       text: its argument, as JSON.
-      param: the place in the request that has it.
+      param: its place in the request.
     """
 
     kind: Literal["schema", "regex", "choices", "structure"]
@@ -193,7 +193,7 @@ class Wish:
     includes_usage: bool  # whether the last event is the usage
     tools: Tools | None = None  # of a chat; see `openai_messages.read_tools`
     grammar: Grammar | None = None  # of the answer; None: any text
-    repeated: dict[str, Any] | None = None  # fields that a response has again; see `openai_responses.read_request`
+    repeated: dict[str, Any] | None = None  # by a response; see `openai_responses.read_request`
 
     def prompt_logprobs_from(self, length: int) -> int | None:
         """The first token, of a prompt of this length, whose log-probability is wanted; see `kvjax.serving.Request`."""

@@ -71,7 +71,7 @@ def _definition(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_choice(choice: Any, names: list[str]) -> str | None:
-    """The name of the tool that is to be called; None: any. Refuses a value that is not such a choice."""
+    """The name of the tool to call; None: any. Refuses other values."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):

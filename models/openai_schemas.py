@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms that requests of OpenAI's HTTP API, and of vLLM's, want for answers: schemas, patterns and choices."""
+"""The forms of answers in OpenAI's HTTP API and in vLLM's: schemas, patterns and choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .openai_api import ApiError, Fields, Grammar, Wish, check_text, is_list, re
 
 MOST_CHARACTERS = 1 << 17  # of a form, as JSON
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice")
-# Fields of `structured_outputs`: those that say a form, and the values of others that change no answer.
+# Fields of `structured_outputs`: the forms, and harmless values of the others.
 _FORMS = ("json", "regex", "choice", "json_object")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "backend": ("auto",),
@@ -26,7 +26,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def read_grammar(fields: Fields, format_name: str = FIELDS[0]) -> Grammar | None:
-    """The form that a request wants for its answers; None: any text. The client knows the first field by a name."""
+    """The form of a request's answers; None: any text. The client knows the first field by a name."""
     given = {name: fields.get(name) for name in FIELDS}
     given[format_name] = given.pop(FIELDS[0])
     found = {name: grammar for name, value in given.items() if (grammar := _read(name, value)) is not None}
@@ -37,7 +37,7 @@ def read_grammar(fields: Fields, format_name: str = FIELDS[0]) -> Grammar | None
 
 
 def check_wish(wish: Wish) -> None:
-    """Refuses a form for an answer that would not end where the form does."""
+    """Refuses a form for an answer with another end."""
     if wish.grammar is not None and wish.ignores_eos:
         raise refuse("ignore_eos", True, f"false with {wish.grammar.field}")
     if wish.grammar is not None and wish.sampling.min_tokens > 0:
@@ -62,7 +62,7 @@ def _read(name: str, value: Any) -> Grammar | None:
 
 
 def read_format(param: str, value: Any) -> Grammar | None:
-    """The form that an object of a type wants: text, json_object, or json_schema with a schema.
+    """The form of an object of a type: text, json_object, or json_schema with a schema.
 
     The name and the schema are fields of the field `json_schema`, or in the Responses API of the object itself.
     """
@@ -86,7 +86,7 @@ def read_format(param: str, value: Any) -> Grammar | None:
 
 
 def _structured(name: str, value: Any) -> Grammar | None:
-    """The form that vLLM's object wants."""
+    """The form in vLLM's object."""
     if not isinstance(value, dict):
         raise refuse(name, value, "an object")
     for field, harmless in _HARMLESS.items():
@@ -142,5 +142,5 @@ def _grammar(kind: Any, value: Any, name: str, place: str | None = None) -> Gram
 
 
 def _field(name: str) -> str:
-    """The field of the request that a place is in."""
+    """The request's field around a place."""
     return Grammar("schema", "", name).field

@@ -84,7 +84,7 @@ def make_parser() -> commands.Parser:
         ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
         ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
         ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
-        ("--schemas", 0, 8, "schemas, patterns and choices that answers have at a time; 0: none are served"),
+        ("--schemas", 0, 8, "schemas, patterns and choices of answers at a time; 0: none are served"),
         ("--grace", 0, 5, "seconds that open answers have when the server ends"),
     )
     for option, least, default, what in limits:

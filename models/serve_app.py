@@ -279,7 +279,7 @@ class Api:
             raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
 
     def _logits_state(self, wish: Wish, prompt: list[int], slot: Slot | None) -> Any:
-        """The state of the engine's `logits_fn`; None: that of a request without penalties and without a grammar."""
+        """The state of the engine's `logits_fn`; None: neither penalties nor a grammar."""
         if wish.penalties is None and slot is None:
             return None
         of_prompt = {"repetition": 1.0} if wish.penalties is None else {**wish.penalties, "prompt": prompt}

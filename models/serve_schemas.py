@@ -25,9 +25,9 @@ from .openai_api import ApiError, Grammar, busy
 
 MOST_STATES, MOST_CLASSES = 4096, 1024
 SECONDS = 10.0  # of CPU time for a grammar to compile
-MOST_BYTES = 2 << 30  # of memory of the process that compiles
-MOST_COMPILING = 32  # grammars that wait for it
-MOST_KEPT, MOST_KEPT_BYTES = 64, 256 << 20  # tables and errors that are kept, and the tables' bytes
+MOST_BYTES = 2 << 30  # of the compiler's memory
+MOST_COMPILING = 32  # grammars in the compiler's queue
+MOST_KEPT, MOST_KEPT_BYTES = 64, 256 << 20  # kept tables and errors, and the tables' bytes
 _LIMITS = {"max_states": MOST_STATES, "max_classes": MOST_CLASSES}
 _PROGRAM = pathlib.Path(__file__).with_name("grammar_process.py")
 
@@ -60,7 +60,7 @@ class Compiler:
                     raise busy(f"{wanted.param}: {MOST_COMPILING} schemas are being compiled, and more may not wait")
                 self._compiling[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, *key)
                 self._compiling[key].add_done_callback(lambda done: self._keep(key, done))
-            # The others that wait for it, and the next requests, want it if this one is cancelled.
+            # If this request is cancelled, others may still want the table.
             found = await asyncio.shield(self._compiling[key])
         else:
             found = self._kept[key]
@@ -116,7 +116,7 @@ class Slot:
     Attributes:
       number: among the constraints.
       key: its grammar, a kind and a text; None: none.
-      users: requests that have it.
+      users: requests in it.
     """
 
     number: int
@@ -223,16 +223,16 @@ def open_schemas(
       number: of slots.
       tokenizer: of the model, or None.
       size: V, the tokens of its logits.
-      marks: special tokens that have a text nevertheless, those of calls of tools.
+      marks: special tokens with a text nevertheless, around calls of tools.
       stop_tokens: end an answer.
-      timeout: seconds that a request waits for a slot.
+      timeout: seconds, the longest wait for a slot.
     """
     if not number:
         return "--schemas is 0"
     if tokenizer is None:
         return "the model has no tokenizer"
     if not 0 < len(stop_tokens) <= MOST_STOP_TOKENS:
-        return f"the model has {len(stop_tokens)} tokens that end an answer, and grammars need 1 to {MOST_STOP_TOKENS}"
+        return f"the model has {len(stop_tokens)} stop tokens, and grammars need 1 to {MOST_STOP_TOKENS}"
     try:
         tokens = [*Vocabulary.of(tokenizer, size).tokens]
     except ValueError as error:
@@ -242,6 +242,6 @@ def open_schemas(
         if token is not None:
             tokens[token] = mark.encode()
     schemas = Schemas(Compiler(Vocabulary(tokens)), Constraints.create(number, size, **_LIMITS), stop_tokens, timeout)
-    # Compiles the programs that put a grammar into a slot.
+    # Compiles the programs of `put`.
     schemas.put(0, TokenTable(np.full((1, 1), -1, np.int32), np.zeros((size,), np.int32), np.ones((1,), np.bool_)))
     return schemas

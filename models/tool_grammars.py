@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of answers that may call tools: calls in the model's own form, whose arguments satisfy schemas.
+"""Grammars of answers with calls of tools: calls in the model's own form, whose arguments satisfy schemas.
 
-So a call is read as any other one, and a conversation that goes on after it finds it in the cache.
+So the server reads a call as usual, and the next turn of a conversation finds it in the cache.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parse
 
     Args:
       wanted: of the answer's text; None: any.
-      tools: of the chat. Calls of a forced tool, and of a strict one, have arguments that satisfy its schema.
+      tools: of the chat. The arguments of forced and of strict tools satisfy their schemas.
       tool_format: in which calls are written.
 
     Raises:
-      ApiError: for a tool that cannot have a schema.
+      ApiError: for parameters that are no object.
     """
     has_calls = tools.names is not None and (tools.is_forced or tools.strict or wanted is not None)
     if tool_format is None or not (has_calls or (wanted is not None and tool_format.is_for_all)):
@@ -41,7 +41,7 @@ def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parse
 
 
 class _Form:
-    """The form of answers of one format, `excludes` are texts that its parser would take for marks."""
+    """The form of answers of one format, `excludes` are marks of its parser."""
 
     excludes: tuple[str, ...] = ()
 
@@ -49,7 +49,7 @@ class _Form:
         self._tools = tools
 
     def text(self, wanted: Grammar | None) -> Structure:
-        """An answer, or the part of it before calls, that is text."""
+        """Text, as a whole answer or before calls."""
         if wanted is None:
             return {"type": "any_text", "excludes": [*self.excludes]}
         value, name = json.loads(wanted.text), {"name": wanted.param, "excludes": [*self.excludes]}
@@ -61,14 +61,14 @@ class _Form:
         return _either([_const(choice) for choice in value])
 
     def calls(self) -> Structure:
-        """All that an answer has of calls."""
+        """The calls of an answer."""
         return self._call()
 
     def _call(self) -> Structure:
         raise NotImplementedError
 
     def _arguments(self) -> list[tuple[list[str], Structure]]:
-        """The schemas of arguments, each with the names of the tools that have it."""
+        """The schemas of arguments, each with the names of its tools."""
         schemas, free = list[tuple[list[str], Structure]](), list[str]()
         for number, tool in enumerate(self._tools.definitions):
             name, place = tool["function"]["name"], f"tools[{number}].function.parameters"

@@ -76,7 +76,7 @@ WRONG = [
     ({"structured_outputs": {"grammar": "a"}}, 'structured_outputs.grammar: got "a", wanted none: nothing else'),
     ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "disable_any_whitespace: got true"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice: got [1], wanted a list of texts"),
-    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "wanted none with guided_regex"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "wanted none with response_format"),
 ]
 
 

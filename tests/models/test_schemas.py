@@ -251,8 +251,8 @@ def test_a_server_has_no_schemas_without_what_they_need():
     )()
     assert open_schemas(0, make_tokenizer(), 300, (), [1], 9.0) == "--schemas is 0"
     assert open_schemas(2, None, 300, (), [1], 9.0) == "the model has no tokenizer"
-    assert "tokens that end an answer" in open_schemas(2, make_tokenizer(), 300, (), [], 9.0)
-    assert "17 tokens" in open_schemas(2, make_tokenizer(), 300, (), [*range(17)], 9.0)
+    assert "stop tokens" in open_schemas(2, make_tokenizer(), 300, (), [], 9.0)
+    assert "17 stop tokens" in open_schemas(2, make_tokenizer(), 300, (), [*range(17)], 9.0)
     assert "byte-level BPE" in open_schemas(2, words, 300, (), [1], 9.0)
     assert "wanted at least" in open_schemas(2, make_tokenizer(), 10, (), [1], 9.0)
 

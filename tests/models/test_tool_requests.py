@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.chat import Template
-from models.openai_api import ApiError, Fields, Limits
+from models.openai_api import CHATS, ApiError, Fields, Limits
 from models.openai_messages import read_messages, read_rendering, read_tools
 from models.serve_app import Api
 from models.serve_job import Served
@@ -97,7 +97,7 @@ def test_a_chat_with_tools_has_the_defaults_of_its_checkpoint():
                          shows_cached=True, before_end=None, tool_format=FORMATS["hermes"])  # fmt: skip
     api: Any = Api(types.SimpleNamespace(), served, None)
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "temperature": 0.75}
-    wish, prompts = api._read(json.dumps(body).encode(), is_chat=True)
+    wish, prompts = api._read(json.dumps(body).encode(), endpoint=CHATS)
     assert prompts == [["f hi"]] and wish.tools.names == {"f"}
     assert (wish.sampling.temperature, wish.sampling.min_p, wish.usual_tokens) == (0.75, 0.5, 7)
     assert wish.penalties["repetition"] == 2.0
