@@ -14,7 +14,7 @@ import numpy as np
 from kvjax._compile import own_transfers
 from kvjax.cache import AnyCache
 from kvjax.model import Model
-from kvjax.serving.constraints import check_request, initial_state
+from kvjax.serving.constraints import check_request
 from kvjax.serving.driver import Driver, Limits, check_run
 from kvjax.serving.prompt_scores import Step, check_all_logits
 from kvjax.serving.request import Request, RunOptions, check_state, errors_of

@@ -410,6 +410,20 @@ MISTAKES = [
         "jax.nn.logsumexp(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
         "tests/unit/serving/test_sampling.py",
     ),
+    Mistake(
+        "the last token of a prompt is one of the answer's",
+        "kvjax/serving/constraints.py",
+        "current = jnp.where(is_first, current, jnp.maximum(after, _END))",
+        "current = jnp.maximum(after, _END)",
+        "tests/unit/serving/test_constraints.py",
+    ),
+    Mistake(
+        "a stop token may come before a text is complete",
+        "kvjax/serving/constraints.py",
+        "inner[table.may_end, _STOP_CLASS] = _END",
+        "inner[:, _STOP_CLASS] = _END",
+        "tests/unit/serving/test_constraints.py",
+    ),
     # Wires and models.
     Mistake(
         "a snapshot's messages are not counted",
