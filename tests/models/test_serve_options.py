@@ -43,9 +43,9 @@ def client_of(server):
 def codes():
     """The Python of the page that its build does not run, since it needs servers: two parts of a client, and a router.
 
-    `test_serve_tools.py` runs the agent between them.
+    `test_serve_tools.py`, `test_serve_schemas.py` and `test_serve_responses.py` run the code between them.
     """
-    first, second, _, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    first, second, *_, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     return [code.replace('"none"', f'"{KEY}"') for code in (first, second, router)]
 
 
