@@ -65,8 +65,8 @@ class Batch[C: AnyCache]:
             raise ValueError("cache: got no free row, wanted at least 1")
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        have_states = all(request.logits_state is not None for request in requests)
-        state = requests[0].logits_state if requests and have_states else initial_state(options.logits_fn)
+        stateless_requests = [request for request in requests if request.logits_state is None]
+        state = options.state_of((stateless_requests or requests)[0]) if requests else None
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(state), own_rows)
         self.state = self.driver.state
         self._is_submitted = False
