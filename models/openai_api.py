@@ -172,11 +172,11 @@ class Grammar(NamedTuple):
 
 
 @dataclasses.dataclass
-class Wish:
+class GenerationParams:
     """Everything of a request but its prompt."""
 
     max_tokens: int | None  # None: as many as fit
-    usual_tokens: int | None  # the most where `max_tokens` is None; None: no limit
+    default_max_tokens: int | None  # the most where `max_tokens` is None; None: no limit
     sampling: kvjax.Sampling
     penalties: dict[str, Any] | None  # arguments of `Penalties.of` but its prompt; None: the request has none
     seed: int  # a random one if the request has none
@@ -189,11 +189,11 @@ class Wish:
     prompt_logprobs: int | None  # as `logprobs`, of the prompt
     priority: int  # an engine's: higher first
     salt: str | None  # of the namespace; None: the namespace of all who have none
-    streams: bool  # whether it is answered by events
+    is_streaming: bool  # whether it is answered by events
     includes_usage: bool  # whether the last event is the usage
     tools: Tools | None = None  # of a chat; see `openai_messages.read_tools`
     grammar: Grammar | None = None  # of the answer; None: any text
-    repeated: dict[str, Any] | None = None  # by a response; see `openai_responses.read_request`
+    response_fields: dict[str, Any] | None = None  # by a response; see `openai_responses.read_request`
 
     def prompt_logprobs_from(self, length: int) -> int | None:
         """The first token, of a prompt of this length, whose log-probability is wanted; see `kvjax.serving.Request`."""
@@ -254,26 +254,26 @@ def read_json(body: bytes | bytearray) -> Fields:
     return Fields(fields)
 
 
-def read_wish(
+def read_params(
     fields: Fields, limits: Limits, *, is_chat: bool, defaults: Mapping[str, Any] = NO_DEFAULTS
-) -> Wish:  # fmt: skip
+) -> GenerationParams:  # fmt: skip
     """Everything of a request but its prompt; refuses what is not served. `defaults` are of `read_defaults`."""
     check_refused(fields, fields_of(CHATS if is_chat else COMPLETIONS)[2])
     echoes, prompt_logprobs = fields.flag("echo") and not is_chat, _prompt_logprobs(fields, limits)
     least = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens is no use by itself
-    usual_tokens = defaults.get("max_new_tokens")
-    max_tokens = fields.integer("max_tokens", None if is_chat or usual_tokens else 16, least)
+    default_max_tokens = defaults.get("max_new_tokens")
+    max_tokens = fields.integer("max_tokens", None if is_chat or default_max_tokens else 16, least)
     max_tokens = fields.integer("max_completion_tokens", max_tokens, least)
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
-    return Wish(
-        max_tokens=max_tokens, usual_tokens=usual_tokens, sampling=_sampling(fields, defaults),
+    return GenerationParams(
+        max_tokens=max_tokens, default_max_tokens=default_max_tokens, sampling=_sampling(fields, defaults),
         penalties=_penalties(fields, defaults), seed=secrets.randbits(31) if seed is None else seed % 2**32,
         n=_samples(fields, limits), stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
         stop_tokens=fields.checked("stop_token_ids", [], "a list of token ids", _are_tokens),
         ignores_eos=fields.flag("ignore_eos"),
         logprobs=_logprobs(fields, limits, is_chat=is_chat), echoes=echoes, prompt_logprobs=prompt_logprobs,
         priority=-fields.integer("priority", 0),
-        salt=_salt(fields), streams=fields.flag("stream"), includes_usage=_includes_usage(fields),
+        salt=_salt(fields), is_streaming=fields.flag("stream"), includes_usage=_includes_usage(fields),
     )  # fmt: skip
 
 
@@ -422,18 +422,18 @@ def read_tokens(fields: Fields, vocabulary: int) -> list[int]:
     return tokens
 
 
-def check_length(prompt: Sequence[int], wish: Wish, limits: Limits, param: str) -> int:
+def check_length(prompt: Sequence[int], params: GenerationParams, limits: Limits, param: str) -> int:
     """The tokens to generate; refuses a prompt that does not fit with them."""
     rest = limits.max_length - len(prompt)
-    if rest < (1 if wish.max_tokens is None else wish.max_tokens):
-        more = f" and {wish.max_tokens} of its answer" if wish.max_tokens else ""
-        least = "" if wish.max_tokens == 0 else " with at least one of the answer"
+    if rest < (1 if params.max_tokens is None else params.max_tokens):
+        more = f" and {params.max_tokens} of its answer" if params.max_tokens else ""
+        least = "" if params.max_tokens == 0 else " with at least one of the answer"
         wanted = f"at most {limits.max_length}{least}"
         message = f"{param}: got {len(prompt)} tokens{more}, wanted {wanted}"
         raise ApiError(400, message, param, "context_length_exceeded")
-    if wish.max_tokens is not None:
-        return wish.max_tokens
-    return rest if wish.usual_tokens is None else min(rest, wish.usual_tokens)
+    if params.max_tokens is not None:
+        return params.max_tokens
+    return rest if params.default_max_tokens is None else min(rest, params.default_max_tokens)
 
 
 def _is_number(value: Any, kind: Any = int | float) -> bool:

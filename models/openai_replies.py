@@ -11,7 +11,7 @@ from typing import Any
 
 from .answers import CONTEXT, Decode, Piece
 from .echo import finite, text_after
-from .openai_api import ApiError, Wish
+from .openai_api import ApiError, GenerationParams
 from .tool_calls import Parser
 from .tool_json import Part
 
@@ -33,7 +33,7 @@ class Usage:
         }  # fmt: skip
 
 
-class Form:
+class ResponseFormat:
     """The JSON of responses to one request; `decode` gives the text of special tokens too.
 
     The usage says how many tokens of the prompts were cached if it `shows_cached`. `make_parser` makes the parsers of
@@ -43,7 +43,7 @@ class Form:
     def __init__(
         self,
         model: str,
-        wish: Wish,
+        params: GenerationParams,
         decode: Decode,
         *,
         is_chat: bool,
@@ -52,9 +52,9 @@ class Form:
     ):
         self._make_parser = make_parser
         self._streams = dict[int, _Stream]()
-        self._model, self._is_chat, self._decode, self._most = model, is_chat, decode, wish.logprobs
+        self._model, self._is_chat, self._decode, self._most = model, is_chat, decode, params.logprobs
         self._shows_cached = shows_cached
-        self._includes_usage = wish.includes_usage
+        self._includes_usage = params.includes_usage
         self._id, self._created = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex, int(time.time())
 
     @property

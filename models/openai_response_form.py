@@ -12,37 +12,37 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .answers import Decode, Piece
-from .openai_api import ApiError, Wish
-from .openai_replies import Form, Usage
+from .openai_api import ApiError, GenerationParams
+from .openai_replies import ResponseFormat, Usage
 from .tool_calls import Parser
 from .tool_json import JsonScanner, Part, units
 
 type Event = dict[str, Any]
 
 
-class ResponseForm(Form):
-    """The JSON of responses to one request; see `Form`."""
+class ResponsesFormat(ResponseFormat):
+    """The JSON of responses to one request; see `ResponseFormat`."""
 
     def __init__(
         self,
         model: str,
-        wish: Wish,
+        params: GenerationParams,
         decode: Decode,
         *,
         shows_cached: bool = True,
         make_parser: Callable[[bool], Parser] | None = None,
     ):
-        super().__init__(model, wish, decode, is_chat=True, shows_cached=shows_cached, make_parser=make_parser)
+        super().__init__(model, params, decode, is_chat=True, shows_cached=shows_cached, make_parser=make_parser)
         self._id = _new_id("resp")
         self._items = _Items()
         self._parser = None if make_parser is None else make_parser(True)
         self._finish: str | None = None
         self._num_events = 0
-        numbers = {name: float(str(getattr(wish.sampling, name))) for name in ("temperature", "top_p")}  # as written
+        numbers = {name: float(str(getattr(params.sampling, name))) for name in ("temperature", "top_p")}  # as written
         self._fields = {
-            **(wish.repeated or {}),
+            **(params.response_fields or {}),
             **numbers,
-            "max_output_tokens": wish.max_tokens,
+            "max_output_tokens": params.max_tokens,
             "background": False,
             "previous_response_id": None,
             "store": False,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .openai_api import ApiError, Fields, Grammar, Wish, check_text, is_list, refuse
+from .openai_api import ApiError, Fields, GenerationParams, Grammar, check_text, is_list, refuse
 
 MOST_CHARACTERS = 1 << 17  # of a form, as JSON
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice")
@@ -36,12 +36,12 @@ def read_grammar(fields: Fields, format_name: str = FIELDS[0]) -> Grammar | None
     return next(iter(found.values()), None)
 
 
-def check_wish(wish: Wish) -> None:
+def check_params(params: GenerationParams) -> None:
     """Refuses a form for an answer with another end."""
-    if wish.grammar is not None and wish.ignores_eos:
-        raise refuse("ignore_eos", True, f"false with {wish.grammar.field}")
-    if wish.grammar is not None and wish.sampling.min_tokens > 0:
-        raise refuse("min_tokens", int(wish.sampling.min_tokens), f"0 with {wish.grammar.field}")
+    if params.grammar is not None and params.ignores_eos:
+        raise refuse("ignore_eos", True, f"false with {params.grammar.field}")
+    if params.grammar is not None and params.sampling.min_tokens > 0:
+        raise refuse("min_tokens", int(params.sampling.min_tokens), f"0 with {params.grammar.field}")
 
 
 def _read(name: str, value: Any) -> Grammar | None:
