@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of an answer that grows token by token: whole characters only, and nothing of a stop string."""
+"""The text of an answer, which grows token by token. It has whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -12,128 +12,162 @@ from typing import Any
 
 from kvjax.serving import Handle, Output
 
-REFUSED = ("row_full", "no_blocks")  # the ends of requests that the cache cannot hold
-PERIOD = 0.02  # seconds from one piece of an answer to the next: nobody reads faster
-CONTEXT = 6  # tokens of the prompt that are decoded with an answer: they decide on its first space
+REFUSED = ("row_full", "no_blocks")  # reasons for the end of a request if the cache has no room for it
+PERIOD = 0.02  # seconds between two pieces of an answer: nobody reads faster
+CONTEXT = 6  # last tokens of the prompt to decode with an answer: they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-_MOST_WAITING = 16  # tokens that end with an unfinished character
-_CHARACTER = 4  # bytes of a character, and so its tokens, at most
+_MAX_WAITING = 16  # tokens without text, because the last character is unfinished
+_CHARACTER_BYTES = 4  # the most bytes of a character, and so its most tokens
 
 Decode = Callable[[list[int]], str]
 
 
 class Detokenizer:
-    """The text of tokens, by decoding each a bounded number of times.
+    """Decodes the tokens of an answer as they come, each a bounded number of times.
 
-    The bytes of an unfinished character wait for the others. At most 16 tokens wait: of more, all but the last few are
-    shown as they are, since no character has more than four bytes. The prompt's last tokens decide on the first space.
+    An unfinished character waits for its missing bytes. At most 16 tokens wait. If there are more, all but the last
+    few get their text at once, because no character has more than four bytes.
 
     Source: text-generation-inference and vLLM, `detokenize_incrementally`.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]):
-        self._decode, self._tokens = decode, list(prompt[-CONTEXT:])
-        self._from, self._to = 0, len(self._tokens)  # the tokens that decide on the next text; those before are done
+        self._decode = decode
+        self._tokens = list(prompt[-CONTEXT:])
+        # The next text depends on the tokens from `_first_context` on. The tokens before `_first_new` have their text.
+        self._first_context = 0
+        self._first_new = len(self._tokens)
 
     def add(self, *tokens: int) -> str:
-        """The new text with these tokens; empty if a character is unfinished."""
+        """Adds tokens and returns the new text, which is empty while a character is unfinished."""
         self._tokens += tokens
-        new, end = self._new(len(self._tokens)), len(self._tokens)
-        if not new or new.endswith(_UNFINISHED):
-            if end - self._to <= _MOST_WAITING:
+        end = len(self._tokens)
+        new_text = self._new_text(end)
+        if not new_text or new_text.endswith(_UNFINISHED):
+            if end - self._first_new <= _MAX_WAITING:
                 return ""
-            new, end = self._before_unfinished()
-            if not new:  # special tokens, which have no text: what was before them stays the context
-                del self._tokens[self._to : end]
+            new_text, end = self._before_unfinished()
+            if not new_text:  # special tokens have no text, so the context stays as it was before them
+                del self._tokens[self._first_new : end]
                 return ""
-        self._from, self._to = self._to, end
-        return new
+        self._first_context = self._first_new
+        self._first_new = end
+        return new_text
 
     def end(self) -> str:
-        """The text that waits: a character that nothing has finished."""
-        new, self._to = self._new(len(self._tokens)), len(self._tokens)
-        return new
+        """Returns the waiting text, an unfinished character."""
+        end = len(self._tokens)
+        new_text = self._new_text(end)
+        self._first_new = end
+        return new_text
 
     def _before_unfinished(self) -> tuple[str, int]:
-        """The new text up to a character that may be unfinished, and the number of tokens up to there."""
-        tokens = self._tokens[self._from :]
-        whole, last = self._decode(tokens), len(tokens)
-        # A part that ends within a finished character has another text than the whole.
-        size = next(n for n in range(last - _CHARACTER + 1, last + 1) if whole.startswith(self._decode(tokens[:n])))
-        return self._new(self._from + size), self._from + size
+        """The new text before a character which may be unfinished, and the number of tokens before it."""
+        tokens = self._tokens[self._first_context :]
+        num_tokens = len(tokens)
+        text = self._decode(tokens)
+        # If a prefix ends within a finished character, its text is no prefix of the text.
+        prefix_size = next(
+            size
+            for size in range(num_tokens - _CHARACTER_BYTES + 1, num_tokens + 1)
+            if text.startswith(self._decode(tokens[:size]))
+        )
+        end = self._first_context + prefix_size
+        return self._new_text(end), end
 
-    def _new(self, end: int) -> str:
-        before, whole = self._decode(self._tokens[self._from : self._to]), self._decode(self._tokens[self._from : end])
-        if whole.startswith(before):
-            return whole[len(before) :]
-        return whole[len(before.rstrip(_UNFINISHED)) :]  # the prompt has ended within a character
+    def _new_text(self, end: int) -> str:
+        old_text = self._decode(self._tokens[self._first_context : self._first_new])
+        text = self._decode(self._tokens[self._first_context : end])
+        if text.startswith(old_text):
+            return text[len(old_text) :]
+        return text[len(old_text.rstrip(_UNFINISHED)) :]  # the prompt has ended within a character
 
 
 class Answer:
-    """An answer's text, and as much of it as may be shown.
+    """The text of an answer, and the part of it to show.
 
-    Text that may become a stop string is held back; a stop string ends the answer and is no part of it. Stop strings
-    that are complete with the first `min_tokens` tokens are text like any other. With stop strings, or `has_starts`,
-    the text is made token by token, which takes more time.
+    An example: with the stop string "END", the text "the E" shows "the " until the next token decides about the "E".
+    A stop string ends the answer and is no part of it, unless it is complete within the first `min_tokens` tokens.
+    With stop strings or with `has_starts`, each token is decoded by itself, which takes more time.
+
+    Attributes:
+      prompt: The last tokens of the prompt. They decide on the first space of the answer.
+      text: The text so far, including the part held back.
+      starts: For each token, the index in `text` of its first character, or of the first character of its group.
+      stopped: Whether a stop string has ended the answer.
+      num_tokens: The number of tokens so far, including the tokens of a stop string.
     """
 
     def __init__(
-        self, decode: Decode, prompt: Sequence[int], stop: Sequence[str] = (), *, has_starts: bool = True,
+        self,
+        decode: Decode,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        has_starts: bool = True,
         min_tokens: int = 0,
-    ):  # fmt: skip
-        self._words = Detokenizer(decode, prompt)
-        self.prompt = list(prompt[-CONTEXT:])  # its last tokens, which decide on the first space of the answer
-        self._stop, self._min_tokens, self._by_token = stop, min_tokens, has_starts or bool(stop)
-        self._longest = max(map(len, stop), default=0)
-        self.text = ""  # so far, with what is held back
-        self.starts = list[int]()  # of each token: the index of its first character, or of those that came with it
-        self.stopped = False  # whether a stop string was found
-        self.num_tokens = 0  # that were added, those of the stop string included
-        self._shown = 0
+    ):
+        self._detokenizer = Detokenizer(decode, prompt)
+        self.prompt = list(prompt[-CONTEXT:])
+        self._stop = stop
+        self._min_tokens = min_tokens
+        self._by_token = has_starts or bool(stop)
+        self._longest_stop = max(map(len, stop), default=0)
+        self.text = ""
+        self.starts = list[int]()
+        self.stopped = False
+        self.num_tokens = 0
+        self._num_shown_characters = 0
 
     @property
     def num_shown(self) -> int:
-        """Tokens whose whole text was shown; a token without text counts with the next one."""
-        begun = bisect.bisect_left(self.starts, self._shown)
-        end = self.starts[begun] if begun < len(self.starts) else len(self.text)
-        return begun - (end > self._shown)
+        """The number of tokens whose whole text was shown. A token without text counts together with the next token."""
+        num_begun = bisect.bisect_left(self.starts, self._num_shown_characters)
+        end = self.starts[num_begun] if num_begun < len(self.starts) else len(self.text)
+        return num_begun - (end > self._num_shown_characters)
 
     def texts(self, part: slice) -> list[str]:
-        """The text of each token of a part; all together are the answer's text.
+        """The text of each token of a part. Joined, the texts of all tokens are the text of the answer.
 
-        A character of several tokens is the text of the last one, and the others have none.
+        If a character has several tokens, it is the text of the last token, and the others have none.
         """
         bounds = [*self.starts[part.start : part.stop + 1], len(self.text)]
         return [self.text[start:end] for start, end in itertools.pairwise(bounds)][: part.stop - part.start]
 
     def add(self, tokens: Sequence[int], *, done: bool = False) -> str:
-        """Adds tokens, the last ones if `done`; returns the text that may be shown now, and was not yet."""
-        for some in ([token] for token in tokens) if self._by_token else [tokens]:
+        """Adds tokens and returns the text to show now. `done` says whether the answer ends with them."""
+        groups = [[token] for token in tokens] if self._by_token else [tokens]
+        for group in groups:
             if self.stopped:
                 break
-            self.starts += [len(self.text)] * len(some)
-            self.num_tokens += len(some)
-            self._add(self._words.add(*some))
+            self.starts += [len(self.text)] * len(group)
+            self.num_tokens += len(group)
+            self._add_text(self._detokenizer.add(*group))
         if done and not self.stopped:
-            self._add(self._words.end())
-        until = len(self.text) - (0 if done or self.stopped else self._held())
-        new, self._shown = self.text[self._shown : until], max(until, self._shown)
-        return new
+            self._add_text(self._detokenizer.end())
+        num_held = 0 if done or self.stopped else self._num_held()
+        end = len(self.text) - num_held
+        new_text = self.text[self._num_shown_characters : end]
+        self._num_shown_characters = max(end, self._num_shown_characters)
+        return new_text
 
-    def _add(self, new: str) -> None:
-        before = len(self.text)
-        self.text += new
-        stops = self._stop if new and self.num_tokens > self._min_tokens else ()
-        found = [at for stop in stops if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
-        if found:
-            self.stopped, self.text = True, self.text[: min(found)]
+    def _add_text(self, new_text: str) -> None:
+        old_length = len(self.text)
+        self.text += new_text
+        if not new_text or self.num_tokens <= self._min_tokens:
+            return
+        indices = [self.text.find(stop, max(0, old_length - len(stop) + 1)) for stop in self._stop]
+        stop_starts = [index for index in indices if index >= 0]
+        if stop_starts:
+            self.stopped = True
+            self.text = self.text[: min(stop_starts)]
             while self.starts and self.starts[-1] >= len(self.text):
                 self.starts.pop()
 
-    def _held(self) -> int:
-        """The length of the longest end of the text that begins a stop string."""
-        most = min(len(self.text), self._longest - 1)
-        for length in range(most, 0, -1):
+    def _num_held(self) -> int:
+        """The length of the longest end of the text with which a stop string begins."""
+        max_length = min(len(self.text), self._longest_stop - 1)
+        for length in range(max_length, 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):
                 return length
         return 0
@@ -141,65 +175,102 @@ class Answer:
 
 @dataclasses.dataclass
 class Piece:
-    """A part of an answer, as it comes."""
+    """A part of an answer.
 
-    text: str  # new
-    tokens: list[int]  # whose text is shown by now, and was not yet; no stop token, and nothing of a stop string
-    before: list[int]  # the last tokens before them
-    texts: list[str]  # of each token
-    starts: list[int]  # of each token: the index of its first character in the answer
-    logprobs: list[float | None]  # None for a prompt's first token
-    top_logprobs: list[dict[int, float] | None]  # empty unless the engine notes them
-    finish: str | None  # "stop" or "length" with the last piece
-    num_tokens: int  # of the answer, as they are billed: all that were generated up to its end
+    Attributes:
+      text: The new text.
+      tokens: The tokens whose text has become complete, without stop tokens and the tokens of a stop string.
+      before: The last tokens before `tokens`.
+      texts: The text of each token.
+      starts: For each token, the index of its first character in the answer.
+      logprobs: The log-probability of each token. None stands for the first token of a prompt.
+      top_logprobs: The likeliest tokens at each token's place. Empty if the engine does not record them.
+      finish: The reason for the end, "stop" or "length", in the last piece. None in other pieces.
+      num_tokens: The number of tokens to bill, which are all tokens up to the end of the piece.
+    """
+
+    text: str
+    tokens: list[int]
+    before: list[int]
+    texts: list[str]
+    starts: list[int]
+    logprobs: list[float | None]
+    top_logprobs: list[dict[int, float] | None]
+    finish: str | None
+    num_tokens: int
 
 
 class Failed(RuntimeError):
-    """The end of a request that is neither a stop nor a length."""
+    """A request ended, but neither by a stop nor by its length.
+
+    Attributes:
+      finish: The reason in the output of the request.
+    """
 
     def __init__(self, finish: str | None):
         super().__init__(f"the request was not served: {finish}")
-        self.finish = finish  # of its output
+        self.finish = finish
 
 
 async def pieces(
-    handle: Handle, answer: Answer, stop_tokens: Collection[int], *, listens: bool, has_top: bool,
+    handle: Handle,
+    answer: Answer,
+    stop_tokens: Collection[int],
+    *,
+    is_streaming: bool,
+    has_top: bool,
     shows_stop: bool = False,
-) -> AsyncGenerator[Piece]:  # fmt: skip
-    """An answer as it comes; a stop string cancels the request, and stop tokens have no text.
+) -> AsyncGenerator[Piece]:
+    """Yields an answer as it comes. A stop string cancels the request.
 
-    With `listens` the engine is to make few tokens at a time; `has_top` says that it notes the likeliest tokens. With
-    `shows_stop` the last piece has the stop token, without text.
+    Args:
+      handle: The request.
+      answer: Collects the text.
+      stop_tokens: Tokens with which the answer ends. They have no text.
+      is_streaming: Whether the engine should compute few tokens at a time.
+      has_top: Whether the engine records the likeliest tokens.
+      shows_stop: Whether the last piece has the stop token, without text.
 
     Raises:
       EngineError: if the engine has failed the request.
-      Failed: if it was not served.
+      Failed: if the request was not served.
     """
-    seen = shown = 0
-    outputs: Any = handle.changes(is_streaming=listens, period=PERIOD)  # a generator
+    num_seen = 0
+    num_shown = 0
+    outputs: Any = handle.changes(is_streaming=is_streaming, period=PERIOD)  # a generator
     async with contextlib.aclosing(outputs) as changes:
         async for output in changes:
-            done = handle.done  # before the tokens are read: then they are all there
+            done = handle.done  # read before the tokens: if it is true, all tokens are there
             columns = (output.tokens, output.logprobs, *([output.top_logprobs] if has_top else []))
-            end = min(map(len, columns))  # another thread may be adding to them, one after the other
-            new = list(itertools.takewhile(lambda token: token not in stop_tokens, output.tokens[seen:end]))
-            is_stop = len(new) < end - seen
-            text, seen = answer.add(new, done=done or is_stop), end
+            end = min(map(len, columns))  # another thread may be appending to one column after the other
+            new_tokens = list(itertools.takewhile(lambda token: token not in stop_tokens, output.tokens[num_seen:end]))
+            is_stop = len(new_tokens) < end - num_seen
+            text = answer.add(new_tokens, done=done or is_stop)
+            num_seen = end
             if answer.stopped:
                 handle.cancel()
             finish = "stop" if answer.stopped or is_stop else _finish(output) if done else None
             if text or finish:
-                part = slice(shown, len(answer.starts) if finish else answer.num_shown)
-                before = [*answer.prompt, *output.tokens[max(shown - CONTEXT, 0) : shown]][-CONTEXT:]
-                texts, starts = answer.texts(part), answer.starts[part]
+                part = slice(num_shown, len(answer.starts) if finish else answer.num_shown)
+                before = [*answer.prompt, *output.tokens[max(num_shown - CONTEXT, 0) : num_shown]][-CONTEXT:]
+                texts = answer.texts(part)
+                starts = answer.starts[part]
                 if is_stop and shows_stop and not answer.stopped:
                     part = slice(part.start, part.stop + 1)
-                    texts, starts = [*texts, ""], [*starts, len(answer.text)]
+                    texts.append("")
+                    starts.append(len(answer.text))
                 yield Piece(
-                    text, output.tokens[part], before, texts, starts, output.logprobs[part],
-                    output.top_logprobs[part], finish, answer.num_tokens + is_stop,
-                )  # fmt: skip
-                shown = part.stop
+                    text,
+                    tokens=output.tokens[part],
+                    before=before,
+                    texts=texts,
+                    starts=starts,
+                    logprobs=output.logprobs[part],
+                    top_logprobs=output.top_logprobs[part],
+                    finish=finish,
+                    num_tokens=answer.num_tokens + is_stop,
+                )
+                num_shown = part.stop
             if finish:
                 return
 
@@ -208,5 +279,5 @@ def _finish(output: Output) -> str:
     if output.finish in ("length", "stop"):
         return output.finish
     if output.finish in REFUSED and output.tokens:
-        return "length"  # of what the cache holds
+        return "length"  # the cache has room for no more
     raise Failed(output.finish)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages and the tools of a chat as OpenAI's HTTP API has them, and their way into a chat template."""
+"""The messages and the tools of a chat in OpenAI's HTTP API, read for a chat template."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from .openai_api import Fields, Tools, check_text, is_list, refuse
 
-# The values of a template that other fields have, or none may change.
-OWN_VALUES = ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
+# Values of a template which `chat_template_kwargs` may not set.
+RESERVED_VALUES = ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _CALL = "tool_calls of objects with id, and function with name and arguments"
 
 
 class Rendering(NamedTuple):
-    """The arguments of `chat.Template.render` but the messages and the tools."""
+    """The arguments of `chat.Template.render`, except the messages and the tools."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -24,24 +24,27 @@ class Rendering(NamedTuple):
 
 
 def read_rendering(fields: Fields) -> Rendering:
-    """The way in which the messages of a chat become a prompt."""
+    """Reads the fields about the rendering of a chat as a prompt."""
     name = "continue_final_message"
-    continues = fields.flag(name)
-    adds_prompt = fields.flag("add_generation_prompt", not continues)
-    if continues and adds_prompt:
-        raise refuse(name, continues, "none or false with add_generation_prompt")
-    wanted = f"an object without {', '.join(OWN_VALUES)}"
-    values = fields.checked(
-        "chat_template_kwargs", {}, wanted, lambda found: isinstance(found, dict) and not found.keys() & {*OWN_VALUES}
-    )
-    return Rendering(adds_prompt, continues, values)
+    continues_message = fields.flag(name)
+    adds_prompt = fields.flag("add_generation_prompt", not continues_message)
+    if continues_message and adds_prompt:
+        raise refuse(name, continues_message, "none or false with add_generation_prompt")
+    wanted = f"an object without {', '.join(RESERVED_VALUES)}"
+    values = fields.checked("chat_template_kwargs", {}, wanted, _are_template_values)
+    return Rendering(adds_prompt, continues_message, values)
+
+
+def _are_template_values(values: Any) -> bool:
+    return isinstance(values, dict) and values.keys().isdisjoint(RESERVED_VALUES)
 
 
 def read_tools(fields: Fields) -> Tools:
-    """The tools of a chat, and how the model may call them."""
+    """Reads the tools of a chat and the choice among them."""
     definitions = read_definitions(fields)
     is_parallel = fields.flag("parallel_tool_calls", True)
-    choice, named = fields.get("tool_choice", "auto"), None
+    choice = fields.get("tool_choice", "auto")
+    named = None
     if choice not in ("auto", "none"):
         named = _check_choice(choice, [definition["function"]["name"] for definition in definitions])
         choice = "required" if named is None else "named"
@@ -51,7 +54,7 @@ def read_tools(fields: Fields) -> Tools:
 
 
 def read_definitions(fields: Fields) -> list[dict[str, Any]]:
-    """The tools for a chat template, without what says nothing to a model."""
+    """Reads the tools for a chat template, without the fields of no use to a model."""
     tools = fields.checked("tools", [], "a list of tools", lambda value: is_list(value, dict))
     return [_definition(tool) for tool in tools]
 
@@ -66,12 +69,12 @@ def _definition(tool: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or wrong:
         wanted = "a name of letters, digits and the signs _.:/-, a description of text, an object of parameters"
         raise refuse("tools", function, wanted)
-    of_model = {key: value for key, value in function.items() if value is not None and key != "strict"}
-    return {"type": "function", "function": of_model}
+    shown_function = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    return {"type": "function", "function": shown_function}
 
 
 def _check_choice(choice: Any, names: list[str]) -> str | None:
-    """The name of the tool to call; None: any. Refuses other values."""
+    """Refuses a wrong choice. Returns the name of the tool to call, or None if any tool may be called."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):
@@ -84,24 +87,26 @@ def _check_choice(choice: Any, names: list[str]) -> str | None:
 
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
-    """The messages of a chat, with the text of their parts joined, and the arguments of calls as objects.
+    """Reads the messages of a chat. Joins the text of their parts, and turns the arguments of calls into objects.
 
-    A message of a tool gets the name of the tool whose call it answers. Arguments that are no object stay text, so
-    that a conversation goes on after a model's mistake.
+    A tool's message gets the name of the tool whose call it answers. If a model has made a mistake, and arguments are
+    no object, they stay text, and the conversation goes on.
     """
     messages = fields.get("messages")
     if not is_list(messages, dict) or not messages:
         raise refuse("messages", messages, "a list of messages")
-    found: list[dict[str, Any]] = []
-    names = dict[str, str]()
+    read: list[dict[str, Any]] = []
+    tool_names = dict[str, str]()  # by the id of the call
     for message in messages:
-        found.append(_message(message, names))
-        names |= {call["id"]: call["function"]["name"] for call in found[-1].get("tool_calls", ()) if "id" in call}
-    return found
+        read.append(_message(message, tool_names))
+        calls = read[-1].get("tool_calls", ())
+        tool_names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+    return read
 
 
-def _message(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
+def _message(message: dict[str, Any], tool_names: dict[str, str]) -> dict[str, Any]:
+    role = message.get("role")
+    content = message.get("content")
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
     if content is None and role == "assistant":
@@ -110,29 +115,30 @@ def _message(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
         raise refuse("messages", message, "a role and a content of text")
     if message.get("function_call") is not None:
         raise refuse("messages", message, "tool_calls in place of function_call")
-    found: dict[str, Any] = {"role": check_text("messages", role), "content": check_text("messages", content)}
+    read: dict[str, Any] = {"role": check_text("messages", role), "content": check_text("messages", content)}
     if role == "assistant":
         reasoning = _optional_text(message, "reasoning_content") or _optional_text(message, "reasoning")
         calls = message.get("tool_calls")
         if calls is not None and not is_list(calls, dict):
             raise refuse("messages", message, _CALL)
-        found |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
-        found |= {"reasoning_content": reasoning} if reasoning else {}
+        read |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
+        read |= {"reasoning_content": reasoning} if reasoning else {}
         # The template of gpt-oss reads `thinking`, and refuses it with a call and content.
-        found |= {"thinking": reasoning} if reasoning and not (calls and content) else {}
+        read |= {"thinking": reasoning} if reasoning and not (calls and content) else {}
     if role == "tool":
         call_id = _optional_text(message, "tool_call_id")
-        name = _optional_text(message, "name") or names.get(call_id or "")
-        found |= {"tool_call_id": call_id} if call_id else {}
-        found |= {"name": name} if name else {}
-    return found
+        name = _optional_text(message, "name") or tool_names.get(call_id or "")
+        read |= {"tool_call_id": call_id} if call_id else {}
+        read |= {"name": name} if name else {}
+    return read
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if call.get("type", "function") != "function" or not isinstance(function, dict):
         raise refuse("messages", call, _CALL)
-    name, arguments = function.get("name"), function.get("arguments")
+    name = function.get("name")
+    arguments = function.get("arguments")
     if not isinstance(name, str) or not name or not isinstance(arguments, str | dict | None):
         raise refuse("messages", call, _CALL)
     call_id = _optional_text(call, "id")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of OpenAI's Responses API, as data: a whole response, or the events of a stream.
 
-An answer is a list of output items. The same class makes them for both, so the last event of a stream has the whole
-response.
+An answer is a list of output items. The same class makes them for both, and so the last event of a stream has the
+whole response.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .answers import Decode, Piece
-from .openai_api import ApiError, Wish
-from .openai_replies import Form, Usage
+from .openai_api import ApiError, GenerationParams
+from .openai_replies import ResponseFormat, Usage
 from .tool_calls import Parser
 from .tool_json import JsonScanner, Part, units
 
 type Event = dict[str, Any]
 
 
-class ResponseForm(Form):
-    """The JSON of responses to one request; see `Form`."""
+class ResponsesFormat(ResponseFormat):
+    """Makes the JSON of the response to a request of this API, whole or as the events of a stream."""
 
     def __init__(
         self,
         model: str,
-        wish: Wish,
+        params: GenerationParams,
         decode: Decode,
         *,
         shows_cached: bool = True,
         make_parser: Callable[[bool], Parser] | None = None,
     ):
-        super().__init__(model, wish, decode, is_chat=True, shows_cached=shows_cached, make_parser=make_parser)
+        super().__init__(model, params, decode, is_chat=True, shows_cached=shows_cached, make_parser=make_parser)
         self._id = _new_id("resp")
         self._items = _Items()
         self._parser = None if make_parser is None else make_parser(True)
         self._finish: str | None = None
         self._num_events = 0
-        numbers = {name: float(str(getattr(wish.sampling, name))) for name in ("temperature", "top_p")}  # as written
+        sampling = {name: float(str(getattr(params.sampling, name))) for name in ("temperature", "top_p")}  # as written
         self._fields = {
-            **(wish.repeated or {}),
-            **numbers,
-            "max_output_tokens": wish.max_tokens,
+            **(params.response_fields or {}),
+            **sampling,
+            "max_output_tokens": params.max_tokens,
             "background": False,
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
         }
 
-    def whole(self, choices: list[list[Piece]], usage: Usage, of_prompts: list[Any] | None = None) -> dict[str, Any]:
-        """The whole response, of the pieces of its only choice."""
-        del of_prompts
+    def whole(
+        self, choices: list[list[Piece]], usage: Usage, prompt_logprobs: list[Any] | None = None
+    ) -> dict[str, Any]:
+        """The whole response, from the pieces of its only choice."""
+        del prompt_logprobs
         (pieces,) = choices
         text = "".join(piece.text for piece in pieces)
         self._finish = pieces[-1].finish
@@ -60,20 +62,20 @@ class ResponseForm(Form):
             pass
         return self._ended(usage)
 
-    def first(self, size: int) -> list[Event]:
+    def first(self, num_choices: int) -> list[Event]:
         """The first events of a stream."""
-        del size
+        del num_choices
         response = self._response("in_progress")
         return self._numbered({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
 
     def chunks(self, index: int, piece: Piece) -> list[Event]:
-        """The events of a piece; the last piece ends the last item."""
+        """The events of a piece. The last piece ends the last item."""
         del index
         self._finish = piece.finish
         return self._numbered(self._item_events(piece.text, [piece]))
 
     def last(self, usage: Usage) -> list[Event]:
-        """The event of the whole response."""
+        """The event with the whole response."""
         response = self._ended(usage)
         return self._numbered([{"type": f"response.{response['status']}", "response": response}])
 
@@ -85,19 +87,19 @@ class ResponseForm(Form):
         return self._numbered([{"type": "response.failed", "response": response, "request_id": request_id}])
 
     def _numbered(self, events: Iterator[Event] | list[Event]) -> list[Event]:
-        first = self._num_events
-        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, first)]
-        self._num_events = first + len(numbered)
+        first_index = self._num_events
+        numbered = [{**event, "sequence_number": index} for index, event in enumerate(events, first_index)]
+        self._num_events = first_index + len(numbered)
         return numbered
 
     def _item_events(self, text: str, pieces: list[Piece]) -> Iterator[Event]:
-        """Adds text to the items; the last piece also ends them."""
+        """Adds text to the items. The last piece also ends them."""
         is_cut = self._finish == "length"
         if self._parser is None:
-            entries = [] if self._most is None else self._logprobs(pieces)["content"]
+            entries = [] if self._num_likeliest is None else self._logprobs(pieces)["content"]
             parts = [Part("content", text)] if text or entries else []
         else:
-            entries = []  # which a request with a parser may not want
+            entries = []  # a request with a parser may not ask for log-probabilities
             parts = self._parser.add(text)
             if self._finish is not None:
                 parts += self._parser.end(is_cut=is_cut)
@@ -117,7 +119,7 @@ class ResponseForm(Form):
         )
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """The numbers of tokens. Tokens of reasoning are not counted: their number is only there if it is zero."""
+        """The numbers of tokens. Reasoning tokens are not counted, so their number is only there if it is zero."""
         has_reasoning = any(item["type"] == "reasoning" for item in self._items.output)
         cached = {"input_tokens_details": {"cached_tokens": usage.cached}} if self._shows_cached else {}
         reasoning = {} if has_reasoning else {"output_tokens_details": {"reasoning_tokens": 0}}
@@ -144,10 +146,10 @@ class ResponseForm(Form):
 
 
 class _Items:
-    """The output items of an answer, made of its parts; only the last item may be open.
+    """The output items of an answer, made from its parts. Only the last item may be open.
 
     Attributes:
-      output: the items before the open item.
+      output: The items before the open item.
     """
 
     def __init__(self):
@@ -155,9 +157,9 @@ class _Items:
         self._open: _Text | _Call | None = None
 
     def add(self, part: Part, logprobs: list[Any]) -> Iterator[Event]:
-        """The events of a part, and of the log-probabilities of its tokens."""
+        """Adds a part with the log-probabilities of its tokens, and yields its events."""
         if part.kind == "arguments":
-            assert isinstance(self._open, _Call)  # its name came before, and its arguments were not whole
+            assert isinstance(self._open, _Call)  # the name came before, and the arguments are not whole
             yield from self._open.add(part.text)
             if self._open.is_whole:
                 yield from self._end("completed")
@@ -169,7 +171,7 @@ class _Items:
             yield from self._open.add(part.text, logprobs)
 
     def end(self, *, is_cut: bool) -> Iterator[Event]:
-        """The events of the end of the answer. A whole answer has a message or a call, perhaps an empty message."""
+        """Yields the last events. A whole answer without a message or a call gets an empty message."""
         yield from self._end("incomplete" if is_cut else "completed")
         if not is_cut and all(item["type"] == "reasoning" for item in self.output):
             yield from self._begin(Part("content", ""))
@@ -199,7 +201,7 @@ class _Text:
         self._id = _new_id("msg" if is_message else "rs")
         self._name = "output_text" if is_message else "reasoning_text"
         self._fields = {"type": "message", "role": "assistant"} if is_message else {"type": "reasoning", "summary": []}
-        self._of_part: dict[str, Any] = {"annotations": []} if is_message else {}
+        self._part_fields: dict[str, Any] = {"annotations": []} if is_message else {}
         self._place = {"item_id": self._id, "output_index": index, "content_index": 0}
         self._texts = list[str]()
         self._logprobs = list[Any]()
@@ -230,7 +232,7 @@ class _Text:
 
     def _part(self) -> dict[str, Any]:
         text = "".join(self._texts)
-        return {"type": self._name, "text": text, **self._of_part, **self._entries(list(self._logprobs))}
+        return {"type": self._name, "text": text, **self._part_fields, **self._entries(list(self._logprobs))}
 
     def _entries(self, logprobs: list[Any]) -> dict[str, Any]:
         return {"logprobs": logprobs} if self.kind == "content" else {}

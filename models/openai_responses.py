@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of OpenAI's Responses API, as chats: a conversation has the same messages, and so the same blocks, in both.
+"""Requests of OpenAI's Responses API, read as chats, so a conversation has the same cached blocks in both APIs.
 
 The server stores no response, so the items of a request are the whole conversation.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from .openai_api import CHATS, COMPLETIONS, HARMLESS, ApiError, Fields, check_refused, fields_of, is_list, refuse
 
 # Fields with the same meaning in chats.
-_OF_CHATS = frozenset(
+_CHAT_FIELDS = frozenset(
     {
         "add_special_tokens",
         "cache_salt",
@@ -38,7 +38,7 @@ _OF_CHATS = frozenset(
         "top_p",
     }
 )
-SERVED = _OF_CHATS | {
+SERVED = _CHAT_FIELDS | {
     "include",
     "input",
     "instructions",
@@ -77,10 +77,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     }.items()
     if name not in SERVED
 }
-FIELDS = SERVED, IGNORED, REFUSED  # as `openai_api.fields_of` has them of other endpoints
+FIELDS = SERVED, IGNORED, REFUSED  # `openai_api.fields_of` returns the same of other endpoints
 
 _LOGPROBS = "message.output_text.logprobs"
-# Values of `include`. Of all but the log-probabilities an answer has nothing to include.
+# Values of `include`. All but the log-probabilities have no effect, because no answer has such items.
 _INCLUDED = frozenset(
     {
         _LOGPROBS,
@@ -108,7 +108,7 @@ _CALL = "a function_call with call_id, name and arguments of text"
 
 @contextlib.contextmanager
 def own_names() -> Iterator[None]:
-    """Translates errors about fields of a chat to the names of this API."""
+    """Puts the names of this API into errors about the fields of a chat."""
     try:
         yield
     except ApiError as error:
@@ -123,7 +123,7 @@ def own_names() -> Iterator[None]:
 
 
 def read_request(fields: Fields, *, has_schemas: bool = True) -> tuple[Fields, dict[str, Any]]:
-    """The fields of a request as a chat, and the fields of its response with the values of the request.
+    """Reads a request. Returns its fields as a chat, and the fields to repeat in the response.
 
     Clients of this API make tools strict by default. A server without schemas ignores this.
     """
@@ -140,7 +140,7 @@ def read_request(fields: Fields, *, has_schemas: bool = True) -> tuple[Fields, d
         functions = [{**tool, "function": {**tool["function"], "strict": False}} for tool in functions]
     text = fields.checked("text", {}, "an object with a format", lambda value: isinstance(value, dict))
     instructions = fields.checked("instructions", None, "a text", lambda value: isinstance(value, str))
-    chat = {name: fields.get(name) for name in _OF_CHATS} | {
+    chat = {name: fields.get(name) for name in _CHAT_FIELDS} | {
         "messages": _read_messages(fields, instructions),
         "tools": functions,
         "tool_choice": _read_choice(fields.get("tool_choice")),
@@ -149,7 +149,7 @@ def read_request(fields: Fields, *, has_schemas: bool = True) -> tuple[Fields, d
         "verbosity": text.get("verbosity"),
         **_read_logprobs(fields),
     }
-    repeated = {
+    response_fields = {
         "instructions": instructions,
         "metadata": fields.checked("metadata", {}, "an object", lambda value: isinstance(value, dict)),
         "tools": [{**tool, "strict": bool(tool.get("strict"))} for tool in tools],
@@ -158,7 +158,7 @@ def read_request(fields: Fields, *, has_schemas: bool = True) -> tuple[Fields, d
         "text": {"format": {"type": "text"}} | {name: value for name, value in text.items() if value is not None},
         "top_logprobs": fields.get("top_logprobs", 0),
     }
-    return Fields(chat), repeated
+    return Fields(chat), response_fields
 
 
 def _is_harmless_to_cache(options: Any) -> bool:
@@ -166,7 +166,7 @@ def _is_harmless_to_cache(options: Any) -> bool:
 
 
 def _check_reasoning(fields: Fields) -> None:
-    """Refuses values with an effect on answers: an effort is for the template, and `chat_template_kwargs` has it."""
+    """Refuses values with an effect on answers. Clients set an effort in `chat_template_kwargs`, for the template."""
     reasoning = fields.checked("reasoning", {}, "an object", lambda value: isinstance(value, dict))
     for name, harmless_values in _REASONING.items():
         if reasoning.get(name) is not None and reasoning[name] not in harmless_values:
@@ -175,7 +175,7 @@ def _check_reasoning(fields: Fields) -> None:
 
 
 def _read_logprobs(fields: Fields) -> dict[str, Any]:
-    """The fields of a chat for the log-probabilities of an answer's text."""
+    """The fields of a chat which ask for the log-probabilities of the answer."""
     wanted = f"a list of some of {', '.join(sorted(_INCLUDED))}"
     included = fields.checked("include", [], wanted, lambda value: is_list(value, str) and _INCLUDED.issuperset(value))
     num_top = fields.integer("top_logprobs", 0, 0)
@@ -185,7 +185,7 @@ def _read_logprobs(fields: Fields) -> dict[str, Any]:
 
 
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as chats have it."""
+    """The tool in the format of chats."""
     is_function = tool.get("type") == "function" and isinstance(tool.get("name"), str)
     if not is_function or not isinstance(tool.get("strict"), bool | None):
         raise refuse("tools", tool, 'the type "function", with a name, a description and parameters')
@@ -194,16 +194,16 @@ def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_choice(choice: Any) -> Any:
-    """The choice of a tool as chats have it."""
+    """The choice of a tool in the format of chats."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
 def _read_messages(fields: Fields, instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat with the same conversation; instructions are its system message.
+    """The messages of a chat with the same conversation. The instructions are its system message.
 
-    The items of a turn become a single message. It has reasoning, text and calls in this order, or only some of them.
+    The items of a turn become a single message, which has reasoning, text and calls in this order, if any.
     """
     value = fields.get("input")
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -229,7 +229,7 @@ def _goes_on(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
 
 
 def _stage(message: Mapping[str, Any]) -> int:
-    """The place of a message's last part in a turn."""
+    """The place in a turn of a message's last part: reasoning, text or calls."""
     if "tool_calls" in message:
         return 2
     return 0 if "reasoning_content" in message and not message["content"] else 1

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of answers in OpenAI's HTTP API and in vLLM's: schemas, patterns and choices."""
+"""The formats for answers in OpenAI's HTTP API and in vLLM's: schemas, patterns and choices."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from .openai_api import ApiError, Fields, Grammar, Wish, check_text, is_list, refuse
+from .openai_api import ApiError, Fields, GenerationParams, Grammar, check_text, is_list, refuse
 
-MOST_CHARACTERS = 1 << 17  # of a form, as JSON
+MOST_CHARACTERS = 1 << 17  # of a grammar, as JSON
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice")
-# Fields of `structured_outputs`: the forms, and harmless values of the others.
-_FORMS = ("json", "regex", "choice", "json_object")
+# Fields of `structured_outputs`: the grammars, and the other fields with their harmless values.
+_KINDS = ("json", "regex", "choice", "json_object")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "backend": ("auto",),
     "backend_was_auto": (True, False),
@@ -26,22 +26,25 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def read_grammar(fields: Fields, format_name: str = FIELDS[0]) -> Grammar | None:
-    """The form of a request's answers; None: any text. The client knows the first field by a name."""
+    """Reads the grammar for the answers to a request. Returns None for any text.
+
+    `format_name` is the place of `response_format` in the client's request.
+    """
     given = {name: fields.get(name) for name in FIELDS}
     given[format_name] = given.pop(FIELDS[0])
-    found = {name: grammar for name, value in given.items() if (grammar := _read(name, value)) is not None}
-    if len(found) > 1:
-        name, *others = found
+    grammars = {name: grammar for name, value in given.items() if (grammar := _read(name, value)) is not None}
+    if len(grammars) > 1:
+        name, *others = grammars
         raise refuse(name, given[name], f"none with {' and '.join(others)}: an answer has one form")
-    return next(iter(found.values()), None)
+    return next(iter(grammars.values()), None)
 
 
-def check_wish(wish: Wish) -> None:
-    """Refuses a form for an answer with another end."""
-    if wish.grammar is not None and wish.ignores_eos:
-        raise refuse("ignore_eos", True, f"false with {wish.grammar.field}")
-    if wish.grammar is not None and wish.sampling.min_tokens > 0:
-        raise refuse("min_tokens", int(wish.sampling.min_tokens), f"0 with {wish.grammar.field}")
+def check_params(params: GenerationParams) -> None:
+    """Refuses a grammar together with fields about the end of an answer: the grammar decides on its end."""
+    if params.grammar is not None and params.ignores_eos:
+        raise refuse("ignore_eos", True, f"false with {params.grammar.field}")
+    if params.grammar is not None and params.sampling.min_tokens > 0:
+        raise refuse("min_tokens", int(params.sampling.min_tokens), f"0 with {params.grammar.field}")
 
 
 def _read(name: str, value: Any) -> Grammar | None:
@@ -62,9 +65,9 @@ def _read(name: str, value: Any) -> Grammar | None:
 
 
 def read_format(param: str, value: Any) -> Grammar | None:
-    """The form of an object of a type: text, json_object, or json_schema with a schema.
+    """Reads an object with a type: text, json_object, or json_schema with a schema.
 
-    The name and the schema are fields of the field `json_schema`, or in the Responses API of the object itself.
+    In chats, the name and the schema are in its field `json_schema`. In the Responses API, the object itself has them.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
@@ -86,17 +89,17 @@ def read_format(param: str, value: Any) -> Grammar | None:
 
 
 def _structured(name: str, value: Any) -> Grammar | None:
-    """The form in vLLM's object."""
+    """Reads vLLM's object."""
     if not isinstance(value, dict):
         raise refuse(name, value, "an object")
     for field, harmless in _HARMLESS.items():
         if value.get(field) is not None and value[field] not in harmless:
             wanted = " or ".join(["none", *map(json.dumps, harmless)])
             raise refuse(f"{name}.{field}", value[field], f"{wanted}: nothing else is served", name)
-    unknown = sorted(value.keys() - {*_FORMS, *_HARMLESS})
-    given = [field for field in _FORMS if value.get(field) not in (None, False)]
+    unknown = sorted(value.keys() - {*_KINDS, *_HARMLESS})
+    given = [field for field in _KINDS if value.get(field) not in (None, False)]
     if unknown or len(given) != 1:
-        raise refuse(name, value, f"one of {', '.join(_FORMS)}")
+        raise refuse(name, value, f"one of {', '.join(_KINDS)}")
     read = {"json": _of_schema, "regex": _of_regex, "choice": _of_choices, "json_object": _object}[given[0]]
     return read(f"{name}.{given[0]}", value[given[0]])
 
@@ -142,5 +145,5 @@ def _grammar(kind: Any, value: Any, name: str, place: str | None = None) -> Gram
 
 
 def _field(name: str) -> str:
-    """The request's field around a place."""
+    """The field of the request which a place is in."""
     return Grammar("schema", "", name).field

@@ -22,9 +22,9 @@ from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
 from . import openai_api, openai_messages, openai_responses, openai_schemas
 from .answers import Failed
-from .openai_api import ApiError, Fields, Grammar, Tools, Wish, busy
-from .openai_replies import Form
-from .openai_response_form import ResponseForm
+from .openai_api import ApiError, Fields, GenerationParams, Grammar, Tools, busy
+from .openai_replies import ResponseFormat
+from .openai_response_form import ResponsesFormat
 from .serve_job import Events, Job, Served, events, failure, note_failure, while_connected, whole
 from .serve_pages import Pages
 from .serve_schemas import Slot
@@ -52,9 +52,9 @@ _PARAMS = {
 # The field of a request's prompt, and the form of its response.
 _PROMPTS = {openai_api.COMPLETIONS: "prompt", openai_api.CHATS: "messages", openai_api.RESPONSES: "input"}
 _FORMS = {
-    openai_api.COMPLETIONS: functools.partial(Form, is_chat=False),
-    openai_api.CHATS: functools.partial(Form, is_chat=True),
-    openai_api.RESPONSES: ResponseForm,
+    openai_api.COMPLETIONS: functools.partial(ResponseFormat, is_chat=False),
+    openai_api.CHATS: functools.partial(ResponseFormat, is_chat=True),
+    openai_api.RESPONSES: ResponsesFormat,
 }
 
 
@@ -97,7 +97,7 @@ class Api:
             self._jobs.discard(job)
             self._release(slot)
 
-        if wish.streams:
+        if wish.is_streaming:
             found = events(job, form, request.state.request_id)
             return Events(found, close, has_types=endpoint == openai_api.RESPONSES)
         try:
@@ -143,7 +143,7 @@ class Api:
         finally:
             self._body_bytes -= len(body)
 
-    def _read(self, body: bytearray, *, endpoint: str) -> tuple[Wish, list[list[int]]]:
+    def _read(self, body: bytearray, *, endpoint: str) -> tuple[GenerationParams, list[list[int]]]:
         """Reads a body: the wish, and the token ids of its prompts."""
         fields = self._fields(body)
         if endpoint != openai_api.RESPONSES:
@@ -154,22 +154,22 @@ class Api:
             wish, prompts = self._read_fields(chat, is_chat=True, format_name="text.format")
         if wish.logprobs is not None and self._served.parser_for(wish.tools) is not None:
             raise openai_api.refuse("include", fields.get("include"), "no logprobs with calls or reasoning")
-        wish.repeated = repeated
+        wish.response_fields = repeated
         return wish, prompts
 
     def _read_fields(
         self, fields: Fields, *, is_chat: bool, format_name: str = "response_format"
-    ) -> tuple[Wish, list[list[int]]]:
+    ) -> tuple[GenerationParams, list[list[int]]]:
         served = self._served
-        wish = openai_api.read_wish(fields, served.limits, is_chat=is_chat, defaults=served.defaults)
+        wish = openai_api.read_params(fields, served.limits, is_chat=is_chat, defaults=served.defaults)
         wish.grammar = openai_schemas.read_grammar(fields, format_name)
         if is_chat:
             wish.tools = openai_messages.read_tools(fields)
             prompt = self._chat(fields, wish.tools)
             wish.grammar = answer_grammar(wish.grammar, wish.tools, served.tool_format)
-            openai_schemas.check_wish(wish)
+            openai_schemas.check_params(wish)
             return wish, [prompt]
-        openai_schemas.check_wish(wish)
+        openai_schemas.check_params(wish)
         encode = functools.partial(served.encode, add_special_tokens=fields.flag("add_special_tokens", True))
         return wish, openai_api.read_prompts(fields, encode if served.tokenizer else None, served.limits)
 
@@ -235,7 +235,7 @@ class Api:
         """GET /version."""
         return JSONResponse({"version": kvjax.__version__})
 
-    def _submit(self, prompts: list[list[int]], wish: Wish, slot: Slot | None, param: str) -> Job:
+    def _submit(self, prompts: list[list[int]], wish: GenerationParams, slot: Slot | None, param: str) -> Job:
         """Submits all of a request, or nothing."""
         served, stop_tokens = self._served, list(wish.stop_tokens)
         stop_tokens += [] if wish.ignores_eos else served.stop_tokens
@@ -272,13 +272,13 @@ class Api:
         self._jobs.add(job)
         return job
 
-    def _check_biases(self, wish: Wish) -> None:
+    def _check_biases(self, wish: GenerationParams) -> None:
         """Refuses biases of tokens that the model does not have."""
         most, bias = self._engine.vocabulary - 1, (wish.penalties or {}).get("bias", {})
         if (largest := max(bias, default=0)) > most:
             raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
 
-    def _logits_state(self, wish: Wish, prompt: list[int], slot: Slot | None) -> Any:
+    def _logits_state(self, wish: GenerationParams, prompt: list[int], slot: Slot | None) -> Any:
         """The state of the engine's `logits_fn`; None: neither penalties nor a grammar."""
         if wish.penalties is None and slot is None:
             return None

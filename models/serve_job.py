@@ -17,8 +17,8 @@ from kvjax.serving import EngineError, Handle
 from .answers import REFUSED, Answer, Failed, Piece, pieces
 from .chat import Template
 from .echo import after_prompt, prompt_logprobs, prompt_piece
-from .openai_api import ApiError, Limits, Tools, Wish
-from .openai_replies import Form, Usage
+from .openai_api import ApiError, GenerationParams, Limits, Tools
+from .openai_replies import ResponseFormat, Usage
 from .serve_pages import Pages
 from .serve_schemas import Schemas
 from .tenants import Keys
@@ -101,18 +101,25 @@ class Job:
     """The answers of one request, which an engine computes: `handles` are of each prompt's samples."""
 
     def __init__(
-        self, served: Served, pages: Pages, wish: Wish, prompts: list[list[int]], handles: list[list[Handle]],
+        self,
+        served: Served,
+        pages: Pages,
+        wish: GenerationParams,
+        prompts: list[list[int]],
+        handles: list[list[Handle]],
         stop_tokens: list[int],
-    ):  # fmt: skip
+    ):
         decode = served.decode if served.parser_for(wish.tools) is None else served.decode_marks
         self._served, self._pages, self._wish = served, pages, wish
         self._leaders = [of_prompt[0] for of_prompt in handles]
         self._handles = [handle for of_prompt in handles for handle in of_prompt]
         of_answer: Any = {"has_starts": wish.logprobs is not None, "min_tokens": wish.sampling.min_tokens}
         of_pieces: Any = {
-            "stop_tokens": frozenset(stop_tokens), "listens": wish.streams, "has_top": served.limits.top_logprobs > 0,
+            "stop_tokens": frozenset(stop_tokens),
+            "is_streaming": wish.is_streaming,
+            "has_top": served.limits.top_logprobs > 0,
             "shows_stop": wish.echoes and wish.logprobs is not None,  # each token has an entry
-        }  # fmt: skip
+        }
         self._streams = [
             pieces(handle, Answer(decode, prompt, wish.stop, **of_answer), **of_pieces)
             for prompt, of_prompt in zip(prompts, handles, strict=True)
@@ -256,7 +263,7 @@ async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def whole(job: Job, form: Form) -> dict[str, Any]:
+async def whole(job: Job, form: ResponseFormat) -> dict[str, Any]:
     """The whole response."""
     choices: list[list[Piece]] = [[] for _ in range(job.size)]
     async with contextlib.aclosing(job.pieces()) as found:
@@ -267,7 +274,7 @@ async def whole(job: Job, form: Form) -> dict[str, Any]:
     return await asyncio.to_thread(lambda: form.whole(choices, job.usage, job.prompt_logprobs()))
 
 
-async def events(job: Job, form: Form, request_id: str) -> AsyncGenerator[dict[str, Any]]:
+async def events(job: Job, form: ResponseFormat, request_id: str) -> AsyncGenerator[dict[str, Any]]:
     """The events of a stream; if the engine fails, the last one is an error with the request's id."""
     try:
         for event in form.first(job.size):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of the forms in which models call tools. They take an answer in pieces, whose cuts change nothing.
+"""Parsers for the formats in which models call tools.
 
-A call is returned when it is whole, and stays text if it is malformed. With `is_early`, for streams, it is returned as
-it comes, as soon as its arguments begin; if these turn out to be no JSON, the rest of the call follows them.
+An answer comes in pieces. The result does not depend on the cuts between them. A parser returns a call when it is
+whole. A malformed call stays text. With `is_early`, for streams, a parser returns a call as it comes, from the
+beginning of its arguments on. If the arguments turn out to be no JSON, the rest of the call becomes a part of them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _RECIPIENT = re.compile(r"(?:^|\s|>)to=(functions\.)?([^\s<]+)")
 
 
 class Parser:
-    """The parts of an answer in a form, which is a subclass.
+    """Splits an answer into its parts. A subclass reads one format.
 
     Attributes:
-      marks: special tokens whose text it reads; other special ones have none.
-      call_end: the token that ends a call, with which the answer ends.
-      is_for_all: whether answers without calls have the form too.
-      num_calls: calls so far.
-      is_unfinished: whether a call was returned that is not whole.
+      marks: Special tokens which the parser reads as text. Other special tokens have no text.
+      call_end: The token at the end of a call, which also ends the answer.
+      is_for_all: Whether answers without calls have the format too.
+      num_calls: The number of calls so far.
+      is_unfinished: Whether the parser has returned a part of a call which is not whole.
     """
 
     marks: tuple[str, ...] = ()
@@ -38,31 +39,36 @@ class Parser:
     is_for_all = False
 
     def __init__(self, names: Collection[str] | None, *, is_early: bool = False, is_parallel: bool = True):
-        """Begins an answer to a request with tools of these names; None: nothing is a call.
+        """Begins an answer.
 
-        Without `is_parallel` the calls after the first one are left out.
+        Args:
+          names: Names of the tools in the request. None disables calls.
+          is_early: Whether to return a call before it is whole.
+          is_parallel: Whether to return calls after the first call.
         """
-        self._names, self._is_early, self._is_parallel = names, is_early, is_parallel
+        self._names = names
+        self._is_early = is_early
+        self._is_parallel = is_parallel
         self._buffer = ""
         self._new: list[Part] = []
         self.num_calls = 0
         self.is_unfinished = False
 
     def add(self, text: str) -> list[Part]:
-        """The new parts with more text, as far as it can be told; those of a kind that follow each other are joined."""
+        """Adds text and returns the new parts which are certain by now. Neighbors of the same kind are joined."""
         self._buffer += text
         while self._step():
             pass
         return self._joined()
 
     def end(self, *, is_cut: bool = False) -> list[Part]:
-        """The last parts, after the last text; `is_cut` says that the model had not ended."""
+        """Returns the last parts, after the last text. `is_cut` says whether the answer was cut short."""
         self._finish(is_cut=is_cut)
         self._buffer = ""
         return self._joined()
 
     def _step(self) -> bool:
-        """Takes a part of the buffer; returns whether there may be more to take."""
+        """Takes a part of the buffer. Returns whether there may be more to take."""
         raise NotImplementedError
 
     def _finish(self, *, is_cut: bool) -> None:
@@ -87,13 +93,17 @@ class Parser:
 
 
 class _ObjectParser(Parser):
-    """Calls that are objects with a name, between other text.
+    """Reads calls which are objects with a name, between other text.
 
-    White space and marks next to a call belong to it.
+    A call includes the white space and the marks next to it.
+
+    Attributes:
+      closing: The mark after a call. None if there is no mark.
+      after: Characters which may come between two calls.
     """
 
-    closing: str | None = None  # the mark after a call
-    after = _SPACE  # characters between two calls
+    closing: str | None = None
+    after = _SPACE
 
     def __init__(self, names: Collection[str] | None, *, is_early: bool = False, is_parallel: bool = True):
         super().__init__(names, is_early=is_early, is_parallel=is_parallel)
@@ -103,11 +113,11 @@ class _ObjectParser(Parser):
         self._is_closed = True
 
     def _opening(self, text: str) -> int | None:
-        """The index at which a text's last mark begins, if an object after the text would be a call."""
+        """The index at which a text's last mark begins. None if an object after the text would be no call."""
         raise NotImplementedError
 
     def _held_from(self, text: str) -> int:
-        """The index from which a text may belong to a call that comes."""
+        """The index from which a text may belong to the next call."""
         raise NotImplementedError
 
     def _step(self) -> bool:
@@ -126,12 +136,14 @@ class _ObjectParser(Parser):
         return brace >= 0
 
     def _begin(self, before: str, rest: str) -> None:
-        self._before, self._buffer, self._is_closed = before, rest, False
+        self._before = before
+        self._buffer = rest
+        self._is_closed = False
         self._reader = CallReader(self._names_for(before), is_early=self._is_early)
         self._state = self._in_call
 
     def _names_for(self, before: str) -> Collection[str] | None:
-        """The names that a call may have after some marks; None: any."""
+        """The names which a call may have after the marks in `before`. None means any name."""
         del before
         return None
 
@@ -157,7 +169,8 @@ class _ObjectParser(Parser):
         self._buffer = self._buffer.lstrip(self.after)
         if self.closing is not None:
             if self._buffer.startswith(self.closing):
-                self._buffer, self._is_closed = self._buffer.removeprefix(self.closing), True
+                self._buffer = self._buffer.removeprefix(self.closing)
+                self._is_closed = True
                 return True
             if self.closing.startswith(self._buffer):
                 return False
@@ -172,7 +185,8 @@ class _ObjectParser(Parser):
         end = -1 if self.closing is None else self._buffer.find(self.closing)
         if end >= 0:
             self._return("arguments", self._buffer[:end].rstrip(_SPACE))
-            self._buffer, self._state = self._buffer[end:], self._after_call
+            self._buffer = self._buffer[end:]
+            self._state = self._after_call
             return True
         shown = len(self._buffer) if self.closing is None else held_from(self._buffer, [self.closing])
         self._return("arguments", self._buffer[:shown])
@@ -192,7 +206,7 @@ class _ObjectParser(Parser):
 
 
 class HermesParser(_ObjectParser):
-    """Calls as Hermes and Qwen write them: each object is between <tool_call> and </tool_call>."""
+    """Reads calls of Hermes and Qwen. Each object is between <tool_call> and </tool_call>."""
 
     marks = opening, closing = "<tool_call>", "</tool_call>"
 
@@ -206,9 +220,9 @@ class HermesParser(_ObjectParser):
 
 
 class Llama3Parser(_ObjectParser):
-    """Calls as Llama 3 writes them: objects, after <|python_tag|> or without, perhaps several, perhaps in a list.
+    """Reads calls of Llama 3: objects, perhaps in a list, with or without <|python_tag|> before them.
 
-    Without the tag an object is a call only if it has arguments and the name of a tool.
+    Without the tag, an object is a call only if it has arguments and the name of a tool.
     """
 
     marks = (opening,) = ("<|python_tag|>",)
@@ -227,10 +241,11 @@ class Llama3Parser(_ObjectParser):
 
 
 class HarmonyParser(Parser):
-    """Messages as gpt-oss writes them: a header with a channel, perhaps with the tool that gets it, and a body.
+    """Reads messages of gpt-oss. A message has a header and a body. The header has a channel, and may name a tool.
 
-    A message to a tool is a call in any channel. Other ones are reasoning in the channel `analysis`, and else content.
-    A message has an end, or ends where the next one begins. An answer without any header is content.
+    A message to a tool is a call in any channel. Other messages are reasoning in the channel `analysis`, and content
+    in other channels. A message ends with a mark, or at the beginning of the next message. An answer without any
+    header is content.
     """
 
     marks = ("<|constrain|>", _MESSAGE, *_ENDS)
@@ -241,7 +256,7 @@ class HarmonyParser(Parser):
         super().__init__(names, is_early=is_early, is_parallel=is_parallel)
         self._is_first = self._in_header = True
         self._kind: Literal["content", "reasoning", "arguments"] = "content"
-        self._name: str | None = None  # of the call that the body is
+        self._name: str | None = None  # the tool's name, while the body is a call
         self._arguments: Arguments | None = None
 
     def _step(self) -> bool:
@@ -254,8 +269,11 @@ class HarmonyParser(Parser):
         header, mark, rest = self._buffer.partition(_MESSAGE)
         if not mark:
             return False
-        self._buffer, self._is_first, self._in_header = rest, False, False
-        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._buffer = rest
+        self._is_first = False
+        self._in_header = False
+        channel = _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
         self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
         self._arguments = self._name = None
         if recipient is not None and self._names is not None:
@@ -288,22 +306,25 @@ class HarmonyParser(Parser):
         if not self._arguments.is_whole:
             text = self._add_to_call(self._arguments, text)
         text = text.lstrip(_SPACE) if self._name is not None else text
-        if text:  # the rest of the body is no call
+        if text:  # the rest of the body is not part of a call
             self._kind = "content" if self._name is not None else self._kind
             self._name = None
             self._return(self._kind, text)
 
     def _add_to_call(self, arguments: Arguments, text: str) -> str:
-        """Adds text to the arguments; returns the text after them."""
+        """Adds text to the arguments. Returns the text after them."""
         for end, character in units(text, arguments):
             progress, parts = arguments.add(character)
             self._new += parts
             if progress is Progress.OPEN:
                 continue
             if progress is Progress.BROKEN:
-                self.is_unfinished, self._name, self._kind = True, None, "arguments"
+                self.is_unfinished = True
+                self._name = None
+                self._kind = "arguments"
             elif progress is Progress.REFUSED:
-                self._name, self._kind = None, "content"
+                self._name = None
+                self._kind = "content"
                 return arguments.text + text[end - 1 :]
             return text[end:]
         return ""
@@ -334,7 +355,7 @@ def _may_be_header(text: str) -> bool:
 
 
 def held_from(text: str, marks: Iterable[str], *, with_space: bool = True) -> int:
-    """The index from which a text may be the beginning of one of some marks, and of the space before it."""
+    """The index from which a text may begin a mark, or the space before it."""
     sizes = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
     longest = max(sizes, default=0)
     end = len(text) - longest
@@ -345,7 +366,7 @@ FORMATS: dict[str, type[Parser]] = {"hermes": HermesParser, "llama3": Llama3Pars
 
 
 def detect(template: str) -> str | None:
-    """The name of the format that a chat template shows a model, or None.
+    """Detects the format of calls in a chat template. Returns its name, or None.
 
     Qwen3-Coder and GLM have other contents between the marks of Hermes.
     """

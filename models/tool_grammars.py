@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of answers with calls of tools: calls in the model's own form, whose arguments satisfy schemas.
+"""Grammars for answers with calls of tools, in the model's own format and with arguments which satisfy schemas.
 
-So the server reads a call as usual, and the next turn of a conversation finds it in the cache.
+The server reads such a call as usual, and the next turn of the conversation finds it in the cache.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ _ANY_ARGUMENTS = {"type": "object"}
 
 
 def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parser] | None) -> Grammar | None:
-    """The grammar of an answer to a chat; None: any text.
+    """The grammar of an answer to a chat, or None for any text.
 
     Args:
-      wanted: of the answer's text; None: any.
-      tools: of the chat. The arguments of forced and of strict tools satisfy their schemas.
-      tool_format: in which calls are written.
+      wanted: The grammar for the text of the answer. None means any text.
+      tools: The tools of the chat. The arguments of forced and of strict tools satisfy their schemas.
+      tool_format: The parser of the model's calls. None means the model has no format for calls.
 
     Raises:
-      ApiError: for parameters that are no object.
+      ApiError: if the parameters of a tool are no object.
     """
     has_calls = tools.names is not None and (tools.is_forced or tools.strict or wanted is not None)
     if tool_format is None or not (has_calls or (wanted is not None and tool_format.is_for_all)):
         return wanted
-    form = _FORMS[tool_format](tools)
-    parts = [] if tools.is_forced else [form.text(wanted)]
-    parts += [form.calls()] if has_calls else []
+    answer_format = _FORMATS[tool_format](tools)
+    parts = [] if tools.is_forced else [answer_format.text(wanted)]
+    parts += [answer_format.calls()] if has_calls else []
     param = "tools" if wanted is None or tools.is_forced else wanted.param
     return Grammar("structure", json.dumps(_either(parts), ensure_ascii=False), param)
 
 
-class _Form:
-    """The form of answers of one format, `excludes` are marks of its parser."""
+class _AnswerFormat:
+    """Makes the grammar of answers in the format of a parser.
+
+    Attributes:
+      excludes: Marks of the parser which no text may have.
+    """
 
     excludes: tuple[str, ...] = ()
 
@@ -49,29 +53,32 @@ class _Form:
         self._tools = tools
 
     def text(self, wanted: Grammar | None) -> Structure:
-        """Text, as a whole answer or before calls."""
+        """The grammar of text, which is a whole answer or comes before calls."""
         if wanted is None:
             return {"type": "any_text", "excludes": [*self.excludes]}
-        value, name = json.loads(wanted.text), {"name": wanted.param, "excludes": [*self.excludes]}
+        value = json.loads(wanted.text)
+        options = {"name": wanted.param, "excludes": [*self.excludes]}
         match wanted.kind:
             case "schema":
-                return {"type": "json_schema", "json_schema": value, **name}
+                return {"type": "json_schema", "json_schema": value, **options}
             case "regex":
-                return {"type": "regex", "pattern": value, **name}
+                return {"type": "regex", "pattern": value, **options}
         return _either([_const(choice) for choice in value])
 
     def calls(self) -> Structure:
-        """The calls of an answer."""
+        """The grammar of the calls in an answer."""
         return self._call()
 
     def _call(self) -> Structure:
         raise NotImplementedError
 
     def _arguments(self) -> list[tuple[list[str], Structure]]:
-        """The schemas of arguments, each with the names of its tools."""
-        schemas, free = list[tuple[list[str], Structure]](), list[str]()
-        for number, tool in enumerate(self._tools.definitions):
-            name, place = tool["function"]["name"], f"tools[{number}].function.parameters"
+        """The grammars of arguments, each with the names of its tools."""
+        schemas = list[tuple[list[str], Structure]]()
+        free_names = list[str]()  # tools with any arguments
+        for tool_index, tool in enumerate(self._tools.definitions):
+            name = tool["function"]["name"]
+            place = f"tools[{tool_index}].function.parameters"
             if name not in (self._tools.names or ()):
                 continue
             if self._tools.is_forced or name in self._tools.strict:
@@ -79,12 +86,12 @@ class _Form:
                 part = {"type": "json_schema", "json_schema": schema, "name": place, "excludes": [*self.excludes]}
                 schemas.append(([name], part))
             else:
-                free.append(name)
+                free_names.append(name)
         any_arguments = {"type": "json_schema", "json_schema": _ANY_ARGUMENTS, "excludes": [*self.excludes]}
-        return [*schemas, *([(free, any_arguments)] if free else [])]
+        return [*schemas, *([(free_names, any_arguments)] if free_names else [])]
 
 
-class _HermesForm(_Form):
+class _HermesFormat(_AnswerFormat):
     excludes = (HermesParser.opening,)
 
     def calls(self) -> Structure:
@@ -109,11 +116,11 @@ class _HermesForm(_Form):
         )
 
 
-class _Llama3Form(_Form):
+class _Llama3Format(_AnswerFormat):
     def text(self, wanted: Grammar | None) -> Structure:
         if wanted is not None:
             return super().text(wanted)
-        # An object that begins so may be a call: no mark tells it from text.
+        # An object with such a beginning may be a call, because no mark tells it from text.
         call = {"type": "regex", "pattern": rf'\{{\s*"({"|".join(CALL_KEYS)})"'}
         return {"type": "any_text", "excludes": [call]}
 
@@ -124,7 +131,7 @@ class _Llama3Form(_Form):
         )
 
 
-class _HarmonyForm(_Form):
+class _HarmonyFormat(_AnswerFormat):
     excludes = HarmonyParser.marks
 
     def text(self, wanted: Grammar | None) -> Structure:
@@ -135,7 +142,7 @@ class _HarmonyForm(_Form):
         return _sequence([self._before(), self._call()])
 
     def _before(self) -> Structure:
-        """Messages before the last one: reasoning, and text for the user before a call."""
+        """The grammar of messages before the last message: reasoning, and text for the user before a call."""
         header = [_const("<|channel|>"), _names(["analysis", "commentary"]), _const("<|message|>")]
         any_text = {"type": "any_text", "excludes": [*self.excludes]}
         message = _sequence([*header, any_text, _const("<|end|><|start|>assistant")])
@@ -158,15 +165,15 @@ class _HarmonyForm(_Form):
         )
 
 
-_FORMS: dict[type[Parser], type[_Form]] = {
-    HermesParser: _HermesForm,
-    Llama3Parser: _Llama3Form,
-    HarmonyParser: _HarmonyForm,
+_FORMATS: dict[type[Parser], type[_AnswerFormat]] = {
+    HermesParser: _HermesFormat,
+    Llama3Parser: _Llama3Format,
+    HarmonyParser: _HarmonyFormat,
 }
 
 
 def _arguments_schema(parameters: dict[str, Any] | None, place: str) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object."""
+    """The schema of a tool's arguments. Refuses a schema of another type than object."""
     if parameters is None:
         return _NO_ARGUMENTS
     if parameters.get("type", "object") != "object":

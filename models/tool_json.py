@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON of a tool call that comes character by character: its name, and its arguments as soon as they begin."""
+"""Readers for the JSON of a tool call, which comes character by character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPACE = " \t\r\n"
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')  # of a string
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _STRING = r'"((?:[^"\\]|\\.)*)"'
-# A call up to the brace that begins its arguments: streams have its name from here on.
+# A call up to the first brace of its arguments. From here on, a stream may show its name.
 _HEAD = re.compile(
     rf'\{{\s*(?:"(?:type|id)"\s*:\s*{_STRING}\s*,\s*)*"name"\s*:\s*(?P<name>{_STRING})\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*\{',
@@ -24,7 +24,7 @@ CALL_KEYS = ("arguments", "function", "id", "name", "parameters", "type")
 
 
 class Part(NamedTuple):
-    """A part of an answer. A name begins a call, and the arguments that follow are of this call."""
+    """A part of an answer. A name begins a call, and is followed by the arguments of this call."""
 
     kind: Literal["content", "reasoning", "name", "arguments"]
     text: str
@@ -33,24 +33,24 @@ class Part(NamedTuple):
 class Progress(enum.Enum):
     """The state of a call after a character."""
 
-    OPEN = "more of it has to come"
+    OPEN = "the call goes on"
     DONE = "the call is whole, the last character included"
-    AFTER = "the call is whole, and the last character is not a part of it"
+    AFTER = "the call is whole, and the last character comes after it"
     REFUSED = "the text is not a call, the last character is not a part of it, and nothing has been returned"
     NO_CALL = "the text is not a call, the last character included, and nothing has been returned"
     BROKEN = "a part of the call has been returned, and its arguments are not JSON"
 
 
 class JsonScanner:
-    """Checks that characters are an object in JSON; a string may have control characters, such as line breaks.
+    """Checks whether characters are an object in JSON. Strings may have control characters, such as line breaks.
 
     Attributes:
-      in_string: whether the last character is within a string.
-      is_done: whether the object is whole.
+      in_string: Whether the last character is within a string.
+      is_done: Whether the object is whole.
     """
 
     def __init__(self, *, in_object: bool = False):
-        """Begins before an object, or, if `in_object`, after a value of it."""
+        """Begins before an object. With `in_object`, begins after a value in it."""
         self._open = ["{"] if in_object else []
         self._wants = "comma or end" if in_object else "object"
         self._scalar = ""
@@ -60,16 +60,16 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
-        """The number of objects and lists that are open."""
+        """The number of open objects and lists."""
         return len(self._open)
 
     @property
     def takes_runs(self) -> bool:
-        """Whether a run of characters of a string, without quotes, escapes and control characters, may be added."""
+        """Whether `add` takes a run: characters of a string without quotes, escapes and control characters."""
         return self.in_string and not self._is_escaped and not self._hex_digits
 
     def add(self, character: str) -> bool:
-        """Whether the text is, with this character or this run, still the beginning of an object."""
+        """Adds a character or a run. Returns whether the text is still the beginning of an object."""
         if self.in_string:
             return len(character) > 1 or self._in_string(character)
         if self._scalar:
@@ -97,7 +97,7 @@ class JsonScanner:
         return True
 
     def _between(self, character: str) -> bool:
-        """Takes a character that is not a space and not within a value."""
+        """Takes a character between values which is not a space."""
         wants = self._wants
         if character in "}]":
             may_end = wants == "comma or end" or wants == ("key or end" if character == "}" else "value or end")
@@ -135,19 +135,20 @@ class JsonScanner:
 
 
 def units(text: str, reader: Arguments | CallReader | JsonScanner) -> Iterator[tuple[int, str]]:
-    """Characters for a reader, those within a string together; each with the index after it."""
+    """Yields the characters and runs for a reader, each with the index after it."""
     end = 0
     while end < len(text):
         run = _RUN.match(text, end) if reader.takes_runs else None
-        start, end = end, end + 1 if run is None else run.end()
+        start = end
+        end = end + 1 if run is None else run.end()
         yield end, text[start:end]
 
 
 class Arguments:
-    """The arguments of a call, from their brace on.
+    """Reads the arguments of a call, from their first brace on.
 
-    Line breaks and other control characters within strings, which JSON does not have and models write in code, become
-    escapes. Nothing is returned before the arguments are whole, unless they are wanted early.
+    Models write line breaks and other control characters into strings with code. JSON does not allow them, so they
+    become escapes. With `is_early`, `add` returns the arguments as they come, and otherwise when they are whole.
     """
 
     def __init__(self, name: str, *, is_early: bool):
@@ -163,16 +164,16 @@ class Arguments:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing more has to come."""
+        """Whether the arguments have ended."""
         return self._scanner.is_done
 
     @property
     def takes_runs(self) -> bool:
-        """Whether a run of characters may be added; see `JsonScanner`."""
+        """Whether `add` takes a run, as in `JsonScanner`."""
         return self._scanner.takes_runs
 
     def add(self, character: str) -> tuple[Progress, list[Part]]:
-        """The state with another character or run, and the new parts."""
+        """Adds a character or a run. Returns the state and the new parts."""
         in_string = self._scanner.in_string
         is_json = self._scanner.add(character)
         if not is_json and not (self._is_early and self._characters):
@@ -181,20 +182,22 @@ class Arguments:
         self._new.append(Part("arguments", json.dumps(character)[1:-1] if in_string and character < " " else character))
         if not self._is_early and not self.is_whole:
             return Progress.OPEN, []
-        new, self._new = self._new, []
-        return (Progress.BROKEN if not is_json else Progress.DONE if self.is_whole else Progress.OPEN), new
+        new_parts = self._new
+        self._new = []
+        return (Progress.BROKEN if not is_json else Progress.DONE if self.is_whole else Progress.OPEN), new_parts
 
 
 class CallReader:
-    """A call as an object: {"name": text, "arguments": object}, or with "parameters" for the arguments.
+    """Reads a call which is an object: {"name": text, "arguments": object}, or "parameters" for the arguments.
 
-    Where the name comes first, the call is returned as its arguments come. Any other form, such as arguments in a
-    string or none, has to be whole first. What follows the arguments decides nothing any more.
+    If the name comes first, `add` returns the call as its arguments come. Any other call, for example with arguments
+    in a string or without arguments, has to be whole first. The text after the arguments has no effect.
     """
 
     def __init__(self, names: Collection[str] | None, *, is_early: bool):
-        """Takes a call of any name, or, with `names`, one of these and with arguments."""
-        self._names, self._is_early = names, is_early
+        """Begins before a call. With `names`, the call needs arguments and a name in `names`."""
+        self._names = names
+        self._is_early = is_early
         self._head: list[str] = []
         self._has_first_key = self._has_inner = False
         self._scanner = JsonScanner()
@@ -208,7 +211,7 @@ class CallReader:
 
     @property
     def takes_runs(self) -> bool:
-        """Whether a run of characters may be added; see `JsonScanner`."""
+        """Whether `add` takes a run, as in `JsonScanner`."""
         return (self._tail or self._arguments or self._scanner).takes_runs
 
     @property
@@ -222,7 +225,7 @@ class CallReader:
         return self._tail is not None
 
     def add(self, character: str) -> tuple[Progress, list[Part]]:
-        """The state with another character or run, and the new parts."""
+        """Adds a character or a run. Returns the state and the new parts."""
         if self._tail is not None:
             if not self._tail.add(character):
                 return Progress.AFTER, []
@@ -262,7 +265,7 @@ class CallReader:
 
 
 def _call_of(text: str, names: Collection[str] | None) -> list[Part] | None:
-    """The parts of a call that is whole; None if it is no call."""
+    """The parts of a whole call, or None if the text is no call."""
     try:
         call = json.loads(text, strict=False)
         call = call["function"] if isinstance(call.get("function"), dict) else call

@@ -19,9 +19,9 @@ import kvjax
 from kvjax.serving import Output
 from models import openai_api, openai_responses, serve, stores
 from models.answers import Answer, Detokenizer, Piece, pieces
-from models.openai_api import ApiError, Limits, read_json, read_prompts, read_wish
+from models.openai_api import ApiError, Limits, read_json, read_params, read_prompts
 from models.openai_messages import read_messages
-from models.openai_replies import Form, Usage
+from models.openai_replies import ResponseFormat, Usage
 from models.recall import CHECKPOINT
 from models.serve_app import Api
 from models.serve_job import Served
@@ -184,7 +184,7 @@ def test_impossible_tokens_have_a_number_in_json():
     impossible = float("-inf")
     piece = Piece("ab", [1, 2], [], ["a", "b"], [0, 1], [-0.5, impossible], [{1: -0.5}, {2: impossible}], "length", 2)
     for is_chat in (False, True):
-        whole = Form("model", wish, lambda ids: "ab"[ids[-1] - 1], is_chat=is_chat).whole([[piece]], Usage())
+        whole = ResponseFormat("model", wish, lambda ids: "ab"[ids[-1] - 1], is_chat=is_chat).whole([[piece]], Usage())
         assert "-9999.0" in json.dumps(whole, allow_nan=False)
 
 
@@ -204,10 +204,10 @@ def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, s
     tops = [{token: -0.5, 0: -1.0} for token in tokens]
     sizes = iter(data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens))))
     wish: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
-    form = Form("model", wish, words, is_chat=is_chat)
+    form = ResponseFormat("model", wish, words, is_chat=is_chat)
 
     async def read():
-        of_answer = pieces(Grown(tokens, tops, sizes), Answer(words, prompt, stop), (), listens=True, has_top=True)
+        of_answer = pieces(Grown(tokens, tops, sizes), Answer(words, prompt, stop), (), is_streaming=True, has_top=True)
         return [piece async for piece in of_answer]
 
     found = asyncio.run(read())
@@ -230,7 +230,7 @@ def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, s
 
 
 def wish(is_chat=False, **fields):
-    return read_wish(read_json(json.dumps(fields).encode()), LIMITS, is_chat=is_chat)
+    return read_params(read_json(json.dumps(fields).encode()), LIMITS, is_chat=is_chat)
 
 
 def test_fields_that_are_absent_or_null_have_the_apis_defaults():
@@ -244,7 +244,7 @@ def test_fields_that_are_absent_or_null_have_the_apis_defaults():
             None,
             None,
         )
-        assert one.sampling == kvjax.Sampling(1.0) and not one.streams
+        assert one.sampling == kvjax.Sampling(1.0) and not one.is_streaming
     assert wish().seed != wish().seed
 
 
@@ -254,7 +254,9 @@ def test_fields_become_arguments_of_the_engine():
         logprobs=True, top_logprobs=3, priority=2, cache_salt="a", stream=True, stream_options={"include_usage": True},
     )  # fmt: skip
     assert (one.max_tokens, one.seed, one.stop, one.logprobs, one.priority) == (7, 2**32 - 1, ["x"], 3, -2)
-    assert one.sampling == kvjax.Sampling(0.5, None, 0.9) and one.salt == "a" and one.streams and one.includes_usage
+    assert (
+        one.sampling == kvjax.Sampling(0.5, None, 0.9) and one.salt == "a" and one.is_streaming and one.includes_usage
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter
 
 from kvjax.serving import EngineError
 from models.answers import Failed, Piece
-from models.openai_api import ApiError, Fields, Limits, read_wish
+from models.openai_api import ApiError, Fields, Limits, read_params
 from models.openai_replies import Usage
-from models.openai_response_form import ResponseForm
+from models.openai_response_form import ResponsesFormat
 from models.openai_responses import FIELDS, own_names, read_request
 from models.serve_job import events
 from models.tool_calls import HarmonyParser, HermesParser
@@ -443,9 +443,9 @@ LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
 
 def form_of(make_parser=None, **options):
     chat, repeated = read_request(Fields({"input": "a"}))
-    wish = read_wish(chat, LIMITS, is_chat=True)
-    wish.repeated = repeated
-    return ResponseForm("m", wish, str, make_parser=make_parser, **options)
+    wish = read_params(chat, LIMITS, is_chat=True)
+    wish.response_fields = repeated
+    return ResponsesFormat("m", wish, str, make_parser=make_parser, **options)
 
 
 def piece_of(text, finish=None):

@@ -99,7 +99,7 @@ def test_a_chat_with_tools_has_the_defaults_of_its_checkpoint():
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "temperature": 0.75}
     wish, prompts = api._read(json.dumps(body).encode(), endpoint=CHATS)
     assert prompts == [["f hi"]] and wish.tools.names == {"f"}
-    assert (wish.sampling.temperature, wish.sampling.min_p, wish.usual_tokens) == (0.75, 0.5, 7)
+    assert (wish.sampling.temperature, wish.sampling.min_p, wish.default_max_tokens) == (0.75, 0.5, 7)
     assert wish.penalties["repetition"] == 2.0
 
 
