@@ -313,7 +313,9 @@ class Api:
         """Returns the state of the engine's `logits_fn`. None means neither penalties nor a grammar."""
         if wish.penalties is None and slot is None:
             return None
-        options = {"repetition": 1.0} if wish.penalties is None else {**wish.penalties, "prompt": prompt}
+        options: dict[str, Any] = {"repetition": 1.0}
+        if wish.penalties is not None:
+            options = {**wish.penalties, "prompt": prompt}
         penalties = Penalties.of(self._engine.spec.max_length, **options, max_biases=openai_api.MOST_BIASES)
         schemas = self._served.schemas
         return penalties if isinstance(schemas, str) else (penalties, schemas.state(slot))
