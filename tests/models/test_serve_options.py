@@ -286,8 +286,8 @@ DEVICES = "wanted at most 8, the devices that there are"
         (["--port", "{taken}"], "--port: 127.0.0.1:{taken}: address already in use$"),
         (["--api-keys", "{other}/none"], "--api-keys: {other}/none has no key$"),
         (["--api-keys", "{other}/x"], "--api-keys: {other}/x: no such file or directory$"),
-        (["--api-key", ""], "--api-key: got one that no header can have, wanted ASCII letters, digits and signs$"),
-        (["--api-key", "a", "--api-key", "\xe4"], "--api-key: got one that no header can have"),
+        (["--api-key", ""], "--api-key: got a key that no header can have, wanted ASCII letters, digits and signs$"),
+        (["--api-key", "a", "--api-key", "\xe4"], "--api-key: got a key that no header can have"),
     ],
 )
 def test_options_that_cannot_be_are_errors_of_one_line(options, wanted, capsys, monkeypatch, tmp_path):
