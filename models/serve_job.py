@@ -143,7 +143,7 @@ class ActiveRequest:
             handle,
             answer,
             stop_tokens=stop_tokens,
-            listens=wish.is_streaming,
+            is_streaming=wish.is_streaming,
             has_top=served.limits.top_logprobs > 0,
             shows_stop=wish.echoes and has_logprobs,  # each token has an entry
         )
