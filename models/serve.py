@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a checkpoint in Hugging Face format or a GGUF file with OpenAI's HTTP API, through the paged cache.
 
-Completions, chats with the checkpoint's own template, and models are under /v1, metrics for Prometheus at /metrics, and
-a page that shows the cache at /cache. SIGTERM, SIGHUP and Ctrl-C end it: open answers have some seconds to end.
+Completions, chats with the checkpoint's template, responses and models are under /v1. Prometheus reads /metrics, and a
+page at /cache shows the cache. SIGTERM, SIGHUP and Ctrl-C end the server after a few seconds for open answers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .serve_schemas import Schemas, open_schemas
 from .session import MOST, SIZES
 from .tool_calls import FORMATS, Parser, detect
 
-MOST_LENGTH = 4096  # tokens of a row, unless the options say otherwise
-STOP_TOKENS = 8  # of a request, those of the model included; more where these and the ends of turns and calls are more
+DEFAULT_LENGTH = 4096  # tokens of a row without --max-length
+STOP_TOKENS = 8  # of a request and the model together, unless the model alone has more
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line; see --help."""
+    """Runs the command line. See --help."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     commands.check_extra(parser, "serve")
@@ -48,9 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
     if args.until_eof:
         threading.Thread(target=_end_with_input, daemon=True).start()
     with (
-        contextlib.suppress(KeyboardInterrupt), _Signals() as signals, _bound(parser, args) as listening,
+        contextlib.suppress(KeyboardInterrupt),
+        _Signals() as signals,
+        _bound(parser, args) as listening,
         served(parser, args) as server,
-    ):  # fmt: skip
+    ):
         host = f"[{args.host}]" if ":" in args.host else args.host
         address = f"http://{host}:{listening.getsockname()[1]}/v1"
         signals.server = http_server(args, server, lambda: _note(f"serving at {address}"))
@@ -58,73 +60,80 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_parser() -> commands.Parser:
-    """The parser of the command line."""
+    """Makes the parser of the command line."""
     parser = commands.Parser("serve", __doc__)
-    parser.add_argument("--checkpoint", metavar="PATH", required=True, help="a Hugging Face folder, or a GGUF file")
-    parser.add_argument("--name", metavar="NAME", help="of the model in requests (default: the folder's)")
-    parser.add_argument("--chat-template", metavar="FILE", type=pathlib.Path, help="in place of the checkpoint's")
-    formats = "of calls of tools, in place of the one that the chat template shows: %(choices)s"
+    parser.add_argument("--checkpoint", metavar="PATH", required=True, help="Hugging Face folder, or GGUF file")
+    parser.add_argument("--name", metavar="NAME", help="name of the model in requests (default: the folder's)")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", type=pathlib.Path, help="template to use in place of the checkpoint's"
+    )
+    formats = "format of tool calls, if the chat template does not show it: %(choices)s"
     parser.add_argument("--tool-format", choices=tuple(FORMATS), help=formats)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument(
-        "--port", type=wires.PORT, default=8000, help="to listen at; 0 chooses one (default: %(default)s)"
+        "--port", type=wires.PORT, default=8000, help="port to listen at; 0 chooses a free port (default: %(default)s)"
     )
     tenants.add_keys(parser)
     parser.add_argument(
-        "--hide-cached-tokens", action="store_true", help="answers do not say how many tokens were found in the cache"
+        "--hide-cached-tokens", action="store_true", help="do not report how many tokens of a prompt were cached"
     )
     session.add_dtype(parser)
     session.add_sizes(
-        parser, rows="(default: %(default)s)", length=f"the model's most, or {MOST_LENGTH}", has_budget=True
+        parser, rows="(default: %(default)s)", length=f"the model's limit, at most {DEFAULT_LENGTH}", has_budget=True
     )
     parser.set_defaults(rows=SIZES["rows"])
     limits = (
-        ("--top-logprobs", 0, 5, "the most that a request may want"),
-        ("--max-waiting", 1, 1024, "requests that wait for the scheduler; more get 429"),
-        ("--max-open", 1, 256, "answers that are being made at a time; more get 429"),
-        ("--max-connections", 1, 512, "open at a time; another one ends the one that has waited longest for a request"),
-        ("--timeout", 1, 600, "seconds in which an answer is made; a longer one is cancelled"),
-        ("--schemas", 0, 8, "schemas, patterns and choices of answers at a time; 0: none are served"),
-        ("--grace", 0, 5, "seconds that open answers have when the server ends"),
+        ("--top-logprobs", 0, 5, "limit on a request's top_logprobs"),
+        ("--max-waiting", 1, 1024, "requests waiting for the scheduler; further requests get 429"),
+        ("--max-open", 1, 256, "answers in progress; requests for more get 429"),
+        ("--max-connections", 1, 512, "open connections; a further connection closes an idle one"),
+        ("--timeout", 1, 600, "seconds until an answer is cancelled"),
+        ("--schemas", 0, 8, "schemas, patterns and choices of answers at a time; 0 refuses them"),
+        ("--grace", 0, 5, "seconds for open answers when the server ends"),
     )
-    for option, least, default, what in limits:
+    for option, least, default, text in limits:
         parser.add_argument(
-            option, type=number(int, least, MOST), default=default, metavar="N", help=f"{what} (default: %(default)s)"
+            option, type=number(int, least, MOST), default=default, metavar="N", help=f"{text} (default: %(default)s)"
         )
-    parser.add_argument("--max-body", metavar="SIZE", type=commands.size, default=4 << 20, help="such as 1MB (4MiB)")
-    bodies = "all that are read at a time (64MiB); more get 429"
+    parser.add_argument(
+        "--max-body", metavar="SIZE", type=commands.size, default=4 << 20, help="size of a request, such as 1MB (4MiB)"
+    )
+    bodies = "size of all requests that are being read (64MiB); further requests get 429"
     parser.add_argument("--max-bodies", metavar="SIZE", type=commands.size, default=64 << 20, help=bodies)
-    hosts = "names that a request's Host may have (those of a loopback address: localhost and it; else any)"
+    hosts = "accept only requests with these Host names (default at a loopback address: its names; else any)"
     parser.add_argument("--allowed-hosts", metavar="HOST", nargs="+", help=hosts)
-    origins = "pages of these origins may call the server, such as https://chat.example; * for all (none)"
+    origins = "origins whose pages may call the server, such as https://chat.example; * for all (none)"
     parser.add_argument("--allowed-origins", metavar="ORIGIN", nargs="+", type=_origin, default=[], help=origins)
-    generation = "whether generation_config.json has the defaults of requests (default: %(default)s)"
+    generation = "auto takes the defaults of requests from generation_config.json (default: %(default)s)"
     parser.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=generation)
     session.add_mesh(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
     stores.add_store(parser)
     parser.add_argument(
-        "--store-sync", action="store_true", help="an answer ends when the whole blocks of its prompt are in the store"
+        "--store-sync",
+        action="store_true",
+        help="write the whole blocks of a prompt to the store before its answer ends",
     )
-    parser.add_argument("--save", metavar="DIR", help="load what is cached from there, and save it there at the end")
+    parser.add_argument("--save", metavar="DIR", help="folder to load the cache from, and to save it to at the end")
     wires.add_publishers(parser)
     parser.add_argument(
-        "--until-eof", action="store_true",
-        help="end when standard input does, as with a program that has started this one",
-    )  # fmt: skip
+        "--until-eof",
+        action="store_true",
+        help="end when standard input ends, such as with the program that started it",
+    )
     return parser
 
 
 def _origin(text: str) -> str:
-    """An origin as browsers send it, or *."""
+    """Reads an origin as browsers send it, or *."""
     if text != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text) is None:
         raise argparse.ArgumentTypeError(f"got {text!r:.80}, wanted * or an origin such as https://chat.example")
     return text
 
 
 class Server(NamedTuple):
-    """A server that is ready to run: the application and its engine."""
+    """The application of a server, and its engine."""
 
     app: Any
     engine: Engine[Any]
@@ -132,8 +141,8 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server]:
-    """The application for a checkpoint; the end of a `with` closes its engine, its store and its wires."""
-    import prometheus_client  # late, as those below: they need the extra
+    """Makes the application for a checkpoint. The end of the `with` closes its engine, its store and its wires."""
+    import prometheus_client  # late, like the imports below: they need the extra
 
     from kvjax.interop.metrics import Metrics
 
@@ -143,9 +152,11 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
     where = session.make_mesh(parser, args)
     model, tokenizer = session.load_model(parser, args, **where)
-    template, keys = _template(parser, args), tenants.keys_of(parser, args)
+    template = _template(parser, args)
+    keys = tenants.keys_of(parser, args)
     spec = _spec(parser, args, model, where)
-    registry, names = prometheus_client.CollectorRegistry(), kvjax.Namespaces()
+    registry = prometheus_client.CollectorRegistry()
+    names = kvjax.Namespaces()
     with contextlib.ExitStack() as stack:
         wire = stack.enter_context(wires.Wires(parser, args, spec, _note, names))
         store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint, names=names))
@@ -167,26 +178,39 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             stack.callback(schemas.close)
         engine = _engine(parser, args, model, saved.cache, combine_listeners(spec, *listeners), names, store, schemas)
         stack.callback(lambda: setattr(saved, "cache", engine.close()))
-        defaults = _defaults(parser, args)
-        limits = Limits(
-            max_length=min(spec.max_length, session.most_tokens(args, model)),
-            samples=min(args.rows, 16), top_logprobs=args.top_logprobs,
-        )  # fmt: skip
-        shown = Served(
-            args.name or commands.model_name(args), tokenizer, max(map(len, tokenizer.get_vocab())) if tokenizer else 0,
-            template, stop_tokens, limits, defaults, keys, args.max_body, args.max_bodies, args.max_open, args.timeout,
+        served_model = Served(
+            name=args.name or commands.model_name(args),
+            tokenizer=tokenizer,
+            longest_token=max(map(len, tokenizer.get_vocab())) if tokenizer else 0,
+            template=template,
+            stop_tokens=stop_tokens,
+            limits=Limits(
+                max_length=min(spec.max_length, session.most_tokens(args, model)),
+                samples=min(args.rows, 16),
+                top_logprobs=args.top_logprobs,
+            ),
+            defaults=_defaults(parser, args),
+            keys=keys,
+            max_body=args.max_body,
+            max_bodies=args.max_bodies,
+            max_open=args.max_open,
+            timeout=args.timeout,
             shows_cached=not args.hide_cached_tokens,
-            # The engine begins to write after a turn, and tells its state between two.
+            # The engine begins to write after a turn, and returns its state between two turns.
             before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
-            schemas=schemas, tool_format=tool_format,
-        )  # fmt: skip
-        pages = Pages(shown.name, registry, shown.decode_all, metrics.set, wire.set)
+            schemas=schemas,
+            tool_format=tool_format,
+        )
+        pages = Pages(served_model.name, registry, served_model.decode_all, metrics.set, wire.set)
         pages.engine = engine
-        yield Server(make_app(engine, shown, pages, sets_state=args.agent is not None), engine)
+        yield Server(make_app(engine, served_model, pages, sets_state=args.agent is not None), engine)
 
 
 def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
-    """The template of chats; None: the checkpoint has none. With a fault of the checkpoint's, chats are refused."""
+    """Loads the chat template. None means the checkpoint has none.
+
+    With a fault in the checkpoint's template, chats are refused. With a fault in --chat-template, the command ends.
+    """
     try:
         template = chat.load_template(args.checkpoint, args.chat_template)
     except (OSError, ValueError) as error:
@@ -199,14 +223,15 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
 
 
 def _tool_format(args: argparse.Namespace, template: chat.Template | None) -> type[Parser] | None:
-    """The format of calls of tools that the options or the template name."""
+    """Returns the format of tool calls, by the option or from the text of the template. None if neither shows it."""
     name = args.tool_format or (None if template is None else detect(template.tools_text))
     return None if name is None else FORMATS[name]
 
 
 def _defaults(parser: commands.Parser, args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the checkpoint's generation_config.json that requests have by default."""
-    checkpoint, defaults = open_checkpoint(args.checkpoint), dict[str, Any]()
+    """Reads the default fields of requests from the checkpoint's generation_config.json."""
+    checkpoint = open_checkpoint(args.checkpoint)
+    defaults = dict[str, Any]()
     if args.generation_config == "auto":
         try:
             defaults = read_defaults(checkpoint.fields(GENERATION))
@@ -218,36 +243,52 @@ def _defaults(parser: commands.Parser, args: argparse.Namespace) -> dict[str, An
 
 
 def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: dict[str, Any]) -> kvjax.CacheSpec:
-    """The spec of the cache; sets the length of a row if none was given, and the number of blocks of a budget."""
-    positions, spec = session.most_positions(args, model), None
+    """Makes the cache's spec. Sets the length of a row if no option does, and the number of blocks for a budget."""
+    positions = session.most_positions(args, model)
+    spec = None
     if args.budget is not None:
-        spec = memory.fitting(parser, args, model, min(args.max_length or MOST_LENGTH, positions), where)
-    session.set_length(parser, args, model, MOST_LENGTH)
+        spec = memory.fitting(parser, args, model, min(args.max_length or DEFAULT_LENGTH, positions), where)
+    session.set_length(parser, args, model, DEFAULT_LENGTH)
     spec = spec or session.make_spec(parser, args, model)
-    if spec.max_length > args.max_length:  # the budget holds no row of so many tokens
+    if spec.max_length > args.max_length:  # the budget has no space for so long a row
         spec = memory.fitting(parser, args, model, args.max_length, where)
     session.check_memory(parser, args, model, spec)
     return spec
 
 
 def _engine(
-    parser: commands.Parser, args: argparse.Namespace, model: Any, cache: Any, listener: Any,
-    names: kvjax.Namespaces, store: Any, schemas: Schemas | str,
-) -> Engine[Any]:  # fmt: skip
-    """The engine, which compiles everything."""
+    parser: commands.Parser,
+    args: argparse.Namespace,
+    model: Any,
+    cache: Any,
+    listener: Any,
+    names: kvjax.Namespaces,
+    store: Any,
+    schemas: Schemas | str,
+) -> Engine[Any]:
+    """Makes the engine, and compiles all its programs."""
     _note("compiling")
     penalties = Penalties.of(args.max_length, repetition=1.0, max_biases=MOST_BIASES)
     has_schemas = not isinstance(schemas, str)
     try:
         options = RunOptions(
-            scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk), top_logprobs=args.top_logprobs, store=store,
-            names=names, listener=listener, logits_fn=schemas.logits_fn if has_schemas else penalize,
-        )  # fmt: skip
+            scheduler=Scheduler(reserve="num_tokens", chunk=args.chunk),
+            top_logprobs=args.top_logprobs,
+            store=store,
+            names=names,
+            listener=listener,
+            logits_fn=schemas.logits_fn if has_schemas else penalize,
+        )
         engine = Engine(
-            model, cache, options, max_waiting=args.max_waiting,
-            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2), min_p=True,
+            model,
+            cache,
+            options,
+            max_waiting=args.max_waiting,
+            # The ends of a turn and of a call are added to the ends of a text.
+            num_stop_tokens=max(STOP_TOKENS, len(model.config.eos_token_ids) + 2),
+            min_p=True,
             logits_state=(penalties, schemas.state(None)) if has_schemas else penalties,
-        )  # fmt: skip
+        )
     except ValueError as error:
         parser.error(str(error))
     if has_schemas:
@@ -256,31 +297,31 @@ def _engine(
 
 
 def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
-    """A socket at the address to listen at; until it listens, connections are refused."""
-    found = socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Binds a socket to the address of the options. Until the socket listens, connections are refused."""
+    bound = socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((args.host, args.port))
+        bound.bind((args.host, args.port))
     except OSError as error:
-        found.close()
+        bound.close()
         parser.error(f"--port: {commands.reason(error, f'{args.host}:{args.port}')}")
-    return found
+    return bound
 
 
 class _Signals:
-    """SIGTERM, SIGHUP and Ctrl-C from the command's start to its end; another Ctrl-C interrupts the end."""
+    """The handling of SIGTERM, SIGHUP and Ctrl-C while the command runs. A second Ctrl-C interrupts the end."""
 
-    server: Any = None  # which ends by itself; None: there is none yet
+    server: Any = None  # ends by itself after a signal; None until there is a server
 
     def __enter__(self) -> _Signals:
-        self._before = {one: signal.signal(one, self._end) for one in (signal.SIGINT, signal.SIGTERM)}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else nohup has said that it may come
+        self._before = {kind: signal.signal(kind, self._end) for kind in (signal.SIGINT, signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._end)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for one, handler in self._before.items():
-            signal.signal(one, handler)
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler)
 
     def _end(self, kind: int, frame: Any) -> None:
         if self.server is None or (self.server.has_ended and kind == signal.SIGINT):
@@ -289,14 +330,14 @@ class _Signals:
 
 
 def _end_with_input() -> None:
-    """Waits for the end of standard input, and then ends this process as SIGTERM does."""
+    """Waits for the end of standard input, and then sends SIGTERM to this process."""
     while os.read(sys.stdin.fileno(), 1 << 12):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:
-    """An `HttpServer` with the limits of the options; `opened` is called when it accepts connections."""
+    """Makes an `HttpServer` with the limits of the options, which calls `opened` when it accepts connections."""
     from .serve_http import HttpServer, Patience, only_hosts, only_origins, with_request_ids
 
     hosts = args.allowed_hosts

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine behind OpenAI's HTTP API: completions, chats, responses and models, as a Starlette application.
+"""OpenAI's HTTP API of an engine: completions, chats, responses and models, as a Starlette application.
 
-A request whose client goes away is cancelled, whether it is answered by events or at once.
+When a client leaves, its request is cancelled, with a stream and without.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,7 +26,16 @@ from .answers import Failed
 from .openai_api import ApiError, Fields, GenerationParams, Grammar, Tools, busy
 from .openai_replies import ResponseFormat
 from .openai_response_form import ResponsesFormat
-from .serve_job import Events, Job, Served, events, failure, note_failure, while_connected, whole
+from .serve_job import (
+    ActiveRequest,
+    Events,
+    Served,
+    complete_response,
+    events,
+    failure,
+    note_failure,
+    while_connected,
+)
 from .serve_pages import Pages
 from .serve_schemas import Slot
 from .tenants import Keys
@@ -41,15 +51,18 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-SHORT = 10_000  # bytes of a request whose text takes less time to encode than another thread to begin
-READERS = 2  # threads that read bodies: a long one takes some 100 MB while it is encoded
-GONE = 499  # the status of a request whose client has gone away; nobody gets it
-# The arguments of `Engine.submit` by the names that requests have for them.
+SHORT = 10_000  # bytes: to encode a shorter text takes less time than to start another thread
+READERS = 2  # threads that read bodies: to encode a long body takes about 100 MB
+GONE = 499  # the status after a client has left; nobody receives it
+# {an argument of `Engine.submit`: the field of a request for it}
 _PARAMS = {
-    "samples": "n", "stop_tokens": "stop_token_ids", "max_new_tokens": "max_tokens", "salt": "cache_salt",
+    "samples": "n",
+    "stop_tokens": "stop_token_ids",
+    "max_new_tokens": "max_tokens",
+    "salt": "cache_salt",
     "prompt_logprobs_from": "prompt_logprobs",
-}  # fmt: skip
-# The field of a request's prompt, and the form of its response.
+}
+# {an endpoint: the field of a request's prompt}, and {an endpoint: the form of its response}.
 _PROMPTS = {openai_api.COMPLETIONS: "prompt", openai_api.CHATS: "messages", openai_api.RESPONSES: "input"}
 _FORMS = {
     openai_api.COMPLETIONS: functools.partial(ResponseFormat, is_chat=False),
@@ -59,15 +72,19 @@ _FORMS = {
 
 
 class Api:
-    """The endpoints."""
+    """The endpoints of a server."""
 
     def __init__(self, engine: Engine[Any], served: Served, pages: Pages):
-        self._engine, self._served, self._pages = engine, served, pages
-        self._jobs, self._body_bytes, self._created = set[Job](), 0, int(time.time())
+        self._engine = engine
+        self._served = served
+        self._pages = pages
+        self._active = set[ActiveRequest]()
+        self._body_bytes = 0  # of all bodies that are being read
+        self._created = int(time.time())
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS, "kvjax-read")
 
     async def answer(self, request: Request, *, endpoint: str) -> Response:
-        """POST /v1/chat/completions, /v1/completions, or /v1/responses."""
+        """Answers POST /v1/chat/completions, /v1/completions and /v1/responses."""
         served = self._served
         read = functools.partial(self._read, endpoint=endpoint)
         async with self._body(request) as body:
@@ -79,7 +96,7 @@ class Api:
             if slot is None:
                 return Response(status_code=GONE)
         try:
-            job = self._submit(prompts, wish, slot, _PROMPTS[endpoint])
+            active = self._submit(prompts, wish, slot, _PROMPTS[endpoint])
         except BaseException:
             self._release(slot)
             raise
@@ -93,21 +110,21 @@ class Api:
         )
 
         def close() -> None:
-            job.cancel()
-            self._jobs.discard(job)
+            active.cancel()
+            self._active.discard(active)
             self._release(slot)
 
         if wish.is_streaming:
-            found = events(job, form, request.state.request_id)
-            return Events(found, close, has_types=endpoint == openai_api.RESPONSES)
+            stream = events(active, form, request.state.request_id)
+            return Events(stream, close, has_types=endpoint == openai_api.RESPONSES)
         try:
-            body = await while_connected(request.receive, whole(job, form))
+            response = await while_connected(request.receive, complete_response(active, form))
         finally:
             close()
-        return Response(status_code=GONE) if body is None else JSONResponse(body)
+        return Response(status_code=GONE) if response is None else JSONResponse(response)
 
     async def _take(self, wanted: Grammar) -> Slot:
-        """The slot of a grammar."""
+        """Waits for the slot of a grammar."""
         schemas = self._served.schemas
         if isinstance(schemas, str):
             raise ApiError(400, f"{wanted.param}: no schemas are served: {schemas}", wanted.field)
@@ -118,15 +135,16 @@ class Api:
             self._served.schemas.release(slot)
 
     async def _read_aside[T](self, read: Callable[[bytearray], T], body: bytearray, *, is_short: bool) -> T:
-        """Reads a body, on another thread if it is long, or if its text may be longer than it is."""
+        """Reads a body, on another thread if the body or its prompt may be long."""
         if len(body) < SHORT and is_short:
             return read(body)
         return await asyncio.get_running_loop().run_in_executor(self._readers, read, body)
 
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body of a request; it counts among `max_bodies` until the end of the `with`."""
-        served, body = self._served, bytearray()
+        """Reads the body of a request, which counts towards `max_bodies` until the end of the `with`."""
+        served = self._served
+        body = bytearray()
         too_long = ApiError(413, f"the body has more than {served.max_body:,} bytes", code="body_too_large")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > served.max_body:
@@ -144,7 +162,7 @@ class Api:
             self._body_bytes -= len(body)
 
     def _read(self, body: bytearray, *, endpoint: str) -> tuple[GenerationParams, list[list[int]]]:
-        """Reads a body: the wish, and the token ids of its prompts."""
+        """Returns the wish of a body, and the token ids of its prompts."""
         fields = self._fields(body)
         if endpoint != openai_api.RESPONSES:
             return self._read_fields(fields, is_chat=endpoint == openai_api.CHATS)
@@ -174,7 +192,7 @@ class Api:
         return wish, openai_api.read_prompts(fields, encode if served.tokenizer else None, served.limits)
 
     def _fields(self, body: bytearray) -> Fields:
-        """The fields of a body for the model that is served."""
+        """Returns the fields of a body, whose model must be the server's."""
         fields = openai_api.read_json(body)
         self._check_model(fields.get("model", self._served.name))
         return fields
@@ -185,15 +203,16 @@ class Api:
             raise ApiError(404, message, "model", "model_not_found")
 
     def _chat(self, fields: Fields, tools: Tools) -> list[int]:
-        """The token ids of a chat's messages, with its tools."""
+        """Returns the token ids of a chat's messages and tools."""
         served = self._served
         if served.template is None or served.tokenizer is None:
             raise ApiError(400, "the model has no chat template", "messages")
         if tools.names is not None and served.tool_format is None:
             formats = ", ".join(FORMATS)
-            message = f"tools: the chat template has no format of calls that the server reads; --tool-format: {formats}"
+            message = f"tools: the server does not know how the chat template writes calls; --tool-format: {formats}"
             raise ApiError(400, message, "tools")
-        messages, rendering = openai_messages.read_messages(fields), openai_messages.read_rendering(fields)
+        messages = openai_messages.read_messages(fields)
+        rendering = openai_messages.read_rendering(fields)
         try:
             text = served.template.render(messages, tools.definitions, **rendering._asdict())
         except ValueError as error:
@@ -201,29 +220,36 @@ class Api:
         return served.encode(text, "messages", add_special_tokens=fields.flag("add_special_tokens"))
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: the token ids of a text, or of a chat."""
+        """Answers POST /tokenize with the token ids of a text or a chat."""
         async with self._body(request) as body:
-            found = await self._read_aside(self._tokenized, body, is_short=False)
-        return JSONResponse(found)
+            tokenized = await self._read_aside(self._tokenized, body, is_short=False)
+        return JSONResponse(tokenized)
 
     def _tokenized(self, body: bytearray) -> dict[str, Any]:
-        fields, served = self._fields(body), self._served
+        served = self._served
+        fields = self._fields(body)
         openai_api.check_refused(fields, openai_api.fields_of(openai_api.TOKENIZE)[2])
         if served.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer", "prompt")
         if fields.get("messages") is None:
-            text, adds_special = openai_api.read_text(fields), fields.flag("add_special_tokens", True)
-            tokens = served.encode(text, add_special_tokens=adds_special)
+            text = openai_api.read_text(fields)
+            tokens = served.encode(text, add_special_tokens=fields.flag("add_special_tokens", True))
         elif fields.get("prompt") is None:
             tokens = self._chat(fields, Tools(openai_messages.read_definitions(fields), "none", is_parallel=True))
         else:
             raise openai_api.refuse("prompt", fields.get("prompt"), "none with messages")
-        pieces = [served.tokenizer.id_to_token(token) for token in tokens] if fields.flag("return_token_strs") else None
-        most = served.limits.max_length
-        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": pieces}
+        token_strs = None
+        if fields.flag("return_token_strs"):
+            token_strs = [served.tokenizer.id_to_token(token) for token in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": served.limits.max_length,
+            "tokens": tokens,
+            "token_strs": token_strs,
+        }
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize: the text of token ids, special ones included."""
+        """Answers POST /detokenize with the text of token ids, special tokens included."""
         async with self._body(request) as body:
             return JSONResponse(await self._read_aside(self._detokenized, body, is_short=True))
 
@@ -232,95 +258,112 @@ class Api:
         return {"prompt": self._served.decode_all(tokens)}
 
     async def version(self, _: Request) -> Response:
-        """GET /version."""
+        """Answers GET /version."""
         return JSONResponse({"version": kvjax.__version__})
 
-    def _submit(self, prompts: list[list[int]], wish: GenerationParams, slot: Slot | None, param: str) -> Job:
-        """Submits all of a request, or nothing."""
-        served, stop_tokens = self._served, list(wish.stop_tokens)
-        stop_tokens += [] if wish.ignores_eos else served.stop_tokens
+    def _submit(self, prompts: list[list[int]], wish: GenerationParams, slot: Slot | None, param: str) -> ActiveRequest:
+        """Submits all prompts of a request, or none if it is refused. `param` is the prompt's field."""
+        served = self._served
+        stop_tokens = [*wish.stop_tokens, *([] if wish.ignores_eos else served.stop_tokens)]
         lengths = [openai_api.check_length(prompt, wish, served.limits, param) for prompt in prompts]
-        size, num_open = len(prompts) * wish.n, sum(job.num_open for job in self._jobs)
+        size = len(prompts) * wish.n
         if size > served.max_open:
             name = param if wish.n == 1 else "n"
             raise ApiError(400, f"{name}: got {size:,} answers, wanted at most {served.max_open:,} of a request", name)
+        num_open = sum(active.num_open for active in self._active)
         if num_open + size > served.max_open:
             raise busy(f"{num_open:,} answers are open, of at most {served.max_open:,}")
-        handles = list[list[Handle]]()
         self._check_biases(wish)
+        handles = list[list[Handle]]()  # of each prompt: a handle for each sample
         try:
             for prompt, max_new_tokens in zip(prompts, lengths, strict=True):
                 request = serving.Request(
-                    prompt, max_new_tokens=max_new_tokens, sampling=wish.sampling, seed=wish.seed,
-                    stop_tokens=stop_tokens, priority=wish.priority, samples=wish.n,
+                    prompt,
+                    max_new_tokens=max_new_tokens,
+                    sampling=wish.sampling,
+                    seed=wish.seed,
+                    stop_tokens=stop_tokens,
+                    priority=wish.priority,
+                    samples=wish.n,
                     logits_state=self._logits_state(wish, prompt, slot),
                     prompt_logprobs_from=wish.prompt_logprobs_from(len(prompt)),
-                )  # fmt: skip
+                )
                 handle = self._engine.submit(request, salt=wish.salt, timeout=served.timeout)
                 handles.append(handle.samples)
         except Exception as error:
-            for handle in (one for of_prompt in handles for one in of_prompt):
+            for handle in itertools.chain(*handles):
                 handle.cancel()
             if isinstance(error, QueueFull):
                 raise busy(str(error)) from None
-            if not isinstance(error, ValueError):
-                raise
-            name, _, rest = str(error).partition(": ")
-            name = param if name == "prompt" else _PARAMS.get(name, name)
-            raise ApiError(400, f"{name}: {rest}", name) from None
-        job = Job(served, self._pages, wish, prompts, handles, stop_tokens)
-        self._jobs.add(job)
-        return job
+            if isinstance(error, ValueError):
+                raise _refusal(error, param) from None
+            raise
+        active = ActiveRequest(served, self._pages, wish, prompts, handles, stop_tokens)
+        self._active.add(active)
+        return active
 
     def _check_biases(self, wish: GenerationParams) -> None:
-        """Refuses biases of tokens that the model does not have."""
-        most, bias = self._engine.vocabulary - 1, (wish.penalties or {}).get("bias", {})
-        if (largest := max(bias, default=0)) > most:
-            raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{most}")
+        """Refuses biases of tokens outside the model's vocabulary."""
+        last_token = self._engine.vocabulary - 1
+        largest = max((wish.penalties or {}).get("bias", {}), default=0)
+        if largest > last_token:
+            raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{last_token}")
 
     def _logits_state(self, wish: GenerationParams, prompt: list[int], slot: Slot | None) -> Any:
-        """The state of the engine's `logits_fn`; None: neither penalties nor a grammar."""
+        """Returns the state of the engine's `logits_fn`. None means neither penalties nor a grammar."""
         if wish.penalties is None and slot is None:
             return None
-        of_prompt = {"repetition": 1.0} if wish.penalties is None else {**wish.penalties, "prompt": prompt}
-        penalties = Penalties.of(self._engine.spec.max_length, **of_prompt, max_biases=openai_api.MOST_BIASES)
+        options: dict[str, Any] = {"repetition": 1.0}
+        if wish.penalties is not None:
+            options = {**wish.penalties, "prompt": prompt}
+        penalties = Penalties.of(self._engine.spec.max_length, **options, max_biases=openai_api.MOST_BIASES)
         schemas = self._served.schemas
         return penalties if isinstance(schemas, str) else (penalties, schemas.state(slot))
 
     async def models(self, _: Request) -> Response:
-        """GET /v1/models."""
+        """Answers GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
+        """Answers GET /v1/models/NAME."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self._served.name, "object": "model", "created": self._created, "owned_by": "kvjax",
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvjax",
             "max_model_len": self._served.limits.max_length,
-        }  # fmt: skip
+        }
 
     async def health(self, _: Request) -> Response:
-        """GET /health: whether the engine answers."""
+        """Answers GET /health if the engine answers."""
         await self._pages.state()
         return JSONResponse({})
 
     async def metrics(self, _: Request) -> Response:
-        """GET /metrics."""
+        """Answers GET /metrics."""
         text, media_type = await self._pages.metrics()
         return Response(text, media_type=media_type)
 
     async def cache(self, request: Request) -> Response:
-        """GET /cache."""
+        """Answers GET /cache."""
         policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-        own_salt = self._served.keys.salt(_key_of(request), None)
-        return HTMLResponse(await self._pages.cache(own_salt), headers={"content-security-policy": policy})
+        salt = self._served.keys.salt(_key_of(request), None)
+        return HTMLResponse(await self._pages.cache(salt), headers={"content-security-policy": policy})
+
+
+def _refusal(error: ValueError, param: str) -> ApiError:
+    """Returns the API's error for an argument which `Engine.submit` refuses. `param` is the prompt's field."""
+    argument, _, reason = str(error).partition(": ")
+    field = param if argument == "prompt" else _PARAMS.get(argument, argument)
+    return ApiError(400, f"{field}: {reason}", field)
 
 
 def _key_of(request: Request) -> str | None:
-    """The key that a request has, if any: as API clients send it, or as a password, as browsers do."""
+    """Returns the key of a request: API clients send a bearer token, browsers a password. None without a key."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
@@ -329,7 +372,7 @@ def _key_of(request: Request) -> str | None:
 
 
 def _check_type(request: Request) -> None:
-    """Refuses a body that is not said to be JSON: pages of other sites can have browsers send such ones."""
+    """Refuses a body without the type of JSON. A page of another site can make a browser send such a body."""
     got = request.headers.get("content-type", "")
     if got.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"content-type: got {json.dumps(got)[:80]}, wanted application/json")
@@ -339,12 +382,12 @@ type Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def _guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
-    """An endpoint that wants one of the keys, if there are any, and JSON from a POST."""
+    """Wraps an endpoint: a request then needs a key, if the server has keys, and a POST needs JSON."""
 
     async def call(request: Request) -> Response:
         if keys and not keys.accepts(_key_of(request) or ""):
             headers = {"www-authenticate": 'Basic realm="kvjax"'} if request.url.path == "/cache" else None
-            raise ApiError(401, "a wrong API key, or none", code="invalid_api_key", headers=headers)
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
         if request.method == "POST":
             _check_type(request)
         return await endpoint(request)
@@ -353,21 +396,24 @@ def _guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
 
 
 async def _respond(request: Request, error: Exception) -> Response:
-    """The response to a request that has failed; its id is in the body, and in the log if the server is to blame."""
+    """Makes the response to a failed request. Its id is in the body, and in the log if the server is to blame."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=GONE)
-    shown, request_id = failure(error), request.state.request_id
-    if shown.status >= 500:
+    api_error = failure(error)
+    request_id = request.state.request_id
+    if api_error.status >= 500:
         note_failure(request_id, error)
-    return JSONResponse({**shown.body, "request_id": request_id}, shown.status, shown.headers)
+    return JSONResponse({**api_error.body, "request_id": request_id}, api_error.status, api_error.headers)
 
 
 def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: bool = False) -> Starlette:
-    """The application; only prompts and answers are behind a key: /health and /metrics are not.
+    """Makes the application. Prompts and answers need a key, unlike /health, /metrics and /version.
 
-    With `sets_state` the setters of `pages` are called every second, else before each scrape.
+    With `sets_state` the setters of `pages` are called every second, otherwise before each scrape.
     """
-    api, keys, no_keys = Api(engine, served, pages), served.keys, Keys()
+    api = Api(engine, served, pages)
+    keys = served.keys
+    no_keys = Keys()
     endpoints: list[tuple[str, str, Endpoint, Keys]] = [
         *(("POST", path, functools.partial(api.answer, endpoint=path), keys) for path in _FORMS),
         ("POST", openai_api.TOKENIZE, api.tokenize, keys),

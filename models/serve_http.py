@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of a server: uvicorn's, with limits on what a client may send, hold open and leave unread."""
+"""Connections of a server: uvicorn's, with limits on requests, open connections and unread answers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-HEADER_BYTES = 64 << 10  # before the body, and between two of its parts
-LEAST_READ = 64 << 10  # bytes that a client reads in `read_seconds`, unless it has read all
-REQUEST_ID, _REQUEST_ID = "x-request-id", re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-WRITE_SECONDS = 5  # for clients to read their last bytes when the server ends
+HEADER_BYTES = 64 << 10  # limit before the body, and between two parts of the body
+LEAST_READ = 64 << 10  # bytes for a client to read in `read_seconds`, unless it has read all
+REQUEST_ID = "x-request-id"
+_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+WRITE_SECONDS = 5  # time for clients to read their last bytes when the server ends
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
     """Limits on the connections of a server."""
 
-    connections: int = 512  # open at a time; another one ends the one that has waited longest for a whole request
-    header_seconds: float = 10  # from the first byte of a request, or from the connection, to the end of its headers
-    body_seconds: float = 30  # from there to the end of its body
-    read_seconds: float = 30  # in which a client reads `LEAST_READ` bytes, or all that there are
-    grace: float = 5  # seconds that open answers have when the server ends
+    connections: int = 512  # open at a time; a further connection closes the longest idle one
+    header_seconds: float = 10  # until the headers end, from the request's first byte or from the connection
+    body_seconds: float = 30  # until the body ends, from the end of the headers
+    read_seconds: float = 30  # for a client to read `LEAST_READ` bytes, or all bytes
+    grace: float = 5  # seconds for open answers when the server ends
 
 
 class Clients(ServerState):
@@ -51,25 +52,27 @@ class Clients(ServerState):
     def __init__(self, patience: Patience):
         super().__init__()
         self.patience = patience
-        self.waiting = dict[Connection, None]()  # those without a whole request; who has waited longest is first
+        self.waiting = dict[Connection, None]()  # connections without a whole request, the longest wait first
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that ends when its client is too slow, or sends headers without an end."""
+    """A connection which ends if its client is too slow, or sends too many headers."""
 
     server_state: Clients
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._patience, self._waiting = self.server_state.patience, self.server_state.waiting
+        self._patience = self.server_state.patience
+        self._waiting = self.server_state.waiting
         self._request_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
-        self._header_bytes, self._unread_bytes = 0, 0
+        self._header_bytes = 0
+        self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begins to wait for a request."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # `pause_writing` is called whenever the client has not read all
+        transport.set_write_buffer_limits(high=0)  # calls `pause_writing` whenever bytes are unread
         if len(self.connections) > self._patience.connections:
             next(iter(self._waiting), self)._refuse(503, "too many connections are open")
         if not transport.is_closing():
@@ -92,7 +95,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_headers()
 
     def on_headers_complete(self) -> None:
-        """Begins an answer, and to wait for the body."""
+        """Begins an answer, and waits for the body."""
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > HEADER_BYTES:
             self._refuse_headers()
         if not self.transport.is_closing():
@@ -120,7 +123,7 @@ class Connection(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(self._patience.read_seconds, self._check_read)
 
     def resume_writing(self) -> None:
-        """Ends the wait: the client has read all."""
+        """Ends the wait, since the client has read all."""
         self._end_read_timer()
         super().resume_writing()
 
@@ -133,7 +136,7 @@ class Connection(HttpToolsProtocol):
             self._read_timer = self.loop.call_later(self._patience.read_seconds, self._check_read)
 
     def _reset(self) -> None:
-        """Ends the connection at once: the kernel keeps nothing of what the client has not read."""
+        """Ends the connection at once, and drops all unread bytes, also in the kernel."""
         unlingering = struct.pack("ii", 1, 0)
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, unlingering)
         self.transport.abort()
@@ -144,7 +147,7 @@ class Connection(HttpToolsProtocol):
             self._read_timer = None
 
     def _wait(self, seconds: float) -> None:
-        """Gives the client some seconds for the next part of its request."""
+        """Sets the time for the next part of the request."""
         if self._request_timer is not None:
             self._request_timer.cancel()
         message = f"the request did not come within {seconds:g} s"
@@ -158,14 +161,14 @@ class Connection(HttpToolsProtocol):
             self._request_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses bytes that are not HTTP."""
+        """Refuses bytes without the form of HTTP."""
         self._refuse(400, "the request is not valid HTTP")
 
     def _refuse_headers(self) -> None:
         self._refuse(431, f"the headers have more than {HEADER_BYTES:,} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Ends the connection, with an error where a client may wait for an answer that has not begun."""
+        """Ends the connection. A client which waits for an answer gets an error, unless the answer has begun."""
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -180,9 +183,9 @@ class Connection(HttpToolsProtocol):
 
 
 def only_hosts(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
-    """An application that refuses requests for other hosts.
+    """Wraps an application: it then refuses requests for other hosts.
 
-    A page of another site that has its own name point to the loopback address could else read all answers.
+    Otherwise a page of another site could read all answers, if the site's name points to the loopback address.
     """
     allowed = {host.lower() for host in hosts}
 
@@ -198,7 +201,7 @@ def only_hosts(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
 
 
 def only_origins(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
-    """An application that pages of these origins may call: browsers keep all answers, and errors, from others."""
+    """Wraps an application: pages of these origins may then call it. Browsers hide its answers from other pages."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -207,21 +210,21 @@ def only_origins(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """An application whose every response has the id of its request: the one that came, or a new one.
+    """Wraps an application: each response then has an id, which the request's state has too.
 
-    An id of a client that could spoil a line of a log, or is long, is replaced. The state of the request has it.
+    The id is the client's. A new id replaces an id which is long, or could spoil a line of a log.
     """
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        found = Headers(scope=scope).getlist(REQUEST_ID)
-        own = found[0] if len(found) == 1 and _REQUEST_ID.fullmatch(found[0]) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = own
+        ids = Headers(scope=scope).getlist(REQUEST_ID)
+        request_id = ids[0] if len(ids) == 1 and _ID_PATTERN.fullmatch(ids[0]) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = own
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
         return await app(scope, receive, send_with_id)
@@ -230,22 +233,27 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 class HttpServer(uvicorn.Server):
-    """A server of an application, whose caller handles signals by `handle_exit`.
+    """A server for an application. Its caller handles signals by `handle_exit`.
 
-    It calls `opened` when it accepts connections, and after the grace `close`, which ends the answers that are still
-    open, and may take long.
+    The server calls `opened` when it accepts connections. At its end, after the grace period, it calls `close`, which
+    ends the open answers and may take long.
     """
 
     def __init__(self, app: Any, patience: Patience, *, opened: Callable[[], Any], close: Callable[[], Any]):
         super().__init__(
             uvicorn.Config(
-                app, http=Connection, ws="none", log_level="error",
+                app,
+                http=Connection,
+                ws="none",
+                log_level="error",
                 timeout_graceful_shutdown=int(patience.grace) + WRITE_SECONDS,
             )
-        )  # fmt: skip
+        )
         self.server_state = Clients(patience)
-        self._patience, self._opened, self._close = patience, opened, close
-        self.has_ended = False  # whether it is over
+        self._patience = patience
+        self._opened = opened
+        self._close = close
+        self.has_ended = False
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -261,7 +269,7 @@ class HttpServer(uvicorn.Server):
         self._opened()
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
-        """Accepts no more connections, and gives open answers some seconds."""
+        """Accepts no more connections, and ends open answers after the grace period."""
         closing = asyncio.create_task(self._close_later())
         await super().shutdown(sockets)
         closing.cancel()

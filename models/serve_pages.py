@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers about a server for Prometheus, and a page that shows its cache."""
+"""Metrics of a server for Prometheus, and a page with its cache."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ except ModuleNotFoundError as error:
 
 from .answers import Decode, Piece
 
-PATIENCE = 30.0  # seconds in which an engine answers, unless something is wrong
-STALE = 0.1  # seconds for which a copy of the state will do
-_WINDOW = 10.0  # seconds of the tokens a second
-_PREFIXES, _HEAD, _TAIL = 50, 48, 32  # lines of the table; tokens that a line shows
+PATIENCE = 30.0  # seconds for an engine to answer, unless something is wrong
+STALE = 0.1  # seconds for which a copy of the state is new enough
+_WINDOW = 10.0  # seconds over which the tokens a second are counted
+_PREFIXES = 50  # lines of the table
+_HEAD = 48  # first tokens of a prompt, in its line
+_TAIL = 32  # last tokens
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>kvjax: {name}</title>
@@ -53,47 +55,51 @@ td:last-child, th:last-child {{ width: 100% }} }}</style></head>
 
 
 class Pages:
-    """The pages of a server, and what they count, for the thread of asyncio.
+    """The pages of a server and their counts, for the thread of asyncio.
 
-    `setters` are called with a copy of the state before each scrape of the registry, which may have other metrics too.
+    `setters` are called with a copy of the state before each scrape. The registry may have further metrics.
     """
 
-    engine: Engine[Any]  # has to be set before anything is shown
+    engine: Engine[Any]  # set before the first page is made
 
     def __init__(self, name: str, registry: Any, decode: Decode, *setters: Callable[[CacheState], Any]):
-        self._name, self._registry, self._decode, self._setters = name, registry, decode, setters
+        self._name = name
+        self._registry = registry
+        self._decode = decode
+        self._setters = setters
         self._reading: asyncio.Future[CacheState] | None = None
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # waits for nothing but the engine
-        self._read_at, self._lock = -np.inf, asyncio.Lock()
-        self._shown: dict[str | None, tuple[float, str]] = {}  # by salt: when a page was made, and the page
-        self._recent = collections.deque[tuple[float, int]]()  # when tokens came, and how many
+        self._read_at = -np.inf
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # waits for the engine alone
+        self._lock = asyncio.Lock()
+        self._shown: dict[str | None, tuple[float, str]] = {}  # {salt: the page, after the time when it was made}
+        self._recent = collections.deque[tuple[float, int]]()  # a time, and the number of tokens made then
         registry.register(self)
 
-        def histogram(what: str, text: str) -> Any:
-            return prometheus_client.Histogram(f"kvjax_{what}_seconds", text, buckets=_SECONDS, registry=registry)
+        def histogram(metric: str, text: str) -> Any:
+            return prometheus_client.Histogram(f"kvjax_{metric}_seconds", text, buckets=_SECONDS, registry=registry)
 
-        def counter(what: str, text: str, *labels: str) -> Any:
-            return prometheus_client.Counter(f"kvjax_{what}", text, labels, registry=registry)
+        def counter(metric: str, text: str, *labels: str) -> Any:
+            return prometheus_client.Counter(f"kvjax_{metric}", text, labels, registry=registry)
 
         self._first_token = histogram("time_to_first_token", "From a request to its first token.")
         self._queued = histogram("request_queue_time", "From a request to its row.")
-        self._each_token = histogram("request_time_per_output_token", "From one token to the next, by request.")
-        self._whole = histogram("e2e_request_latency", "From a request to its end.")
-        self._tokens = counter("generation_tokens", "Tokens that were generated.")
-        self._ended = counter("request_success", "Answers that have ended by themselves.", "finished_reason")
+        self._per_token = histogram("request_time_per_output_token", "From a token to the next, by request.")
+        self._latency = histogram("e2e_request_latency", "From a request to its end.")
+        self._tokens = counter("generation_tokens", "Generated tokens.")
+        self._ended = counter("request_success", "Answers that ended without a cancel or an error.", "finished_reason")
 
     def collect(self) -> list[Any]:
-        """The gauges and the counter of a scrape."""
+        """Returns the gauges and the counter of a scrape."""
         failures = self.engine.listener_counts["failures"]
         text = "Failures of listeners to the cache's events, such as these numbers and the wires."
         gauges = (
-            ("num_requests_running", "Requests that the scheduler has.", self.engine.running),
-            ("num_requests_waiting", "Requests that wait for it.", self.engine.waiting),
+            ("num_requests_running", "Requests that the scheduler runs.", self.engine.running),
+            ("num_requests_waiting", "Requests that wait for the scheduler.", self.engine.waiting),
             ("generation_tokens_per_second", f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
         )
         return [
             core.CounterMetricFamily("kvjax_listener_failures", text, value=failures),
-            *(core.GaugeMetricFamily(f"kvjax_{what}", text, value=value) for what, text, value in gauges),
+            *(core.GaugeMetricFamily(f"kvjax_{metric}", text, value=value) for metric, text, value in gauges),
         ]
 
     def _rate(self) -> float:
@@ -103,8 +109,9 @@ class Pages:
         return sum(tokens for _, tokens in self._recent) / _WINDOW
 
     def count(self, handle: Handle, piece: Piece, before: int) -> None:
-        """Counts a piece of an answer, which had so many tokens before; with the last piece it has ended by itself."""
-        now, times = time.monotonic(), handle.times
+        """Counts a piece of an answer with `before` tokens until now. The last piece ends the answer."""
+        now = time.monotonic()
+        times = handle.times
         self._tokens.inc(piece.num_tokens - before)
         self._recent.append((now, piece.num_tokens - before))
         if not before and times.first_token is not None:
@@ -113,17 +120,17 @@ class Pages:
             self._queued.observe(times.admitted - times.queued)
         if piece.finish is not None:
             self._ended.labels(piece.finish).inc()
-            if piece.num_tokens:  # else only a prompt was scored
-                self._whole.observe(now - times.queued)
+            if piece.num_tokens:  # otherwise a prompt was scored
+                self._latency.observe(now - times.queued)
             if piece.num_tokens > 1 and times.first_token is not None:
-                self._each_token.observe((now - times.first_token) / (piece.num_tokens - 1))
+                self._per_token.observe((now - times.first_token) / (piece.num_tokens - 1))
 
     async def state(self) -> CacheState:
-        """A copy of the cache's metadata, not older than `STALE`; all who want one at a time get the same.
+        """Returns a copy of the cache's metadata, at most `STALE` seconds old. Calls at the same time share a copy.
 
         Raises:
           EngineError: if the engine is closed.
-          TimeoutError: if it does not answer.
+          TimeoutError: if the engine does not answer.
         """
         reading = self._reading
         if reading is None or (reading.done() and (reading.exception() or time.monotonic() - self._read_at > STALE)):
@@ -143,16 +150,17 @@ class Pages:
             await asyncio.to_thread(setter, state)
 
     async def metrics(self) -> tuple[bytes, str]:
-        """The text of a scrape, and its type."""
+        """Returns the text of a scrape, and its media type."""
         await self.set()
         return prometheus_client.generate_latest(self._registry), prometheus_client.CONTENT_TYPE_LATEST
 
     async def cache(self, salt: str | None = None) -> str:
-        """The page, made at most once a second; with a salt it has only the prompts whose salts begin with it."""
+        """Returns the page, made at most once a second. With a salt it has the prompts whose salts begin with it."""
         async with self._lock:
             made_at, page = self._shown.get(salt, (-np.inf, ""))
             if time.monotonic() - made_at > 1:
-                state, counts = await self.state(), f"{self.engine.running} running, {self.engine.waiting} waiting"
+                state = await self.state()
+                counts = f"{self.engine.running} running, {self.engine.waiting} waiting"
                 is_shown = None if salt is None else functools.partial(_has_salt, self.engine.names, salt)
                 page = await asyncio.to_thread(_page, state, self._name, counts, self._decode, is_shown)
                 self._shown[salt] = time.monotonic(), page
@@ -160,20 +168,20 @@ class Pages:
 
 
 def _has_salt(names: kvjax.Namespaces | None, salt: str, namespace: int) -> bool:
-    """Whether the salt of a namespace begins with another one."""
+    """Whether the salt of a namespace begins with `salt`."""
     assert names is not None, "salts need names"
     try:
-        found, _ = names.describe(namespace)
-    except KeyError:  # it was given back after the state was read
+        namespace_salt, _ = names.describe(namespace)
+    except KeyError:  # its number was returned after the state was read
         return False
-    return found is not None and found.startswith(salt)
+    return namespace_salt is not None and namespace_salt.startswith(salt)
 
 
 type IsShown = Callable[[int], bool]
 
 
 def _page(state: CacheState, name: str, counts: str, decode: Decode, is_shown: IsShown | None) -> str:
-    """The page, with the namespaces that `is_shown` names; None: with all."""
+    """Makes the page, with the namespaces for which `is_shown` is true. None means all."""
     try:
         file = io.BytesIO()
         plot_blocks(state, group=int(state.spec.bare)).get_figure(root=True).savefig(file, format="png", dpi=100)  # pyright: ignore[reportOptionalMemberAccess]
@@ -181,27 +189,30 @@ def _page(state: CacheState, name: str, counts: str, decode: Decode, is_shown: I
         picture = f'<img alt="the blocks of the cache" src="data:image/png;base64,{encoded}">'
     except ImportError as error:
         picture = f"<p>{html.escape(str(error))}</p>"
-    whole, blocks = stats(state, int(state.spec.bare)), jax.device_get(state.groups[0].blocks)
+    cache_stats = stats(state, int(state.spec.bare))
+    blocks = jax.device_get(state.groups[0].blocks)
     prefixes = _prefixes(blocks, is_shown)
     lines = [_line(blocks, last, decode) for last in prefixes[:_PREFIXES]]
-    counts += f", {whole.active_blocks:,} blocks in use, {whole.cached_blocks:,} cached"
-    note = f"The {len(lines)} that were used last, of {len(prefixes):,}."
+    counts += f", {cache_stats.active_blocks:,} blocks in use, {cache_stats.cached_blocks:,} cached"
+    note = f"The {len(lines)} last used of {len(prefixes):,}."
     return _PAGE.format(name=html.escape(name), counts=counts, picture=picture, note=note, lines="\n".join(lines))
 
 
 def _prefixes(blocks: Any, is_shown: IsShown | None) -> list[int]:
-    """The last blocks of the prefixes that no other prefix goes on, those used last first."""
+    """Returns the last blocks of the longest prefixes, from the last used to the first used."""
     findable = np.flatnonzero(blocks.fill > 0)
     leaves = np.setdiff1d(findable, blocks.parent[findable, 0])
     if is_shown is not None:
         namespaces = _namespaces(blocks.parent)[leaves]
-        leaves = leaves[np.isin(namespaces, [one for one in np.unique(namespaces).tolist() if is_shown(one)])]
+        leaves = leaves[
+            np.isin(namespaces, [namespace for namespace in np.unique(namespaces).tolist() if is_shown(namespace)])
+        ]
     age = np.where(blocks.refcount > 0, -1, (blocks.clock - blocks.released).astype(np.int64))[leaves]
     return leaves[np.argsort(age, kind="stable")].tolist()
 
 
 def _namespaces(parent: np.ndarray) -> np.ndarray:
-    """The namespace of each block, by links i32[B, 2]; each pass doubles the distance to the ancestor."""
+    """Returns the namespace of each block, by links i32[B, 2]. Each pass doubles the distance to the ancestor."""
     ancestor = np.where(parent[:, 0] < 0, np.arange(len(parent)), parent[:, 0])
     for _ in range(len(parent).bit_length()):
         ancestor = ancestor[ancestor]
@@ -209,7 +220,7 @@ def _namespaces(parent: np.ndarray) -> np.ndarray:
 
 
 def _line(blocks: Any, last: int, decode: Decode) -> str:
-    """The line of the prefix that ends with a block, with the hits of its first block."""
+    """Returns the line of the prefix up to block `last`, with the hits of its first block."""
     chain = [last]
     while blocks.parent[chain[-1], 0] >= 0 and len(chain) <= len(blocks.fill):
         chain.append(int(blocks.parent[chain[-1], 0]))
@@ -219,7 +230,8 @@ def _line(blocks: Any, last: int, decode: Decode) -> str:
     is_short = tokens.size <= _HEAD + _TAIL
     parts = [tokens] if is_short else [tokens[:_HEAD], tokens[-_TAIL:]]
     text = html.escape(" … ".join(decode(part.tolist()) for part in parts))
-    in_use, namespace = "yes" if blocks.refcount[last] > 0 else "", blocks.parent[chain[0], 1]
+    in_use = "yes" if blocks.refcount[last] > 0 else ""
+    namespace = blocks.parent[chain[0], 1]
     return (
         f'<tr><td class="n">{tokens.size}</td><td class="n">{blocks.hits[chain[0]]}</td><td>{in_use}</td>'
         f'<td class="n">{namespace}</td><td>{text}</td></tr>'

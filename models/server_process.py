@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`models.serve` in a process of its own, for the program that starts it; both end together."""
+"""A process with `models.serve`, which ends together with the program that started it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from .tenants import KEY
 
-SECONDS = 300.0  # that a server may take to start, with compiling, and to answer
-PATIENCE = 15.0  # for a server that has to end by itself
-POLL = 0.05  # seconds between two looks at the lines that a server prints
+SECONDS = 300.0  # for a server to compile and start, and for an answer
+PATIENCE = 15.0  # seconds for a server to end by itself
+POLL = 0.05  # seconds between two reads of a server's output
 
 
 class ServerEnded(ConnectionError):
-    """A server that could not start, has ended or does not answer."""
+    """The error of a server which could not start, has ended or does not answer."""
 
 
 class Answer(NamedTuple):
@@ -36,24 +36,26 @@ class Answer(NamedTuple):
 
 
 class ServerProcess:
-    """A server with a key of its own, at a port that it chooses; the end of this process ends it too.
+    """A server in another process, with a random key and a free port. It ends with this process.
 
-    `options` are more options of `models.serve`, and `variables` more variables of its environment.
+    `options` are added to the command line of `models.serve`, and `variables` to its environment.
     """
 
     def __init__(self, *options: str, **variables: str):
-        self._key, self._options, self._variables = secrets.token_hex(16), options, variables
+        self._key = secrets.token_hex(16)
+        self._options = options
+        self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
-        self._notes = ""  # all that it has printed until it answered
+        self._notes = ""  # the server's output until it answered
 
     def ready(self) -> list[str]:
         """Starts the server unless it runs, and waits until it answers.
 
         Returns:
-          The endpoints at which it publishes events and answers requests for replays, if its options have them.
+          The endpoints for events and for replays of events, if the server's options have them.
 
         Raises:
-          ServerEnded: with the reason, if it has ended or takes too long.
+          ServerEnded: if the server has ended or takes too long. The message has the reason.
         """
         if self._process is None or self._process.poll() is not None or not self._noted("serving at "):
             self.close()
@@ -61,11 +63,11 @@ class ServerProcess:
         return self._noted("publishing at ").split(" and ")
 
     def complete(self, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> Answer:
-        """Asks for the likeliest tokens after a prompt of token ids, also those after a stop token.
+        """Asks for the likeliest tokens after a prompt of token ids. A stop token does not end the answer.
 
         Raises:
-          ServerEnded: if the server does not run, or ends before it has answered.
-          ValueError: if it refuses the request.
+          ServerEnded: if the server does not run, or ends before it answers.
+          ValueError: if the server refuses the request.
         """
         fields = {"prompt": [*prompt], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body = json.dumps({**fields, "cache_salt": salt})
@@ -97,14 +99,17 @@ class ServerProcess:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", f"{__package__}.serve", "--port", "0", "--share-prefixes", "--until-eof"]
-        command += ["--generation-config", "none"]  # the likeliest tokens are wanted
+        command += ["--generation-config", "none"]  # `complete` wants the likeliest tokens
         paths = [str(pathlib.Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {"PYTHONPATH": os.pathsep.join(paths), KEY: self._key, **self._variables}
-        with tempfile.TemporaryFile() as notes:  # a pipe would need somebody who reads it
+        with tempfile.TemporaryFile() as notes:  # a pipe would need a reader
             self._process = subprocess.Popen(
-                [*command, *self._options], env={**os.environ, **variables}, stdin=subprocess.PIPE, stderr=notes,
+                [*command, *self._options],
+                env={**os.environ, **variables},
+                stdin=subprocess.PIPE,
+                stderr=notes,
                 start_new_session=True,  # Ctrl-C is for this process
-            )  # fmt: skip
+            )
             deadline = time.monotonic() + SECONDS
             while not self._noted("serving at "):
                 has_ended = self._process.poll() is not None
@@ -117,5 +122,5 @@ class ServerProcess:
                 time.sleep(POLL)
 
     def _noted(self, start: str) -> str:
-        """The rest of the line that begins so; empty if the server has not printed it."""
+        """Returns the rest of the output's line with a beginning; an empty text if there is no such line."""
         return next((line.removeprefix(start) for line in self._notes.split("\n")[:-1] if line.startswith(start)), "")

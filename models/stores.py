@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option `--store` of commands: a folder with blocks of earlier runs, and the name of a checkpoint's weights."""
+"""The options `--store` and `--save` of commands: folders with the blocks of earlier runs.
+
+A folder belongs to the weights of a checkpoint, and `checkpoint_name` names them.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,30 @@ from . import commands
 from .loading import open_checkpoint
 
 DEFAULT_BYTES = 10 << 30
-READER_PATIENCE_MS = 30_000  # of a process that is there to compute little
-_PIECE, _THREADS = 16 << 20, 8  # bytes that a thread hashes at a time
+READER_PATIENCE_MS = 30_000  # for a process which finds most of its blocks
+_PIECE = 16 << 20  # bytes for a thread to hash at a time
+_THREADS = 8
 
 
 def add_store(parser: commands.Parser) -> None:
-    """The options that `check` and `opened` read."""
+    """Adds the options for `check` and `opened`."""
     parser.add_argument(
-        "--store", metavar="DIR", help="write whole blocks of prompts there, in clear, and find those of earlier runs"
+        "--store",
+        metavar="DIR",
+        help="folder to write whole blocks of prompts to, unencrypted, and to find blocks of earlier runs in",
     )
-    of_writers = parser.add_mutually_exclusive_group()
-    of_writers.add_argument(
-        "--store-bytes", metavar="SIZE", type=commands.size, help="the most that they take, such as 500MB (10GiB)"
+    write_options = parser.add_mutually_exclusive_group()
+    write_options.add_argument(
+        "--store-bytes",
+        metavar="SIZE",
+        type=commands.size,
+        help="limit on the size of the blocks there, such as 500MB (10GiB)",
     )
-    of_writers.add_argument("--store-readonly", action="store_true", help="find blocks that another process writes")
+    write_options.add_argument("--store-readonly", action="store_true", help="find blocks that another process writes")
 
 
 def check(parser: commands.Parser, args: Namespace) -> None:
-    """Refuses the options without what they need."""
+    """Refuses options without `--store`, and `--store` without its packages."""
     if args.store is not None:
         commands.check_extra(parser, "stores", "--store")
         return
@@ -55,17 +64,21 @@ def opened(
     patience_ms: int = 1000,
     names: kvjax.Namespaces | None = None,
 ) -> Iterator[DiskStore | None]:
-    """The store that the options want, for caches like `spec` and the checkpoint in a folder; None without one."""
+    """Opens the store of the options, for caches like `spec` of the checkpoint in a folder. None without --store."""
     if args.store is None:
         yield None
         return
     max_bytes = DEFAULT_BYTES if args.store_bytes is None else args.store_bytes
     try:
         store = DiskStore(
-            args.store, spec, model=checkpoint_name(folder), names=names or kvjax.Namespaces(),
+            args.store,
+            spec,
+            model=checkpoint_name(folder),
+            names=names or kvjax.Namespaces(),
             read_timeout_ms=READER_PATIENCE_MS if args.store_readonly else patience_ms,
-            max_bytes=None if args.store_readonly else max_bytes, readonly=args.store_readonly,
-        )  # fmt: skip
+            max_bytes=None if args.store_readonly else max_bytes,
+            readonly=args.store_readonly,
+        )
     except (OSError, ValueError) as error:
         message = commands.reason(error, args.store)
         if message.startswith("max_bytes: "):
@@ -77,38 +90,43 @@ def opened(
 
 @dataclasses.dataclass
 class Saved:
-    """A cache that is saved when it is over."""
+    """A cache with a folder to save it in.
 
-    cache: Any  # the latest one; None if it is lost
-    loaded: bool = False  # whether it began with what an earlier run had saved
+    Attributes:
+      cache: the latest cache; None if it is lost.
+      loaded: whether the cache began with the blocks of an earlier run.
+    """
+
+    cache: Any
+    loaded: bool = False
 
 
 @contextlib.contextmanager
 def saved(
     parser: commands.Parser, args: Namespace, cache: Any, names: kvjax.Namespaces, note: Callable[[str], None]
 ) -> Iterator[Saved]:
-    """A cache with what `--save` finds in its folder; the end of a `with` saves it there."""
+    """Loads the blocks in the folder of `--save` into a cache, and saves the cache there at the end of the `with`."""
     if args.save is None:
         yield Saved(cache)
         return
     options: Any = {"names": names, "model": checkpoint_name(args.checkpoint)}
     try:
         folder = check_folder(args.save)
-        found = Saved(cache, loaded=folder.has_save)
+        result = Saved(cache, loaded=folder.has_save)
         if folder.interrupted:
-            note(f"--save: {args.save}: {folder.interrupted} files of a save that was interrupted are deleted")
-        if found.loaded:
-            found.cache, blocks = load(cache, args.save, **options)
+            note(f"--save: {args.save}: {folder.interrupted} files of an interrupted save are deleted")
+        if result.loaded:
+            result.cache, blocks = load(cache, args.save, **options)
             note(f"{blocks.taken:,} blocks are loaded{f', {blocks.broken:,} are broken' if blocks.broken else ''}")
         else:
-            note(f"--save: {args.save}: no save is there yet, and the cache begins empty")
+            note(f"--save: {args.save}: the folder has no save yet, and the cache begins empty")
     except (OSError, ValueError) as error:
         parser.error(f"--save: {_reason(error, args.save)}")
-    yield found
-    if found.cache is None:
+    yield result
+    if result.cache is None:
         return
     try:
-        note(f"{save(found.cache, args.save, **options):,} blocks are saved")
+        note(f"{save(result.cache, args.save, **options):,} blocks are saved")
     except (OSError, ValueError) as error:
         parser.error(f"--save: {_reason(error, args.save)}; the cache is not saved")
 
@@ -118,14 +136,14 @@ def _reason(error: Exception, folder: str) -> str:
 
 
 def checkpoint_name(folder: str | os.PathLike) -> str:
-    """A name that every copy of a checkpoint has, and no other checkpoint: a hash of its config and of all weights."""
+    """Returns a name which all copies of a checkpoint share, and no other checkpoint: a hash of config and weights."""
     paths = open_checkpoint(folder).files()
     pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, _PIECE)]
-    whole = hashlib.blake2b(digest_size=16, person=b"kvjax-weights")
+    checkpoint_hash = hashlib.blake2b(digest_size=16, person=b"kvjax-weights")
     with ThreadPoolExecutor(_THREADS) as threads:
         for (path, start), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
-            whole.update(f"{path.name}\0{start}\0".encode() + digest)
-    return f"checkpoint {whole.hexdigest()}"
+            checkpoint_hash.update(f"{path.name}\0{start}\0".encode() + digest)
+    return f"checkpoint {checkpoint_hash.hexdigest()}"
 
 
 def _digest(piece: tuple[pathlib.Path, int]) -> bytes:

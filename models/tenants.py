@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the HTTP API, and the salts that keep what the holders of other keys have asked apart."""
+"""Keys of the HTTP API, and the salts which separate the cached prompts of their holders."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from collections.abc import Iterable
 from . import commands
 from .openai_api import OWN_SALTS
 
-KEY = "KVJAX_API_KEY"  # a variable of the environment: other users can read a command line
+KEY = "KVJAX_API_KEY"  # in the environment, since other users can read a command line
 
 
 def salt_of(key: str, cache_salt: str | None = None) -> str:
-    """The salt under which a server caches and publishes the prompts of a key, as a router has to look them up.
+    """Returns the salt under which a server caches and publishes the prompts of a key.
 
-    The salt shows a hash of the key, whose length is fixed. So no `cache_salt` leads to the salt of another key.
+    A router looks prompts up under this salt. It contains a hash of the key, with a fixed length, so no `cache_salt`
+    can produce the salt of another key.
 
     Args:
-      key: the API key of the request.
-      cache_salt: the field of the request.
+      key: the request's API key.
+      cache_salt: the request's field; None if it has none.
 
     Example:
       >>> from models.tenants import salt_of
@@ -32,47 +33,54 @@ def salt_of(key: str, cache_salt: str | None = None) -> str:
       >>> salt_of("a secret", "project 1") == salt_of("a secret") + ":project 1"
       True
     """
-    own = hashlib.blake2b(key.encode(), digest_size=16, person=b"kvjax-tenant").hexdigest()
-    return f"{OWN_SALTS}tenant:{own}{'' if cache_salt is None else f':{cache_salt}'}"
+    key_hash = hashlib.blake2b(key.encode(), digest_size=16, person=b"kvjax-tenant").hexdigest()
+    return f"{OWN_SALTS}tenant:{key_hash}{'' if cache_salt is None else f':{cache_salt}'}"
 
 
 class Keys:
-    """The keys that a server takes, whose holders are tenants of their own unless they share prefixes.
+    """The API keys of a server. The holder of a key is a tenant, whose prompts no other tenant finds in the cache.
 
-    A server without keys takes every request, and all its clients are one tenant.
+    With `shares_prefixes`, or without keys, all clients are the same tenant. Without keys the server accepts every
+    request.
     """
 
     def __init__(self, keys: Iterable[str] = (), *, shares_prefixes: bool = False):
-        self._salts, self._shares_prefixes = [salt_of(key) for key in keys], shares_prefixes
+        self._salts = [salt_of(key) for key in keys]
+        self._shares_prefixes = shares_prefixes
 
     def __bool__(self) -> bool:
         return bool(self._salts)
 
     def accepts(self, key: str) -> bool:
-        """Whether a key is one of these; the time that it takes tells nothing about them."""
-        given = salt_of(key)
-        return sum([secrets.compare_digest(given, own) for own in self._salts]) > 0
+        """Whether a key is among the server's. The time of the check reveals nothing about them."""
+        given_salt = salt_of(key)
+        return sum([secrets.compare_digest(given_salt, salt) for salt in self._salts]) > 0
 
     def salt(self, key: str | None, cache_salt: str | None) -> str | None:
-        """The salt of a request, by its key, which a server without keys does not look at, and its `cache_salt`."""
+        """Returns the salt of a request from its `cache_salt`, and from its key if each key is a tenant."""
         is_one_tenant = not self._salts or self._shares_prefixes
         return cache_salt if is_one_tenant else salt_of(key or "", cache_salt)
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """The options that `keys_of` reads."""
+    """Adds the options for `keys_of`."""
     parser.add_argument(
-        "--api-key", metavar="KEY", action="append", default=[],
-        help=f"that requests must have; may be given several times (default: ${KEY}, or none)",
-    )  # fmt: skip
-    parser.add_argument("--api-keys", metavar="FILE", type=pathlib.Path, help="with a key on each line, or a # comment")
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help=f"key that a request needs; may be given several times (default: ${KEY}, or none)",
+    )
     parser.add_argument(
-        "--share-prefixes", action="store_true", help="clients find what those with other keys have cached"
+        "--api-keys", metavar="FILE", type=pathlib.Path, help="file with a key or a # comment on each line"
+    )
+    parser.add_argument(
+        "--share-prefixes", action="store_true", help="clients with different keys find each other's cached prompts"
     )
 
 
 def keys_of(parser: commands.Parser, args: argparse.Namespace) -> Keys:
-    """The keys that the options and the environment name."""
+    """Returns the keys of the options, or of the environment without any."""
     keys = list(args.api_key)
     if args.api_keys is not None:
         try:
@@ -85,5 +93,5 @@ def keys_of(parser: commands.Parser, args: argparse.Namespace) -> Keys:
         keys += lines
     keys = keys or list(filter(None, [os.environ.get(KEY)]))
     if not all(key and key.isascii() and key.isprintable() for key in keys):
-        parser.error("--api-key: got one that no header can have, wanted ASCII letters, digits and signs")
+        parser.error("--api-key: got a key that no header can have, wanted ASCII letters, digits and signs")
     return Keys(keys, shares_prefixes=args.share_prefixes)

@@ -4,8 +4,8 @@ r"""Grammars for decoding: a JSON schema, a regular expression or choices as tab
     vocabulary = kvjax.grammar.Vocabulary.of(tokenizer)
     table = kvjax.grammar.compile_regex(r"[a-z]+@[a-z]+\.(com|org)", vocabulary)
 
-The tables are arrays of numpy, so that a decode loop follows them without a host: the tokens that may come next in
-state `s` are those with `table.next_state[s, table.token_class] >= 0`.
+The tables are arrays of numpy, so a decode loop follows them without a host. In state `s` the next token may be
+any token with `table.next_state[s, table.token_class] >= 0`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 def _compiled(
     name: str, read: Callable[[Builder], Expression], vocabulary: Vocabulary, max_states: int, max_classes: int
 ) -> TokenTable:
-    """Makes the table of what `read` returns. An error begins with the path of a part, or with `name`."""
+    """Makes the table of the expression from `read`. An error begins with the path of a part, or with `name`."""
     builder = Builder(max_states)
     try:
         return token_table(builder.whole(read(builder)), vocabulary, max_states, max_classes)
@@ -49,10 +49,10 @@ def _compiled(
 def compile_regex(
     pattern: str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
-    r"""Makes the table of the texts that a regular expression matches as a whole, as by Python's `re.fullmatch`.
+    r"""Makes the table of a regular expression, which matches whole texts like Python's `re.fullmatch`.
 
-    `\d`, `\w` and `\s` are ASCII's; a text is UTF-8. Lookaround, backreferences, word boundaries and inline flags are
-    refused.
+    `\d`, `\w` and `\s` are ASCII's, and a text is UTF-8. Lookaround, backreferences, word boundaries and inline flags
+    are refused.
 
     Args:
       pattern: the regular expression.
@@ -88,23 +88,23 @@ def compile_choices(
 def compile_schema(
     schema: dict[str, Any] | bool | str, vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
-    r"""Makes the table of the JSON texts that satisfy a schema; `{"type": "object"}` is any object.
+    r"""Makes the table of the JSON texts of a schema. `{"type": "object"}` allows any object.
 
-    Each text is valid. Not each valid text is in the table:
+    Each text of the table is valid, but some valid texts are not in the table:
 
-    - Properties come in the order of the schema, then additional ones. Without `additionalProperties`, an object that
-      names its properties has no others, and an array with `prefixItems` and without `items` no further items.
+    - Properties come in the order of the schema, then additional properties. Without `additionalProperties`, an object
+      with named properties has no others, and an array with `prefixItems` and without `items` no further items.
     - A text is compact, with at most one space after `:` and `,`.
     - A string is UTF-8. Without constraints it may have all escapes, and a surrogate in a pair alone. With a length, a
-      pattern or a format, and as the name of an additional property, it is written in one way: a character stands for
-      itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for those that JSON escapes; other control characters do not
-      occur. A `pattern` is searched for, as in ECMAScript, with the classes of ASCII.
-    - A number may have an exponent of two digits; with bounds or `multipleOf` it is a plain decimal.
-    - A schema without `type` has the types that its keywords concern.
+      pattern or a format, and as the name of an additional property, it is written in a single way: a character stands
+      for itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for characters with an escape in JSON. Other control
+      characters do not occur. A `pattern` is searched for, as in ECMAScript, with the classes of ASCII.
+    - A number may have an exponent of two digits. With bounds or `multipleOf` it is a plain decimal.
+    - A schema without `type` has the types of its keywords.
     - A value without a schema has at most 3 levels of objects and arrays, and `{"type": "object"}` as the whole schema
-      5. A schema that contains itself has at most 3 copies of itself within each other.
+      5. A recursive schema has at most 3 copies of itself within each other.
 
-    Annotations are ignored. Other keywords that are not served are refused: `not`, `if`, `contains`,
+    Annotations are ignored. Other unsupported keywords are refused: `not`, `if`, `contains`,
     `dependentRequired`, `unevaluatedProperties`, `uniqueItems: true`, and `oneOf` unless its branches visibly differ. A
     `maxLength` of N takes 8 N states.
 
@@ -115,7 +115,7 @@ def compile_schema(
       max_classes: limit on its classes of tokens.
 
     Raises:
-      GrammarError: naming the keyword that is not served, or the limit.
+      GrammarError: naming the unsupported keyword, or the limit.
     """
     return _compiled("schema", lambda builder: schema_expression(schema, builder), vocabulary, max_states, max_classes)
 
@@ -128,15 +128,15 @@ def compile_structure(
     An object has one of these types:
 
     - `const_string`: the text `value`.
-    - `json_schema`: a JSON text that satisfies `json_schema`.
-    - `regex`: a text that `pattern` matches as a whole.
+    - `json_schema`: a JSON text of the schema `json_schema`.
+    - `regex`: a text whose whole matches `pattern`.
     - `any_text`: a text.
-    - `sequence`: the `elements`, one after the other.
-    - `or`: one of the `elements`.
-    - `plus`: one or more times `content`, with the text `separator` between two.
+    - `sequence`: the `elements` in order.
+    - `or`: any of the `elements`.
+    - `plus`: `content`, at least once, with the text `separator` between two.
 
-    `json_schema`, `regex` and `any_text` may have a `name`, which errors have for the place, and `excludes`: the text
-    has none of these texts, and of these objects' texts, within it.
+    `json_schema`, `regex` and `any_text` may have a `name`, which errors use for the place, and `excludes`: texts, and
+    objects whose texts, do not occur in the text.
 
     Args:
       structure: an object of one of these types.
@@ -145,7 +145,7 @@ def compile_structure(
       max_classes: limit on its classes of tokens.
 
     Raises:
-      GrammarError: naming the place and what is not served, or the limit.
+      GrammarError: naming the place and the unsupported part, or the limit.
 
     Example:
       >>> vocabulary = kvjax.grammar.Vocabulary([bytes([value]) for value in range(256)])

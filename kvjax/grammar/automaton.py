@@ -2,7 +2,7 @@
 """From an expression to the smallest deterministic automaton over bytes, with limits on the way.
 
 A deterministic automaton can be exponentially larger than its expression: `(a|b)*a(a|b){20}` needs two million states.
-All that a hostile expression could make large is counted while it grows, so that the refusal comes in seconds.
+The sizes that a hostile expression could increase are counted while they grow, so a refusal takes seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_WORK = 4_000_000  # moves that are looked at in all
 
 
 class _Graph:
-    """An automaton that is not deterministic: edges by sets of bytes, and jumps that read nothing."""
+    """A nondeterministic automaton: edges by sets of bytes, and jumps without input."""
 
     def __init__(self, builder: Builder):
         self.builder = builder
@@ -56,7 +56,7 @@ class _Graph:
         return new
 
     def add(self, expression: Expression, start: int) -> int:
-        """Adds the way through an expression, from a state that exists; returns the state at its end."""
+        """Adds the way through an expression, from an existing state. Returns the state at its end."""
         match expression:
             case ByteSet(mask=mask):
                 end = self.state()
@@ -98,7 +98,7 @@ class _Graph:
         return end
 
     def _joined(self, expression: Joined, start: int) -> int:
-        """Adds two rows of states: before any part is present, and after one is. Each part is there once."""
+        """Adds two rows of states: before and after the first present part. Each part occurs once."""
         first = self.after(start)
         later = self.state()
         for part, may_miss in expression.parts:
@@ -131,7 +131,7 @@ class _Graph:
         return end
 
     def closures(self, end: int) -> list[frozenset[int]]:
-        """The states that each state reaches by jumps, those alone that have edges, and the end."""
+        """The states with edges, and the end, that each state reaches by jumps."""
         return [self._closure(state, end) for state in range(len(self.edges))]
 
     def _closure(self, state: int, end: int) -> frozenset[int]:
@@ -155,7 +155,7 @@ def _masks(byte_class: np.ndarray) -> list[int]:
 
 
 def _byte_classes(masks: Iterable[int]) -> np.ndarray:
-    """Numbers the bytes so that those which no set distinguishes have the same number; i32[256]."""
+    """i32[256]; numbers of the bytes, equal for bytes in the same sets."""
     packed = [np.frombuffer(mask.to_bytes(32, "little"), np.uint8) for mask in masks]
     if not packed:
         return np.zeros(256, np.int32)
@@ -172,7 +172,7 @@ class Builder:
         self._built: dict[Expression, Automaton] = {}
 
     def count(self, moves: int) -> None:
-        """Counts work that grows with the expression; refuses it when it is too much."""
+        """Counts work, which grows with the expression, and refuses too much."""
         self._work += moves
         if self._work > _MAX_WORK:
             raise GrammarError(f"got over {_MAX_WORK:,} moves while the automaton was built, wanted fewer")
@@ -182,7 +182,7 @@ class Builder:
         return minimise(self._determinised(expression), self.max_states)
 
     def build(self, expression: Expression) -> Automaton:
-        """Builds the minimal automaton of a part; raises a GrammarError beyond a limit."""
+        """Builds the minimal automaton of a part. Raises a GrammarError beyond a limit."""
         if expression not in self._built:
             match expression:
                 case Both(left=left, right=right):
@@ -259,7 +259,7 @@ class Builder:
         return Automaton(np.array(rows, np.int32).reshape(len(sets), -1), byte_class, final)
 
     def _product(self, left: Automaton, right: Automaton, without: bool) -> Automaton:
-        """Builds the automaton of texts that both accept, or, `without`, of those that the right one refuses."""
+        """Builds the automaton of the texts of both, or, `without`, of the left texts without the right texts."""
         pairs, byte_class = np.unique(np.stack([left.byte_class, right.byte_class]), axis=1, return_inverse=True)
         left_rows = left.next_state[:, pairs[0]].tolist()
         right_rows = right.next_state[:, pairs[1]].tolist()
@@ -286,7 +286,7 @@ class Builder:
 
 
 def distances(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
-    """The number of steps from each state to the nearest final one; i64[S]; -1: none is reached."""
+    """i64[S]; steps from each state to the nearest final state, or -1."""
     before = _states_before(next_state)
     found = np.where(final, 0, -1).tolist()
     queue = np.flatnonzero(final).tolist()
@@ -299,7 +299,7 @@ def distances(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
 
 
 def _longest(next_state: np.ndarray) -> np.ndarray:
-    """The number of steps of the longest way from each state; i64[S]; -1: there is no longest one."""
+    """i64[S]; steps of the longest way from each state, or -1 without a limit."""
     before = _states_before(next_state)
     waiting = np.bincount([source for sources in before for source in sources], minlength=len(before)).tolist()
     found = [-1 if count else 0 for count in waiting]
@@ -314,7 +314,7 @@ def _longest(next_state: np.ndarray) -> np.ndarray:
 
 
 def _states_before(next_state: np.ndarray) -> list[list[int]]:
-    """The states from which each state is reached in one step."""
+    """The states from which a step leads to each state."""
     states = len(next_state)
     sources, columns = np.nonzero(next_state >= 0)
     pairs = np.unique(next_state[sources, columns].astype(np.int64) * states + sources)
@@ -324,7 +324,7 @@ def _states_before(next_state: np.ndarray) -> list[list[int]]:
 
 
 def _reached(next_state: np.ndarray) -> np.ndarray:
-    """Lists the states that the start reaches, the nearest ones first."""
+    """Lists the states within reach of the start, the nearest first."""
     seen = {0}
     order = [0]
     for state in order:
@@ -336,7 +336,7 @@ def _reached(next_state: np.ndarray) -> np.ndarray:
 
 
 def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Removes the states that lead to no end, or that the start does not reach; the start stays."""
+    """Removes the states without a way to an end or from the start. The start stays."""
     alive = np.append(distances(next_state, final) >= 0, False)
     pruned = np.where(alive[next_state], next_state, -1)
     order = _reached(pruned)
@@ -346,7 +346,7 @@ def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def merged(next_state: np.ndarray, final: np.ndarray, max_states: int | None = None) -> np.ndarray:
-    """Numbers the states so that those with the same future have the same number; i64[S].
+    """i64[S]; numbers of the states, equal for states with the same future.
 
     Blocks of states are divided by the blocks of their next states until nothing changes. At first they are those with
     equal shortest and longest ways to an end, which tells most states of a long chain. The rows are compared by a
@@ -377,7 +377,7 @@ def merged(next_state: np.ndarray, final: np.ndarray, max_states: int | None = N
 
 
 def minimise(automaton: Automaton, max_states: int | None = None) -> Automaton:
-    """Returns the smallest automaton that accepts the same texts; a GrammarError if it has over `max_states`."""
+    """Minimizes the automaton. Raises a GrammarError if it has over `max_states`."""
     next_state, final = trimmed(automaton.next_state, automaton.final)
     block = merged(next_state, final, max_states)
     first = np.unique(block, return_index=True)[1]

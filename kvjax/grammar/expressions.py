@@ -4,7 +4,7 @@
     word = repeat(byte_set(b"abc"), 1, None)
     listed = seq(literal("["), repeat(word, 0, None, separator=literal(",")), literal("]"))
 
-The functions simplify as they build: an alternative that nothing matches disappears, and so does a sequence with one.
+The functions simplify as they build: an alternative without a text disappears, and so does a sequence with such a part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class GrammarError(ValueError):
-    """A schema, a pattern or a list of choices that no table can follow; the message names the part and the limit."""
+    """A schema, a pattern or a list of choices without a possible table. The message names the part and the limit."""
 
 
 class Automaton(NamedTuple):
@@ -48,14 +48,14 @@ class Expression:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteSet(Expression):
-    """One byte of those whose bits are set in `mask`."""
+    """A byte whose bit is set in `mask`."""
 
     mask: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Seq(Expression):
-    """Each part after the one before it."""
+    """The parts in order."""
 
     parts: tuple[Expression, ...]
 
@@ -79,7 +79,7 @@ class Repeat(Expression):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Joined(Expression):
-    """The parts in their order, each with whether it may be absent, and a separator between those that are present."""
+    """The parts in their order, each with whether it may be absent, and a separator between present parts."""
 
     parts: tuple[tuple[Expression, bool], ...]
     separator: Expression
@@ -101,7 +101,7 @@ class Given(Expression):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Both(Expression):
-    """The strings that both sides match."""
+    """The strings of both sides."""
 
     left: Expression
     right: Expression
@@ -109,7 +109,7 @@ class Both(Expression):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Minus(Expression):
-    """The strings that the left side matches, and the right side does not."""
+    """The strings of the left side without the strings of the right side."""
 
     left: Expression
     right: Expression
@@ -120,7 +120,7 @@ NOTHING = Alt(1, ())
 
 
 def byte_set(values: Iterable[int]) -> Expression:
-    """Matches one byte of `values`."""
+    """Matches a byte of `values`."""
     mask = 0
     for value in values:
         mask |= 1 << value
@@ -142,7 +142,7 @@ def literal(text: str | bytes) -> Expression:
 
 
 def seq(*parts: Expression) -> Expression:
-    """Matches the parts one after the other."""
+    """Matches the parts in order."""
     flat: list[Expression] = []
     for part in parts:
         flat += part.parts if isinstance(part, Seq) else [part]
@@ -154,7 +154,7 @@ def seq(*parts: Expression) -> Expression:
 
 
 def alt(*parts: Expression) -> Expression:
-    """Matches any of the parts. Single bytes become one set."""
+    """Matches any of the parts. Single bytes become a set."""
     items: dict[Expression, None] = {}
     mask = 0
     for part in parts:
@@ -189,7 +189,7 @@ def repeat(item: Expression, least: int = 0, most: int | None = None, separator:
 
 
 def joined(parts: Sequence[tuple[Expression, bool]], separator: Expression) -> Expression:
-    """Matches parts in their order, each with whether it may be absent, with a separator between those present."""
+    """Matches parts in their order, each with whether it may be absent, with a separator between present parts."""
     if any(part is NOTHING and not may_miss for part, may_miss in parts):
         return NOTHING
     remaining = tuple(pair for pair in parts if pair[0] is not NOTHING)
@@ -199,7 +199,7 @@ def joined(parts: Sequence[tuple[Expression, bool]], separator: Expression) -> E
 
 
 def minimal(item: Expression) -> Expression:
-    """Matches what the item matches; its automaton is made minimal first, once for all its uses."""
+    """Matches the item, whose automaton is minimized first, once for all its uses."""
     return (
         item
         if isinstance(item, ByteSet | Minimal | Given | Both | Minus) or item.size < 4
@@ -208,12 +208,12 @@ def minimal(item: Expression) -> Expression:
 
 
 def given(automaton: Automaton) -> Expression:
-    """Matches what an automaton accepts."""
+    """Matches the texts of an automaton."""
     return Given(len(automaton.final) + 1, automaton)
 
 
 def both(*parts: Expression) -> Expression:
-    """Matches what all parts match."""
+    """Matches the texts of all parts."""
     result = parts[0]
     for part in parts[1:]:
         if result is NOTHING or part is NOTHING:
@@ -223,12 +223,12 @@ def both(*parts: Expression) -> Expression:
 
 
 def minus(left: Expression, right: Expression) -> Expression:
-    """Matches what the left side matches, unless the right side does too."""
+    """Matches the texts of the left side, without the texts of the right side."""
     return left if NOTHING in (left, right) else Minus(left.size + right.size, left, right)
 
 
 def normal_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorts ranges of code points and joins those that touch."""
+    """Sorts ranges of code points and joins adjacent ranges."""
     result: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if result and first <= result[-1][1] + 1:
@@ -251,7 +251,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 @functools.lru_cache(1024)
 def utf8(ranges: Ranges) -> Expression:
-    """Matches one character whose code point is in `ranges`, in UTF-8; surrogates are no characters."""
+    """Matches a character whose code point is in `ranges`, in UTF-8. Surrogates are no characters."""
     outside = complement((_SURROGATES,))
     pairs = [
         (max(first, low), min(last, high))

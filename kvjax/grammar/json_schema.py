@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a JSON schema to an expression.
 
-A schema becomes alternatives first: what `anyOf`, `oneOf`, `allOf` and `$ref` say, each alternative a tuple of plain
-schemas that all hold. Each type of an alternative becomes an expression of the keywords that concern it.
+A schema becomes alternatives first: by `anyOf`, `oneOf`, `allOf` and `$ref`. Each alternative is a tuple of plain
+schemas which all hold. Each type of an alternative becomes an expression of its keywords.
 
 `kvjax.grammar.compile_schema` says which of the valid texts match.
 """
@@ -82,7 +82,7 @@ def schema_expression(schema: Any, builder: Builder) -> Expression:
 
     Args:
       schema: the schema, or its JSON.
-      builder: builds the automata that are needed on the way.
+      builder: builds intermediate automata.
 
     Raises:
       GrammarError: naming the place in the schema.
@@ -96,7 +96,7 @@ def schema_expression(schema: Any, builder: Builder) -> Expression:
 
 
 class _Reader:
-    """Reads the parts of one schema."""
+    """Reads the parts of a schema."""
 
     def __init__(self, root: Any, builder: Builder):
         self.root = root
@@ -116,7 +116,7 @@ class _Reader:
         return self.values[key][1]
 
     def alternatives(self, parts: Parts, pending: tuple[str, ...] = ()) -> list[Parts]:
-        """The tuples of plain schemas of which one has to hold."""
+        """The alternatives: tuples of plain schemas."""
         result: list[Parts] = [()]
         for part in parts:
             result = _product(result, self._of_part(part, pending), part)
@@ -165,7 +165,7 @@ class _Reader:
         return self._of_part(Part(target, path, refs, part.level), (*pending, pointer))
 
     def _discriminator(self, part: Part) -> Parts:
-        """A schema that requires the property by which OpenAPI's `discriminator` tells the branches of `oneOf`."""
+        """A schema with the required property of OpenAPI's `discriminator`, which tells the branches of `oneOf`."""
         discriminator = part.schema.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         return (part.under({"type": "object", "required": [name]}, "discriminator"),) if isinstance(name, str) else ()
@@ -257,7 +257,7 @@ class _Reader:
         return self._checked(minimal(quoted(both(*contents))), parts) if contents else STRING
 
     def _checked(self, expression: Expression, parts: Parts) -> Expression:
-        """An expression whose automaton is built at once, so that an error names its place."""
+        """An expression whose automaton is built at once, so an error names its place."""
         path = parts[0].path
         try:
             states = len(self.builder.build(expression).final)
@@ -301,7 +301,7 @@ class _Reader:
         return _sequence_of([], minimal(self.value(())), least, most)
 
     def _member(self, parts: Parts, name: str) -> Parts:
-        """The schemas of a property, or of an additional one of that name."""
+        """The schemas of a property, or of an additional property with this name."""
         found = []
         for part in parts:
             properties = schema_map(part, "properties")
@@ -356,14 +356,14 @@ class _Reader:
         return seq(literal("{"), content, literal("}"))
 
     def _names(self, part: Part, pattern: str) -> Expression:
-        """Matches the names that have a pattern."""
+        """Matches names by a pattern."""
         try:
             return _quoted_pattern(pattern)
         except GrammarError as error:
             raise GrammarError(f"{part.path}.patternProperties: {error}") from None
 
     def _additional(self, parts: Parts, declared: Expression, allowed: list[Expression]) -> Expression:
-        """Matches one property that the schema does not name."""
+        """Matches a property without a name in the schema."""
         patterns = [(part, pattern) for part in parts for pattern in schema_map(part, "patternProperties")]
         if len(patterns) > 1:
             raise patterns[0][0].error("patternProperties", "one pattern")
@@ -413,7 +413,7 @@ def _number(name: str, parts: Parts) -> Expression:
 
 
 def _array_shape(part: Part) -> tuple[list[Part], Part | None]:
-    """The schemas of the first items, and that of the others; None if there is none. Older drafts have two `items`."""
+    """The schemas of the first items, and the schema of later items or None. Older drafts have two `items`."""
     schema = part.schema
     keyword, rest = ("items", "additionalItems") if isinstance(schema.get("items"), list) else ("prefixItems", "items")
     first = [part.within(item, f"{keyword}[{index}]") for index, item in enumerate(schemas(part, keyword))]

@@ -38,7 +38,7 @@ _HEX = byte_set(b"0123456789abcdefABCDEF")
 
 @functools.lru_cache(1024)
 def character(ranges: Ranges) -> Expression:
-    """Matches one character of some ranges in a string, written in one way."""
+    """Matches a character of some ranges in a string, written in a single way."""
     outside = complement(_ESCAPED)
     plain = tuple(
         (max(first, low), min(last, high))
@@ -91,26 +91,26 @@ def any_value(depth: int) -> Expression:
 
 @functools.cache
 def any_object(depth: int) -> Expression:
-    """Matches any object with at most `depth` levels, at least one."""
+    """Matches any object with 1 to `depth` levels."""
     member = seq(STRING, COLON, any_value(depth - 1))
     return seq(literal("{"), repeat(member, separator=COMMA), literal("}"))
 
 
 @functools.cache
 def any_array(depth: int) -> Expression:
-    """Matches any array with at most `depth` levels, at least one."""
+    """Matches any array with 1 to `depth` levels."""
     return seq(literal("["), repeat(any_value(depth - 1), separator=COMMA), literal("]"))
 
 
 def text_literal(text: str) -> Expression:
-    """Matches one string as `json.dumps` writes it without escaping what is not ASCII."""
+    """Matches a string as `json.dumps` writes it with `ensure_ascii=False`."""
     if not isinstance(text, str):
         raise GrammarError(f"got {text!r:.80}, wanted a text")
     return literal(json.dumps(text, ensure_ascii=False))
 
 
 def value_literal(value: Any) -> Expression:
-    """Matches one value; its members are in their order."""
+    """Matches a value, with its members in order."""
     match value:
         case str():
             return text_literal(value)
@@ -163,7 +163,7 @@ _UNCONSTRAINED = {"password", "binary", "path", "file-path", "directory-path"}
 
 @functools.cache
 def format_content(name: str) -> Expression | None:
-    """The content of strings of a format; None if the format constrains nothing. A GrammarError for others."""
+    """The content of strings of a format, or None without a constraint. Raises a GrammarError for others."""
     if name in _UNCONSTRAINED:
         return None
     if name not in _FORMATS:

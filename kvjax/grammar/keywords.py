@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keywords of a JSON schema: those that are served, and what a tuple of schemas says by them together."""
+"""The supported keywords of a JSON schema, and the constraints of a tuple of schemas."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ SUPPORTED = {*TYPED, *_ANNOTATIONS, *COMBINING, "type", "enum", "const"}
 
 
 class Part(NamedTuple):
-    """A schema within the whole one.
+    """A schema within the root schema.
 
     Attributes:
-      schema: as it was given.
-      path: the keywords that lead to it, for errors.
+      schema: the schema.
+      path: keywords on the way to it, for errors.
       refs: the references on the way to it, sorted.
       level: the number of objects and arrays around it.
     """
@@ -81,7 +81,7 @@ Parts = tuple[Part, ...]  # schemas that all hold
 
 
 def read[T](part: Part, keyword: str, reader: Callable[[Any], T]) -> T:
-    """Reads the value of a keyword; a GrammarError names the keyword's place."""
+    """Reads the value of a keyword. A GrammarError names the keyword's place."""
     try:
         return reader(part.schema[keyword])
     except GrammarError as error:
@@ -89,7 +89,7 @@ def read[T](part: Part, keyword: str, reader: Callable[[Any], T]) -> T:
 
 
 def check_keywords(part: Part) -> None:
-    """Raises a GrammarError for a schema that is none, or has a keyword that is not served."""
+    """Raises a GrammarError for a value other than a schema, or an unsupported keyword."""
     if not isinstance(part.schema, dict):
         raise GrammarError(f"{part.path}: got {part.schema!r:.80}, wanted a schema: a dict or a bool")
     for keyword in part.schema:
@@ -98,7 +98,7 @@ def check_keywords(part: Part) -> None:
 
 
 def is_plain(part: Part) -> bool:
-    """Whether a schema says something by itself, and not by the schemas that it combines alone."""
+    """Whether a schema has constraints of its own, apart from combined schemas."""
     return any(keyword in part.schema for keyword in (*TYPED, "type", "enum", "const"))
 
 
@@ -119,7 +119,7 @@ def schema_map(part: Part, keyword: str) -> Mapping[str, Any]:
 
 
 def required_names(parts: Parts) -> list[str]:
-    """The names of the properties that an object must have, in order."""
+    """The names of an object's required properties, in order."""
     names: dict[str, None] = {}
     for part in parts:
         value = part.schema.get("required", [])
@@ -134,7 +134,7 @@ def _is_text(value: Any) -> bool:
 
 
 def limits(parts: Parts, low: str, high: str) -> tuple[int, int | None]:
-    """The largest lower limit of a count, and the smallest upper one, None without any."""
+    """The largest lower limit of a count, and the smallest upper limit, or None."""
     counts: dict[str, list[int]] = {low: [0], high: []}
     for part in parts:
         for keyword in (low, high):
@@ -147,7 +147,7 @@ def limits(parts: Parts, low: str, high: str) -> tuple[int, int | None]:
 
 
 def bounds(parts: Parts) -> tuple[Bound | None, Bound | None]:
-    """The largest lower bound of a number, and the smallest upper one."""
+    """The largest lower bound of a number, and the smallest upper bound."""
     lower = [*_bounds(parts, "minimum", False), *_bounds(parts, "exclusiveMinimum", True)]
     upper = [*_bounds(parts, "maximum", False), *_bounds(parts, "exclusiveMaximum", True)]
     largest = max(lower, key=lambda bound: (bound.value, bound.strict), default=None)
@@ -168,9 +168,9 @@ def check_number(part: Part, keyword: str) -> None:
 
 
 def types(parts: Parts) -> set[str]:
-    """The types that a value may have; a number may be an integer.
+    """The types of a value, where a number may be an integer.
 
-    Schemas without `type` have the types that their keywords concern, or all.
+    Schemas without `type` have the types of their keywords, or all types.
     """
     explicit = [_explicit_types(part) for part in parts if "type" in part.schema]
     if explicit:
@@ -190,7 +190,7 @@ def _explicit_types(part: Part) -> set[str]:
 
 
 def type_of(value: Any) -> str:
-    """The type of a value; `integer` for a float without a fraction."""
+    """The type of a value, `integer` for a float without a fraction."""
     match value:
         case bool():
             return "boolean"
@@ -206,7 +206,7 @@ def type_of(value: Any) -> str:
 
 
 def enumerated(parts: Parts) -> dict[str, Any] | None:
-    """The values that `enum` and `const` allow, by a key that equal values share; None if there is no such keyword."""
+    """The values of `enum` and `const`, by a key that equal values share, or None without these keywords."""
     result: dict[str, Any] | None = None
     for part in parts:
         values = part.schema.get("enum", [])
@@ -237,5 +237,5 @@ def _normal(value: Any) -> Any:
 
 
 def first_with(parts: Parts, keyword: str) -> Part:
-    """The first part that has a keyword."""
+    """The first part with a keyword."""
     return next(part for part in parts if keyword in part.schema)

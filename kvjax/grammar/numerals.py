@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers as JSON writes them, between bounds, and multiples of a number.
 
-A number without bounds may have an exponent of two digits. Bounds and multiples are those of plain decimals, `-12.50`.
+A number without bounds may have an exponent of two digits. Bounds and multiples apply to plain decimals, `-12.50`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NUMBER = minimal(seq(optional(_MINUS), _WHOLE, optional(_FRACTION), optional(_EX
 
 
 class Bound(NamedTuple):
-    """A bound of a number; `strict`: the number itself lies outside."""
+    """A bound of a number. `strict` excludes the bound."""
 
     value: decimal.Decimal
     strict: bool
@@ -64,7 +64,7 @@ def numeral(value: float) -> str:
 
 
 def exact(value: float) -> decimal.Decimal:
-    """The decimal that Python writes for a number; a GrammarError for one that has too many digits, or is infinite."""
+    """The decimal Python writes for a number. Raises a GrammarError for too many digits, or an infinite number."""
     if isinstance(value, float) and not math.isfinite(value):
         raise GrammarError(f"got {value}, wanted a finite number")
     if abs(value) >= 10**_LONGEST_BOUND:
@@ -115,7 +115,7 @@ def numbers(lower: Bound | None, upper: Bound | None) -> Expression:
 
 
 def multiples(divisor: float) -> Expression:
-    """Matches the decimals that are multiples of a number, by an automaton of remainders.
+    """Matches multiples of a number as decimals, by an automaton of remainders.
 
     Raises:
       GrammarError: if the divisor is not positive, or has more than three digits.
@@ -148,7 +148,7 @@ def multiples(divisor: float) -> Expression:
 
 
 def _parts(value: decimal.Decimal) -> tuple[str, str]:
-    """The digits of a number that is not negative, before the point and after it, without zeros at the end."""
+    """The digits of a nonnegative number, before and after the point, without zeros at the end."""
     whole, _, fraction = format(value, "f").partition(".")
     return whole, fraction.rstrip("0")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""From the text of a regular expression, Python's or ECMAScript's, to an expression over bytes.
 
-Both languages share what is read here. What they read differently, or what is not regular, is refused by name:
+Both languages share this syntax. Syntax with another meaning, or without a regular language, is refused by name:
 lookaround, backreferences, word boundaries, inline flags, atomic groups and possessive quantifiers. `\d`, `\w` and
-`\s` are ASCII's. A lazy quantifier means the same as a greedy one.
+`\s` are ASCII's. A lazy quantifier means the same as a greedy quantifier.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Flavor(NamedTuple):
     """A language of patterns.
 
     Attributes:
-      character: makes the expression of one character in some ranges of code points.
-      newlines: the characters that `.` does not match.
+      character: makes the expression of a character in some ranges of code points.
+      newlines: the characters excluded by `.`.
       searches: whether a match may begin and end anywhere in the text, unless `^` and `$` say otherwise.
     """
 
@@ -80,7 +80,7 @@ def pattern_expression(pattern: str, flavor: Flavor = PYTHON) -> Expression:
     """Reads a pattern.
 
     Raises:
-      GrammarError: naming the construct that is refused, and its position.
+      GrammarError: naming the refused construct, and its position.
     """
     reader = _Reader(pattern, flavor)
     branches = reader.alternatives(0)
@@ -107,7 +107,7 @@ class _Reader:
         return GrammarError(f"{message} at position {self.position if position is None else position}")
 
     def take(self, text: str) -> bool:
-        """Whether `text` comes next; if so, goes on after it."""
+        """Whether `text` comes next. If so, goes on after it."""
         found = self.pattern.startswith(text, self.position)
         self.position += len(text) if found else 0
         return found
@@ -117,7 +117,7 @@ class _Reader:
         return self.pattern[self.position : self.position + 1]
 
     def alternatives(self, depth: int) -> list[_Branch]:
-        """Reads up to the end of a group: at most four branches, one for each pair of edges."""
+        """Reads up to the end of a group: at most four branches, for the pairs of edges."""
         if depth > _MAX_DEPTH:
             raise self.error(f"got over {_MAX_DEPTH} groups within groups")
         branches = self._sequence(depth)
@@ -166,7 +166,7 @@ class _Reader:
         return [_Branch(False, repeat(item[0].expression, *counts), False)]
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """Reads a quantifier, if one comes next: the least and the largest number."""
+        """Reads a quantifier, if it comes next: the minimum and the maximum."""
         for text, counts in ("*", (0, None)), ("+", (1, None)), ("?", (0, 1)):
             if self.take(text):
                 return counts

@@ -17,12 +17,12 @@ _TYPES = ("const_string", "json_schema", "regex", "any_text", "sequence", "or", 
 
 
 def structure_expression(structure: Any, builder: Builder, place: str = "structure", level: int = 0) -> Expression:
-    """Reads a structure; `kvjax.grammar.compile_structure` lists its types.
+    """Reads a structure. `kvjax.grammar.compile_structure` lists its types.
 
     Args:
       structure: an object with a type.
-      builder: builds the automata that are needed on the way.
-      place: of the object, for errors.
+      builder: builds intermediate automata.
+      place: name of the object's place, for errors.
       level: the objects around it.
 
     Raises:
@@ -37,7 +37,7 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
         return structure_expression(child, builder, f"{place}.{name}", level + 1)
 
     def without(read: Callable[[], Expression], name: str = "") -> Expression:
-        """Reads a part, without texts that have an excluded part."""
+        """Reads a part, without the texts of an excluded part."""
         found = _named(structure.get("name", f"{place}.json_schema" if name else place), name, read)
         excluded = structure.get("excludes", [])
         if not isinstance(excluded, list):
@@ -66,7 +66,7 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
 
 
 def _named(place: str, name: str, read: Callable[[], Expression]) -> Expression:
-    """Reads a part; its error begins with its place, in the stead of the name that the reader has for it."""
+    """Reads a part. Its error begins with its place in place of the reader's name."""
     try:
         return read()
     except GrammarError as error:

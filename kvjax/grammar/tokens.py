@@ -2,7 +2,7 @@
 """From an automaton over bytes to a table over the tokens of a vocabulary.
 
 A token is a function from states to states: the states after its bytes. Tokens with the same function share a class.
-All tokens are read at once, one byte at a time, and the functions of their beginnings are numbered on the way: they are
+All tokens are read at once, byte by byte, and the functions of their beginnings are numbered on the way: they are
 few, since most beginnings are forbidden in most states.
 """
 
@@ -21,12 +21,12 @@ _MAX_ENTRIES = 1 << 26  # entries of all functions: i32, so that they take 256 M
 
 
 class TokenTable(NamedTuple):
-    """The tokens that may follow a text, as arrays. State 0 is the start.
+    """The possible next tokens of a text, as arrays. State 0 is the start.
 
     Attributes:
-      next_state: i32[states, classes]; the state after a token of each class; -1: the token is forbidden.
+      next_state: i32[states, classes]; state after a token of each class, or -1 for a forbidden token.
       token_class: i32[V]; each token's class.
-      may_end: bool[states]; whether the text is complete, so that a stop token may follow.
+      may_end: bool[states]; whether the text is complete, so a stop token may follow.
     """
 
     next_state: np.ndarray
@@ -35,7 +35,7 @@ class TokenTable(NamedTuple):
 
 
 class _Functions:
-    """The functions from states to states that were met, each once; number 0 forbids all, number 1 changes nothing."""
+    """The distinct functions from states to states. Number 0 forbids all, number 1 changes nothing."""
 
     def __init__(self, automaton: Automaton):
         states = len(automaton.final)
@@ -44,7 +44,7 @@ class _Functions:
         self.numbers = {row.tobytes(): number for number, row in enumerate(self.rows)}
 
     def then(self, number: int, byte_class: int) -> int:
-        """Numbers the function that applies one more byte."""
+        """Numbers the function with another byte."""
         row = self.steps[self.rows[number], byte_class]
         data = row.tobytes()
         if data not in self.numbers:
@@ -59,7 +59,7 @@ class _Functions:
 
 
 def _token_functions(functions: _Functions, automaton: Automaton, tokens: Sequence[bytes | None]) -> np.ndarray:
-    """Numbers the function of each token; i64[V]. Tokens without a text are forbidden."""
+    """i64[V]; number of each token's function. Tokens without a text are forbidden."""
     lengths = np.array([len(token) if token else 0 for token in tokens])
     data = np.frombuffer(b"".join(token for token in tokens if token), np.uint8)
     classes = automaton.byte_class[data].astype(np.int64)
@@ -81,7 +81,7 @@ def _token_functions(functions: _Functions, automaton: Automaton, tokens: Sequen
 def token_table(automaton: Automaton, vocabulary: Vocabulary, max_states: int, max_classes: int) -> TokenTable:
     """Makes the table of an automaton for a vocabulary.
 
-    A state from which the tokens cannot spell any end is forbidden, so that a text can always be completed.
+    A state from which the tokens cannot spell any end is forbidden, so a text can always be completed.
 
     Raises:
       GrammarError: if the vocabulary spells no text of the automaton, or the table is larger than the limits.

@@ -13,10 +13,10 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """The bytes that each token adds to a text.
+    """The bytes added to a text by each token.
 
     Args:
-      tokens: V entries; None for a token without a text, such as one that ends it. A grammar forbids these.
+      tokens: V entries; None for a token without a text, such as an end token. A grammar forbids these tokens.
 
     Raises:
       ValueError: if a token is neither bytes nor None.
@@ -37,8 +37,8 @@ class Vocabulary:
         """Reads the vocabulary of a tokenizer: byte-level BPE, or SentencePiece's with tokens for bytes.
 
         Args:
-          tokenizer: a `tokenizers.Tokenizer`, or a fast one of transformers.
-          size: the number of tokens V of the model's logits; defaults to the tokenizer's. Those that it lacks have no
+          tokenizer: a `tokenizers.Tokenizer`, or a fast tokenizer of transformers.
+          size: the number of tokens V of the model's logits; defaults to the tokenizer's. Other tokens have no
             text.
 
         Raises:
@@ -73,7 +73,7 @@ def _reader(fields: dict[str, Any]) -> Any:
 
 
 def _steps(entry: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """The steps of a part of a tokenizer, also those in a sequence."""
+    """The steps of a part of a tokenizer, including the steps of a sequence."""
     if entry is not None and entry["type"] == "Sequence":
         for step in entry[name]:
             yield from _steps(step, name)
@@ -82,7 +82,7 @@ def _steps(entry: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _letters() -> dict[str, int]:
-    """The letters that byte-level BPE writes for bytes: visible ones of Latin-1 for themselves, later ones for others.
+    """The letters of byte-level BPE for bytes: visible letters of Latin-1 for themselves, later letters for others.
 
     Source: GPT-2's `bytes_to_unicode`.
     """

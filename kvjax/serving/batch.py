@@ -14,7 +14,7 @@ import numpy as np
 from kvjax._compile import own_transfers
 from kvjax.cache import AnyCache
 from kvjax.model import Model
-from kvjax.serving.constraints import check_request, initial_state
+from kvjax.serving.constraints import check_request
 from kvjax.serving.driver import Driver, Limits, check_run
 from kvjax.serving.prompt_scores import Step, check_all_logits
 from kvjax.serving.request import Request, RunOptions, check_state, errors_of
@@ -65,8 +65,8 @@ class Batch[C: AnyCache]:
             raise ValueError("cache: got no free row, wanted at least 1")
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        have_states = all(request.logits_state is not None for request in requests)
-        state = requests[0].logits_state if requests and have_states else initial_state(options.logits_fn)
+        stateless_requests = [request for request in requests if request.logits_state is None]
+        state = options.state_of((stateless_requests or requests)[0]) if requests else None
         self.driver: Driver[C] = Driver(model, cache, options, scheduler, self._slots(state), own_rows)
         self.state = self.driver.state
         self._is_submitted = False

@@ -43,9 +43,9 @@ def client_of(server):
 def codes():
     """The Python of the page that its build does not run, since it needs servers: two parts of a client, and a router.
 
-    `test_serve_tools.py` runs the agent between them.
+    `test_serve_tools.py`, `test_serve_schemas.py` and `test_serve_responses.py` run the code between them.
     """
-    first, second, _, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    first, second, *_, router = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     return [code.replace('"none"', f'"{KEY}"') for code in (first, second, router)]
 
 
@@ -228,7 +228,7 @@ def test_the_page_has_every_limit_with_its_default():
         number, unit = re.fullmatch(r"(\d+) ?(KiB|MiB|s|)(?: .*)?", text).groups()
         assert parser.get_default(option[2:].replace("-", "_")) == int(number) * units[unit], option
     limits = {option for action in parser._actions for option in action.option_strings if option.startswith("--max-")}
-    assert found.keys() == limits - {"--max-length"} | {"--timeout", "--grace"}
+    assert found.keys() == limits - {"--max-length"} | {"--timeout", "--grace", "--schemas"}
     (headers, header_time, body_time, read_time), patience = [default for _, default, *_ in rows[:4]], Patience()
     assert headers == f"{HEADER_BYTES >> 10} KiB" and f"read {LEAST_READ >> 10} KiB" in rows[3][0]
     assert [header_time, body_time] == [f"{patience.header_seconds} s", f"{patience.body_seconds} s"]
@@ -286,8 +286,8 @@ DEVICES = "wanted at most 8, the devices that there are"
         (["--port", "{taken}"], "--port: 127.0.0.1:{taken}: address already in use$"),
         (["--api-keys", "{other}/none"], "--api-keys: {other}/none has no key$"),
         (["--api-keys", "{other}/x"], "--api-keys: {other}/x: no such file or directory$"),
-        (["--api-key", ""], "--api-key: got one that no header can have, wanted ASCII letters, digits and signs$"),
-        (["--api-key", "a", "--api-key", "\xe4"], "--api-key: got one that no header can have"),
+        (["--api-key", ""], "--api-key: got a key that no header can have, wanted ASCII letters, digits and signs$"),
+        (["--api-key", "a", "--api-key", "\xe4"], "--api-key: got a key that no header can have"),
     ],
 )
 def test_options_that_cannot_be_are_errors_of_one_line(options, wanted, capsys, monkeypatch, tmp_path):

@@ -522,10 +522,10 @@ def test_a_save_is_tried_at_the_start_and_says_what_it_finds_and_saves(tmp_path,
             found.cache = driver.cache
         return notes[:], loaded
 
-    none = f"--save: {folder}: no save is there yet, and the cache begins empty"
+    none = f"--save: {folder}: the folder has no save yet, and the cache begins empty"
     assert run(range(8)) == ([none, "2 blocks are saved"], 0)
     (folder / f"{'0' * 16}.values").write_bytes(b"half")
-    interrupted = f"--save: {folder}: 1 files of a save that was interrupted are deleted"
+    interrupted = f"--save: {folder}: 1 files of an interrupted save are deleted"
     assert run(range(20, 28)) == ([interrupted, "2 blocks are loaded", "4 blocks are saved"], 2)
     args.save = str(folder / "manifest.json" / "folder")
     with pytest.raises(SystemExit):

@@ -15,10 +15,11 @@ import openai
 import pydantic
 import pytest
 
+from tests.drive import ROOT
 from tests.grammar_kit import patterns, schemas
 from tests.models.schema_kit import RandomServer
 from tests.models.scripted_kit import FAMILIES
-from tests.models.serve_kit import idle, request_of
+from tests.models.serve_kit import KEY, idle, request_of
 
 pytestmark = pytest.mark.long
 
@@ -146,6 +147,18 @@ def test_the_client_parses_models_of_pydantic(writer):
         for _ in stream:
             pass
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Flat)
+
+
+def test_the_code_of_the_page_runs(writer):
+    page = (ROOT / "docs/howto/serving.md").read_text()
+    code = next(block for block in re.findall(r"^```python3\n(.*?)^```$", page, re.M | re.S) if "pydantic" in block)
+    code = code.replace("http://127.0.0.1:8000", writer.running.url).replace('"none"', f'"{KEY}"')
+    printed = []
+    names = {"print": printed.append, "__name__": "page"}
+    exec(code.replace("qwen3", "random"), names)
+    names["client"].close()
+    place, choice = printed
+    assert 1 <= place.stars <= 5 and isinstance(place.city, str) and choice in ("yes", "no")
 
 
 def test_responses_have_the_form_and_their_client_parses_it(writer):

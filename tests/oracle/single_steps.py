@@ -52,7 +52,7 @@ def decode(
         stopped = jnp.any(token[:, None] == stop[None], axis=1)
         goes_on = ~stopped & (left > 0) & (cache.state.seqs.length < spec.max_length)
         rows = rows.replace(
-            token=jnp.where(active, token, rows.token), left=left, active=rows.active & (~active | goes_on)
+            token=jnp.where(active, token, rows.token), remaining=left, active=rows.active & (~active | goes_on)
         )
         return number + extended.ok.astype(jnp.int32), cache, rows, append(append(log, extended), committed), decoded
 

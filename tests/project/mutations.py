@@ -410,6 +410,20 @@ MISTAKES = [
         "jax.nn.logsumexp(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)",
         "tests/unit/serving/test_sampling.py",
     ),
+    Mistake(
+        "the last token of a prompt is one of the answer's",
+        "kvjax/serving/constraints.py",
+        "current = jnp.where(is_first, current, jnp.maximum(after, _END))",
+        "current = jnp.maximum(after, _END)",
+        "tests/unit/serving/test_constraints.py",
+    ),
+    Mistake(
+        "a stop token may come before a text is complete",
+        "kvjax/serving/constraints.py",
+        "inner[table.may_end, _STOP_CLASS] = _END",
+        "inner[:, _STOP_CLASS] = _END",
+        "tests/unit/serving/test_constraints.py",
+    ),
     # Wires and models.
     Mistake(
         "a snapshot's messages are not counted",
@@ -428,8 +442,8 @@ MISTAKES = [
     Mistake(
         "angles begin at 1",
         "models/rope.py",
-        "cos, sin = jnp.cos(angle), jnp.sin(angle)",
-        "cos, sin = jnp.cos(angle), jnp.sin(angle + 1e-3)",
+        "sin = jnp.sin(angle)",
+        "sin = jnp.sin(angle + 1e-3)",
         "tests/models/test_goldens.py",
     ),
     Mistake(
