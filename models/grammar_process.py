@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a process for the tables of grammars: lines of JSON come in, and a line goes out for each.
+"""A program which makes the tables of grammars. It reads lines of JSON, and answers each by a line.
 
-A grammar is a client's, and its tables take Python's time, which the server's threads need. So they are made in a
-process with the system's limits: see `limited_process.py`. It imports nothing of this package, and of `kvjax` only the
-grammars, which need numpy alone.
+Clients send grammars, and making their tables would keep the server's threads from running. So a process with the
+system's limits makes them, as `limited_process.py` describes. It imports nothing from this package, and only
+`kvjax.grammar` from `kvjax`, which needs numpy alone.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ import sys
 import types
 from typing import Any
 
-MOST_REASON = 1000  # characters of an error, which may have a part of the grammar
+MOST_REASON = 1000  # characters of an error, which may quote the grammar
 
 
 def answers(grammar: Any, seconds: float) -> None:
     """Answers the lines of standard input.
 
-    First comes {"tokens": latin-1 of each token's bytes, or null; "limits": arguments of the compilers}, then
-    {"kind": name, "text": JSON of what `compile_NAME` takes} each. An answer has an error, or the arrays of a table,
-    i16 but for `may_end`. More CPU time than `seconds` for a line ends the process.
+    The first line is {"tokens": [...], "limits": {...}}. Each token is its bytes as latin-1, or null. The limits are
+    arguments of the compilers. Each later line is {"kind": name, "text": JSON}, with the argument of `compile_NAME` as
+    JSON. An answer has an error or the arrays of a table: `may_end` is bool, and the other arrays are i16. The process
+    ends if a line takes more CPU time than `seconds`.
     """
-    vocabulary, limits = None, {}
+    vocabulary = None
+    limits = {}
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             request = json.loads(line)
             if vocabulary is None:
                 tokens = [None if token is None else token.encode("latin-1") for token in request["tokens"]]
-                vocabulary, limits, answer = grammar.Vocabulary(tokens), request["limits"], {}
+                vocabulary = grammar.Vocabulary(tokens)
+                limits = request["limits"]
+                answer = {}
             else:
                 compiler = getattr(grammar, f"compile_{request['kind']}")
                 table = compiler(json.loads(request["text"]), vocabulary, **limits)
@@ -52,11 +56,11 @@ def answers(grammar: Any, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program around it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     most_bytes = int(sys.argv[2])
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    package = types.ModuleType("kvjax")  # without its own imports: jax takes seconds and memory
+    package = types.ModuleType("kvjax")  # without the imports in its __init__: jax takes seconds and memory
     package.__path__ = [str(pathlib.Path(sys.argv[3]))]
     sys.modules["kvjax"] = package
     from kvjax import grammar

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program in a process of its own, with the system's limits of time and memory: for the work on data of others."""
+"""Runs a program in a separate process with limits of time and memory, for work on the data of clients."""
 
 from __future__ import annotations
 
@@ -15,39 +15,49 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """The end of the process, with the reason: the request was too much for its limits."""
+    """The process has ended, for example because a request has passed a limit. The message is the reason."""
 
 
 class LimitedProcess:
-    """A process of `program`, a file without imports of this package, for requests one after the other.
+    """A process which answers requests in turn. If a request has ended it, it starts again.
 
-    It gets its limits as arguments, `seconds` of CPU time for a request and `most_bytes` of memory, and then lines of
-    JSON: `first`, when it starts, and the requests. It answers each by a line of JSON; an error is the field `error`.
-    It starts anew if a request has ended it.
+    The program reads lines of JSON and answers each by a line of JSON. In an answer, the field `error` is an error.
 
     Attributes:
-      process: the latest; None before the start.
+      process: The latest process. None means it has not started.
     """
 
     def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, most_bytes: int, first: dict[str, Any]):
+        """Prepares the process without starting it.
+
+        Args:
+          program: A Python file without imports from this package. Its arguments are `seconds`, `most_bytes` and
+            `arguments`, and it has to keep the limits.
+          arguments: More arguments of the program.
+          seconds: The most CPU time for a request.
+          most_bytes: The most memory.
+          first: The first line for the program, whenever it starts.
+        """
         self._command = [sys.executable, "-P", str(program), str(seconds), str(most_bytes), *arguments]
-        self._seconds, self._first, self._lock = seconds, json.dumps(first).encode() + b"\n", threading.Lock()
+        self._seconds = seconds
+        self._first = json.dumps(first).encode() + b"\n"
+        self._lock = threading.Lock()
         self.process: Any = None
 
     def start(self) -> dict[str, Any]:
-        """Starts it; returns its answer to `first`.
+        """Starts the process. Returns its answer to `first`.
 
         Raises:
-          Stopped: with the reason.
+          Stopped: if the process has ended.
         """
         with self._lock:
             return self._start()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request; any thread may call it, and waits for the answers of the others.
+        """Returns the answer to a request. Any thread may call it, and waits until earlier requests have their answers.
 
         Raises:
-          Stopped: with the reason.
+          Stopped: if the process has ended.
         """
         line = json.dumps(request).encode() + b"\n"
         with self._lock:
@@ -57,7 +67,7 @@ class LimitedProcess:
             return self._answer(line)
 
     def close(self) -> None:
-        """Ends the process; it has no request, or has ended by itself."""
+        """Ends the process. Call it while no request is running."""
         if self.process is not None:
             self._end()
 
@@ -76,7 +86,7 @@ class LimitedProcess:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
-        except KeyboardInterrupt:  # the answer would be taken for the next request's
+        except KeyboardInterrupt:  # or the next request would get this answer
             self._end()
             raise
         if not answer:

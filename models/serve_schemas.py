@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars of a server's answers: they are compiled in a process, and lent places among the engine's constraints."""
+"""The grammars of a server: a separate process compiles them, and requests share slots of the engine's constraints."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from kvjax.serving.constraints import MOST_STOP_TOKENS, NONE
 from .limited_process import LimitedProcess, Stopped
 from .openai_api import ApiError, Grammar, busy
 
-MOST_STATES, MOST_CLASSES = 4096, 1024
-SECONDS = 10.0  # of CPU time for a grammar to compile
-MOST_BYTES = 2 << 30  # of the compiler's memory
+MOST_STATES = 4096
+MOST_CLASSES = 1024
+SECONDS = 10.0  # CPU time to compile a grammar
+MOST_BYTES = 2 << 30  # memory of the compiler
 MOST_COMPILING = 32  # grammars in the compiler's queue
-MOST_KEPT, MOST_KEPT_BYTES = 64, 256 << 20  # kept tables and errors, and the tables' bytes
+MOST_KEPT = 64  # tables and errors
+MOST_KEPT_BYTES = 256 << 20  # in all tables
 _LIMITS = {"max_states": MOST_STATES, "max_classes": MOST_CLASSES}
 _PROGRAM = pathlib.Path(__file__).with_name("grammar_process.py")
 
 
 class Compiler:
-    """Compiles grammars in a process of its own, one at a time, and keeps the last tables and errors."""
+    """Compiles grammars in a separate process, one after another, and keeps the latest tables and errors."""
 
     def __init__(self, vocabulary: Vocabulary):
         first = {
@@ -44,14 +46,14 @@ class Compiler:
         self._process = LimitedProcess(_PROGRAM, folder, seconds=SECONDS, most_bytes=MOST_BYTES, first=first)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-grammar")
         self._thread.submit(self._process.start)  # while the engine compiles
-        self._kept = OrderedDict[tuple[str, str], TokenTable | str]()  # a text is an error's
+        self._kept = OrderedDict[tuple[str, str], TokenTable | str]()  # a text is an error
         self._compiling = dict[tuple[str, str], asyncio.Future[TokenTable | str]]()
 
     async def table(self, wanted: Grammar) -> TokenTable:
-        """The table of a grammar.
+        """Compiles a grammar, unless its table is kept.
 
         Raises:
-          ApiError: naming the place in the grammar and what is not served, or a limit.
+          ApiError: if a part of the grammar is not served, or the grammar is too large.
         """
         key = wanted.kind, wanted.text
         if key not in self._kept:
@@ -61,16 +63,16 @@ class Compiler:
                 self._compiling[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, *key)
                 self._compiling[key].add_done_callback(lambda done: self._keep(key, done))
             # If this request is cancelled, others may still want the table.
-            found = await asyncio.shield(self._compiling[key])
+            result = await asyncio.shield(self._compiling[key])
         else:
-            found = self._kept[key]
+            result = self._kept[key]
             self._kept.move_to_end(key)
-        if isinstance(found, TokenTable):
-            return found
-        raise ApiError(400, _reason(found, wanted), wanted.field)
+        if isinstance(result, TokenTable):
+            return result
+        raise ApiError(400, _reason(result, wanted), wanted.field)
 
     def _compile(self, kind: str, text: str) -> TokenTable | str:
-        """The table, or the text of an error."""
+        """Returns the table, or the text of an error."""
         try:
             answer = self._process.ask({"kind": kind, "text": text})
         except Stopped as error:
@@ -98,7 +100,7 @@ class Compiler:
 
 
 def _reason(error: str, wanted: Grammar) -> str:
-    """An error of `kvjax.grammar` with the place in the request in the stead of the kind with which it begins."""
+    """An error of `kvjax.grammar` with the place in the request in place of the kind at its beginning."""
     rest = error.removeprefix(wanted.kind)
     within = rest.removeprefix(": ")
     has_place = wanted.kind == "structure" and within.startswith(("tools[", wanted.param))
@@ -114,49 +116,54 @@ class Slot:
     """A place for a grammar.
 
     Attributes:
-      number: among the constraints.
-      key: its grammar, a kind and a text; None: none.
-      users: requests in it.
+      index: The slot's index among the constraints.
+      key: The kind and the text of its grammar. None means the slot is empty.
+      users: The number of requests which use the slot.
     """
 
-    number: int
+    index: int
     key: tuple[str, str] | None = None
     users: int = 0
 
 
 class Schemas:
-    """The grammars of requests, each in a slot of the engine's constraints, which requests of one grammar share.
+    """Lends slots of the engine's constraints to the grammars of requests.
 
-    The slots are given to requests in the order in which their grammars are compiled: where all are in use, a request
-    waits, and so do those after it.
+    Requests with the same grammar share a slot. Requests get slots in the order in which their grammars are compiled.
+    If all slots are in use, a request waits, and later requests wait after it.
 
     Attributes:
-      constraints: the last function of the engine's chain; see `logits_fn`.
+      constraints: The last function in `logits_fn`, the engine's chain.
+      engine: Uses the constraints. None means it has not started.
     """
 
     def __init__(self, compiler: Compiler, constraints: Constraints, stop_tokens: Sequence[int], timeout: float):
-        """Has a slot for each grammar of `constraints`; requests wait at most `timeout` seconds for one."""
-        self._compiler, self._timeout = compiler, timeout
-        self._stop_tokens, self._on_device = list(stop_tokens), constraints
-        # On the host: the engine reads them when a request comes, which must not wait for a step of the device.
-        self._of_slots = np.full((constraints.grammars, constraints.stop_tokens.shape[1]), -1, np.int32)
-        self._of_slots[:, : len(stop_tokens)] = stop_tokens
-        self.constraints = constraints.replace(stop_tokens=self._of_slots)
-        self._slots = [Slot(number) for number in range(constraints.grammars)]  # the last ones are used last
-        self._turn, self._freed, self._num_waiting = asyncio.Lock(), asyncio.Event(), 0
+        """Makes a slot for each grammar in `constraints`. Requests wait at most `timeout` seconds for a slot."""
+        self._compiler = compiler
+        self._timeout = timeout
+        self._stop_tokens = list(stop_tokens)
+        self._on_device = constraints
+        # The engine reads these when a request comes. They are on the host, so that it need not wait for the device.
+        self._slot_stop_tokens = np.full((constraints.grammars, constraints.stop_tokens.shape[1]), -1, np.int32)
+        self._slot_stop_tokens[:, : len(stop_tokens)] = stop_tokens
+        self.constraints = constraints.replace(stop_tokens=self._slot_stop_tokens)
+        self._slots = [Slot(index) for index in range(constraints.grammars)]  # the slot released last is at the end
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._num_waiting = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-schemas")
         self.engine: Engine[Any] | None = None
 
     @property
     def logits_fn(self) -> Any:
-        """The function of an engine."""
+        """The `logits_fn` of an engine."""
         return chain(penalize, self.constraints)
 
     async def take(self, wanted: Grammar, most_waiting: int) -> Slot:
-        """Lends the slot of a grammar; `release` gives it back.
+        """Lends a slot with a grammar. `release` gives it back.
 
         Raises:
-          ApiError: if the grammar is not served, or too many requests wait, or one waits too long.
+          ApiError: if the grammar is not served, too many requests wait, or the request waits for too long.
         """
         if self._num_waiting >= most_waiting:
             raise busy(f"{wanted.param}: {self._num_waiting} requests wait for their schemas already")
@@ -174,22 +181,22 @@ class Schemas:
 
     async def _lend(self, key: tuple[str, str], table: TokenTable) -> Slot:
         while True:
-            found = next((slot for slot in self._slots if slot.key == key), None)
-            if found is not None:
+            slot = next((slot for slot in self._slots if slot.key == key), None)
+            if slot is not None:
                 break
-            found = next((slot for slot in self._slots if not slot.users), None)
-            if found is not None:
-                found.key = None  # if the next line is cancelled, another grammar is put there after it
-                await asyncio.get_running_loop().run_in_executor(self._thread, self.put, found.number, table)
-                found.key = key
+            slot = next((slot for slot in self._slots if not slot.users), None)
+            if slot is not None:
+                slot.key = None  # if the next line is cancelled, the slot's content is unknown
+                await asyncio.get_running_loop().run_in_executor(self._thread, self.put, slot.index, table)
+                slot.key = key
                 break
             self._freed.clear()
             await self._freed.wait()
-        found.users += 1
-        return found
+        slot.users += 1
+        return slot
 
     def release(self, slot: Slot) -> None:
-        """Gives a slot back. Its grammar stays there until another one needs the slot."""
+        """Gives a slot back. Its grammar stays there until another grammar needs the slot."""
         slot.users -= 1
         if not slot.users:
             self._slots.remove(slot)
@@ -198,13 +205,13 @@ class Schemas:
 
     def state(self, slot: Slot | None) -> np.int32:
         """The constraints' part of a request's `logits_state`."""
-        return np.int32(NONE) if slot is None else self.constraints.state(slot.number)
+        return np.int32(NONE) if slot is None else self.constraints.state(slot.index)
 
-    def put(self, number: int, table: TokenTable) -> None:
+    def put(self, slot_index: int, table: TokenTable) -> None:
         """Puts a table into a slot, which takes time."""
-        new = self._on_device.put(number, Constraints.of(table, self._stop_tokens, **_LIMITS))
-        self._on_device = jax.block_until_ready(new)
-        self.constraints = new.replace(stop_tokens=self._of_slots)
+        constraints = self._on_device.put(slot_index, Constraints.of(table, self._stop_tokens, **_LIMITS))
+        self._on_device = jax.block_until_ready(constraints)
+        self.constraints = constraints.replace(stop_tokens=self._slot_stop_tokens)
         if self.engine is not None:
             self.engine.replace_logits_fn(self.logits_fn)
 
@@ -215,33 +222,37 @@ class Schemas:
 
 
 def open_schemas(
-    number: int, tokenizer: Any, size: int, marks: Iterable[str], stop_tokens: Sequence[int], timeout: float
+    num_slots: int, tokenizer: Any, vocab_size: int, marks: Iterable[str], stop_tokens: Sequence[int], timeout: float
 ) -> Schemas | str:
-    """Slots for grammars over the tokens of a model; the reason, if there are none.
+    """Makes slots for grammars over the tokens of a model. Returns the reason if it cannot.
 
     Args:
-      number: of slots.
-      tokenizer: of the model, or None.
-      size: V, the tokens of its logits.
-      marks: special tokens with a text nevertheless, around calls of tools.
-      stop_tokens: end an answer.
-      timeout: seconds, the longest wait for a slot.
+      num_slots: The number of slots.
+      tokenizer: The model's tokenizer. None means the model has none.
+      vocab_size: V, the number of the model's logits.
+      marks: Special tokens around calls of tools. Grammars see their text, unlike the text of other special tokens.
+      stop_tokens: Tokens with which an answer ends.
+      timeout: The longest wait for a slot, in seconds.
     """
-    if not number:
+    if not num_slots:
         return "--schemas is 0"
     if tokenizer is None:
         return "the model has no tokenizer"
     if not 0 < len(stop_tokens) <= MOST_STOP_TOKENS:
         return f"the model has {len(stop_tokens)} stop tokens, and grammars need 1 to {MOST_STOP_TOKENS}"
     try:
-        tokens = [*Vocabulary.of(tokenizer, size).tokens]
+        tokens = [*Vocabulary.of(tokenizer, vocab_size).tokens]
     except ValueError as error:
         return str(error)
     for mark in marks:
         token = tokenizer.token_to_id(mark)
         if token is not None:
             tokens[token] = mark.encode()
-    schemas = Schemas(Compiler(Vocabulary(tokens)), Constraints.create(number, size, **_LIMITS), stop_tokens, timeout)
+    schemas = Schemas(
+        Compiler(Vocabulary(tokens)), Constraints.create(num_slots, vocab_size, **_LIMITS), stop_tokens, timeout
+    )
     # Compiles the programs of `put`.
-    schemas.put(0, TokenTable(np.full((1, 1), -1, np.int32), np.zeros((size,), np.int32), np.ones((1,), np.bool_)))
+    schemas.put(
+        0, TokenTable(np.full((1, 1), -1, np.int32), np.zeros((vocab_size,), np.int32), np.ones((1,), np.bool_))
+    )
     return schemas

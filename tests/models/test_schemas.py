@@ -155,8 +155,8 @@ def test_requests_of_a_grammar_share_a_slot_that_stays_until_another_needs_it(ma
         assert await schemas.take(regex("c"), 9) is first and len(schemas.engine.functions) == 3
         table = schemas.constraints
         wanted = Constraints.of(compile_regex("c", VOCABULARY), [END], **serve_schemas._LIMITS)
-        np.testing.assert_array_equal(table.next_state[first.number], wanted.next_state[0])
-        np.testing.assert_array_equal(table.stop_tokens[first.number], wanted.stop_tokens[0])
+        np.testing.assert_array_equal(table.next_state[first.index], wanted.next_state[0])
+        np.testing.assert_array_equal(table.stop_tokens[first.index], wanted.stop_tokens[0])
 
     asyncio.run(run())
 
