@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation as token ids that grow from turn to turn, in the form of the checkpoint's own chat template."""
+"""Conversations as token ids, in the form of the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from .fields import read_json, read_text
 from .limited_process import LimitedProcess, Stopped
 from .loading import open_checkpoint
 
-SECONDS = 2  # of CPU time for a template to compile, and for each text
-MOST_BYTES = 512 << 20  # of memory of its process
-_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # behind a message; transformers' tag, which some templates know
+SECONDS = 2  # CPU time for a template to compile, and for each text
+MOST_BYTES = 512 << 20  # memory of the template's process
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends a message to continue: transformers' tag, which some templates know
 _PROGRAM = pathlib.Path(__file__).with_name("template_process.py")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Template:
-    """A checkpoint's chat template. It came with the checkpoint, so it runs in a sandbox, in a process with limits.
+    """A checkpoint's chat template.
+
+    A template is a program from the checkpoint's author. So it runs in a sandbox, in a process with limits.
 
     Attributes:
-      end: the text of the token that ends a turn; None if the tokenizer's config names none.
-      fault: why there are no texts, such as an error of its syntax; None if it compiles.
+      end: the text of the token after a turn; None if the tokenizer's config names none.
+      fault: the reason why the template renders nothing, such as a syntax error; None if it compiles.
 
     Source: transformers, `apply_chat_template`.
     """
@@ -33,17 +35,23 @@ class Template:
     def __init__(
         self, text: str, tokens: dict[str, str], fault: str | None = None, *, for_tools: Template | None = None
     ):
-        """Compiles a text in Jinja, or notes why it could not be read; `tokens` are the special ones by name.
+        """Compiles a template.
 
-        A checkpoint may have another template `for_tools`.
+        Args:
+          text: the template in Jinja.
+          tokens: the special tokens by name, such as `{"eos_token": "</s>"}`.
+          fault: the reason why the text could not be read; None if it was.
+          for_tools: the template for conversations with tools; None if this template renders them too.
         """
-        self._text, self._tokens, self.end, self.fault = text, tokens, tokens.get("eos_token"), fault
+        self._text = text
+        self._tokens = tokens
         self._for_tools = for_tools
+        self.end = tokens.get("eos_token")
+        self.fault = fault
         if fault is None and importlib.util.find_spec("jinja2") is None:
             self.fault = 'a chat template needs jinja2: pip install "kvjax[models]"'
         elif fault is None:
-            first = {"template": text}
-            self._process = LimitedProcess(_PROGRAM, seconds=SECONDS, most_bytes=MOST_BYTES, first=first)
+            self._process = LimitedProcess(_PROGRAM, seconds=SECONDS, most_bytes=MOST_BYTES, first={"template": text})
             try:
                 self._text_of(self._process.start)
             except ValueError as error:
@@ -52,48 +60,55 @@ class Template:
 
     @property
     def tools_text(self) -> str:
-        """The text in Jinja of the template that renders tools."""
+        """The template for tools, in Jinja."""
         return self._text if self._for_tools is None else self._for_tools.tools_text
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
-        add_generation_prompt: bool = True, continue_final_message: bool = False,
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         values: Mapping[str, Any] | None = None,
-    ) -> str:  # fmt: skip
-        """The text of a conversation, up to where the model is to answer.
+    ) -> str:
+        """Renders a conversation up to the model's next answer.
 
-        Any thread may call it, and waits until the texts of the others are made.
+        Any thread may call it. Calls wait for each other.
 
         Args:
-          messages: of the conversation.
-          tools: that the model may call, as the API has them.
+          messages: the conversation's messages.
+          tools: tools for the model, in the API's form.
           add_generation_prompt: whether the text ends with the beginning of an answer.
-          continue_final_message: whether the text ends with that of the last message, which the model goes on with.
-          values: more values for the template by their names, such as `enable_thinking`.
+          continue_final_message: whether the text ends with the last message, for the model to continue it.
+          values: further values for the template by their names, such as `enable_thinking`.
 
         Raises:
-          ValueError: if the template has a fault, refuses the conversation, drops the message that is to be continued,
-            or takes too much time or memory.
+          ValueError: if the template has a fault, refuses the conversation, drops the message to continue, or takes
+            too much time or memory.
         """
         if self.fault is not None:
             raise ValueError(self.fault)
         if tools and self._for_tools is not None:
             return self._for_tools.render(
-                messages, tools, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, values=values,
-            )  # fmt: skip
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                values=values,
+            )
         if continue_final_message:
-            *others, last = messages
+            *before, last = messages
             if not isinstance(last.get("content"), str):
                 raise ValueError("chat template: the last message, which was to be continued, has no text")
-            messages = [*others, {**last, "content": last["content"] + _CONTINUED}]
-        own_values = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
-        request = {"values": {"documents": None, **self._tokens, **(values or {}), **own_values}}
+            messages = [*before, {**last, "content": last["content"] + _CONTINUED}]
+        reserved = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        request = {"values": {"documents": None, **self._tokens, **(values or {}), **reserved}}
         text = self._text_of(lambda: self._process.ask(request))
         return _before_end(text) if continue_final_message else text
 
     def _text_of(self, ask: Callable[[], dict[str, Any]]) -> str:
-        """The process's answer."""
+        """Returns the text in the process's answer."""
         try:
             answer = ask()
         except Stopped as error:
@@ -106,30 +121,34 @@ class Template:
 
 
 def _before_end(text: str) -> str:
-    """The text up to the end of the message with `_CONTINUED`; a template that trims messages has trimmed its end."""
+    """Returns the text before `_CONTINUED`. Trims it if the template trims messages."""
     before, mark, after = text.rpartition(_CONTINUED.strip())
     if not mark:
         raise ValueError("chat template: it drops the last message, which was to be continued")
     return before if after.startswith(" ") else before.rstrip()
 
 
-def load_template(folder: str, other: pathlib.Path | None = None) -> Template | None:
-    """A checkpoint's template: chat_template.jinja, or what tokenizer_config.json or a GGUF file has; None if neither.
+def load_template(folder: str, replacement: pathlib.Path | None = None) -> Template | None:
+    """Loads a checkpoint's template from chat_template.jinja, tokenizer_config.json or a GGUF file.
+
+    Returns None if the checkpoint has no template.
 
     Args:
-      folder: of a checkpoint, or a GGUF file.
-      other: a file to read in place of the checkpoint's template.
+      folder: folder of a checkpoint, or GGUF file.
+      replacement: a file to read in place of the checkpoint's template.
 
     Raises:
-      OSError, ValueError: if a file cannot be read, or has a value that is neither a template nor a token. An error of
-        Jinja's is the template's `fault`.
+      OSError, ValueError: if a file cannot be read, or a template or token has a value of another type. The template's
+        `fault` has errors in Jinja.
     """
-    checkpoint, file = open_checkpoint(folder), pathlib.Path(folder, "chat_template.jinja")
-    config, fields = checkpoint.file_of(TOKENIZER_CONFIG), checkpoint.fields(TOKENIZER_CONFIG)
-    of_tools = file.with_name("additional_chat_templates") / "tool_use.jinja"
-    if other is not None or file.exists():
-        text = read_text(other or file)
-        tools_text = read_text(of_tools) if other is None and of_tools.exists() else None
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.file_of(TOKENIZER_CONFIG)
+    fields = checkpoint.fields(TOKENIZER_CONFIG)
+    file = pathlib.Path(folder, "chat_template.jinja")
+    tools_file = file.with_name("additional_chat_templates") / "tool_use.jinja"
+    if replacement is not None or file.exists():
+        text = read_text(replacement or file)
+        tools_text = read_text(tools_file) if replacement is None and tools_file.exists() else None
     else:
         text, tools_text = _named(config, fields.get("chat_template"))
     if text is None:
@@ -141,36 +160,38 @@ def load_template(folder: str, other: pathlib.Path | None = None) -> Template | 
 def stop_tokens(
     ends: Iterable[int], tokenizer: Any, template: Template | None, call_end: str | None = None
 ) -> list[int]:
-    """The tokens that end an answer: those that end a text, a turn, and perhaps a call of a tool."""
+    """Returns the tokens after which an answer ends: the ends of a text, of a turn and of a tool call."""
     texts = [text for text in (template.end if template else None, call_end) if text]
-    found = [tokenizer.token_to_id(text) for text in texts] if tokenizer else []
-    return [*dict.fromkeys([*ends, *(token for token in found if token is not None)])]
+    more_ends = [tokenizer.token_to_id(text) for text in texts] if tokenizer else []
+    return [*dict.fromkeys([*ends, *(token for token in more_ends if token is not None)])]
 
 
 def _named(config: pathlib.Path, template: Any) -> tuple[str | None, str | None]:
-    """The template that tokenizer_config.json has, and the one for tools.
+    """Returns the texts of the templates "default" and "tool_use" in tokenizer_config.json.
 
-    It is a text, or a list of several with names, one of them "default" and perhaps another one "tool_use".
+    The file has a single text, or a list of texts with names.
     """
     if template is None or isinstance(template, str):
         return template, None
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         texts = {str(entry.get("name")): entry.get("template") for entry in template}
-        text, tools_text = texts.get("default"), texts.get("tool_use")
+        text = texts.get("default")
+        tools_text = texts.get("tool_use")
         if isinstance(text, str) and isinstance(tools_text, str | None):
             return text, tools_text
-    wanted = "a text, or a list of objects with name and template, one of them with the name 'default'"
+    wanted = "a text, or a list of objects with name and template, among them 'default'"
     raise ValueError(f"{config}: chat_template: got {template!r:.80}, wanted {wanted}")
 
 
 def _special_tokens(config: pathlib.Path, fields: dict[str, Any]) -> dict[str, str]:
-    """The special tokens of tokenizer_config.json and special_tokens_map.json by their names.
+    """Returns the special tokens of tokenizer_config.json and special_tokens_map.json by their names.
 
-    As in transformers the map goes first, and is for folders whose tokenizer_config.json has no added_tokens_decoder.
+    As in transformers the map is for folders whose tokenizer_config.json has no added_tokens_decoder, and wins there.
     """
-    sources, special = [(config, fields)], config.with_name("special_tokens_map.json")
-    if "added_tokens_decoder" not in fields and special.exists():
-        sources.append((special, read_json(special)))
+    sources = [(config, fields)]
+    token_map = config.with_name("special_tokens_map.json")
+    if "added_tokens_decoder" not in fields and token_map.exists():
+        sources.append((token_map, read_json(token_map)))
     tokens = {}
     for file, values in sources:
         extra = values.get("extra_special_tokens")
@@ -184,25 +205,26 @@ def _special_tokens(config: pathlib.Path, fields: dict[str, Any]) -> dict[str, s
 
 
 class Chat:
-    """The ids of a conversation. Without a template a turn is a line of its own, after what the model said."""
+    """The token ids of a conversation. Without a template each turn is a line."""
 
     def __init__(self, tokenizer: Any, template: Template | None):
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         self._messages: list[dict[str, str]] = []
         self._ids: list[int] = []
 
     def ask(self, text: str) -> list[int]:
-        """The prompt that ends with this turn."""
+        """Returns the prompt up to the end of this turn of the user."""
         if self._template is None:
-            first = not self._ids
-            self._ids += self._tokenizer.encode(text if first else f"\n{text}", add_special_tokens=first).ids
+            is_first = not self._ids
+            self._ids += self._tokenizer.encode(text if is_first else f"\n{text}", add_special_tokens=is_first).ids
             self._ids += self._tokenizer.encode("\n", add_special_tokens=False).ids
-        else:  # written anew each time: a template may leave out of former answers what nobody needs any more
+        else:  # written anew each time: a template may drop parts of earlier answers
             self._messages.append({"role": "user", "content": text})
             self._ids = self._tokenizer.encode(self._template.render(self._messages), add_special_tokens=False).ids
         return list(self._ids)
 
     def answered(self, tokens: list[int], text: str) -> None:
-        """Notes what the model said."""
+        """Adds the model's answer to the conversation."""
         self._messages.append({"role": "assistant", "content": text})
         self._ids += tokens
