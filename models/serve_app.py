@@ -282,7 +282,9 @@ class Api:
         """The state of the engine's `logits_fn`; None: neither penalties nor a grammar."""
         if wish.penalties is None and slot is None:
             return None
-        of_prompt = {"repetition": 1.0} if wish.penalties is None else {**wish.penalties, "prompt": prompt}
+        of_prompt: dict[str, Any] = (
+            {"repetition": 1.0} if wish.penalties is None else {**wish.penalties, "prompt": prompt}
+        )
         penalties = Penalties.of(self._engine.spec.max_length, **of_prompt, most=openai_api.MOST_BIASES)
         schemas = self._served.schemas
         return penalties if isinstance(schemas, str) else (penalties, schemas.state(slot))

@@ -16,7 +16,10 @@ from .tool_json import CALL_KEYS
 
 type Structure = dict[str, Any]  # see `kvjax.grammar.compile_structure`
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-_ANY_ARGUMENTS = {"type": "object"}
+_ANY_OBJECT = {
+    "type": "object",
+    "additionalProperties": True,
+}  # of four levels, where the one of json_object has five: two of them fit
 
 
 def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parser] | None) -> Grammar | None:
@@ -33,7 +36,7 @@ def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parse
     has_calls = tools.names is not None and (tools.is_forced or tools.strict or wanted is not None)
     if tool_format is None or not (has_calls or (wanted is not None and tool_format.is_for_all)):
         return wanted
-    form = _FORMS[tool_format](tools)
+    form = _FORMS[tool_format](tools, has_form=wanted is not None)
     parts = [] if tools.is_forced else [form.text(wanted)]
     parts += [form.calls()] if has_calls else []
     param = "tools" if wanted is None or tools.is_forced else wanted.param
@@ -41,21 +44,29 @@ def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parse
 
 
 class _Form:
-    """The form of answers of one format, `excludes` are marks of its parser."""
+    """The form of answers of one format.
 
-    excludes: tuple[str, ...] = ()
+    Attributes:
+      text_excludes: marks of its parser, which text has not.
+      argument_excludes: the same of arguments.
+    """
 
-    def __init__(self, tools: Tools):
-        self._tools = tools
+    text_excludes: tuple[str, ...] = ()
+    argument_excludes: tuple[str, ...] = ()
+
+    def __init__(self, tools: Tools, *, has_form: bool):
+        """`has_form` says that text has a form: then none of it comes before a call."""
+        self._tools, self._has_form = tools, has_form
 
     def text(self, wanted: Grammar | None) -> Structure:
         """Text, as a whole answer or before calls."""
         if wanted is None:
-            return {"type": "any_text", "excludes": [*self.excludes]}
-        value, name = json.loads(wanted.text), {"name": wanted.param, "excludes": [*self.excludes]}
+            return {"type": "any_text", "excludes": [*self.text_excludes]}
+        value, name = json.loads(wanted.text), {"name": wanted.param, "excludes": [*self.text_excludes]}
         match wanted.kind:
             case "schema":
-                return {"type": "json_schema", "json_schema": value, **name}
+                schema = _ANY_OBJECT if value == {"type": "object"} else value
+                return {"type": "json_schema", "json_schema": schema, **name}
             case "regex":
                 return {"type": "regex", "pattern": value, **name}
         return _either([_const(choice) for choice in value])
@@ -69,6 +80,7 @@ class _Form:
 
     def _arguments(self) -> list[tuple[list[str], Structure]]:
         """The schemas of arguments, each with the names of its tools."""
+        within = {"excludes": [*self.argument_excludes]}
         schemas, free = list[tuple[list[str], Structure]](), list[str]()
         for number, tool in enumerate(self._tools.definitions):
             name, place = tool["function"]["name"], f"tools[{number}].function.parameters"
@@ -76,23 +88,23 @@ class _Form:
                 continue
             if self._tools.is_forced or name in self._tools.strict:
                 schema = _arguments_schema(tool["function"].get("parameters"), place)
-                part = {"type": "json_schema", "json_schema": schema, "name": place, "excludes": [*self.excludes]}
+                part = {"type": "json_schema", "json_schema": schema, "name": place, **within}
                 schemas.append(([name], part))
             else:
                 free.append(name)
-        any_arguments = {"type": "json_schema", "json_schema": _ANY_ARGUMENTS, "excludes": [*self.excludes]}
+        any_arguments = {"type": "json_schema", "json_schema": _ANY_OBJECT, **within}
         return [*schemas, *([(free, any_arguments)] if free else [])]
 
 
 class _HermesForm(_Form):
-    excludes = (HermesParser.opening,)
+    text_excludes = (HermesParser.opening,)
 
     def calls(self) -> Structure:
         call = self._call()
         calls = {"type": "plus", "content": call, "separator": "\n"} if self._tools.is_parallel else call
-        if self._tools.is_forced:
+        if self._tools.is_forced or self._has_form:
             return calls
-        return _sequence([{"type": "any_text", "excludes": [*self.excludes]}, calls])
+        return _sequence([{"type": "any_text", "excludes": [*self.text_excludes]}, calls])
 
     def _call(self) -> Structure:
         return _either(
@@ -125,7 +137,7 @@ class _Llama3Form(_Form):
 
 
 class _HarmonyForm(_Form):
-    excludes = HarmonyParser.marks
+    text_excludes = argument_excludes = HarmonyParser.marks
 
     def text(self, wanted: Grammar | None) -> Structure:
         final = _const("<|channel|>final<|message|>")
@@ -137,7 +149,7 @@ class _HarmonyForm(_Form):
     def _before(self) -> Structure:
         """Messages before the last one: reasoning, and text for the user before a call."""
         header = [_const("<|channel|>"), _names(["analysis", "commentary"]), _const("<|message|>")]
-        any_text = {"type": "any_text", "excludes": [*self.excludes]}
+        any_text = {"type": "any_text", "excludes": [*self.text_excludes]}
         message = _sequence([*header, any_text, _const("<|end|><|start|>assistant")])
         return _either([_const(""), {"type": "plus", "content": message}])
 
