@@ -16,7 +16,8 @@ from .tool_json import CALL_KEYS
 
 type Structure = dict[str, Any]  # see `kvjax.grammar.compile_structure`
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-_ANY_ARGUMENTS = {"type": "object"}
+# Any object of four levels. The object of json_object has five, and two of these exceed the limit of states.
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parser] | None) -> Grammar | None:
@@ -33,7 +34,7 @@ def answer_grammar(wanted: Grammar | None, tools: Tools, tool_format: type[Parse
     has_calls = tools.names is not None and (tools.is_forced or tools.strict or wanted is not None)
     if tool_format is None or not (has_calls or (wanted is not None and tool_format.is_for_all)):
         return wanted
-    answer_format = _FORMATS[tool_format](tools)
+    answer_format = _FORMATS[tool_format](tools, has_form=wanted is not None)
     parts = [] if tools.is_forced else [answer_format.text(wanted)]
     parts += [answer_format.calls()] if has_calls else []
     param = "tools" if wanted is None or tools.is_forced else wanted.param
@@ -44,23 +45,28 @@ class _AnswerFormat:
     """Makes the grammar of answers in the format of a parser.
 
     Attributes:
-      excludes: Marks of the parser which no text may have.
+      text_excludes: Marks of the parser which no text may have.
+      argument_excludes: Marks of the parser which no arguments may have.
     """
 
-    excludes: tuple[str, ...] = ()
+    text_excludes: tuple[str, ...] = ()
+    argument_excludes: tuple[str, ...] = ()
 
-    def __init__(self, tools: Tools):
+    def __init__(self, tools: Tools, *, has_form: bool):
+        """`has_form` says that text has a form of its own, so that no text comes before a call."""
         self._tools = tools
+        self._has_form = has_form
 
     def text(self, wanted: Grammar | None) -> Structure:
         """The grammar of text, which is a whole answer or comes before calls."""
         if wanted is None:
-            return {"type": "any_text", "excludes": [*self.excludes]}
+            return {"type": "any_text", "excludes": [*self.text_excludes]}
         value = json.loads(wanted.text)
-        options = {"name": wanted.param, "excludes": [*self.excludes]}
+        options = {"name": wanted.param, "excludes": [*self.text_excludes]}
         match wanted.kind:
             case "schema":
-                return {"type": "json_schema", "json_schema": value, **options}
+                schema = _ANY_OBJECT if value == {"type": "object"} else value
+                return {"type": "json_schema", "json_schema": schema, **options}
             case "regex":
                 return {"type": "regex", "pattern": value, **options}
         return _either([_const(choice) for choice in value])
@@ -74,6 +80,7 @@ class _AnswerFormat:
 
     def _arguments(self) -> list[tuple[list[str], Structure]]:
         """The grammars of arguments, each with the names of its tools."""
+        within = {"excludes": [*self.argument_excludes]}
         schemas = list[tuple[list[str], Structure]]()
         free_names = list[str]()  # tools with any arguments
         for tool_index, tool in enumerate(self._tools.definitions):
@@ -83,23 +90,23 @@ class _AnswerFormat:
                 continue
             if self._tools.is_forced or name in self._tools.strict:
                 schema = _arguments_schema(tool["function"].get("parameters"), place)
-                part = {"type": "json_schema", "json_schema": schema, "name": place, "excludes": [*self.excludes]}
+                part = {"type": "json_schema", "json_schema": schema, "name": place, **within}
                 schemas.append(([name], part))
             else:
                 free_names.append(name)
-        any_arguments = {"type": "json_schema", "json_schema": _ANY_ARGUMENTS, "excludes": [*self.excludes]}
+        any_arguments = {"type": "json_schema", "json_schema": _ANY_OBJECT, **within}
         return [*schemas, *([(free_names, any_arguments)] if free_names else [])]
 
 
 class _HermesFormat(_AnswerFormat):
-    excludes = (HermesParser.opening,)
+    text_excludes = (HermesParser.opening,)
 
     def calls(self) -> Structure:
         call = self._call()
         calls = {"type": "plus", "content": call, "separator": "\n"} if self._tools.is_parallel else call
-        if self._tools.is_forced:
+        if self._tools.is_forced or self._has_form:
             return calls
-        return _sequence([{"type": "any_text", "excludes": [*self.excludes]}, calls])
+        return _sequence([{"type": "any_text", "excludes": [*self.text_excludes]}, calls])
 
     def _call(self) -> Structure:
         return _either(
@@ -132,7 +139,7 @@ class _Llama3Format(_AnswerFormat):
 
 
 class _HarmonyFormat(_AnswerFormat):
-    excludes = HarmonyParser.marks
+    text_excludes = argument_excludes = HarmonyParser.marks
 
     def text(self, wanted: Grammar | None) -> Structure:
         final = _const("<|channel|>final<|message|>")
@@ -144,7 +151,7 @@ class _HarmonyFormat(_AnswerFormat):
     def _before(self) -> Structure:
         """The grammar of messages before the last message: reasoning, and text for the user before a call."""
         header = [_const("<|channel|>"), _names(["analysis", "commentary"]), _const("<|message|>")]
-        any_text = {"type": "any_text", "excludes": [*self.excludes]}
+        any_text = {"type": "any_text", "excludes": [*self.text_excludes]}
         message = _sequence([*header, any_text, _const("<|end|><|start|>assistant")])
         return _either([_const(""), {"type": "plus", "content": message}])
 
