@@ -264,7 +264,7 @@ def test_a_small_budget_shortens_the_rows():
 
 SMALL = ("--rows", "1", "--chunk", "16", "--budget", "1.5MB")
 TOO_SMALL = r"--budget: got 1,000,000 bytes, wanted at least [\d,]+, the least for one block of"
-DEVICES = "wanted at most 8, the devices that there are"
+DEVICES = "wanted at most 8, the number of devices"
 
 
 @pytest.mark.parametrize(
