@@ -2,7 +2,8 @@
 """Hashes of cached prefixes, equal in every process, from events.
 
 `blocks/hashes.py` defines their content. A reader of events keeps the hashes of the cached blocks, as `fold` keeps its
-mirror:
+mirror::
+
     hashes = hashing.block_hashes(kvjax.events.snapshot(state), names=names)
     events, hashes = hashing.with_hashes(kvjax.to_list(events), hashes, names=names)
 """
