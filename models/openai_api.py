@@ -193,7 +193,7 @@ class Wish:
     includes_usage: bool  # whether the last event is the usage
     tools: Tools | None = None  # of a chat; see `openai_messages.read_tools`
     grammar: Grammar | None = None  # of the answer; None: any text
-    repeated: dict[str, Any] | None = None  # fields that a response has again; see `openai_responses.read_request`
+    repeated: dict[str, Any] | None = None  # by a response; see `openai_responses.read_request`
 
     def prompt_logprobs_from(self, length: int) -> int | None:
         """The first token, of a prompt of this length, whose log-probability is wanted; see `kvjax.serving.Request`."""

@@ -115,7 +115,7 @@ class Form:
         return [self._event([], usage.body(shows_cached=self._shows_cached))] if self._includes_usage else []
 
     def failed(self, error: ApiError, request_id: str) -> list[dict[str, Any]]:
-        """The event that ends a stream whose request was not served."""
+        """The last event of a failed stream."""
         return [{**error.body, "request_id": request_id}]
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of OpenAI's Responses API, as data: whole ones, and the events of streams.
+"""Answers of OpenAI's Responses API, as data: a whole response, or the events of a stream.
 
-An answer is a list of output items. One class makes them for both, so that the last event of a stream is the whole
+An answer is a list of output items. The same class makes them for both, so the last event of a stream has the whole
 response.
 """
 
@@ -32,9 +32,7 @@ class ResponseForm(Form):
         shows_cached: bool = True,
         make_parser: Callable[[bool], Parser] | None = None,
     ):
-        super().__init__(
-            model, wish, decode, is_chat=True, shows_cached=shows_cached, make_parser=make_parser
-        )  # fmt: skip
+        super().__init__(model, wish, decode, is_chat=True, shows_cached=shows_cached, make_parser=make_parser)
         self._id = _new_id("resp")
         self._items = _Items()
         self._parser = None if make_parser is None else make_parser(True)
@@ -42,23 +40,28 @@ class ResponseForm(Form):
         self._num_events = 0
         numbers = {name: float(str(getattr(wish.sampling, name))) for name in ("temperature", "top_p")}  # as written
         self._fields = {
-            **(wish.repeated or {}), **numbers,
-            "max_output_tokens": wish.max_tokens, "background": False, "previous_response_id": None, "store": False,
+            **(wish.repeated or {}),
+            **numbers,
+            "max_output_tokens": wish.max_tokens,
+            "background": False,
+            "previous_response_id": None,
+            "store": False,
             "truncation": "disabled",
-        }  # fmt: skip
+        }
 
     def whole(self, choices: list[list[Piece]], usage: Usage, of_prompts: list[Any] | None = None) -> dict[str, Any]:
         """The whole response, of the pieces of its only choice."""
         del of_prompts
         (pieces,) = choices
-        text, self._finish = "".join(piece.text for piece in pieces), pieces[-1].finish
+        text = "".join(piece.text for piece in pieces)
+        self._finish = pieces[-1].finish
         self._parser = None if self._make_parser is None else self._make_parser(False)
         for _ in self._item_events(text, pieces):
             pass
         return self._ended(usage)
 
     def first(self, size: int) -> list[Event]:
-        """The events that begin a stream."""
+        """The first events of a stream."""
         del size
         response = self._response("in_progress")
         return self._numbered({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
@@ -75,7 +78,7 @@ class ResponseForm(Form):
         return self._numbered([{"type": f"response.{response['status']}", "response": response}])
 
     def failed(self, error: ApiError, request_id: str) -> list[Event]:
-        """The event of a response that has failed, with the items that were whole before."""
+        """The event of a failed response, with the items before the failure."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         shown = {"code": code, "message": str(error)}
         response = self._response("failed", output=self._items.output, error=shown)
@@ -83,12 +86,12 @@ class ResponseForm(Form):
 
     def _numbered(self, events: Iterator[Event] | list[Event]) -> list[Event]:
         first = self._num_events
-        found = [{**event, "sequence_number": number} for number, event in enumerate(events, first)]
-        self._num_events = first + len(found)
-        return found
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, first)]
+        self._num_events = first + len(numbered)
+        return numbered
 
     def _item_events(self, text: str, pieces: list[Piece]) -> Iterator[Event]:
-        """Adds text, the last one with the finish."""
+        """Adds text to the items; the last piece also ends them."""
         is_cut = self._finish == "length"
         if self._parser is None:
             entries = [] if self._most is None else self._logprobs(pieces)["content"]
@@ -107,33 +110,44 @@ class ResponseForm(Form):
         is_cut = self._finish == "length"
         details = {"reason": "max_output_tokens"} if is_cut else None
         return self._response(
-            "incomplete" if is_cut else "completed", output=self._items.output, incomplete_details=details,
+            "incomplete" if is_cut else "completed",
+            output=self._items.output,
+            incomplete_details=details,
             usage=self._usage(usage),
-        )  # fmt: skip
+        )
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        """The tokens; it is not counted how many are reasoning, where some are."""
+        """The numbers of tokens. Tokens of reasoning are not counted: their number is only there if it is zero."""
         has_reasoning = any(item["type"] == "reasoning" for item in self._items.output)
         cached = {"input_tokens_details": {"cached_tokens": usage.cached}} if self._shows_cached else {}
         reasoning = {} if has_reasoning else {"output_tokens_details": {"reasoning_tokens": 0}}
         return {
-            "input_tokens": usage.prompt, **cached, "output_tokens": usage.completion, **reasoning,
+            "input_tokens": usage.prompt,
+            **cached,
+            "output_tokens": usage.completion,
+            **reasoning,
             "total_tokens": usage.prompt + usage.completion,
-        }  # fmt: skip
+        }
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        none = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        defaults = {"error": None, "incomplete_details": None, "output": [], "usage": None}
         return {
-            "id": self._id, "object": "response", "created_at": self._created, "status": status,
-            "model": self._model, **self._fields, **none, **fields,
-        }  # fmt: skip
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self._model,
+            **self._fields,
+            **defaults,
+            **fields,
+        }
 
 
 class _Items:
-    """The output items of an answer, made of its parts; at most the last one is open.
+    """The output items of an answer, made of its parts; only the last item may be open.
 
     Attributes:
-      output: the items that are over.
+      output: the items before the open item.
     """
 
     def __init__(self):
@@ -155,7 +169,7 @@ class _Items:
             yield from self._open.add(part.text, logprobs)
 
     def end(self, *, is_cut: bool) -> Iterator[Event]:
-        """The events of the end of the answer. One that was not cut has a message or a call, be it empty."""
+        """The events of the end of the answer. A whole answer has a message or a call, perhaps an empty message."""
         yield from self._end("incomplete" if is_cut else "completed")
         if not is_cut and all(item["type"] == "reasoning" for item in self.output):
             yield from self._begin(Part("content", ""))
@@ -167,24 +181,28 @@ class _Items:
         yield from self._open.begin()
 
     def _end(self, status: str) -> Iterator[Event]:
-        """Ends the open item, if there is one."""
-        item, self._open = self._open, None
+        """Ends the open item, if any."""
+        item = self._open
+        self._open = None
         if item is not None:
             yield from item.end(status)
             self.output.append(item.body(status))
 
 
 class _Text:
-    """A message, or reasoning: an item with one part of text."""
+    """A message, or reasoning: an item with a single part of text."""
 
     def __init__(self, index: int, kind: str):
         is_message = kind == "content"
-        self.kind, self._index, self._id = kind, index, _new_id("msg" if is_message else "rs")
+        self.kind = kind
+        self._index = index
+        self._id = _new_id("msg" if is_message else "rs")
         self._name = "output_text" if is_message else "reasoning_text"
         self._fields = {"type": "message", "role": "assistant"} if is_message else {"type": "reasoning", "summary": []}
         self._of_part: dict[str, Any] = {"annotations": []} if is_message else {}
         self._place = {"item_id": self._id, "output_index": index, "content_index": 0}
-        self._texts, self._logprobs = list[str](), list[Any]()
+        self._texts = list[str]()
+        self._logprobs = list[Any]()
 
     def begin(self) -> Iterator[Event]:
         """The events of the empty item."""
@@ -224,13 +242,18 @@ class _Call:
     kind = "name"
 
     def __init__(self, index: int, name: str):
-        self._index, self._id, self._call_id, self._name = index, _new_id("fc"), _new_id("call"), name
-        self._texts, self._scanner, self._is_json = list[str](), JsonScanner(), True
+        self._index = index
+        self._id = _new_id("fc")
+        self._call_id = _new_id("call")
+        self._name = name
+        self._texts = list[str]()
+        self._scanner = JsonScanner()
+        self._is_json = True
         self._place = {"item_id": self._id, "output_index": index}
 
     @property
     def is_whole(self) -> bool:
-        """Whether the arguments are."""
+        """Whether the arguments are a whole object."""
         return self._is_json and self._scanner.is_done
 
     def begin(self) -> Iterator[Event]:
@@ -251,12 +274,15 @@ class _Call:
         yield _done(self._index, self.body(status))
 
     def body(self, status: str) -> dict[str, Any]:
-        """The JSON. A call whose arguments have turned out to be no JSON is never completed."""
+        """The JSON. A call without valid arguments is never completed."""
         return {
-            "id": self._id, "type": "function_call", "call_id": self._call_id, "name": self._name,
+            "id": self._id,
+            "type": "function_call",
+            "call_id": self._call_id,
+            "name": self._name,
             "arguments": "".join(self._texts),
             "status": "incomplete" if status == "completed" and not self.is_whole else status,
-        }  # fmt: skip
+        }
 
 
 def _added(index: int, item: dict[str, Any]) -> Event:

@@ -12,54 +12,103 @@ from typing import Any
 
 from .openai_api import CHATS, COMPLETIONS, HARMLESS, ApiError, Fields, check_refused, fields_of, is_list, refuse
 
-# The fields that chats have too, with the same meaning.
-_OF_CHATS = frozenset({
-    "add_special_tokens", "cache_salt", "chat_template_kwargs", "frequency_penalty", "ignore_eos", "logit_bias",
-    "min_p", "min_tokens", "model", "parallel_tool_calls", "presence_penalty", "priority", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p",
-})  # fmt: skip
+# Fields with the same meaning in chats.
+_OF_CHATS = frozenset(
+    {
+        "add_special_tokens",
+        "cache_salt",
+        "chat_template_kwargs",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "model",
+        "parallel_tool_calls",
+        "presence_penalty",
+        "priority",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
 SERVED = _OF_CHATS | {
-    "include", "input", "instructions", "max_output_tokens", "metadata", "reasoning", "text", "tool_choice", "tools",
+    "include",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "prompt_cache_options",
+    "reasoning",
+    "text",
+    "tool_choice",
+    "tools",
     "top_logprobs",
-}  # fmt: skip
+}
 IGNORED = (HARMLESS - SERVED) | {
-    "access_programs", "background_options", "image", "max_tool_calls", "prompt_cache_options"
-}  # fmt: skip
-# The state that another server would have of a conversation.
+    "access_programs",
+    "background_options",
+    "image",
+    "max_tool_calls",
+}
+# Fields about a conversation in the memory of a server.
 _STORED = ("conversation", "previous_response_id", "prompt")
 REFUSED: dict[str, tuple[Any, ...]] = {
     name: harmless_values
     for name, harmless_values in {
-        **dict.fromkeys(fields_of(CHATS)[0], ()), **fields_of(COMPLETIONS)[2], **fields_of(CHATS)[2],
-        **dict.fromkeys(_STORED, ()), "background": (False,), "context_management": ([],),
-        "enable_response_messages": (False,), "logprobs": (False,), "moderation": (), "n": (1,),
-        "previous_input_messages": ([],), "truncation": ("disabled",),
+        **dict.fromkeys(fields_of(CHATS)[0], ()),
+        **fields_of(COMPLETIONS)[2],
+        **fields_of(CHATS)[2],
+        **dict.fromkeys(_STORED, ()),
+        "background": (False,),
+        "context_management": ([],),
+        "enable_response_messages": (False,),
+        "logprobs": (False,),
+        "moderation": (),
+        "n": (1,),
+        "previous_input_messages": ([],),
+        "truncation": ("disabled",),
     }.items()
     if name not in SERVED
-}  # fmt: skip
+}
 FIELDS = SERVED, IGNORED, REFUSED  # as `openai_api.fields_of` has them of other endpoints
 
 _LOGPROBS = "message.output_text.logprobs"
-# Parts of the response that no answer of this server has, but for the log-probabilities.
-_INCLUDED = frozenset({
-    _LOGPROBS, "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
-    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
-    "web_search_call.results",
-})  # fmt: skip
-# Fields of `reasoning`, with the values that leave an answer as it is. A summary is never made.
+# Values of `include`. Of all but the log-probabilities an answer has nothing to include.
+_INCLUDED = frozenset(
+    {
+        _LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+# Fields of `reasoning`, with their harmless values. The server makes no summaries.
 _REASONING: dict[str, tuple[Any, ...]] = {"effort": (), "mode": ("standard",), "context": ("auto",)}
-# Names of a chat's fields, and the names that a client of this API knows.
+# Names of a chat's fields, and the names of this API.
 _NAMES = {
-    "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
     "verbosity": "text.verbosity",
-}  # fmt: skip
+}
 _PARTS = {"input_text", "output_text"}
 _CALL = "a function_call with call_id, name and arguments of text"
 
 
 @contextlib.contextmanager
 def own_names() -> Iterator[None]:
-    """Makes errors about fields of a chat errors about the fields of the Responses API that they come from."""
+    """Translates errors about fields of a chat to the names of this API."""
     try:
         yield
     except ApiError as error:
@@ -68,23 +117,22 @@ def own_names() -> Iterator[None]:
         if name is None:
             raise
         message = shown["message"]
-        if message.startswith(f"{shown['param']}:"):
+        if message.startswith((f"{shown['param']}:", f"{shown['param']}.")):
             message = name + message.removeprefix(shown["param"])
-        raise ApiError(
-            error.status, message, name, shown["code"], kind=shown["type"], headers=error.headers
-        ) from None  # fmt: skip
+        raise ApiError(error.status, message, name, shown["code"], kind=shown["type"], headers=error.headers) from None
 
 
 def read_request(fields: Fields, *, has_schemas: bool = True) -> tuple[Fields, dict[str, Any]]:
-    """The fields of the chat that a request is, and the fields that its response has again.
+    """The fields of a request as a chat, and the fields of its response with the values of the request.
 
-    Clients of this API have strict tools by default: where the server has no schemas, they are not strict.
+    Clients of this API make tools strict by default. A server without schemas ignores this.
     """
     for name in _STORED:
         if fields.get(name) is not None:
             raise refuse(name, fields.get(name), "none: nothing is stored, and input is the whole conversation")
     check_refused(fields, REFUSED)
     _check_reasoning(fields)
+    fields.checked("prompt_cache_options", {}, "an object without prewarm", _is_harmless_to_cache)
     tools = fields.checked("tools", [], "a list of tools", lambda value: is_list(value, dict))
     functions = [_read_tool(tool) for tool in tools]
     if not has_schemas:
@@ -113,25 +161,27 @@ def read_request(fields: Fields, *, has_schemas: bool = True) -> tuple[Fields, d
     return Fields(chat), repeated
 
 
+def _is_harmless_to_cache(options: Any) -> bool:
+    return isinstance(options, dict) and not options.get("prewarm")
+
+
 def _check_reasoning(fields: Fields) -> None:
-    """Refuses what would change an answer: an effort is a matter of the template, whose values have another field."""
+    """Refuses values with an effect on answers: an effort is for the template, and `chat_template_kwargs` has it."""
     reasoning = fields.checked("reasoning", {}, "an object", lambda value: isinstance(value, dict))
     for name, harmless_values in _REASONING.items():
         if reasoning.get(name) is not None and reasoning[name] not in harmless_values:
-            wanted = f"no {name}: chat_template_kwargs has what the chat template takes"
+            wanted = f"no {name}: chat_template_kwargs has the values of the chat template"
             raise refuse("reasoning", reasoning, wanted)
 
 
 def _read_logprobs(fields: Fields) -> dict[str, Any]:
     """The fields of a chat for the log-probabilities of an answer's text."""
     wanted = f"a list of some of {', '.join(sorted(_INCLUDED))}"
-    included = fields.checked(
-        "include", [], wanted, lambda value: is_list(value, str) and _INCLUDED.issuperset(value)
-    )  # fmt: skip
-    most = fields.integer("top_logprobs", 0, 0)
-    if most and _LOGPROBS not in included:
-        raise refuse("top_logprobs", most, f"none without {_LOGPROBS} in include")
-    return {"logprobs": _LOGPROBS in included, "top_logprobs": most}
+    included = fields.checked("include", [], wanted, lambda value: is_list(value, str) and _INCLUDED.issuperset(value))
+    num_top = fields.integer("top_logprobs", 0, 0)
+    if num_top and _LOGPROBS not in included:
+        raise refuse("top_logprobs", num_top, f"none without {_LOGPROBS} in include")
+    return {"logprobs": _LOGPROBS in included, "top_logprobs": num_top}
 
 
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +203,7 @@ def _read_choice(choice: Any) -> Any:
 def _read_messages(fields: Fields, instructions: str | None) -> list[dict[str, Any]]:
     """The messages of a chat with the same conversation; instructions are its system message.
 
-    The items of one turn are one message: reasoning, text and calls in this order, each of which may be missing.
+    The items of a turn become a single message. It has reasoning, text and calls in this order, or only some of them.
     """
     value = fields.get("input")
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -174,7 +224,7 @@ def _read_messages(fields: Fields, instructions: str | None) -> list[dict[str, A
 
 
 def _goes_on(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Whether a message of one item is a part of the turn of the last message."""
+    """Whether the message of an item is a part of the turn of the last message."""
     return "tool_calls" in message or _stage(last) < _stage(message)
 
 
@@ -186,13 +236,13 @@ def _stage(message: Mapping[str, Any]) -> int:
 
 
 def _read_item(item: dict[str, Any]) -> dict[str, Any] | None:
-    """The message of one item; None: it says nothing to a model."""
+    """The message of an item, or None if a model learns nothing from it."""
     match item.get("type", "message"):
         case "message":
             role = item.get("role")
             if role not in ("user", "assistant", "system", "developer"):
                 raise refuse("input", item, 'the role "user", "assistant", "system" or "developer"')
-            # Templates know the one name or the other, and most of them only this one.
+            # Many templates ignore the role of a developer.
             role = "system" if role == "developer" else role
             return {"role": role, "content": _read_text(item, item.get("content"), _PARTS)}
         case "reasoning":

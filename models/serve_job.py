@@ -214,9 +214,7 @@ class Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any], *, has_types: bool = False
-    ):  # fmt: skip
+    def __init__(self, events: AsyncGenerator[dict[str, Any]], close: Callable[[], Any], *, has_types: bool = False):
         """Sends events, which say their types as server-sent events do if they have some; else [DONE] is the last."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]

@@ -4,6 +4,8 @@
 Other tests of models run without the packages that these import.
 """
 
+import contextlib
+
 import pytest
 
 
@@ -37,3 +39,23 @@ def watch(server, monkeypatch):
 
     with watched(server, monkeypatch) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Starts a scripted server of a family, or returns the one that runs."""
+    from tests.models.scripted_kit import ScriptedServer
+    from tests.models.serve_kit import idle
+
+    with contextlib.ExitStack() as stack:
+        running = dict[str, ScriptedServer]()
+
+        def start(family):
+            if family not in running:
+                running[family] = ScriptedServer(tmp_path_factory.mktemp(family), family)
+                stack.callback(running[family].close)
+            return running[family]
+
+        yield start
+        for server in running.values():
+            idle(server.running)

@@ -44,6 +44,23 @@ FAMILIES = {
     "harmony": ("harmony_tools.jinja", "<|return|>"),
 }
 
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ARGUMENTS = '{"city": "Åre", "days": [1, 2]}'
+THOUGHT = "<|channel|>analysis<|message|>Weather first.<|end|><|start|>assistant"
+
+
+def call_in(family, name, arguments):
+    """A call as the family's template writes it."""
+    return {
+        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+        "llama3": f'{{"name": "{name}", "parameters": {arguments}}}',
+        "harmony": f" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>",
+    }[family]
+
+
+def text_in(family, text):
+    return f"<|channel|>final<|message|>{text}" if family == "harmony" else text
+
 
 @functools.cache
 def make_tokenizer():

@@ -31,8 +31,12 @@ from tests.drive import PLAIN, ROOT, Driver
 BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
 ANSWERS = {False: openai_api.COMPLETIONS, True: openai_api.CHATS}
 ENDPOINTS = (
-    openai_api.COMPLETIONS, openai_api.CHATS, openai_api.RESPONSES, openai_api.TOKENIZE, openai_api.DETOKENIZE
-)  # fmt: skip
+    openai_api.COMPLETIONS,
+    openai_api.CHATS,
+    openai_api.RESPONSES,
+    openai_api.TOKENIZE,
+    openai_api.DETOKENIZE,
+)
 LISTS = {
     endpoint: openai_responses.FIELDS if endpoint == openai_api.RESPONSES else openai_api.fields_of(endpoint)
     for endpoint in ENDPOINTS
@@ -369,7 +373,8 @@ def fields_read(endpoint):
     found = {"model"}  # which decides whether the others are read
     bodies = {
         openai_api.COMPLETIONS: [{"prompt": "a"}], openai_api.CHATS: [{"messages": [{"role": "user", "content": "a"}]}],
-        openai_api.DETOKENIZE: [{"tokens": [1]}], openai_api.RESPONSES: [{"input": "a"}],
+        openai_api.DETOKENIZE: [{"tokens": [1]}],
+        openai_api.RESPONSES: [{"input": "a"}],
     }  # fmt: skip
     bodies[openai_api.TOKENIZE] = [*bodies[openai_api.COMPLETIONS], *bodies[openai_api.CHATS]]
     template = types.SimpleNamespace(render=lambda messages, tools, **_: "a")

@@ -2,7 +2,6 @@
 """The Responses API, with OpenAI's own client, and a scripted model for each family of templates."""
 
 import asyncio
-import contextlib
 import json
 import re
 import types
@@ -17,14 +16,14 @@ from pydantic import TypeAdapter
 from kvjax.serving import EngineError
 from models.answers import Failed, Piece
 from models.openai_api import ApiError, Fields, Limits, read_wish
+from models.openai_replies import Usage
 from models.openai_response_form import ResponseForm
 from models.openai_responses import FIELDS, own_names, read_request
 from models.serve_job import events
-from models.tool_calls import HermesParser
+from models.tool_calls import HarmonyParser, HermesParser
 from tests.drive import ROOT
-from tests.models.scripted_kit import FAMILIES, ScriptedServer
-from tests.models.serve_kit import GREEDY, KEY, idle
-from tests.models.test_serve_tools import ARGUMENTS, CITY, THOUGHT, call_in, text_in
+from tests.models.scripted_kit import ARGUMENTS, CITY, FAMILIES, THOUGHT, call_in, text_in
+from tests.models.serve_kit import GREEDY, KEY
 
 TOOLS = [
     {"type": "function", "name": "get_weather", "description": "Weather now", "parameters": CITY, "strict": False},
@@ -38,23 +37,6 @@ ASK = "Weather in Åre, and the time?"
 TEXT_EVENTS = ["output_item.added", "content_part.added", "delta", "done", "content_part.done", "output_item.done"]
 CALL_EVENTS = ["output_item.added", "delta", "done", "output_item.done"]
 EVENT = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """Starts a server of a family, or returns the one that runs."""
-    with contextlib.ExitStack() as stack:
-        running = dict[str, ScriptedServer]()
-
-        def start(family):
-            if family not in running:
-                running[family] = ScriptedServer(tmp_path_factory.mktemp(family), family)
-                stack.callback(running[family].close)
-            return running[family]
-
-        yield start
-        for server in running.values():
-            idle(server.running)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -118,12 +100,19 @@ def test_an_agents_loop_finds_its_history_in_the_cache(servers, family, streams)
         text_in(family, "You are welcome."),
     )
     functions = {"get_weather": lambda city, days: f"cold in {city} for {days}", "get_time": lambda: "12:00"}
-    first, items, used, answers = len(server.prompts), [{"role": "user", "content": ASK}], [], []
+    first = len(server.prompts)
+    items: list[Any] = [{"role": "user", "content": ASK}]
+    used, answers = [], []
     for turn in range(4):
         response = response_of(
-            server, streams=streams, input=items, instructions="Be brief.", tools=TOOLS, store=False,
+            server,
+            streams=streams,
+            input=items,
+            instructions="Be brief.",
+            tools=TOOLS,
+            store=False,
             extra_body={"cache_salt": f"loop {streams}"},
-        )  # fmt: skip
+        )
         prompt, answer = server.prompts[first + turn], server.answers[first + turn]
         before = [*server.prompts[first + turn - 1], *server.answers[first + turn - 1]] if turn else []
         usage = response.usage
@@ -256,11 +245,24 @@ def test_a_response_has_the_fields_of_its_request_and_nothing_is_stored(servers)
     for store in (None, True, False):
         server.says("Noon.")
         response = response_of(
-            server, streams=False, input=ASK, instructions="Be brief.", metadata={"a": "b"}, store=store, top_p=0.5,
-            tools=TOOLS, tool_choice="none", parallel_tool_calls=False, text={"format": {"type": "text"}}, user="u",
-            reasoning={"summary": "auto", "effort": None}, truncation="disabled", max_output_tokens=20,
-            include=["reasoning.encrypted_content"], service_tier="auto",
-        )  # fmt: skip
+            server,
+            streams=False,
+            input=ASK,
+            instructions="Be brief.",
+            metadata={"a": "b"},
+            store=store,
+            top_p=0.5,
+            tools=TOOLS,
+            tool_choice="none",
+            parallel_tool_calls=False,
+            text={"format": {"type": "text"}},
+            user="u",
+            reasoning={"summary": "auto", "effort": None},
+            truncation="disabled",
+            max_output_tokens=20,
+            include=["reasoning.encrypted_content"],
+            service_tier="auto",
+        )
         assert Response.model_validate(response.model_dump(exclude={"usage"})) and response.object == "response"
         assert (response.instructions, response.metadata) == ("Be brief.", {"a": "b"})
         assert (response.model, response.temperature, response.top_p) == ("scripted", 0, 0.5)
@@ -297,9 +299,13 @@ def test_log_probabilities_of_a_text(client, streams):
     create = client.responses.create
     response = of_stream(create(stream=True, **fields)) if streams else create(**fields)
     chat = client.chat.completions.create(
-        messages=[{"role": "user", "content": question}], max_tokens=3, logprobs=True, top_logprobs=2, **GREEDY,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+        **GREEDY,
         extra_body={"ignore_eos": True},
-    ).choices[0]  # fmt: skip
+    ).choices[0]
     (item,) = response.output
     found = [entry.model_dump() for entry in item.content[0].logprobs]
     wanted = [entry.model_dump() for entry in chat.logprobs.content]
@@ -377,6 +383,7 @@ def test_the_items_of_a_turn_are_one_message():
         ({"text": "plain"}, "text", "an object with a format"),
         ({"truncation": "auto"}, "truncation", '"disabled"'),
         ({"background": True}, "background", "false"),
+        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options", "without prewarm"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages", "nothing else is served"),
         ({"n": 2}, "n", "nothing else is served"),
     ],
@@ -434,11 +441,11 @@ def test_an_error_of_the_template_is_one_of_the_input(client):
 LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
 
 
-def form_of(make_parser=None):
+def form_of(make_parser=None, **options):
     chat, repeated = read_request(Fields({"input": "a"}))
     wish = read_wish(chat, LIMITS, is_chat=True)
     wish.repeated = repeated
-    return ResponseForm("m", wish, str, make_parser=make_parser)
+    return ResponseForm("m", wish, str, make_parser=make_parser, **options)
 
 
 def piece_of(text, finish=None):
@@ -462,7 +469,7 @@ def test_an_item_ends_before_the_next_one_begins_and_a_whole_call_at_once():
     assert kinds("}</tool_call>") == []
     broken = kinds('<tool_call>{"name": "g", "arguments": {1}}</tool_call>', "stop")
     assert broken[-1] == ("output_item.done", 2)
-    (last,) = form.last(types.SimpleNamespace(prompt=1, completion=2, cached=0))
+    (last,) = form.last(Usage(prompt=1, completion=2))
     shown = [(item["type"], item["status"]) for item in last["response"]["output"]]
     assert shown == [("message", "completed"), ("function_call", "completed"), ("function_call", "incomplete")]
     assert last["response"]["output"][1]["arguments"] == '{"a": "{é}"}'
@@ -488,6 +495,18 @@ def test_a_failure_in_a_stream_is_a_failed_response(error, code):
     assert EVENT.validate_python(last)
 
 
+def test_usage_has_only_what_is_counted_and_shown():
+    usage = Usage(prompt=5, completion=2, cached=4)
+    counts = {"input_tokens": 5, "output_tokens": 2, "total_tokens": 7}
+    none, cached = {"output_tokens_details": {"reasoning_tokens": 0}}, {"input_tokens_details": {"cached_tokens": 4}}
+    pieces = [[piece_of("Hi", "stop")]]
+    assert form_of().whole(pieces, usage)["usage"] == {**counts, **cached, **none}
+    assert form_of(shows_cached=False).whole(pieces, usage)["usage"] == {**counts, **none}
+    harmony = form_of(lambda is_early: HarmonyParser(None, is_early=is_early))
+    thought = [[piece_of("<|channel|>analysis<|message|>Hm", "stop")]]
+    assert harmony.whole(thought, usage)["usage"] == {**counts, **cached}
+
+
 @pytest.mark.long
 def test_the_loop_of_the_page(servers):
     server = servers("hermes")
@@ -497,7 +516,7 @@ def test_the_loop_of_the_page(servers):
     code = code.replace('"qwen3"', '"scripted"')
     server.says(call_in("hermes", "get_weather", '{"city": "Oslo"}'), "It is cold in Oslo.")
     printed = list[str]()
-    names = {"print": printed.append}
+    names: dict[str, Any] = {"print": printed.append}
     exec(code, names)
     names["client"].close()
     assert printed == ["It is cold in Oslo."]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of tools through the server, with OpenAI's own client, and a scripted model for each family of templates."""
 
-import contextlib
 import json
 import re
 
@@ -12,51 +11,16 @@ import pytest
 from models import serve
 from models.recall import CHECKPOINT
 from tests.drive import ROOT
-from tests.models.scripted_kit import FAMILIES, ScriptedServer, num_common
-from tests.models.serve_kit import GREEDY, KEY, idle
+from tests.models.scripted_kit import ARGUMENTS, CITY, FAMILIES, THOUGHT, call_in, num_common, text_in
+from tests.models.serve_kit import GREEDY, KEY
 
 pytestmark = pytest.mark.long
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "Weather now", "parameters": CITY}},
     {"type": "function", "function": {"name": "get_time"}},
 ]
-ARGUMENTS = '{"city": "Åre", "days": [1, 2]}'
 USER = {"role": "user", "content": "Weather in Åre, and the time?"}
-
-
-def call_in(family, name, arguments):
-    """A call as the family's template writes it."""
-    return {
-        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
-        "llama3": f'{{"name": "{name}", "parameters": {arguments}}}',
-        "harmony": f" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>",
-    }[family]
-
-
-def text_in(family, text):
-    return f"<|channel|>final<|message|>{text}" if family == "harmony" else text
-
-
-THOUGHT = "<|channel|>analysis<|message|>Weather first.<|end|><|start|>assistant"
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """Starts a server of a family, or returns the one that runs."""
-    with contextlib.ExitStack() as stack:
-        running = dict[str, ScriptedServer]()
-
-        def start(family):
-            if family not in running:
-                running[family] = ScriptedServer(tmp_path_factory.mktemp(family), family)
-                stack.callback(running[family].close)
-            return running[family]
-
-        yield start
-        for server in running.values():
-            idle(server.running)
 
 
 @pytest.fixture(params=FAMILIES)
