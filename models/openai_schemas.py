@@ -136,7 +136,10 @@ def _of_choices(name: str, value: Any) -> Grammar:
 
 def _grammar(kind: Any, value: Any, name: str, place: str | None = None) -> Grammar:
     place = name if place is None else place
-    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise ApiError(400, f"{place}: has too many levels within each other", _field(name)) from None
     if len(text) > MOST_CHARACTERS:
         message = f"{place}: got {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}"
         raise ApiError(400, message, _field(name))

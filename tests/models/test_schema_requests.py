@@ -88,6 +88,15 @@ def test_wrong_forms_are_named(fields, message):
     assert caught.value.status == 400 and message in error["message"] and error["param"] in fields
 
 
+def test_a_schema_of_many_levels_is_refused_or_read():
+    for depth in (100, 900, 5000, 100_000):
+        deep = {}
+        for _ in range(depth):
+            deep = {"items": deep}
+        with contextlib.suppress(ApiError):
+            assert grammar(guided_json=deep).text.count("items") == depth
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.just("\ud800"),
     lambda inner: (

@@ -131,6 +131,12 @@ FIELDS = {
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["enable_thinking", "tools", "role"]), VALUES, max_size=2),
     "min_p": st.sampled_from([0, 0.1, 1, 1.5]),
     "repetition_penalty": st.sampled_from([1, 0.01, 1.3, 0, 1e-9]),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]) | VALUES,
+    "structured_outputs": st.dictionaries(st.sampled_from(["json", "regex", "choice", "grammar"]), VALUES, max_size=2),
+    "guided_json": VALUES,
+    "guided_json_object": st.booleans(),
+    "guided_regex": TEXT,
+    "guided_choice": st.lists(TEXT, max_size=3),
 }
 LENGTHS = {"max_tokens", "max_completion_tokens"}  # without one of them an answer to a chat is long
 
