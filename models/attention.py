@@ -19,7 +19,7 @@ from pallas_kernels.rotary import rotate
 
 from .norm import RMSNorm
 from .rope import Angles, Rope
-from .scan import Turn
+from .scan import ScanPosition
 
 # Types of layers in a config.json.
 FULL = "full_attention"
@@ -63,7 +63,7 @@ class Paged:
 
     view: kvjax.pools.View
     layer_index: int
-    turn: Turn | None = None
+    turn: ScanPosition | None = None
 
     def attend(self, cache, q, kv, angles, *, window, scale, sinks):
         """Attends from q [R, C, Q, D] to the cache after writing `kv`, which is k and v [R, C, K, D].

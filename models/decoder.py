@@ -24,7 +24,7 @@ from .experts import ACTIVATIONS, MLP
 from .norm import RMSNorm
 from .placement import under_auto_axes
 from .rope import Angles, rotary_tables
-from .scan import Run, Turn, longest_run, over_layers, parted, stacked
+from .scan import Run, ScanPosition, longest_run, over_layers, parted, stacked
 
 
 class Layer(nnx.Module):
@@ -143,7 +143,7 @@ class Decoder(nnx.Module):
           Logits f32[R, C, V], or f32[R, V] or f32[n, V] with `last`, and the pools with the K/V of these tokens.
         """
 
-        def mixing(layer_index: int, turn: Turn | None) -> Mixing:
+        def mixing(layer_index: int, turn: ScanPosition | None) -> Mixing:
             return Paged(view, layer_index, turn)
 
         x, pools = self._stream(tokens, view.positions, mixing, pools, pools.spec.max_length)
@@ -163,7 +163,7 @@ class Decoder(nnx.Module):
         """
         reused = {layer.reuses for layer in self.config.layers}
 
-        def mixing(layer_index: int, _: Turn | None) -> Mixing:
+        def mixing(layer_index: int, _: ScanPosition | None) -> Mixing:
             return Dense(layer_index, layer_index in reused)
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
             cap = self.config.logit_soft_cap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def _stream(self, tokens, positions, mixing: Callable[[int, Turn | None], Mixing], cache, max_length: int):
+    def _stream(self, tokens, positions, mixing: Callable[[int, ScanPosition | None], Mixing], cache, max_length: int):
         """The residual stream [R, C, E] after all layers, and the cache."""
         angles = rotary_tables(self.config, positions, max_length)
         x = _scaled(self.embed_tokens(tokens), self.config.embed_scale)

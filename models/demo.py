@@ -45,7 +45,7 @@ PATIENCE_MS = 60_000  # for reads from a store, so that they succeed on a busy m
 Question = tuple[list[int], int]  # prompt, token of the right answer
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """An answered question."""
 
     prompted: int  # tokens of its prompt
@@ -84,7 +84,7 @@ class Session:
         self.cache = cache
         self.store = store
         self.prompted = self.reused = self.answered = self.right = 0
-        self.turns: list[Turn] = []
+        self.turns: list[ChatTurn] = []
         self.entries: list[dict[str, Any]] = []
 
     @property
@@ -111,7 +111,7 @@ class Session:
                 store=self.store,
             )
             seconds = time.perf_counter() - began
-            turn = Turn(outputs[0].prompt_tokens, outputs[0].cached_tokens, seconds, outputs[0].stored_tokens)
+            turn = ChatTurn(outputs[0].prompt_tokens, outputs[0].cached_tokens, seconds, outputs[0].stored_tokens)
             self.turns.append(turn)
             self.prompted += turn.prompted
             self.reused += turn.reused
@@ -253,7 +253,7 @@ def show(console: rich.console.Console, parts: Parts, people: Sequence[str]) -> 
     """Prints bars, tables and maps, in the console's width."""
     console.print("[bold]Prompt tokens computed (█) and reused (░), and the time to the first token[/bold]")
     alone = parts.without
-    console.print(bar("no cache", Turn(alone.turns[0].prompted, 0, alone.first_token), console.width))
+    console.print(bar("no cache", ChatTurn(alone.turns[0].prompted, 0, alone.first_token), console.width))
     for person, turn in zip(people, [*parts.first.turns, *parts.repeat.turns], strict=True):
         console.print(bar(recall.question(person), turn, console.width))
     console.print()
@@ -272,7 +272,7 @@ def show(console: rich.console.Console, parts: Parts, people: Sequence[str]) -> 
         console.print(drawing + "\n", markup=False)
 
 
-def bar(name: str, turn: Turn, width: int) -> str:
+def bar(name: str, turn: ChatTurn, width: int) -> str:
     """A question's prompt tokens as a bar, in `width` columns."""
     counts = f" {turn.prompted - turn.reused:>5,} + {turn.reused:>5,} {_ms(turn.seconds):>7}"
     length = width - len(counts) - 20

@@ -48,7 +48,7 @@ class Run:
         return range(phase, self.end, self.period)
 
 
-class Turn(NamedTuple):
+class ScanPosition(NamedTuple):
     """The layer of a phase in a turn of the scan: `layers[repeat]`, where `repeat` is a traced i32[]."""
 
     layers: range
@@ -123,7 +123,7 @@ def over_layers(
     def period(carry, scanned):
         repeat, *modules = scanned
         for phase, layer, layer_input in zip(run.phases, *modules, strict=True):
-            carry = step(carry, layer, phase, layer_input, Turn(run.layers(phase), repeat))
+            carry = step(carry, layer, phase, layer_input, ScanPosition(run.layers(phase), repeat))
         return carry, None
 
     inputs = [_stack([layer_inputs[index] for index in run.layers(phase)]) for phase in run.phases]

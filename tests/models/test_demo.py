@@ -20,17 +20,17 @@ def test_a_document_may_state_its_facts_several_times():
 
 
 def test_a_bar_has_its_parts_in_proportion():
-    bar = demo.bar("where is bob ?", demo.Turn(1684, 1263, 0.05), 80)
+    bar = demo.bar("where is bob ?", demo.ChatTurn(1684, 1263, 0.05), 80)
     assert len(bar) == 80 and bar.endswith(" 421 + 1,263   50 ms")
     assert bar.count("░") / (bar.count("█") + bar.count("░")) == pytest.approx(0.75, abs=0.03)
-    assert "█░" in demo.bar("", demo.Turn(1684, 1683, 0.05), 60)  # little is not nothing
+    assert "█░" in demo.bar("", demo.ChatTurn(1684, 1683, 0.05), 60)  # little is not nothing
 
 
 def session(store) -> demo.Session:
     one = demo.Session.__new__(demo.Session)
     one.__dict__ = {
         "prompted": 12345, "reused": 1234, "answered": 12, "right": 12, "entries": [], "store": store,
-        "turns": [demo.Turn(1684, 0, 1.234)] * demo.QUESTIONS, "cache": types.SimpleNamespace(state=None),
+        "turns": [demo.ChatTurn(1684, 0, 1.234)] * demo.QUESTIONS, "cache": types.SimpleNamespace(state=None),
     }  # fmt: skip
     return one
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import kvjax
 from models import Decoder, LayerConfig, ModelConfig, scanned, unrolled
-from models.scan import Run, Turn, longest_run
+from models.scan import Run, ScanPosition, longest_run
 from tests.models.families import FULL, GEMMA4, SLIDING, config
 
 TOKENS = np.random.default_rng(0).integers(32, size=(2, 12)).astype(np.int32)
@@ -147,7 +147,7 @@ def test_layers_of_one_scan_share_a_pool():
     (pool,) = group.pools
     halves = tuple(dataclasses.replace(pool, layers=numbers) for numbers in ((0, 1), (2, 3)))
     apart = dataclasses.replace(spec, groups=(dataclasses.replace(group, pools=halves),))
-    index = jax.jit(lambda number, spec: Turn(range(1, 4, 2), number).index(spec), static_argnums=1)
+    index = jax.jit(lambda number, spec: ScanPosition(range(1, 4, 2), number).index(spec), static_argnums=1)
     assert [int(index(number, spec)) for number in (0, 1)] == [1, 3]
     with pytest.raises(ValueError, match=r"^pools: got layers \[1, 3\] in several pools, wanted one"):
         index(0, apart)
