@@ -80,19 +80,19 @@ class _Graph:
         return end
 
     def _repeat(self, expression: Repeat, start: int) -> int:
-        least = expression.least
-        most = expression.most
+        minimum = expression.minimum
+        maximum = expression.maximum
         end = self.state()
         last = start
-        if least == 0:
+        if minimum == 0:
             self.jumps[start].append(end)
         entry = start
-        for count in range(1, (max(least, 1) if most is None else most) + 1):
+        for count in range(1, (max(minimum, 1) if maximum is None else maximum) + 1):
             entry = self.after(last if count == 1 else self.add(expression.separator, last))
             last = self.add(expression.item, entry)
-            if count >= least:
+            if count >= minimum:
                 self.jumps[last].append(end)
-        if most is None:
+        if maximum is None:
             again = self.add(expression.separator, self.after(last))
             self.jumps[again].append(entry)
         return end
@@ -120,14 +120,14 @@ class _Graph:
         states = [self.state() for _ in automaton.final]
         masks = _masks(automaton.byte_class)
         self.jumps[start].append(states[0])
-        for number, row in enumerate(automaton.next_state.tolist()):
+        for index, row in enumerate(automaton.next_state.tolist()):
             sets: dict[int, int] = collections.defaultdict(int)
             for byte_class, target in enumerate(row):
                 if target >= 0:
                     sets[target] |= masks[byte_class]
-            self.edges[states[number]] = [(mask, states[target]) for target, mask in sets.items()]
-            if automaton.final[number]:
-                self.jumps[states[number]].append(end)
+            self.edges[states[index]] = [(mask, states[target]) for target, mask in sets.items()]
+            if automaton.final[index]:
+                self.jumps[states[index]].append(end)
         return end
 
     def closures(self, end: int) -> list[frozenset[int]]:
@@ -149,8 +149,8 @@ class _Graph:
 def _masks(byte_class: np.ndarray) -> list[int]:
     """The set of bytes of each class, as bits."""
     masks = [0] * (int(byte_class.max()) + 1)
-    for value, number in enumerate(byte_class.tolist()):
-        masks[number] |= 1 << value
+    for value, index in enumerate(byte_class.tolist()):
+        masks[index] |= 1 << value
     return masks
 
 
@@ -185,10 +185,10 @@ class Builder:
         """Builds the minimal automaton of a part. Raises a GrammarError beyond a limit."""
         if expression not in self._built:
             match expression:
-                case Both(left=left, right=right):
-                    automaton = self._product(self.build(left), self.build(right), False)
-                case Minus(left=left, right=right):
-                    automaton = self._product(self.build(left), self.build(right), True)
+                case Both(first_operand=first_operand, second_operand=second_operand):
+                    automaton = self._product(self.build(first_operand), self.build(second_operand), False)
+                case Minus(first_operand=first_operand, second_operand=second_operand):
+                    automaton = self._product(self.build(first_operand), self.build(second_operand), True)
                 case Minimal(item=item):
                     automaton = self.build(item)
                 case Given(automaton=automaton):
@@ -241,10 +241,10 @@ class Builder:
             for state in current:
                 for numbers_of_classes, target in edges[state]:
                     self.count(len(numbers_of_classes))
-                    for number in numbers_of_classes:
-                        moves[number].append(target)
+                    for index in numbers_of_classes:
+                        moves[index].append(target)
             row = [-1] * len(class_masks)
-            for number, targets in moves.items():
+            for index, targets in moves.items():
                 key = frozenset(targets)
                 if key not in by_targets:
                     reached = frozenset().union(*(closures[target] for target in key))
@@ -253,34 +253,42 @@ class Builder:
                     if by_targets[key] == len(sets):
                         sets.append(reached)
                         self._check(len(sets))
-                row[number] = by_targets[key]
+                row[index] = by_targets[key]
             rows.append(row)
         final = np.array([end in states for states in sets])
         return Automaton(np.array(rows, np.int32).reshape(len(sets), -1), byte_class, final)
 
-    def _product(self, left: Automaton, right: Automaton, without: bool) -> Automaton:
+    def _product(self, first_operand: Automaton, second_operand: Automaton, without: bool) -> Automaton:
         """Builds the automaton of the texts of both, or, `without`, of the left texts without the right texts."""
-        pairs, byte_class = np.unique(np.stack([left.byte_class, right.byte_class]), axis=1, return_inverse=True)
-        left_rows = left.next_state[:, pairs[0]].tolist()
-        right_rows = right.next_state[:, pairs[1]].tolist()
+        pairs, byte_class = np.unique(
+            np.stack([first_operand.byte_class, second_operand.byte_class]), axis=1, return_inverse=True
+        )
+        left_rows = first_operand.next_state[:, pairs[0]].tolist()
+        right_rows = second_operand.next_state[:, pairs[1]].tolist()
         dead = [-1] * pairs.shape[1]
         numbers = {(0, 0): 0}
         states = [(0, 0)]
         rows = []
-        for one, other in states:
+        for first_state, second_state in states:
             row = []
-            for target in zip(left_rows[one], right_rows[other] if other >= 0 else dead, strict=True):
+            for target in zip(
+                left_rows[first_state], right_rows[second_state] if second_state >= 0 else dead, strict=True
+            ):
                 if target[0] < 0 or (target[1] < 0 and not without):
                     row.append(-1)
                     continue
-                number = numbers.setdefault(target, len(numbers))
-                if number == len(states):
+                index = numbers.setdefault(target, len(numbers))
+                if index == len(states):
                     states.append(target)
                     self._check(len(states))
-                row.append(number)
+                row.append(index)
             self.count(len(row))
             rows.append(row)
-        final = [bool(left.final[one]) and bool(other >= 0 and right.final[other]) != without for one, other in states]
+        final = [
+            bool(first_operand.final[first_state])
+            and bool(second_state >= 0 and second_operand.final[second_state]) != without
+            for first_state, second_state in states
+        ]
         joint = byte_class.reshape(-1).astype(np.int32)
         return minimise(Automaton(np.array(rows, np.int32).reshape(len(states), -1), joint, np.array(final)))
 
@@ -288,29 +296,29 @@ class Builder:
 def distances(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
     """i64[S]; steps from each state to the nearest final state, or -1."""
     before = _states_before(next_state)
-    found = np.where(final, 0, -1).tolist()
+    num_steps = np.where(final, 0, -1).tolist()
     queue = np.flatnonzero(final).tolist()
     for state in queue:
         for source in before[state]:
-            if found[source] < 0:
-                found[source] = found[state] + 1
+            if num_steps[source] < 0:
+                num_steps[source] = num_steps[state] + 1
                 queue.append(source)
-    return np.array(found)
+    return np.array(num_steps)
 
 
 def _longest(next_state: np.ndarray) -> np.ndarray:
     """i64[S]; steps of the longest way from each state, or -1 without a limit."""
     before = _states_before(next_state)
     waiting = np.bincount([source for sources in before for source in sources], minlength=len(before)).tolist()
-    found = [-1 if count else 0 for count in waiting]
+    num_steps = [-1 if count else 0 for count in waiting]
     queue = [state for state, count in enumerate(waiting) if not count]
     for state in queue:  # all states after it are known, so that the last one known has the longest way
         for source in before[state]:
             waiting[source] -= 1
             if not waiting[source]:
-                found[source] = found[state] + 1
+                num_steps[source] = num_steps[state] + 1
                 queue.append(source)
-    return np.array(found)
+    return np.array(num_steps)
 
 
 def _states_before(next_state: np.ndarray) -> list[list[int]]:

@@ -69,11 +69,11 @@ class Alt(Expression):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repeat(Expression):
-    """At least `least` and at most `most` items (None: any number), with a separator between two of them."""
+    """At least `minimum` and at most `maximum` items (None: any number), with a separator between two of them."""
 
     item: Expression
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
     separator: Expression
 
 
@@ -103,16 +103,16 @@ class Given(Expression):
 class Both(Expression):
     """The strings of both sides."""
 
-    left: Expression
-    right: Expression
+    first_operand: Expression
+    second_operand: Expression
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Minus(Expression):
     """The strings of the left side without the strings of the right side."""
 
-    left: Expression
-    right: Expression
+    first_operand: Expression
+    second_operand: Expression
 
 
 EMPTY = Seq(1, ())
@@ -174,18 +174,18 @@ def optional(part: Expression) -> Expression:
     return alt(part, EMPTY)
 
 
-def repeat(item: Expression, least: int = 0, most: int | None = None, separator: Expression = EMPTY) -> Expression:
-    """Matches at least `least` and at most `most` items (None: any number), with a separator between them."""
-    if most is not None and most < least:
+def repeat(item: Expression, minimum: int = 0, maximum: int | None = None, separator: Expression = EMPTY) -> Expression:
+    """Matches at least `minimum` and at most `maximum` items (None: any number), with a separator between them."""
+    if maximum is not None and maximum < minimum:
         return NOTHING
-    if most == 0 or item is EMPTY:
+    if maximum == 0 or item is EMPTY:
         return EMPTY
     if item is NOTHING:
-        return NOTHING if least else EMPTY
-    if (least, most) == (1, 1):
+        return NOTHING if minimum else EMPTY
+    if (minimum, maximum) == (1, 1):
         return item
-    copies = max(least, 1) if most is None else most
-    return Repeat(2 + copies * (item.size + separator.size + 2), item, least, most, separator)
+    copies = max(minimum, 1) if maximum is None else maximum
+    return Repeat(2 + copies * (item.size + separator.size + 2), item, minimum, maximum, separator)
 
 
 def joined(parts: Sequence[tuple[Expression, bool]], separator: Expression) -> Expression:
@@ -222,9 +222,13 @@ def both(*parts: Expression) -> Expression:
     return result
 
 
-def minus(left: Expression, right: Expression) -> Expression:
+def minus(first_operand: Expression, second_operand: Expression) -> Expression:
     """Matches the texts of the left side, without the texts of the right side."""
-    return left if NOTHING in (left, right) else Minus(left.size + right.size, left, right)
+    return (
+        first_operand
+        if NOTHING in (first_operand, second_operand)
+        else Minus(first_operand.size + second_operand.size, first_operand, second_operand)
+    )
 
 
 def normal_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -172,34 +172,34 @@ class _Reader:
 
     def _check_disjoint(self, part: Part, branches: Sequence[Sequence[Parts]]) -> None:
         """Refuses `oneOf` unless no value belongs to two branches."""
-        for (i, one), (j, other) in itertools.combinations(enumerate(branches), 2):
-            if not self._are_disjoint(one, other):
+        for (i, first_parts), (j, second_parts) in itertools.combinations(enumerate(branches), 2):
+            if not self._are_disjoint(first_parts, second_parts):
                 raise GrammarError(
                     f"{part.path}.oneOf: a value could belong to {i} and {j} at once; wanted branches that differ by"
                     " type, or by a required property with other values, or anyOf"
                 )
 
-    def _are_disjoint(self, one: Iterable[Parts], other: Iterable[Parts]) -> bool:
-        return all(self._differ(left, right) for left in one for right in other)
+    def _are_disjoint(self, first_parts: Iterable[Parts], second_parts: Iterable[Parts]) -> bool:
+        return all(self._differ(first_part, second_part) for first_part in first_parts for second_part in second_parts)
 
-    def _differ(self, left: Parts, right: Parts) -> bool:
+    def _differ(self, first_part: Parts, second_part: Parts) -> bool:
         """Whether no value belongs to two alternatives, as far as can be seen."""
-        values = [enumerated(parts) for parts in (left, right)]
+        values = [enumerated(parts) for parts in (first_part, second_part)]
         if values[0] is not None and values[1] is not None:
             return not values[0].keys() & values[1].keys()
-        common = types(left) & types(right)
+        common = types(first_part) & types(second_part)
         if "array" in common:
             return False
         for name in common - {"object"}:
-            sides = [self._typed(name, parts) for parts in (left, right)]
+            sides = [self._typed(name, parts) for parts in (first_part, second_part)]
             if NOTHING not in sides and not self.builder.matches_nothing(both(*sides)):
                 return False
-        return "object" not in common or self._differ_by_property(left, right)
+        return "object" not in common or self._differ_by_property(first_part, second_part)
 
-    def _differ_by_property(self, left: Parts, right: Parts) -> bool:
-        required = [set(required_names(parts)) for parts in (left, right)]
+    def _differ_by_property(self, first_part: Parts, second_part: Parts) -> bool:
+        required = [set(required_names(parts)) for parts in (first_part, second_part)]
         for name in sorted(required[0] & required[1]):
-            sides = [self.alternatives(self._member(parts, name)) for parts in (left, right)]
+            sides = [self.alternatives(self._member(parts, name)) for parts in (first_part, second_part)]
             if self._are_disjoint(*sides):
                 return True
         return False
@@ -223,7 +223,7 @@ class _Reader:
             expression = value_literal(value)
         except GrammarError as error:
             raise GrammarError(f"{part.path}.{keyword}: {error}") from None
-        constraints = [other for other in parts if set(KEYWORDS.get(name, ())) & other.schema.keys()]
+        constraints = [item for item in parts if set(KEYWORDS.get(name, ())) & item.schema.keys()]
         if not constraints:
             return expression
         if name in ("object", "array"):
@@ -245,9 +245,9 @@ class _Reader:
 
     def _string(self, parts: Parts) -> Expression:
         contents = []
-        least, most = limits(parts, "minLength", "maxLength")
-        if (least, most) != (0, None):
-            contents.append(repeat(CHARACTER, least, most))
+        minimum, maximum = limits(parts, "minLength", "maxLength")
+        if (minimum, maximum) != (0, None):
+            contents.append(repeat(CHARACTER, minimum, maximum))
         for part in parts:
             for keyword, reader in ("pattern", _pattern), ("format", format_content):
                 if keyword in part.schema:
@@ -271,7 +271,7 @@ class _Reader:
         for part in parts:
             if part.schema.get("uniqueItems", False) not in (False,) and part.schema.get("maxItems", 2) not in (0, 1):
                 raise part.error("uniqueItems", "false: unique items are not supported")
-        least, most = limits(parts, "minItems", "maxItems")
+        minimum, maximum = limits(parts, "minItems", "maxItems")
         shapes = [_array_shape(part) for part in parts]
         count = max((len(prefix) for prefix, _ in shapes), default=0)
         members = [
@@ -279,43 +279,43 @@ class _Reader:
             for index in range(count + 1)
         ]
         if not members[-1] and not count:
-            return self._any_array(parts, least, most)
-        if count and all(rest is None for _, rest in shapes) and least <= count:
-            most = count if most is None else min(most, count)
-        positions = members[:-1] if most is None else members[: min(count, most)]
+            return self._any_array(parts, minimum, maximum)
+        if count and all(rest is None for _, rest in shapes) and minimum <= count:
+            maximum = count if maximum is None else min(maximum, count)
+        positions = members[:-1] if maximum is None else members[: min(count, maximum)]
         items: list[Expression] = []
         for index, member in enumerate(positions):
             item = self.value(member)
             if item is NOTHING:
-                if index < least:
+                if index < minimum:
                     return NOTHING
-                most = index
+                maximum = index
                 break
             items.append(item)
-        more = NOTHING if most is not None and most <= len(items) else minimal(self.value(members[-1]))
-        return _sequence_of(items, more, least, most)
+        rest_items = NOTHING if maximum is not None and maximum <= len(items) else minimal(self.value(members[-1]))
+        return _sequence_of(items, rest_items, minimum, maximum)
 
-    def _any_array(self, parts: Parts, least: int, most: int | None) -> Expression:
-        if (least, most) == (0, None):
+    def _any_array(self, parts: Parts, minimum: int, maximum: int | None) -> Expression:
+        if (minimum, maximum) == (0, None):
             return any_array(ANY_DEPTH)
-        return _sequence_of([], minimal(self.value(())), least, most)
+        return _sequence_of([], minimal(self.value(())), minimum, maximum)
 
     def _member(self, parts: Parts, name: str) -> Parts:
         """The schemas of a property, or of an additional property with this name."""
-        found = []
+        members_found = []
         for part in parts:
             properties = schema_map(part, "properties")
             if name in properties:
-                found.append(part.within(properties[name], f"properties.{name}"))
+                members_found.append(part.within(properties[name], f"properties.{name}"))
             patterns = [
                 part.within(schema, f"patternProperties.{pattern}")
                 for pattern, schema in schema_map(part, "patternProperties").items()
                 if self.builder.accepts(self._names(part, pattern), json.dumps(name, ensure_ascii=False).encode())
             ]
-            found += patterns
+            members_found += patterns
             if name not in properties and not patterns and "additionalProperties" in part.schema:
-                found.append(part.within(part.schema["additionalProperties"], "additionalProperties"))
-        return tuple(found)
+                members_found.append(part.within(part.schema["additionalProperties"], "additionalProperties"))
+        return tuple(members_found)
 
     def _object(self, parts: Parts) -> Expression:
         if not any(set(KEYWORDS["object"]) & part.schema.keys() for part in parts):
@@ -338,20 +338,20 @@ class _Reader:
             members.append((seq(key, COLON, value), name not in required))
         declared = [member for member in members if member[0] is not NOTHING]
         additional = self._additional(parts, alt(*(text_literal(name) for name in names)), allowed)
-        least, most = limits(parts, "minProperties", "maxProperties")
+        minimum, maximum = limits(parts, "minProperties", "maxProperties")
         fixed = len(required)
         has_optional = len(declared) > len(required)
-        if most is not None and most < fixed:
+        if maximum is not None and maximum < fixed:
             return NOTHING
-        if most is not None and has_optional and (most < len(declared) or additional is not NOTHING):
+        if maximum is not None and has_optional and (maximum < len(declared) or additional is not NOTHING):
             raise first_with(parts, "maxProperties").error("maxProperties", "none next to optional properties")
         can_count = 1 if fixed == 0 or not has_optional else 0
-        if least > fixed + can_count:
+        if minimum > fixed + can_count:
             raise first_with(parts, "minProperties").error("minProperties", f"at most {fixed + can_count} here")
-        more = repeat(additional, 1, None if most is None else most - len(declared), COMMA)
-        needs_more = least > fixed and not has_optional
-        content = joined([*members, (more, not needs_more)], COMMA)
-        if least > fixed and has_optional:
+        rest_items = repeat(additional, 1, None if maximum is None else maximum - len(declared), COMMA)
+        needs_more = minimum > fixed and not has_optional
+        content = joined([*members, (rest_items, not needs_more)], COMMA)
+        if minimum > fixed and has_optional:
             content = minus(content, EMPTY)
         return seq(literal("{"), content, literal("}"))
 
@@ -420,23 +420,23 @@ def _array_shape(part: Part) -> tuple[list[Part], Part | None]:
     return first, part.within(schema[rest], rest) if rest in schema else None
 
 
-def _sequence_of(items: list[Expression], more: Expression, least: int, most: int | None) -> Expression:
-    """Matches an array of the items and any number of others, at least `least` and at most `most` in all."""
+def _sequence_of(items: list[Expression], rest_items: Expression, minimum: int, maximum: int | None) -> Expression:
+    """Matches an array of the items and any number of others, at least `minimum` and at most `maximum` in all."""
     count = len(items)
-    others_least = max(least - count, 0)
-    others_most = None if most is None else max(most - count, 0)
+    min_rest = max(minimum - count, 0)
+    max_rest = None if maximum is None else max(maximum - count, 0)
     if not count:
-        return seq(literal("["), repeat(more, others_least, others_most, COMMA), literal("]"))
-    tail = repeat(seq(COMMA, more), others_least, others_most)
+        return seq(literal("["), repeat(rest_items, min_rest, max_rest, COMMA), literal("]"))
+    tail = repeat(seq(COMMA, rest_items), min_rest, max_rest)
     for index in reversed(range(count)):
         tail = seq(*([COMMA] if index else []), items[index], tail)
-        tail = tail if index < least else optional(tail)
+        tail = tail if index < minimum else optional(tail)
     return seq(literal("["), tail, literal("]"))
 
 
-def _product(left: list[Parts], right: list[Parts], part: Part) -> list[Parts]:
-    if len(left) * len(right) > _MAX_ALTERNATIVES:
+def _product(first_part: list[Parts], second_part: list[Parts], part: Part) -> list[Parts]:
+    if len(first_part) * len(second_part) > _MAX_ALTERNATIVES:
         raise GrammarError(
-            f"{part.path}: got {len(left) * len(right):,} alternatives, wanted at most {_MAX_ALTERNATIVES}"
+            f"{part.path}: got {len(first_part) * len(second_part):,} alternatives, wanted at most {_MAX_ALTERNATIVES}"
         )
-    return [(*one, *other) for one in left for other in right]
+    return [(*first_parts, *second_parts) for first_parts in first_part for second_parts in second_part]

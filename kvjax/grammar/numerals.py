@@ -69,23 +69,23 @@ def exact(value: float) -> decimal.Decimal:
         raise GrammarError(f"got {value}, wanted a finite number")
     if abs(value) >= 10**_LONGEST_BOUND:
         raise GrammarError(f"got a number of over {_LONGEST_BOUND} digits")
-    number = decimal.Decimal(repr(value))
-    if number.adjusted() < -_LONGEST_BOUND:
+    exact_value = decimal.Decimal(repr(value))
+    if exact_value.adjusted() < -_LONGEST_BOUND:
         raise GrammarError(f"got {value!r}, which has over {_LONGEST_BOUND} digits after the point")
-    return decimal.Decimal(int(number)) if number == number.to_integral_value() else number
+    return decimal.Decimal(int(exact_value)) if exact_value == exact_value.to_integral_value() else exact_value
 
 
 def integers(lower: Bound | None, upper: Bound | None) -> Expression:
     """Matches the integers between two bounds."""
-    least = None if lower is None else math.floor(lower.value) + 1 if lower.strict else math.ceil(lower.value)
-    most = None if upper is None else math.ceil(upper.value) - 1 if upper.strict else math.floor(upper.value)
+    lowest = None if lower is None else math.floor(lower.value) + 1 if lower.strict else math.ceil(lower.value)
+    highest = None if upper is None else math.ceil(upper.value) - 1 if upper.strict else math.floor(upper.value)
     sides = [INTEGER]
-    if least is not None:
-        negative = seq(_MINUS, both(_POSITIVE, _whole_at_most(-least))) if least < 0 else NOTHING
-        sides.append(alt(negative, _whole_at_least(max(least, 0))))
-    if most is not None:
-        negative = seq(_MINUS, both(_POSITIVE, _whole_at_least(max(-most, 0))))
-        sides.append(alt(negative, _whole_at_most(most)))
+    if lowest is not None:
+        negative = seq(_MINUS, both(_POSITIVE, _whole_at_most(-lowest))) if lowest < 0 else NOTHING
+        sides.append(alt(negative, _whole_at_least(max(lowest, 0))))
+    if highest is not None:
+        negative = seq(_MINUS, both(_POSITIVE, _whole_at_least(max(-highest, 0))))
+        sides.append(alt(negative, _whole_at_most(highest)))
     return both(*sides) if len(sides) > 1 else INTEGER
 
 
@@ -127,18 +127,18 @@ def multiples(divisor: float) -> Expression:
         raise GrammarError(f"got {divisor}, wanted a number above 0 with at most three digits, or {_MAX_DIVISOR}")
     # A state is a remainder and the number of digits after the point, then -1 before it. 0 comes before any digit.
     states = [(0, -2)] + [(remainder, digits) for digits in range(-1, decimals + 1) for remainder in range(step)]
-    number_of = {state: number for number, state in enumerate(states)}
+    number_of = {state: state_index for state_index, state in enumerate(states)}
     next_state = np.full((len(states), 13), -1, np.int32)
     final = np.zeros(len(states), bool)
-    for number, (remainder, digits) in enumerate(states):
+    for state_index, (remainder, digits) in enumerate(states):
         missing = decimals - max(digits, 0)
-        final[number] = digits not in (-2, 0) and remainder * 10**missing % step == 0
+        final[state_index] = digits not in (-2, 0) and remainder * 10**missing % step == 0
         if digits < decimals:
             for digit in range(10):
                 after = max(digits, -1) if digits < 0 else digits + 1
-                next_state[number, digit] = number_of[(remainder * 10 + digit) % step, after]
+                next_state[state_index, digit] = number_of[(remainder * 10 + digit) % step, after]
         if digits == -1 and decimals:
-            next_state[number, 10] = number_of[remainder, 0]
+            next_state[state_index, 10] = number_of[remainder, 0]
     next_state[0, 11] = 0  # a sign; NUMBER says where it may be
     byte_class = np.full(256, 12, np.int32)
     byte_class[48:58] = range(10)
@@ -149,8 +149,8 @@ def multiples(divisor: float) -> Expression:
 
 def _parts(value: decimal.Decimal) -> tuple[str, str]:
     """The digits of a nonnegative number, before and after the point, without zeros at the end."""
-    whole, _, fraction = format(value, "f").partition(".")
-    return whole, fraction.rstrip("0")
+    integer_part, _, fraction = format(value, "f").partition(".")
+    return integer_part, fraction.rstrip("0")
 
 
 def _whole_at_least(value: int) -> Expression:
@@ -177,8 +177,8 @@ def _whole_at_most(value: int) -> Expression:
 
 def _at_least(bound: Bound) -> Expression:
     """Matches decimals without a sign from a bound on."""
-    whole, fraction = _parts(bound.value)
-    larger = seq(_whole_at_least(int(whole) + 1), optional(_FRACTION))
+    integer_part, fraction = _parts(bound.value)
+    larger = seq(_whole_at_least(int(integer_part) + 1), optional(_FRACTION))
     not_zero = seq(_DIGITS, _NONZERO, _DIGITS)
     if not fraction:
         after = seq(_POINT, not_zero) if bound.strict else optional(_FRACTION)
@@ -188,13 +188,13 @@ def _at_least(bound: Bound) -> Expression:
         ]
         equal = seq(literal(fraction), not_zero if bound.strict else _DIGITS)
         after = seq(_POINT, alt(equal, *digits))
-    return alt(larger, seq(literal(whole), after))
+    return alt(larger, seq(literal(integer_part), after))
 
 
 def _at_most(bound: Bound) -> Expression:
     """Matches decimals without a sign up to a bound."""
-    whole, fraction = _parts(bound.value)
-    smaller = seq(_whole_at_most(int(whole) - 1), optional(_FRACTION))
+    integer_part, fraction = _parts(bound.value)
+    smaller = seq(_whole_at_most(int(integer_part) - 1), optional(_FRACTION))
     zeros = repeat(literal("0"))
     if not fraction:
         after = NOTHING if bound.strict else optional(seq(_POINT, literal("0"), zeros))
@@ -205,4 +205,4 @@ def _at_most(bound: Bound) -> Expression:
         prefixes = [literal(fraction[:length]) for length in range(1, len(fraction))]
         equal = NOTHING if bound.strict else seq(literal(fraction), zeros)
         after = optional(seq(_POINT, alt(equal, *digits, *prefixes)))
-    return alt(smaller, seq(literal(whole), after))
+    return alt(smaller, seq(literal(integer_part), after))

@@ -108,9 +108,9 @@ class _Reader:
 
     def take(self, text: str) -> bool:
         """Whether `text` comes next. If so, goes on after it."""
-        found = self.pattern.startswith(text, self.position)
-        self.position += len(text) if found else 0
-        return found
+        is_next = self.pattern.startswith(text, self.position)
+        self.position += len(text) if is_next else 0
+        return is_next
 
     def next(self) -> str:
         """The next character, "" at the end of the pattern."""
@@ -138,11 +138,15 @@ class _Reader:
             parts = []
         return self._joined(branches, seq(*parts), self.position)
 
-    def _joined(self, left: list[_Branch], right: list[_Branch] | Expression, position: int) -> list[_Branch]:
+    def _joined(
+        self, first_operand: list[_Branch], second_operand: list[_Branch] | Expression, position: int
+    ) -> list[_Branch]:
         """The branches of two parts in sequence. An edge of the text has to be at an edge of the sequence."""
-        following = [_Branch(False, right, False)] if isinstance(right, Expression) else right
+        following = (
+            [_Branch(False, second_operand, False)] if isinstance(second_operand, Expression) else second_operand
+        )
         result = []
-        for before in left:
+        for before in first_operand:
             for after in following:
                 if (after.begins and before.expression is not EMPTY) or (before.ends and after.expression is not EMPTY):
                     raise self.error("got ^ or $ inside of a pattern", position)
@@ -178,13 +182,13 @@ class _Reader:
         self.position = match.end()
         if max(len(match[1]), len(match[3])) > 7:
             raise self.error(f"got a count of {match[0]}, wanted at most {_MAX_COUNT:,}")
-        least = int(match[1] or 0)
-        most = int(match[3]) if match[3] else None if match[2] else least
-        if max(least, most or 0) > _MAX_COUNT:
+        minimum = int(match[1] or 0)
+        maximum = int(match[3]) if match[3] else None if match[2] else minimum
+        if max(minimum, maximum or 0) > _MAX_COUNT:
             raise self.error(f"got a count of {match[0]}, wanted at most {_MAX_COUNT:,}")
-        if most is not None and most < least:
+        if maximum is not None and maximum < minimum:
             raise self.error(f"got {match[0]}, whose counts are in the wrong order")
-        return least, most
+        return minimum, maximum
 
     def _atom(self, depth: int) -> list[_Branch]:
         position = self.position

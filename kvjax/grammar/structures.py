@@ -38,15 +38,15 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
 
     def without(read: Callable[[], Expression], name: str = "") -> Expression:
         """Reads a part, without the texts of an excluded part."""
-        found = _named(structure.get("name", f"{place}.json_schema" if name else place), name, read)
+        schema_part = _named(structure.get("name", f"{place}.json_schema" if name else place), name, read)
         excluded = structure.get("excludes", [])
         if not isinstance(excluded, list):
             raise GrammarError(f"{place}.excludes: got {excluded!r:.80}, wanted a list")
         parts = [
-            literal(part) if isinstance(part, str) and part else inner(f"excludes[{number}]", part)
-            for number, part in enumerate(excluded)
+            literal(part) if isinstance(part, str) and part else inner(f"excludes[{index}]", part)
+            for index, part in enumerate(excluded)
         ]
-        return minus(found, seq(_TEXT, alt(*parts), _TEXT)) if parts else found
+        return minus(schema_part, seq(_TEXT, alt(*parts), _TEXT)) if parts else schema_part
 
     match structure:
         case {"type": "const_string", "value": str(text)}:
@@ -59,7 +59,7 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
             return without(lambda: _TEXT)
         case {"type": "sequence" | "or" as kind, "elements": [*elements]} if elements:
             join = seq if kind == "sequence" else alt
-            return join(*(inner(f"elements[{number}]", child) for number, child in enumerate(elements)))
+            return join(*(inner(f"elements[{index}]", child) for index, child in enumerate(elements)))
         case {"type": "plus", "content": content} if isinstance(separator := structure.get("separator", ""), str):
             return repeat(inner("content", content), 1, separator=_named(place, "", lambda: literal(separator)))
     raise GrammarError(f"{place}: got {structure!r:.80}, wanted the fields of a {structure['type']}")

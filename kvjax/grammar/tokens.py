@@ -41,11 +41,11 @@ class _Functions:
         states = len(automaton.final)
         self.steps = np.append(automaton.next_state, np.full((1, automaton.next_state.shape[1]), -1, np.int32), 0)
         self.rows = [np.full(states, -1, np.int32), np.arange(states, dtype=np.int32)]
-        self.numbers = {row.tobytes(): number for number, row in enumerate(self.rows)}
+        self.numbers = {row.tobytes(): function_index for function_index, row in enumerate(self.rows)}
 
-    def then(self, number: int, byte_class: int) -> int:
+    def then(self, function_index: int, byte_class: int) -> int:
         """Numbers the function with another byte."""
-        row = self.steps[self.rows[number], byte_class]
+        row = self.steps[self.rows[function_index], byte_class]
         data = row.tobytes()
         if data not in self.numbers:
             if len(row) * len(self.rows) > _MAX_ENTRIES:
@@ -90,7 +90,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary, max_states: int, m
         raise GrammarError("no text matches")
     functions = _Functions(automaton)
     used, token_class = np.unique(_token_functions(functions, automaton, vocabulary.tokens), return_inverse=True)
-    next_state = np.stack([functions.rows[number] for number in used.tolist()], axis=1)
+    next_state = np.stack([functions.rows[function_index] for function_index in used.tolist()], axis=1)
     final = automaton.final
     single_bytes = {functions.then(1, byte_class) for byte_class in range(automaton.next_state.shape[1])}
     if not single_bytes <= {0, *used.tolist()}:  # otherwise each way goes on, and no states are equal

@@ -46,16 +46,16 @@ class Vocabulary:
         """
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         fields = json.loads(backend.to_str())
-        texts = {number: text for text, number in backend.get_vocab(with_added_tokens=True).items()}
+        texts = {token_id: text for text, token_id in backend.get_vocab(with_added_tokens=True).items()}
         to_bytes = _reader(fields)
         special = {entry["id"] for entry in fields["added_tokens"] if entry["special"]}
         count = max(texts, default=-1) + 1
         if size is not None and size < count:
             raise ValueError(f"size: got {size}, wanted at least {count}, the tokenizer's")
         tokens: list[bytes | None] = [None] * (count if size is None else size)
-        for number, text in texts.items():
-            if number not in special:
-                tokens[number] = to_bytes(text)
+        for token_id, text in texts.items():
+            if token_id not in special:
+                tokens[token_id] = to_bytes(text)
         return cls(tokens)
 
 
@@ -88,7 +88,7 @@ def _letters() -> dict[str, int]:
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in visible]
-    shifted = {chr(0x100 + number): value for number, value in enumerate(others)}
+    shifted = {chr(0x100 + token_id): value for token_id, value in enumerate(others)}
     return {**{chr(value): value for value in visible}, **shifted}
 
 

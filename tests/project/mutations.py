@@ -378,7 +378,7 @@ MISTAKES = [
     Mistake(
         "an array may end before its least number of items",
         "kvjax/grammar/json_schema.py",
-        "tail = tail if index < least else optional(tail)",
+        "tail = tail if index < minimum else optional(tail)",
         "tail = optional(tail)",
         "tests/unit/grammar/test_schema.py",
     ),

@@ -23,7 +23,20 @@ from tests.drive import DATA, ROOT
 from tests.project.sources import Source, source
 
 LIMITS = DATA / "prose_limits.json"
-ROOMS = ("blocks", "debug", "events", "gpu", "interop", "policies", "pools", "research", "serving", "stores", "testing")
+ROOMS = (
+    "blocks",
+    "debug",
+    "events",
+    "gpu",
+    "grammar",
+    "interop",
+    "policies",
+    "pools",
+    "research",
+    "serving",
+    "stores",
+    "testing",
+)
 CODE = ("kvjax", "kvjax/verbs", *(f"kvjax/{room}" for room in ROOMS), "models", "pallas_kernels")
 TEXTS = ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # The rates, and the most that each should be. Shares are in percent, counts of words for 1,000 words.
