@@ -2,6 +2,7 @@
 """A report of what a run compiles, over all its processes; a budget of CI's; and the cache of programs on disk."""
 
 import collections
+import contextlib
 import os
 import pathlib
 import threading
@@ -20,6 +21,22 @@ LOOPS = {"_turn", "serve", "serve_step", "rollout", "what_if"}
 # Such programs that a run of CI may compile. Lower the number when the count falls. Before it is raised: a test that
 # takes the model, specs and options of `serving_kit.py` compiles none of its own.
 MAX_LOOPS = 36
+
+
+@contextlib.contextmanager
+def no_compiles():
+    """Requires that nothing is compiled."""
+    compiled = []
+
+    def note(event, *_, **__):
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert COMPILED not in compiled
 
 
 def forget_old_programs(folder: pathlib.Path, days: float = 14) -> None:

@@ -16,6 +16,7 @@ import openai
 import pydantic
 import pytest
 
+from tests.compiles import no_compiles
 from tests.drive import ROOT
 from tests.grammar_kit import patterns, schemas
 from tests.models.schema_kit import RandomServer
@@ -201,6 +202,13 @@ def test_twenty_schemas_at_once_share_the_places(writer):
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         answers = list(pool.map(ask, [*range(20), *range(20)]))
     assert answers == [[{f"k{number % 20}": number % 20}] * 2 for number in range(40)]
+
+
+def test_a_new_schema_compiles_nothing(writer):
+    writer.complete(extra_body={"guided_regex": "first"})
+    with no_compiles():
+        for number in range(2 * SLOTS):
+            assert writer.complete(extra_body={"guided_regex": f"new{number}"}).choices[0].text == f"new{number}"
 
 
 def test_a_request_without_a_form_has_the_same_tokens_as_alone(writer):

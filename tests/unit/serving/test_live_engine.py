@@ -6,12 +6,10 @@ engines by hand: moves and listeners fail, requests are cancelled, and every byt
 """
 
 import asyncio
-import contextlib
 import random
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,7 +19,7 @@ from kvjax.events import Listeners, Mirror, fold, index_of, listeners
 from kvjax.serving import EngineError, QueueFull, driver, engine_thread
 from kvjax.stores import DiskStore
 from tests import drive
-from tests.compiles import COMPILED
+from tests.compiles import no_compiles
 from tests.serving_kit import (
     BASE,
     HOST,
@@ -110,22 +108,6 @@ def test_threads_and_tasks_that_come_and_go_at_random(engine, tokens):
         kvjax.check(engine.state)
     assert not failures
     idle(engine)
-
-
-@contextlib.contextmanager
-def no_compiles():
-    """Requires that nothing is compiled."""
-    compiled = []
-
-    def note(event, *_, **__):
-        compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    assert COMPILED not in compiled
 
 
 def test_nothing_is_compiled_after_the_start(engine):
