@@ -58,7 +58,7 @@ class LineFile:
 
 
 def protect(path: pathlib.Path) -> None:
-    """Removes all other users' access to a file or a folder, if it exists."""
+    """Removes the access of all other users to a file or a folder, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         path.chmod(_FOLDER if path.is_dir() else _FILE)
 
