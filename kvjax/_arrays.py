@@ -76,7 +76,7 @@ def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
 
 
 def either[T](where: jax.Array, new: T, old: T) -> T:
-    """Selects tree `new` if where bool[] holds, else `old`. An array that both trees share is not copied."""
+    """Selects tree `new` if where bool[] holds, else `old`. A shared array is not copied."""
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
 
 

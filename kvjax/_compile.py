@@ -140,7 +140,7 @@ _notice = _Notice()
 
 
 class OutermostJit:
-    """`jax.jit` with `compiler_options()`, for programs that are never called inside another.
+    """`jax.jit` with `compiler_options()`, for programs never called inside another.
 
     If a call compiles for longer than two seconds, it logs a line to the logger `kvjax` at level INFO.
     """

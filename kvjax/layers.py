@@ -53,8 +53,8 @@ class LayerSpec:
     Attributes:
       kv_heads: K, or 0 for a recurrent layer.
       head_dim: D, or 0 for a recurrent layer.
-      window: the number of tokens that a token sees, up to and including itself. None means full attention.
-      sink_tokens: the number of first tokens of a sequence that stay in the cache even when the window has passed them.
+      window: the number of tokens seen by a token, up to and including itself. None means full attention.
+      sink_tokens: the number of first tokens to keep in the cache even when the window has passed them.
       values: for a layer of latents, the number of columns of K that serve as V. None stores V separately.
       arrays: the arrays of a recurrent layer's state.
 

@@ -87,7 +87,7 @@ def _placed(tree: Any) -> Iterator[tuple[str, Any]]:
 def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
     """Runs `call`, traced once for all programs of the process calling an equal model with equal shapes.
 
-    A model that is not a pytree of arrays, such as a function with weights in your own program, is traced each time.
+    Any other model, such as a function with weights in your own program, is traced each time.
 
     Raises:
       ValueError: if `call` raises it, or the call changes the model, since a loop would lose the change.

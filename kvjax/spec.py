@@ -41,7 +41,7 @@ class GroupSpec:
       window: attention window in tokens. None means full attention. Recurrent layers have a window of 2, because the
         next token needs the block of the previous token, which holds the state after it.
       num_host_blocks: H, blocks of the host tier.
-      sink_tokens: the number of first tokens of a sequence that stay even when the window has passed them.
+      sink_tokens: the number of first tokens to keep even when the window has passed them.
       recurrent: whether the layers are recurrent.
 
     Example:
@@ -88,7 +88,7 @@ class GroupSpec:
         """The largest number of blocks that a row with `num_blocks` columns, an int or i32[...], holds at once.
 
         `step` is the largest number of tokens written at a time. In recurrent layers a step needs the snapshot it
-        starts from, and writes a snapshot for each block that it completes.
+        starts from, and writes a snapshot for each completed block.
         """
         if self.window is None:
             return num_blocks

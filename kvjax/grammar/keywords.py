@@ -54,8 +54,8 @@ class Part(NamedTuple):
 
     Attributes:
       schema: the schema.
-      path: keywords on the way to it, for errors.
-      refs: the references on the way to it, sorted.
+      path: keywords that lead to it, for errors.
+      refs: the references that lead to it, sorted.
       level: the number of objects and arrays around it.
     """
 

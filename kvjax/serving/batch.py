@@ -83,7 +83,7 @@ class Batch[C: AnyCache]:
             job.output.finish = refusal
 
     def _slots(self, logits_state: Any) -> Slots:
-        """Makes a slot for each output, in arrays of few sizes: most batches find the programs of the first batch."""
+        """Makes a slot for each output. Arrays have few sizes, so most batches share programs with the first batch."""
         jobs = self._jobs
         spec = self._spec
         block_size = self._spec.block_size

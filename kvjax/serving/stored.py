@@ -198,7 +198,7 @@ class StoredPrefixes:
         self._read_ahead()
 
     def _adopt_read(self, prefix: Prefix, call: Any, waits: bool) -> None:
-        """Adopts the blocks read for a prompt, until a read has not ended. `waits` until the deadline for it."""
+        """Adopts the blocks read for a prompt, up to its first unfinished read. If `waits`, waits to the deadline."""
         has_ended = True
         while has_ended and not prefix.is_done:
             self._read_ahead()
