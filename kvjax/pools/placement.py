@@ -115,7 +115,7 @@ class Placement:
 
 
 def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
-    """Gives an operand of Explicit axes the map's partition. Refuses a pool with another partition, to avoid a gather."""
+    """Gives an operand of Explicit axes the map's partition. Refuses pools of another partition, to avoid a gather."""
     if x is None or isinstance(x, int):
         return x
     have = jax.typeof(x).sharding.spec

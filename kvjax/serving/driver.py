@@ -2,7 +2,7 @@
 """The host loop of serving: requests go in, the scheduler's loop runs, and the host reads its results.
 
     score     computes log-probabilities of a prompt, if a request wants them, before the request is submitted
-    submit submits and cancels requests in a single call, and gives each request a slot
+    submit    submits and cancels requests in a single call, and gives each request a slot
     dispatch  empties blocks if a host tier can take them, and starts the loop without waiting for it
     read      reads the oldest unread loop: its tokens, finished requests, and moves between the tiers
 

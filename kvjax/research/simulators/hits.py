@@ -34,7 +34,7 @@ def num_cached(trace: Trace, rule: Rule) -> np.ndarray:
 
 
 def num_hittable(trace: Trace, rule: Rule) -> np.ndarray:
-    """i32[R]; the number of leading blocks of each prompt with a chance to hit."""
+    """i32[R]; the number of leading blocks of each prompt that may hit."""
     return trace.lengths if rule == "papers" else trace.lengths - 1
 
 
