@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of OpenAI's Responses API, as data: a whole response, or the events of a stream.
 
-An answer is a list of output items. The same class makes them for both, and so the last event of a stream has the
+An answer is a list of output items. The same class makes the items for both, so the last event of a stream has the
 whole response.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of a server: uvicorn's, with limits on requests, open connections and unread answers."""
+"""The connections of a server: uvicorn's, with limits on requests, open connections and unread answers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
             self._request_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses bytes without the form of HTTP."""
+        """Refuses bytes that are not HTTP."""
         self._refuse(400, "the request is not valid HTTP")
 
     def _refuse_headers(self) -> None:

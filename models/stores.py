@@ -23,7 +23,7 @@ from . import commands
 from .loading import open_checkpoint
 
 DEFAULT_BYTES = 10 << 30
-READER_PATIENCE_MS = 30_000  # for a process which finds most of its blocks
+READER_PATIENCE_MS = 30_000  # for a process which finds most of its blocks in the store
 _PIECE = 16 << 20  # bytes for a thread to hash at a time
 _THREADS = 8
 

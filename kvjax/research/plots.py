@@ -50,7 +50,7 @@ def plot_rates(
     bound: Hits | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Draws the share of blocks found by the size of the cache, and below it each curve minus LRU's.
+    """Draws the share of blocks found against the size of the cache. Lower axes show each curve minus LRU's.
 
     A curve of up to 40 sizes has markers. The lower axes need a curve named "lru", and show its sizes. Their scale is
     linear up to a percent of the blocks requested, then logarithmic.

@@ -178,7 +178,7 @@ def replay(
 
 
 def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
-    """The same policy for a cache in which a block is a token. It divides `cost_aware`'s balance, a position.
+    """The same policy for a cache in which a block is a token. It divides the balance of `cost_aware`, a position.
 
     Example:
       >>> from kvjax import policies, research
