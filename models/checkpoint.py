@@ -116,7 +116,7 @@ class Folder:
             return {single: []}
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: got no weight_map, wanted one of tensor names to files")
+            raise ValueError(f"{index}: got no weight_map, wanted one from tensor names to files")
         files: dict[pathlib.Path, list[str]] = {}
         for name, file in weight_map.items():
             path = pathlib.PurePath(file if isinstance(file, str) else "")

@@ -229,7 +229,7 @@ class _Screen:
 
 
 class _Lines(_Screen):
-    """A line with a JSON object for each finished prompt. With a store, it has the number of tokens from there."""
+    """Prints a line with a JSON object for each finished prompt. With a store, it includes the tokens from there."""
 
     def say(self, new: str, output: kvjax.serving.Output, done: bool) -> None:
         """Prints the object."""

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
 HEADER_BYTES = 64 << 10  # limit before the body, and between two parts of the body
-MIN_READ = 64 << 10  # bytes for a client to read in `read_seconds`, unless it has read all
+MIN_READ = 64 << 10  # bytes that a client must read in `read_seconds`, unless it has read all
 REQUEST_ID = "x-request-id"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 WRITE_SECONDS = 5  # time for clients to read their last bytes when the server ends

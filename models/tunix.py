@@ -274,7 +274,7 @@ class _Placed(NamedTuple):
         return cls(sharding, array.committed, weakref.ref(array))
 
     def moved(self, array: jax.Array) -> jax.Array:
-        """The array on these devices. An array in place is not committed, which would compile programs anew."""
+        """The array on these devices. An array that is there stays uncommitted, so programs are not compiled again."""
         if array.sharding == self.sharding and array.committed == self.committed:
             return array
         return jax.device_put(array, self.sharding)
@@ -300,7 +300,7 @@ def _check_fields(config: Any) -> None:
             continue
         default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # pyright: ignore
         if value != default:
-            raise ValueError(f"{field.name}: got {value!r:.80}, wanted {default!r}: this engine does not heed it")
+            raise ValueError(f"{field.name}: got {value!r:.80}, wanted {default!r}: this engine does not support another value")
 
 
 def _options(config: Any, eos: Sequence[int]) -> Options:

@@ -114,9 +114,9 @@ def pools_of(cache: Any) -> HostPools | None:
     if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache or a TieredCache")
     if problem := unreadable(cache):
-        raise ValueError(f"cache: got one that is {problem}, wanted one of this process, whose arrays can be read")
+        raise ValueError(f"cache: got one that is {problem}, wanted one of this process with readable arrays")
     if np.ndim(cache.state.groups[0].num_empty):
-        raise ValueError("cache: got a batch of caches, wanted one")
+        raise ValueError("cache: got a batch of caches, wanted a single one")
     if isinstance(cache, Cache) and cache.state.spec.host_groups:
         raise ValueError("cache: got a Cache whose spec has a host tier, wanted the TieredCache, which has its bytes")
     return cache.host
