@@ -300,7 +300,7 @@ def _check_fields(config: Any) -> None:
             continue
         default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # pyright: ignore
         if value != default:
-            raise ValueError(f"{field.name}: got {value!r:.80}, wanted {default!r}: this engine does not support another value")
+            raise ValueError(f"{field.name}: got {value!r:.80}, wanted {default!r}: this engine supports no other")
 
 
 def _options(config: Any, eos: Sequence[int]) -> Options:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How requests leave their rows: `retire`, the first part of a step, and the choice of rows to preempt and to swap.
+"""The step in which requests leave their rows (`retire`), and the choice of rows to preempt and to swap.
 
 A preempted request waits again. With `Scheduler(preempt="swap")` its blocks wait on the host. A loop moves no blocks
 between the tiers, so it ends if a row has to be swapped out or in. The host moves the blocks and starts the loop again.
