@@ -231,8 +231,8 @@ def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS, layer_type:
     """Reads the rope of all layers of a config.json, or the rope of `layer_type` where each type has its own.
 
     A file has `rope_parameters`, and an older file `rope_theta` and `rope_scaling`. `partial_rotary_factor` and
-    `original_max_position_embeddings` may be at the top of the file. For the latter, the top of the file has
-    precedence, as in transformers.
+    `original_max_position_embeddings` may also be at the top of the file. There, `original_max_position_embeddings`
+    has precedence, as in transformers.
     """
     new = hf.get("rope_parameters")
     old = hf.get("rope_scaling")
