@@ -155,7 +155,7 @@ class Trial:
             order, in a list, tuple or dict. Events stacked by `scan` stand for its steps.
           args: arguments of `fn`.
           partial: whether `fn` may do a part of its work. By default nothing may have changed unless all statuses are
-            OK. With `partial`, nothing may have changed unless at least a status is OK.
+            OK. With `partial`, nothing may have changed unless some status is OK.
           cut: {row: remaining tokens} of rows cut back by `truncate`, so the same tokens are new again.
 
         Returns:
