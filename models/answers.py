@@ -55,7 +55,7 @@ class Detokenizer:
         return new_text
 
     def end(self) -> str:
-        """Returns the waiting text, an unfinished character."""
+        """Returns the waiting text, even if its last character is unfinished."""
         end = len(self._tokens)
         new_text = self._new_text(end)
         self._first_new = end

@@ -126,14 +126,14 @@ class Session:
         return float(np.median([turn.seconds for turn in self.turns]))
 
     def tokens(self, *, has_store: bool) -> list[str]:
-        """A line of the table of tokens."""
+        """The session's line in the table of tokens."""
         stored = [f"{sum(turn.stored for turn in self.turns):,}"] if has_store else []
         first_token = _ms(self.first_token) if self.turns else ""
         right = f"{self.right} of {self.answered}"
         return [f"{self.prompted - self.reused:,}", f"{self.reused:,}", *stored, first_token, right]
 
     def records(self) -> list[str]:
-        """A line of the table of events."""
+        """The session's line in the table of events."""
         kinds = collections.Counter(event["kind"] for event in self.events)
         levels = collections.Counter(event["level"] for event in self.events if event["kind"] == "updated")
         return [str(n) for n in (*(kinds[kind] for kind in ("stored", "removed", "copied")), levels[1], levels[0])]

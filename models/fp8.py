@@ -80,7 +80,7 @@ def _read_groups(hf: Mapping[str, Any]) -> set[tuple[int, int]]:
 
 
 def _block(hf: Mapping[str, Any], name: str, section: str) -> tuple[int, int]:
-    """The size of a block."""
+    """Reads the size of a block: outputs, then inputs."""
     sizes = listed(hf, name) or []
     if len(sizes) != 2:
         raise ValueError(f"{section}.{name}: got {sizes!r:.80}, wanted two sizes")

@@ -130,7 +130,7 @@ class GgufFile:
         return dict(self._fields.get(name, {}))
 
     def files(self) -> list[pathlib.Path]:
-        """The file itself."""
+        """The files of the model: only this file."""
         return [self.path]
 
     def tensors(self) -> dict[str, Tensor]:

@@ -190,7 +190,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON."""
+        """The response's body, as JSON data."""
         return {"error": self._fields}
 
 

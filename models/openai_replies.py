@@ -25,7 +25,7 @@ class Usage:
     cached: int = 0
 
     def body(self, *, shows_cached: bool = True) -> dict[str, Any]:
-        """The JSON."""
+        """The response's body, as JSON data."""
         details = {"prompt_tokens_details": {"cached_tokens": self.cached}} if shows_cached else {}
         return {
             "prompt_tokens": self.prompt,

@@ -122,7 +122,7 @@ class Sampler:
 
     @property
     def namespace(self) -> int:
-        """The number of the present version's namespace."""
+        """The number of the namespace of the present weights."""
         return self._names(weights=self.version)
 
     def sample(self, model: Model, prompts: Sequence[np.ndarray], width: int, options: Options) -> Samples:

@@ -44,7 +44,7 @@ class Run:
         return range(self.first, self.first + self.period)
 
     def layers(self, phase: int) -> range:
-        """All layers of a phase."""
+        """The layers of a phase, one in each repeat of the pattern."""
         return range(phase, self.end, self.period)
 
 

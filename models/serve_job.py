@@ -160,7 +160,7 @@ class ActiveRequest:
 
     @property
     def usage(self) -> Usage:
-        """The tokens so far."""
+        """The number of tokens used so far."""
         num_cached = sum(handle.output.cached_tokens for handle in self._first_samples)
         return Usage(self._num_prompt_tokens, sum(self._num_tokens), num_cached)
 

@@ -171,7 +171,7 @@ class Session:
         """Generates text, and calls `show` with the outputs as they grow, at the end with last=True.
 
         Returns:
-          The outputs, and whether they are finished. They are not after a Ctrl-C.
+          The outputs, and whether they are finished. After a Ctrl-C they are unfinished.
         """
         outputs = []
         finished = True

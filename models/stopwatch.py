@@ -28,7 +28,7 @@ class _Turn(NamedTuple):
 
     @classmethod
     def of(cls, progress: kvjax.serving.Progress, seconds: float) -> _Turn:
-        """The turn before a `Progress`."""
+        """The turn that made a `Progress`."""
         outputs = progress.outputs
         num_new = {n: len(tokens) for n, tokens in progress.new.items()}
         first = [n for n, count in num_new.items() if count == len(outputs[n].tokens)]

@@ -72,7 +72,7 @@ class Parser:
         raise NotImplementedError
 
     def _finish(self, *, is_cut: bool) -> None:
-        """Takes the rest of the buffer."""
+        """Takes the rest of the buffer, at the end of an answer."""
         raise NotImplementedError
 
     def _return(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:

@@ -159,7 +159,7 @@ class Arguments:
 
     @property
     def text(self) -> str:
-        """The characters so far."""
+        """The characters read so far."""
         return "".join(self._characters)
 
     @property

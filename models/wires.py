@@ -131,7 +131,7 @@ class Wires:
         self.set(progress.cache.state)
 
     def set(self, state: kvjax.CacheState) -> None:
-        """Shows the cache's state to the wires."""
+        """Passes the cache's state to the wires."""
         for setter in self._setters:
             setter(state)
 

@@ -63,7 +63,7 @@ class Stats:
 
     @property
     def filled_slots(self) -> int:
-        """Slots with K/V in use or for reuse."""
+        """Slots with K/V, of active and cached blocks."""
         return self.written_slots + self.cached_slots
 
     @property
@@ -73,7 +73,7 @@ class Stats:
 
     @property
     def filled_share(self) -> float:
-        """Share of all slots with K/V in use or for reuse."""
+        """Share of all slots that hold K/V."""
         return self.filled_slots / self.total_slots if self.total_slots else 0.0
 
     @property

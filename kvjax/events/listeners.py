@@ -203,7 +203,7 @@ class Listeners:
         return events
 
     def _fall_behind(self, index: int) -> None:
-        """Reacts to a listener's failure."""
+        """Does nothing. A subclass may react to a listener's failure here."""
 
 
 def _begins_anew(events: Any) -> bool:

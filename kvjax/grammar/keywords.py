@@ -65,15 +65,15 @@ class Part(NamedTuple):
     level: int
 
     def under(self, schema: Any, keyword: str) -> Part:
-        """A schema about the same value."""
+        """The part for a keyword's schema, which describes the same value."""
         return Part(schema, f"{self.path}.{keyword}", self.refs, self.level)
 
     def within(self, schema: Any, keyword: str) -> Part:
-        """A schema about a member of the value."""
+        """The part for a keyword's schema, which describes a member of the value."""
         return Part(schema, f"{self.path}.{keyword}", self.refs, self.level + 1)
 
     def error(self, keyword: str, wanted: str) -> GrammarError:
-        """An error about the value of a keyword."""
+        """Makes an error about a keyword's value."""
         return GrammarError(f"{self.path}.{keyword}: got {self.schema[keyword]!r:.80}, wanted {wanted}")
 
 

@@ -44,7 +44,7 @@ class _Functions:
         self.numbers = {row.tobytes(): function_index for function_index, row in enumerate(self.rows)}
 
     def then(self, function_index: int, byte_class: int) -> int:
-        """Numbers the function with another byte."""
+        """The number of the function that reads another byte after this function."""
         row = self.steps[self.rows[function_index], byte_class]
         data = row.tobytes()
         if data not in self.numbers:

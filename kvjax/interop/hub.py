@@ -278,7 +278,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
 
     @abc.abstractmethod
     def _idle(self) -> None:
-        """Shows readers that the cache is alive."""
+        """Sends a sign of life to readers."""
 
     @abc.abstractmethod
     def _end(self, seconds: float) -> None:

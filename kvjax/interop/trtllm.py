@@ -194,7 +194,7 @@ class Writer(EventEncoder[str]):
         return lines
 
     def _texts(self, rows: np.ndarray) -> list[str]:
-        """The stored_block of each row."""
+        """Formats each row as a stored block."""
         text = rows[:, col.TEXT :].reshape(len(rows), -1, self.nodes.spec.block_size)
         values = text.transpose(0, 2, 1).reshape(len(rows), -1).tolist()  # token, extra id, token, ...
         values_per_token = text.shape[1]
@@ -211,7 +211,7 @@ class Writer(EventEncoder[str]):
         return _BLOCK % ",".join([token] * fill)
 
     def _make_space(self, space: Space) -> str:
-        """The fields of a namespace in an event."""
+        """The fields of an event that identify its namespace."""
         fields = {"cache_salt": self._salt(space.salt), "lora_name": space.lora}
         return "".join(f',"{name}":{json.dumps(value)}' for name, value in fields.items() if value is not None)
 

@@ -98,7 +98,7 @@ class _Options:
     init: Callable[[int], Any] | None
 
     def extra_arguments(self, state: Any, now: jax.Array) -> list[Any]:
-        """The last arguments of both functions."""
+        """The arguments after the blocks and ids: the policy's state, the time, or both."""
         return [*([] if self.init is None else [state]), *([now] if self.timed else [])]
 
 

@@ -118,7 +118,7 @@ class _Reader:
         self._first: float | None = None
 
     def read(self, where: str, text: str) -> None:
-        """Follows a line."""
+        """Adds a line of the log to the report."""
         report = self.report
         try:
             line = checked_line(where, records.parse_json(where, text))

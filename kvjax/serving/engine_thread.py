@@ -65,7 +65,7 @@ class EngineJob(Job):
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
         return self.handle.done
 
     def change(self, change: Callable[[Output], Any]) -> None:

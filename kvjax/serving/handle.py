@@ -57,7 +57,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
         return self.times.ended is not None
 
     def cancel(self) -> None:

@@ -51,7 +51,7 @@ class Replicas:
 
     Attributes:
       spec: spec of each cache.
-      caches: a tuple with the replicas' caches; read them while nothing runs.
+      caches: a tuple with the replicas' caches; read them only while nothing runs.
     """
 
     def __init__(

@@ -309,7 +309,7 @@ def init_serving(
     total = max(capacity or total, block_size)
 
     def full(shape: tuple[int, ...] = (num_slots,), value: Any = 0, dtype: Any = np.int32) -> Any:
-        """A new array on the host: all are moved together, without a program for each, and then donated."""
+        """Makes an array on the host. All are moved together, without a program for each, and then donated."""
         return np.full(shape, value, dtype)
 
     top = retention = None

@@ -29,7 +29,7 @@ class _Line(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """The columns before the tokens."""
+        """The texts of the columns before the tokens."""
         return self.where, f"request {self.slot}" if self.slot >= 0 else "", self.state
 
 

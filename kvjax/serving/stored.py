@@ -62,7 +62,7 @@ class Prefix:
 
     @property
     def is_done(self) -> bool:
-        """Whether the prompt waits for no more reads."""
+        """Whether all reads of the prompt are finished."""
         return self.end >= 0 and not self.reads
 
 

@@ -71,15 +71,15 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
         return self.output.finish is not None
 
     def change(self, change: Callable[[Output], Any]) -> None:
-        """Changes the output."""
+        """Changes the output with a function."""
         change(self.output)
 
     def end(self, finish: str) -> None:
-        """Ends it with this `finish`."""
+        """Ends the request with this `finish`."""
         self.change(lambda output: setattr(output, "finish", finish))
 
 

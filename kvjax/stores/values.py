@@ -81,7 +81,7 @@ class Values:
         return f"{self._folders[group_index]}/{block.hash.hex()}"
 
     def block(self, parent: bytes, text: bytes) -> Block:
-        """The block with this text after a prefix."""
+        """Makes the block with this text, whose parent has the hash `parent`."""
         return Block(parent, chain_hash(self._hasher, parent, self._counted(text)), text)
 
     def blocks(self, root: bytes, prompt: Text) -> list[Block]:
@@ -137,7 +137,7 @@ class Values:
         return b"".join(fields) + self._counted(block.text).ljust(text_size, b"\0")
 
     def _counted(self, text: bytes) -> bytes:
-        """A text after its number of tokens."""
+        """A text with its number of tokens in front."""
         return struct.pack("<I", self._num_tokens(text)) + text
 
     def _num_tokens(self, text: bytes) -> int:

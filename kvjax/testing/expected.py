@@ -72,7 +72,7 @@ class Expected:
         return new
 
     def items(self, path: Sequence[Any]) -> list[Item]:
-        """The items of a path in the mirror."""
+        """Converts a path of the mirror to items."""
         return list(path) if self.spec.extra_ids else [(token, 0) for token in path]
 
     def kv_ids(self, namespace: int, items: Sequence[Item]) -> list[int]:

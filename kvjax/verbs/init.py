@@ -123,7 +123,7 @@ def _none(*shape: int) -> jax.Array:
 
 
 def _init_blocks(num_ids: int, spec: CacheSpec) -> Blocks:
-    """Blocks without contents or holders."""
+    """Makes blocks without contents or holders."""
 
     def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_ids, *shape), dtype)

@@ -315,7 +315,7 @@ class Mirror:
         return sum(len(group.nodes) for group in self._groups.values())
 
     def apply(self, batch: Batch) -> None:
-        """Follows a batch."""
+        """Applies a batch of events to the mirror."""
         for event in batch.events:
             if isinstance(event, Cleared):
                 self._groups.clear()

@@ -180,7 +180,7 @@ class Encoder(EventEncoder[bytes]):
         columns = rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist()
 
         def chain(start: int, stop: int) -> bytes:
-            """The stored event of a chain."""
+            """Encodes a chain of blocks as a stored event."""
             level, namespace, depth = columns[start]
             space = spaces[namespace]
             num_roots = 0 if depth else stop - start

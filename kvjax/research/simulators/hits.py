@@ -92,7 +92,7 @@ class Hits:
 
     @property
     def rate(self) -> np.ndarray:
-        """f64[Z]; the share of blocks found in the blocks requested."""
+        """f64[Z]; the share of requested blocks that were found."""
         return self.blocks.sum(axis=1) / max(len(self.trace.ids), 1)
 
     @property

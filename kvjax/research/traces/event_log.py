@@ -94,7 +94,7 @@ class _Follower:
         return block
 
     def store(self, where: str, now: float, parent: int, blocks: Sequence[int]) -> None:
-        """Follows consecutively stored blocks."""
+        """Adds consecutively stored blocks to their request, or to a new request."""
         request = self._ends.pop(parent, None)
         if request is None or now - request.last > self._pause:
             request = _Request(where, now, parent, now)
