@@ -81,7 +81,7 @@ def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, section: str = 
 
 
 def count(hf: Mapping[str, Any], name: str, absent: int | None = None, minimum: int = 1, section: str = "") -> int:
-    """The field's value, a whole number of 32 bits."""
+    """The field's value, an integer that fits into 32 bits."""
     value = hf.get(name)
     value = absent if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _MAX_INT:

@@ -46,7 +46,7 @@ def add_store(parser: commands.Parser) -> None:
 
 
 def check(parser: commands.Parser, args: Namespace) -> None:
-    """Refuses options without `--store`, and `--store` without its packages."""
+    """Refuses a store's options without `--store`, and `--store` without its packages."""
     if args.store is not None:
         commands.check_extra(parser, "stores", "--store")
         return

@@ -143,7 +143,7 @@ class Handle:
                 self._callbacks.remove(notify)
 
     async def wait(self) -> Output:
-        """Waits until the request is over, for asyncio. Returns its output."""
+        """Waits in asyncio until the request is over. Returns its output."""
         async for _ in self.changes(is_streaming=False):
             pass
         return self._ended()

@@ -107,7 +107,7 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
 
 
 class Swaps(Pytree):
-    """Moves for the host to make before the loop goes on, or -1."""
+    """The rows that the host has to move before the loop continues, or -1."""
 
     out: jax.Array  # i32[]; row to swap out
     back: jax.Array  # i32[]; row to swap in

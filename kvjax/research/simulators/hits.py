@@ -97,11 +97,11 @@ class Hits:
 
     @property
     def token_rate(self) -> np.ndarray:
-        """f64[Z]; the share of tokens found in the tokens requested."""
+        """f64[Z]; the share of requested tokens that were found."""
         tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
         return tokens.sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
 
     @property
     def mean_rate(self) -> np.ndarray:
-        """f64[Z]; the mean over requests of their share of blocks found."""
+        """f64[Z]; the share of a request's blocks that were found, averaged over requests."""
         return np.mean(self.blocks / np.maximum(self.trace.lengths, 1), axis=1)
