@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax NNX decoders over the paged cache, and checkpoints in Hugging Face format. A wheel has it as `kvjax_models`."""
+"""Flax NNX decoders over the paged cache, and Hugging Face checkpoints. In the wheel, it is called `kvjax_models`."""
 
 try:
     from .config import LayerConfig, ModelConfig

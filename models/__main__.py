@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of the commands: `python -m models`."""
+"""Lists the commands: `python -m models`."""
 
 from __future__ import annotations
 

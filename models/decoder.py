@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder for all families: the cache goes in as an argument and comes out as a result.
+"""A decoder for all families. The cache is an argument and a result.
 
 A layer has a mixer, which mixes tokens through a `Mixing`, and then an MLP or experts. The config chooses them. Modules
 have the names of Hugging Face checkpoints, so loading needs no table of names. Shapes use the legend of `kvjax.state`,
@@ -34,7 +34,7 @@ class Layer(nnx.Module):
     Without post norms it is the norm before the MLP. A layer with an input of its own gates it and adds it last.
     """
 
-    self_attn: Any  # where the mixer has that name
+    self_attn: Any  # if the mixer has this name
 
     def __init__(self, config: ModelConfig, layer_index: int, dtype, rngs: nnx.Rngs):
         width = config.hidden_size
@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
             self.lm_head = linear(config.vocab_size)
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
-        """Specs of the layers with a part of the cache, for `kvjax.make_spec` and `kvjax.plan`.
+        """Specs of the layers that use the cache, for `kvjax.make_spec` and `kvjax.plan`.
 
         Layers with reused K/V are left out. They are the last layers, so the others keep their indices.
         """
@@ -208,8 +208,8 @@ def scanned[M: Decoder](model: M) -> M:
     """Returns the model with its longest run of equal layer patterns scanned, or the model if no pattern repeats.
 
     A scanned model compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack.
-    Logits differ by rounding alone, and `save` writes the same file. The weights of the run are copied: while both
-    models live, memory holds them twice.
+    Logits differ only by rounding, and `save` writes the same file. The weights of the run are copied, so memory holds
+    them twice while both models exist.
     """
     run = longest_run(model.config.layers, model.config.dense)
     if model.run is not None or run is None:

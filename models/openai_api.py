@@ -80,7 +80,7 @@ SERVED = frozenset(
         "top_p",
     }
 )
-# The server ignores these: without an effect of fields of `REFUSED`, no answer depends on them.
+# The server ignores these, because no answer depends on them unless a field of `REFUSED` has an effect.
 HARMLESS = frozenset(
     {
         "media_io_kwargs",
@@ -97,7 +97,7 @@ HARMLESS = frozenset(
         "user",
     }
 )
-# Answers would depend on these. Each field has its harmless values, which leave answers as they are, as null does.
+# Answers would depend on these fields. Each has harmless values, which do not change an answer, like null.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -190,7 +190,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON."""
+        """The response's body, as JSON data."""
         return {"error": self._fields}
 
 
@@ -200,7 +200,7 @@ def refuse(name: str, got: Any, wanted: str, param: str | None = None) -> ApiErr
 
 
 def busy(message: str) -> ApiError:
-    """The error for a request if the server has no room for it yet."""
+    """The error for a request while the server has no room for it."""
     headers = {"retry-after": str(RETRY_SECONDS)}
     return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
@@ -233,8 +233,8 @@ class Tools:
 
     Attributes:
       definitions: The tools for the chat template.
-      choice: With "auto" the model decides on calls, with "none" the answer has no call, with "required" it has calls
-        only, and with "named" it is a call of a named tool.
+      choice: With "auto" the model decides on calls. With "none" the answer has no call. With "required" it has only
+        calls. With "named" it is a call of the named tool.
       is_parallel: Whether an answer may have several calls.
       named: The name of the tool to call. None leaves the tool to the model.
       strict: Names of tools with strict schemas, which the arguments of calls have to satisfy.
@@ -343,7 +343,7 @@ class Fields:
         return default if value is None else value
 
     def checked(self, name: str, default: Any, wanted: str, is_wanted: Callable[[Any], bool]) -> Any:
-        """A field, or the default if it is absent. Refuses a field unless `is_wanted` is true of its value."""
+        """A field, or the default if it is absent. Refuses the value unless `is_wanted` accepts it."""
         value = self.get(name)
         if value is not None and not is_wanted(value):
             raise refuse(name, value, wanted)
@@ -395,7 +395,7 @@ def read_params(
     check_refused(fields, fields_of(CHATS if is_chat else COMPLETIONS)[2])
     echoes = fields.flag("echo") and not is_chat
     prompt_logprobs = _prompt_logprobs(fields, limits)
-    min_tokens = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens is no use by itself
+    min_tokens = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens would be useless
     default_max_tokens = defaults.get("max_new_tokens")
     max_tokens = fields.integer("max_tokens", None if is_chat or default_max_tokens else 16, min_tokens)
     max_tokens = fields.integer("max_completion_tokens", max_tokens, min_tokens)
@@ -426,7 +426,7 @@ def read_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ApiError: if a request may not have the value of a field.
 
-    Source: vLLM, which takes the same fields, and also if `do_sample` is false.
+    Source: vLLM, which reads the same fields, even if `do_sample` is false.
     """
     fields = Fields({name: config.get(name) for name in GENERATION_FIELDS})
     _sampling(fields, NO_DEFAULTS)
@@ -590,7 +590,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def is_list(value: Any, kind: type) -> bool:
-    """Whether a value is a list of values of a kind, where true is not 1."""
+    """Whether a value is a list of values of a kind, where true is not a number."""
     return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's HTTP API of an engine: completions, chats, responses and models, as a Starlette application.
 
-When a client leaves, its request is cancelled, with a stream and without.
+When a client leaves, its request is cancelled, whether it is a stream or not.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-SHORT = 10_000  # bytes: to encode a shorter text takes less time than to start another thread
-READERS = 2  # threads that read bodies: to encode a long body takes about 100 MB
+SHORT = 10_000  # bytes; encoding a shorter text takes less time than starting another thread
+READERS = 2  # threads that read bodies; encoding a long body takes about 100 MB
 GONE = 499  # the status after a client has left; nobody receives it
 # {an argument of `Engine.submit`: the field of a request for it}
 _PARAMS = {

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 from .answers import Decode, Piece
 
-PATIENCE = 30.0  # seconds for an engine to answer, unless something is wrong
+PATIENCE = 30.0  # seconds within which an engine answers, unless something is wrong
 STALE = 0.1  # seconds for which a copy of the state is new enough
 _WINDOW = 10.0  # seconds over which the tokens a second are counted
 _PREFIXES = 50  # lines of the table
@@ -69,7 +69,7 @@ class Pages:
         self._setters = setters
         self._reading: asyncio.Future[CacheState] | None = None
         self._read_at = -np.inf
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # waits for the engine alone
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # only waits for the engine
         self._lock = asyncio.Lock()
         self._shown: dict[str | None, tuple[float, str]] = {}  # {salt: the page, after the time when it was made}
         self._recent = collections.deque[tuple[float, int]]()  # a time, and the number of tokens made then
@@ -172,7 +172,7 @@ def _has_salt(names: kvjax.Namespaces | None, salt: str, namespace: int) -> bool
     assert names is not None, "salts need names"
     try:
         namespace_salt, _ = names.describe(namespace)
-    except KeyError:  # its number was returned after the state was read
+    except KeyError:  # its number was given back after the state was read
         return False
     return namespace_salt is not None and namespace_salt.startswith(salt)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions jax differentiates for any implementation: plain XLA, without loops.
+"""The functions that jax differentiates in place of any implementation: plain XLA, without loops.
 
-jax can neither differentiate a Pallas kernel that writes in place, nor reverse a loop whose trip count is data. Shapes
-use the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a
+jax cannot differentiate a Pallas kernel that writes in place, and cannot reverse a loop whose trip count is data.
+Shapes use the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a
 derivative with respect to a pool is an array of the pool's size.
 """
 

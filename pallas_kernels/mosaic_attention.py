@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Mosaic GPU kernel of paged attention. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-It serves decode and prefill, as in `triton_attention`: a thread block takes a piece of work and a kv head, whose query
-heads are packed into the rows of the matrix products, query after query. Its warpgroups have two roles:
+It serves decode and prefill. As in `triton_attention`, a thread block takes a piece of work and a kv head, and packs
+the head's query heads into the rows of the matrix products, query after query. Its warpgroups have two roles:
 
     loader     ids of blocks | K tile | V tile | K tile | V tile | ...       by TMA, some tiles ahead
     worker     wait for K | S = Q K' | softmax | wait for V | O += P V | ...       64 rows of Q; products by wgmma
 
 K and V each have a ring of stages in shared memory: `full[s]` signals a filled stage s, `free[s]` signals the end of
-its use by all workers. Two workers take turns (ping-pong): a worker has the tensor cores while the other computes its
+its use by all workers. Two workers take turns (ping-pong): a worker uses the tensor cores while the other computes its
 softmax.
 
 Source: the roles and the turns come from FlashAttention-3 (Shah et al., 2024).
@@ -168,7 +168,7 @@ def _kernel(
     window = static.window
 
     def piece() -> Piece:
-        """The piece. Each role computes it separately, so no register is held for both."""
+        """The piece. Each role computes it separately, to save registers."""
         first = position_ref[piece_index]
         begin = begin_ref[piece_index]
         end = end_ref[piece_index]

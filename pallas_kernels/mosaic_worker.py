@@ -125,7 +125,7 @@ def _load_queries(q_ref, q_smem, full) -> None:
 
 
 def _begin(sinks_ref, worker, shape: tuple[int, int], piece: Piece, static: Static):
-    """The running softmax before any score: mixed f32[64, D], highest f32[64], total f32[64]."""
+    """The initial state of the running softmax: mixed f32[64, D], highest f32[64], total f32[64]."""
     highest = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST), _BY_ROW)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _BY_ROW)
     if static.has_sinks:  # an additional score with a value of zero, in the first part of the row's K/V
@@ -196,7 +196,7 @@ def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
     """Zeroes the rows of the V tile from `slot` on that no query of the piece sees."""
     low = 0 if static.window is None else piece.first - (static.window - 1) - slot
     high = piece.end - slot
-    # The first worker does it for both: the second worker's turn comes later.
+    # The first worker does it for both, because the second worker's turn comes later.
     has_unseen = (worker == 0) & ((low > 0) | (high < v_ref.shape[0]))
     pl.when(has_unseen)(functools.partial(_clean, v_ref, low, high))
 
@@ -204,7 +204,7 @@ def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
 def _clean(v_ref, low, high):
     """Zeroes the rows of a V tile outside `low` to `high` - 1, since they may be NaN, and 0 * NaN is NaN."""
     slots, width = v_ref.shape
-    columns = 64 if width % 64 == 0 else width  # at a time: registers are scarce here
+    columns = 64 if width % 64 == 0 else width  # at a time, because registers are scarce here
     for i, j in itertools.product(range(0, slots, ROWS), range(0, width, columns)):
         part = v_ref.at[pl.ds(i, ROWS), pl.ds(j, columns)]
         values = plgpu.load(part, layout=plgpu.Layout.WGMMA)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as Triton kernels: the softmax over a piece of work, and prefill, which consists of such pieces.
+"""Paged attention as Triton kernels: the attention of a piece of work, and prefill, which consists of such pieces.
 
 A program takes a kv head. The G = Q / K query heads that share it are packed into the rows of a matrix product, query
 after query. K and V are read slot by slot through the block table, a tile of slots at a time, with a running softmax in
-base 2. Only tiles at an edge (the causal edge, the window's, the end of the row) pay for masks. Masked slots are never
-loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
+base 2. Only tiles at an edge (the causal edge, the edge of the window, the end of the row) need masks. Masked slots are
+never loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-The columns of a head may be cut into parts, with separate products. A latent is loaded once, for K and for V: its parts
-are powers of two wide, with V's parts first. All query heads share it, and a program takes as many of them as its
-registers allow. A quantised pool is read in words of four bytes, and part j has the columns j, j + 4, ...
+The columns of a head may be cut into parts, with separate products. A latent is loaded once, as both K and V. The
+widths of its parts are powers of two, with V's parts first. All query heads share it, and a program takes as many of
+them as its registers allow. A quantised pool is read in words of four bytes, and part j has the columns j, j + 4, ...
 (`triton_words`).
 """
 
@@ -57,7 +57,7 @@ class Columns(NamedTuple):
 
 
 def _cut(width: int, values: int | None) -> tuple[Columns, ...]:
-    """The columns of K together, or of a latent in parts: V's first, of at least the 16 that a product takes."""
+    """All columns of K, or the parts of a latent: V's parts first, each at least 16 wide, as a product requires."""
     if values is None:
         return (Columns(0, width, pl.next_power_of_2(width)),)
     parts = []
@@ -161,7 +161,7 @@ def prefill_attention(
         values=values,
         interpret=interpret,
     )
-    # The results of padding, which no program writes.
+    # No program writes the results of padding.
     blank = jnp.zeros((tokens, heads, values or width), q.dtype), jnp.zeros((tokens, heads), jnp.float32)
 
     def kernel(*refs):
@@ -326,7 +326,8 @@ def _pack(head, count, static: Static) -> Rows:
 def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array], Any]:
     """The parts of q [X, padded], and a factor for their scores, f32[X] or 1.
 
-    bfloat16 may exceed float16. So in float16 a row is q divided by the power of two below its largest element.
+    A bfloat16 may be too large for float16. So in float16, a row of q is divided by the power of two below its largest
+    element.
     """
     query = (token + rows.query)[:, None]
     heads = rows.head[:, None]
@@ -342,13 +343,13 @@ def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array],
 
 
 def _precision(dtype, interpret: bool):
-    """The precision for products as exact as float32: three products of tf32, which only GPUs have."""
+    """The precision that makes products as exact as float32, by three products of tf32. Only GPUs have it."""
     exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return exact if dtype == jnp.float32 else None
 
 
 def _begin(sinks_ref, piece: Work, rows: Rows, static: Static):
-    """The running softmax before any score: highest f32[X], total f32[X], mixed f32[X, padded] by parts.
+    """The initial state of the running softmax: highest f32[X], total f32[X], mixed f32[X, padded] by parts.
 
     With scales also the largest scale of V so far, f32[].
     """

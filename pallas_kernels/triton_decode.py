@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode as three Triton kernels: a schedule, attention in even shares of all tiles, and a merge of divided rows.
 
-The rows' tiles of slots are laid end to end, and each program takes the same number of tiles, whatever the rows'
-lengths are. If a single program has all of a row, it writes the result at once. Otherwise the row's result is merged
-from the programs' parts (flash-decoding). The schedule follows from the lengths alone, so the layers of a step share
-it.
+The tiles of all rows are laid end to end, and each program takes the same number of tiles, whatever the rows' lengths
+are. If a single program has a whole row, it writes the row's result. Otherwise the programs' parts are merged
+(flash-decoding). The schedule depends only on the lengths, so the layers of a step share it.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def _kernel(order_ref, ends_ref, first_ref, tiles_per_program_ref, lengths_ref, 
         packed, out, lse = attend(operands, piece, head, static)
         has_whole_row = (start >= begin) & (end <= limit)
         store(out_ref, lse_ref, row + packed.query, packed, out, lse, has_whole_row)
-        # A step to the next program or to the next row adds 1, so no two parts have the same index.
+        # The next program and the next row each add 1, so no two parts have the same index.
         store(parts_ref, parts_lse_ref, program + entry + packed.query, packed, out, lse, ~has_whole_row)
         return entry + 1, stop
 

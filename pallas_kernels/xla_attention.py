@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention of `pallas_kernels.xla`, with its shape legend: W tiles of C queries, all of the same row.
 
-A single loop over tiles of slots keeps a running softmax in float32. Its trip count follows the longest live length, so
-a short row in a long table costs little. Only the blocks in use are read from the pool. If a row of a decode step is
-much longer than the mean, the rows are first cut into parts of about equal length (flash-decoding), so the short rows
-do not go through the long row's steps.
+A single loop over tiles of slots keeps a running softmax in float32. Its trip count depends on the longest row, not on
+the width of the tables. It reads only the blocks in use. If a row of a decode step is much longer than the mean, the
+rows are first cut into parts of about equal length (flash-decoding), so the short rows do not go through the long row's
+steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from jax import lax
 from pallas_kernels.loops import fori_loop, unless_mapped, varying
 from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
 
-# The running maximum before any score: it is finite, so score - maximum is never inf - inf.
+# The initial running maximum. It is finite, so score - maximum is never inf - inf.
 _LOWEST = np.float32(-1e30)
-# Decode cuts rows into parts only if a row can have this many tiles, and for this number of rows. Among fewer rows the
-# longest is hardly above the mean. With more rows the merge, which is quadratic in them, would cost too much.
+# Decode cuts rows into parts only if a row can have this many tiles, and only for this number of rows. With fewer rows,
+# the longest row is hardly longer than the mean. With more rows, the merge costs too much, because it is quadratic in
+# the number of rows.
 _TILES_IN_PARTS = 16
 _ROWS_IN_PARTS = range(8, 257)
 # The smallest and largest number of a row's queries in a tile. Each tile reads the row's K/V once.
@@ -64,7 +65,7 @@ def decode_attention(
       values: the number of leading columns of K that are V, for a pool of latents. None means K and V are separate.
       return_lse: whether to return the logarithm of the softmax's denominator too.
       fixed_split: whether a row's result must have the same bits whatever the other rows are. If so, no row is cut into
-        parts, however long it is compared with the others.
+        parts, however long it is.
       attend: a function to compute the tiles. Defaults to the loops below.
 
     Returns:
@@ -160,7 +161,7 @@ def prefill_attention(
         stride=stride,
         offset=offset,
     )
-    # Back to tokens: token t is query `offset` of its row.
+    # Maps queries back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
     offset = jnp.arange(tokens, dtype=jnp.int32) - starts[row]
     tiles = -(-counts // width)
@@ -181,11 +182,11 @@ def _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options):
         count = (work.begin < work.end).astype(jnp.int32)
         return _attend(*tiles, count, part=(work.begin, work.end), sinks=None, **options)
 
-    # R parts at a time, for R rows. After the last part of the list the loops end at once.
+    # Runs R parts at a time, for R rows. After the last part of the list the loops end.
     out, lse = lax.map(attend, jax.tree.map(lambda x: x.reshape(-1, num_rows), work))
     out = out.reshape(-1, *out.shape[-2:]).swapaxes(0, 1)
     lse = lse.reshape(-1, heads).T
-    # The merge is another tile: the parts are its slots, with their lse as scores, and the rows are its queries.
+    # The merge is attention too: the parts are the slots, with their lse as scores, and the rows are the queries.
     is_part_of_row = work.row[None] == jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     score = jnp.where(is_part_of_row[None], lse[:, None], -jnp.inf)
     start = _start(sinks, (1, heads, num_rows, 1), out.shape[-1])
@@ -247,9 +248,10 @@ def _attend(
         is_seen = _seen(slot, position, length if masked else None, window)
         if is_seen is not None:
             score = jnp.where(is_seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
-        # The barrier fetches V after the use of K, into the same memory: both at once would not fit a CPU's caches.
+        # With the barrier, V is fetched after the use of K, into the same memory. Both would not fit into a CPU's
+        # caches.
         score, row = lax.optimization_barrier((score, row))
-        v = fetch(row + stride) if values is None else keys  # with its other columns: a part would be copied
+        v = fetch(row + stride) if values is None else keys  # with all columns, because a slice would be a copy
         if masked:  # 0 * NaN is NaN
             v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
         return _fold(carry, score, v, live)
@@ -314,7 +316,7 @@ def _runs(shape, run, layer, block):
     """The rows with the K of a tile of blocks i32[W, B], in a pool seen as rows with a run of slots each.
 
     A tile interleaves its blocks: the first run of every block, then the second run of every block, and so on.
-    Attention does not depend on the order, and reading several blocks alternately keeps more of a CPU's memory requests
+    Attention does not depend on the order of slots. Reading several blocks in turn keeps more memory requests of a CPU
     in flight than reading block after block.
 
     Returns:
@@ -331,14 +333,15 @@ def _runs(shape, run, layer, block):
 
 
 def _run(size: int, width: int) -> int:
-    """The slots in a run: the fewest with 128 elements dividing the block size. XLA copies shorter runs slowly."""
+    """The number of slots in a run: the smallest divisor of the block size with 128 elements. Shorter runs are slow."""
     return min(run for run in range(1, size + 1) if size % run == 0 and (run * width >= 128 or run == size))
 
 
 def _scores(queries, keys):
     """Scores f32[W, K, X, T] from queries [W, K, X, D] and keys [W, K, T, D].
 
-    Up to four queries are multiplied separately: for a product of two to four rows XLA's CPU code first rearranges K.
+    Up to four queries are multiplied separately, because XLA's CPU backend rearranges K for a product of two to four
+    rows.
     """
     if queries.shape[2] > 4:
         return jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
@@ -366,7 +369,7 @@ def _mean(mixed, denominator):
 
 
 def _start(sinks, split, width):
-    """Maximum, denominator and mixed values before any score. A sink is a first score with a value of zero."""
+    """The initial maximum, denominator and mixed values. A sink is a first score with a value of zero."""
     num_tiles, kv_heads, chunk, group = split
     shape = (num_tiles, kv_heads, chunk * group)
     if sinks is None:
@@ -393,8 +396,8 @@ def _seen(slot, position, length, window):
 def rows(array: jax.Array, row: jax.Array, run: int, dtype) -> jax.Array:
     """Rows of a pool, or of its scales, seen as a matrix with a run of slots in each row.
 
-    The barrier keeps XLA from fusing later operations into the gather, whose inner loop would no longer be a long run.
-    On a CPU it would take up to twice as long.
+    The barrier keeps XLA from fusing later operations into the gather. Its inner loop would no longer be a long run,
+    and on a CPU it would take up to twice as long.
     """
     matrix = array.reshape(-1, run * math.prod(array.shape[5:]))
     gathered = matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -65,7 +65,7 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     blocks = inspected.blocks
     size = state.spec.block_size
     if blocks.refcount.ndim != 1:
-        raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted one cache of them")
+        raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted those of one cache")
     ids = np.arange(len(blocks.refcount), dtype=np.int32)
     table = inspected.table
     is_block = (table >= 0) & (table < len(ids))

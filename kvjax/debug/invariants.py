@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a state on the host: invariants, and the status of a request."""
+"""Checks the invariants of a state, and the status of a request, on the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RequestError(ValueError):
 
 
 def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any, Events]]:
-    """Wraps a verb, jitted or not. The wrapper reads the status on the host, and raises for broken preconditions.
+    """Wraps a verb, jitted or not. The wrapper reads the status on the host, and raises if a precondition is broken.
 
     A full pool or row is not an error: NO_BLOCKS and ROW_FULL come back as data.
 
@@ -63,7 +63,7 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
 
     Args:
       state: the cache, not traced.
-      rows: rows that may be in use, such as none after a run that releases all of its rows; None means any.
+      rows: rows that may be in use, such as () after a run that releases all of its rows; None means any rows.
 
     Raises:
       AssertionError: for broken invariants, with their names and a drawing of the state.

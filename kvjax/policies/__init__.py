@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: they choose the blocks to evict when blocks run short. The core rechecks every choice.
+"""Eviction policies choose the blocks to evict when blocks run short. The core checks every choice again.
 
-A policy in a line. The block of the lowest score leaves first, and a score can use all of `state.Blocks`:
+This line makes a policy. The block with the lowest score leaves first, and a score can use all of `state.Blocks`:
 
     smallest_first = by_score(lambda blocks: blocks.fill)
 """

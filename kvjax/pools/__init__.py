@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a cache, on the device and on the host. They follow the events."""
+"""The bytes of a cache, on the device and on the host. Copies and moves follow the events."""
 
 from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, apply, init_pools, write

@@ -41,8 +41,8 @@ def attend(
     Over latents, all query heads share a kv head, and V is the first columns of K. You pass absorbed queries, and get
     absorbed results.
 
-    jax differentiates it with respect to q, sinks and the pools. XLA computes the derivative over all slots of the
-    block tables. It computes the result of a differentiated call too, unless you name a kernel.
+    You can differentiate it with respect to q, sinks and the pools. XLA then computes both the result and the
+    derivative, over all slots of the block tables. If you name a kernel, the kernel still computes the result.
 
     Args:
       q: [R, C, Q, D]; [1, T, Q, D] for a flat view, ragged or mixed. Query heads g * Q / K to (g + 1) * Q / K - 1 share
@@ -50,14 +50,14 @@ def attend(
       pools: the K/V, already written for the view's tokens.
       layer: the model's layer number. It may be traced, i32[], if the spec has a single pool.
       view: the positions of the tokens.
-      index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None uses the layer's index.
+      index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None takes the index from `layer`.
       scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
       window: a token attends to the last `window` tokens, itself included. None means no limit.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
-      sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
+      sinks: f32[Q]; an additional logit per query head, which counts in the softmax's denominator and has no value.
       return_lse: whether to return the logarithm of the softmax's denominator too.
       implementation: an entry of `IMPLEMENTATIONS`, which serves the call or raises. None chooses the first able to
-        serve.
+        serve the call.
 
     Returns:
       [R, C, Q, D] like q, or [R, C, Q, values] over latents, with zeros where the view has padding. With `return_lse`

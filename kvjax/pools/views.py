@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of the cache for a model step: the slot of each token, and the blocks it may read.
 
-A view is for the next tokens of some rows, after the committed tokens, reserved by `admit` or `extend`. In a block of
-steps it is for the tokens after all that earlier steps have written. A view has three forms, and a model sees a batch
-of rows in each:
+A view describes the next tokens of some rows, after the committed tokens. `admit` or `extend` has reserved them. In a
+block of steps, a view describes the tokens after all tokens that earlier steps have written. A view has three forms,
+and a model sees a batch of rows in each:
 
     view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
     [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
@@ -31,14 +31,14 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
     """The positions and slots of the tokens in a model step.
 
     A mixed view is a ragged view of S + R rows, whose first S rows have a single position each. Code that ignores
-    `decodes` may treat it as ragged. `recur` runs recurrent layers. If you write a kernel for them, row r starts at
+    `decodes` may treat it as ragged. Use `recur` for recurrent layers. If you write a kernel for them, row r starts at
     token `lengths - num_tokens`, from the snapshot in pool row `tables[g][r, (start - 1) // P]` of the recurrent group
     g.
 
     Attributes:
       tables: per group i32[R, M]; pool rows, N (scratch) where a row has no block on the device.
-      positions: i32[R, C], or i32[1, T] if ragged; each token's position in its sequence. Padding has some position
-        too.
+      positions: i32[R, C], or i32[1, T] if ragged; each token's position in its sequence. The position of padding is
+        arbitrary.
       lengths: i32[R]; the number of tokens that a row's last token attends to, including this view's. A row without
         tokens in the view has 0.
       slots: per group, shaped like positions; pool row * P + offset, where each token's K/V are written. The scratch
@@ -46,9 +46,9 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
       num_tokens: i32[R]; the number of each row's tokens in this view.
       starts: i32[R]; the index of each row's first token if ragged, None if padded.
       decodes: static; S if mixed, else 0. Row i of the first S has position i of the flat batch.
-      fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. Then its
-        work is not cut into parts by the rows' lengths, which fills a GPU less evenly, and costs a CPU the longest
-        row's steps for all rows.
+      fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. Attention
+        then does not split rows by their lengths, so a GPU is used less evenly, and a CPU takes as many steps for each
+        row as for the longest row.
       spec: static; the cache's spec. `write` and `attend` refuse pools of another spec. None disables this check, for a
         view made by hand.
     """
@@ -80,7 +80,7 @@ def view(
     *,
     written: ArrayLike = 0,
 ) -> View:
-    """A view in padded form: C tokens for each row.
+    """Makes a view in padded form: C tokens for each row.
 
     Args:
       state: the cache, with the tokens reserved.
@@ -111,7 +111,7 @@ def view(
 def ragged(
     state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None, *, written: ArrayLike = 0
 ) -> View:
-    """A view in ragged form: all rows' tokens on an axis of T, row after row.
+    """Makes a view in ragged form: the tokens of all rows on an axis of T, row after row.
 
     Use it for batches of long chunks and single tokens, which the padded form would pad to the longest chunk.
 
@@ -142,7 +142,7 @@ def ragged(
 
 @on_state
 def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: ArrayLike, size: int) -> View:
-    """A view in mixed form: a token of each decoding row, then chunks of other rows, all on the same axis.
+    """Makes a view in mixed form: a token of each decoding row, then chunks of other rows, all on the same axis.
 
     The flat batch has S + `size` positions. Position i < S is row i's. After these the chunks follow as in `ragged`. A
     model computes the whole batch at once, and `attend` serves its two parts as decode and as prefill.
@@ -210,7 +210,7 @@ def _packed(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
     starts = jnp.minimum(sum_before(count), size)
     count = jnp.minimum(count, size - starts)
     token = jnp.arange(size, dtype=jnp.int32)[None]
-    # A slot's owner is the last row that starts there or before: a row without tokens starts where the next one does.
+    # A slot's owner is the last row that starts at or before it. A row without tokens starts where the next row does.
     owner = jnp.sum(token >= starts[:, None], axis=0, dtype=jnp.int32)[None] - 1
     return starts, count, owner, token - pick(starts, owner)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools to choose a policy and a cache size for a workload, from a trace of it. Nothing imports this package."""
+"""Chooses an eviction policy and a cache size from a trace of your workload. Nothing else imports this package."""
 
 from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
 from kvjax.research.learning.compare_learned import Comparison, compare_learned

@@ -43,7 +43,7 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": policies.lru,
     "random": policies.random,
 }
-_PLOTTED = 500  # sizes of a plotted curve, more than the eye can separate
+_PLOTTED = 500  # sizes of a plotted curve, more than the eye can distinguish
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -182,12 +182,12 @@ def _sizes(trace: Trace, args: argparse.Namespace, *, hold_all: bool = False) ->
 
 
 def _between(sizes: Sequence[int]) -> list[int]:
-    """The sizes, and more sizes between them for a picture."""
+    """The sizes, with further sizes in between for a picture."""
     return sorted({*sizes, *np.geomspace(min(sizes), max(sizes), _PLOTTED).astype(int).tolist()})
 
 
 def _policy(name: str) -> EvictionPolicy:
-    """A policy of kvjax by name, or of `learn --save` by file, or of your own: MODULE:NAME, or its return value."""
+    """A policy of kvjax by its name, a learned policy by its file, or your own policy or function as MODULE:NAME."""
     if name.endswith(".npz"):
         return Learned.load(name).policy
     module, _, attribute = name.rpartition(":")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_gains", "plot_log", "plot_rates", "plot_reuse"]
 
-_MARKED = 40  # the most sizes of a curve with markers
+_MARKED = 40  # curves of up to this many sizes get markers
 _BARS = 40  # spans of a log
 
 
@@ -50,7 +50,7 @@ def plot_rates(
     bound: Hits | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Draws the share of blocks found by the size of the cache, and below it each curve minus LRU's.
+    """Draws the share of blocks found against the size of the cache. Lower axes show each curve minus LRU's.
 
     A curve of up to 40 sizes has markers. The lower axes need a curve named "lru", and show its sizes. Their scale is
     linear up to a percent of the blocks requested, then logarithmic.
@@ -101,7 +101,8 @@ def plot_reuse(
 ) -> Figure:
     """Draws reused blocks by reuse distance, by depth in their prompt, and by time since the last use.
 
-    Filled areas are blocks requested. Lines are blocks found by each cache, and show the hits lost by a small cache.
+    Filled areas are blocks requested. Lines are blocks found by each cache, so you see the hits that a small cache
+    loses.
 
     Args:
       curves: hits of a trace by the name of their policy, under the same rule; `unbounded` has all possible hits.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over a model and a cache: steps, decoding on the device, generation for many prompts, continuous batching."""
+"""Loops over a model and a cache: single steps, decoding on the device, generation, and continuous batching."""
 
 from kvjax._compile import compiler_options
 from kvjax.model import Model

@@ -7,9 +7,9 @@
     2     WAITING  p p p p  .  .                         -
     3     EMPTY    .  .  .  .  .  .                      -
 
-A request has no phase. Its row has `num_tokens - committed` pending tokens: a single token is decode, more are prefill.
-When `committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. A returning preempted
-request is the same case, perhaps with its computed tokens still in the cache.
+A request has no phase. Its row has `num_tokens - committed` pending tokens: a single pending token means decode, and
+more mean prefill. When `committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. The same rule
+covers a preempted request that returns, perhaps with its computed tokens still in the cache.
 
 Source: vLLM v1's scheduler, which knows no phases either.
 """
@@ -65,9 +65,9 @@ def finish_of(finish: int) -> str | None:
 
 
 class Requests(Pytree):
-    """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next request.
+    """W slots for requests. A slot and its generation identify a request, so a late cancel never hits the next request.
 
-    `requests[slots]` has the fields of some requests, each gathered where you read it.
+    `requests[slots]` has the fields of some requests. Each field is gathered when you read it.
 
     Attributes:
       text: i32[F]; tokens of all requests. Each request has its prompt from `start` on, then its generated tokens.
@@ -81,7 +81,7 @@ class Requests(Pytree):
       stage: i32[W]; a `Stage`.
       prompt: i32[W]; number of prompt tokens.
       num_tokens: i32[W]; number of tokens so far, including the prompt.
-      max_tokens: i32[W]; number of tokens at which it ends. The last token is chosen, and never written into the cache.
+      max_tokens: i32[W]; number of tokens at which it ends. The last token is chosen, but never written into the cache.
       priority: i32[W]; higher first.
       arrival: i32[W]; position in the order of submission.
       passed: i32[W]; number of later requests admitted while this request waited.
@@ -148,11 +148,11 @@ class Requests(Pytree):
         return (self.parent == slot) & (self.stage == Stage.WAITING)
 
     def __getitem__(self, slots: jax.Array) -> Requests:
-        """The fields [W, ...] of the requests in slots i32[...]; an index out of range reads any request."""
+        """The fields [W, ...] of the requests in slots i32[...]. An index out of range reads an arbitrary request."""
         return cast(Any, _Gathered(self, slots))
 
     def tokens(self, slots: jax.Array, first: jax.Array, width: int) -> jax.Array:
-        """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; any tokens beyond their end."""
+        """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; arbitrary beyond their end."""
         return pick(self.text, runs(self[slots].start + first, width))
 
     def at(self, slots: jax.Array, where: jax.Array, **values: Any) -> Requests:
@@ -190,7 +190,8 @@ class Serving(Pytree, static=("width", "logprobs")):
       dirty: bool[]; whether something has changed since no more requests could be admitted.
       skipped_steps: i32[S]; mixed steps since each row's last chunk, in which it had tokens for a chunk.
       out_of_blocks: bool[S]; rows without a block for their chunk in the last mixed step.
-      refused: i32[]; steps for which counted blocks were refused in the last step, 1 for a chunk; or 0.
+      refused: i32[]; number of steps whose blocks were refused in the last step in spite of the count, 1 for a chunk;
+        or 0.
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for more chunks.
       onboard_slot: i32[]; slot of the request whose blocks on the host are brought back between loops; or -1.
       kept_rows: i32[W]; rows kept by finished requests, or -1. None releases all rows.
@@ -216,7 +217,7 @@ class Serving(Pytree, static=("width", "logprobs")):
 
     @property
     def by_row(self) -> Requests:
-        """The requests of the rows, fields [S, ...]; any request for a row without a request."""
+        """The requests of the rows, fields [S, ...]; an arbitrary request for a row without a request."""
         return self.requests[self.row]
 
     def with_logits_state(self, state: Any) -> Serving:
@@ -290,7 +291,7 @@ def init_serving(
         cost of an admission follows it. None means the size of the largest slot.
       num_stop_tokens: K.
       num_ranges: maximum ranges of a request's retention. None means no request has a retention.
-      greedy: whether all requests are greedy; then nothing else is compiled.
+      greedy: whether all requests are greedy, so only this case is compiled.
       min_p: whether a request may have a `Sampling.min_p`; otherwise programs contain nothing for it.
       top_logprobs: T; see `RunOptions`.
       logprobs: static; see `RunOptions`.
@@ -308,7 +309,7 @@ def init_serving(
     total = max(capacity or total, block_size)
 
     def full(shape: tuple[int, ...] = (num_slots,), value: Any = 0, dtype: Any = np.int32) -> Any:
-        """A new array on the host: all are moved together, without a program for each, and then donated."""
+        """Makes an array on the host. All are moved together, without a program for each, and then donated."""
         return np.full(shape, value, dtype)
 
     top = retention = None
@@ -384,8 +385,8 @@ class Output:
       stored_tokens: number of cached tokens from the store in this generation.
       preemptions: number of times it gave its row up and waited again.
       replica: number of its replica. None without replicas.
-      finish: "stop" (a stop token), "length" (`max_new_tokens` are there), "row_full", "no_blocks", "cancelled" or
-        "bad_request". None while it goes on, and if the generation was interrupted.
+      finish: "stop" (a stop token), "length" (all `max_new_tokens`), "row_full", "no_blocks", "cancelled" or
+        "bad_request". None while it runs, or if the generation was interrupted.
     """
 
     prompt_tokens: int

@@ -8,7 +8,7 @@
               k decode steps
     choose    rows whose tokens are all computed choose the next token, which may end their requests
 
-A part without work is a loop without turns. A branch would copy the pools.
+If a part has nothing to do, it is skipped by a loop with zero iterations, because `lax.cond` would copy the pools.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def serve_step(
     Args:
       model: see `kvjax.step`.
       serving: the requests and their cache.
-      log: takes the events, and needs room for `worst_step` of them. None disables events.
+      log: a log for the events, with room for `worst_step` of them. None disables events.
       scheduler: static.
       steps: i32[]; maximum decode steps. None means the steps of a block.
       logits_fn: see `RunOptions`.
@@ -81,7 +81,7 @@ def serve_step(
     single = _has_chunks(serving, scheduler) | tried
     max_steps = k if steps is None else steps
     serving, extended, n, new = grow(serving, scheduler, k, max_steps, single, num_free(log) - log_room, now)
-    # In a block of steps no events come between these and the events of the commit.
+    # In a block of steps, the events of the commit follow directly.
     log = once(single, lambda log: append_events(log, extended), log)
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
@@ -133,7 +133,7 @@ def serve_step(
 
 
 def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
-    """bool[]; whether to look for requests to admit: some request waits, and there may be a row and blocks."""
+    """bool[]; whether to look for requests to admit, because a request waits and there may be a row and blocks."""
     waits = jnp.any(serving.requests.waiting)
     tries = serving.dirty & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
     tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.swapped_out)
@@ -141,7 +141,7 @@ def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Arra
 
 
 def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """bool[]; whether the next step is mixed: enough rows prefill, or chunks waited long enough, or no row decodes."""
+    """bool[]; whether the next step is mixed: enough rows prefill, chunks waited long enough, or no row decodes."""
     rows = serving.prefilling
     if scheduler.coalesce == 1:
         return jnp.any(rows)
@@ -204,11 +204,11 @@ def serve(
     """Steps until all requests are over, the model has run `steps` times, or the log may be too small for another step.
 
     With a host tier the loop also ends in three cases. `serving.onboard_slot` names a request for blocks on
-    the host. `preempt.swaps` finds a row to swap out or in. Or `serving.refused` is 1: counted blocks were refused,
-    because a loop does not evict blocks with children on the host. Then empty some blocks (`watermark`) and set it to
-    0, or the next step preempts.
+    the host. `preempt.swaps` finds a row to swap out or in. Or `serving.refused` is 1: blocks were refused in spite of
+    the count, because a loop does not evict blocks with children on the host. Then empty some blocks (`watermark`) and
+    set it to 0. Otherwise the next step preempts.
 
-    `now` is the same for all steps. Without a log, no loop ends because of it. The other arguments are as in
+    `now` is the same for all steps. If the log is None, it never ends the loop. The other arguments are as in
     `serve_step`.
     """
     spec = serving.cache.state.spec
@@ -250,8 +250,8 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     """Predicts the requests after some steps, if nothing is submitted or cancelled meanwhile. Jit it.
 
     The prediction is exact, except where it depends on tokens chosen by the model: stop tokens, and generated text
-    found in the cache. Here the model always chooses token 0. Blocks on the host are not found. A prediction
-    costs the bookkeeping of the steps, and no bytes.
+    found in the cache. Here the model always chooses token 0. Blocks on the host are not found. A prediction costs only
+    the bookkeeping of the steps, and touches no K/V.
 
     Args:
       serving: the requests and their cache. Submit a batch to it first to see how the batch would run.
@@ -263,7 +263,7 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     state = serving.cache.state
     groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
     pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
-    # No blocks move between the tiers, and a model of one token has no alternatives to note.
+    # No blocks move between the tiers, and a model with a single token has no alternatives to record.
     scheduler = dataclasses.replace(scheduler, preempt="recompute")
     top = serving.requests.top
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)

@@ -29,7 +29,7 @@ class _Line(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """The columns before the tokens."""
+        """The texts of the columns before the tokens."""
         return self.where, f"request {self.slot}" if self.slot >= 0 else "", self.state
 
 
@@ -40,8 +40,9 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
 
     Args:
       serving: the requests; not traced.
-      width: columns to stay within; where a request has more tokens, a letter stands for several, by the last of them.
-      max_lines: the most lines for each of the three; requests beyond them are counted.
+      width: maximum columns of the drawing. If a request has more tokens, a letter stands for several tokens, and shows
+        the last of them.
+      max_lines: maximum lines for each of the three parts. Further requests are only counted.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)

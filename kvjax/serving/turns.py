@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a driver: a call submits and cancels requests, and a loop reports its results in separate arrays."""
+"""The programs of a driver: a call that submits and cancels requests, and a loop with its results in new arrays."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
         return self.output.finish is not None
 
     def change(self, change: Callable[[Output], Any]) -> None:
-        """Changes the output."""
+        """Changes the output with a function."""
         change(self.output)
 
     def end(self, finish: str) -> None:
-        """Ends it with this `finish`."""
+        """Ends the request with this `finish`."""
         self.change(lambda output: setattr(output, "finish", finish))
 
 
@@ -189,9 +189,9 @@ _REQUEST_FIELDS = "stage", "finish", "generation", "cached", "preemptions", "num
 
 
 class TurnArrays(Pytree):
-    """The result of a turn, in separate arrays: the next turn may take the requests before the host reads these.
+    """The result of a turn, in separate arrays, because the next turn may donate the requests before the host reads it.
 
-    Each array is a transfer to the host, so there are only three.
+    Each array costs a transfer to the host, so there are only three.
     """
 
     scalars_and_rows: jax.Array  # i32[3 + S]; `_SCALARS`, then the slot of each row's request

@@ -34,12 +34,12 @@ def init(
 
     Args:
       spec: the shapes of the cache.
-      policy: static; the eviction policy. None is `lru()`. An equal policy reuses compiled programs.
+      policy: static; the eviction policy. None means `lru()`. Equal policies share compiled programs.
       num_blocks: i32[]; device blocks in use in every group except a bare first group, at most the spec's N. Pass
         {window: number} for a number for each window, as in `make_spec`. None uses all blocks. The number may be
         traced, so a single `vmap` covers caches of many sizes. A traced number above N or below the minimum of
-        `make_spec` counts as 0 blocks: every `admit` is NO_BLOCKS, and `check` and `stats` say "num_blocks out of
-        range".
+        `make_spec` counts as 0 blocks: every `admit` returns NO_BLOCKS, and `check` and `stats` report "num_blocks out
+        of range".
       policy_state: the initial state of the policy on both tiers, such as a learned score's weights, which is copied.
         None calls the policy's `init`.
 
@@ -123,7 +123,7 @@ def _none(*shape: int) -> jax.Array:
 
 
 def _init_blocks(num_ids: int, spec: CacheSpec) -> Blocks:
-    """Blocks without contents or holders."""
+    """Makes blocks without contents or holders."""
 
     def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_ids, *shape), dtype)

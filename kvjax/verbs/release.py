@@ -24,10 +24,10 @@ from kvjax.verbs._request import assemble, first_failure, scan_rows
 
 @on_state
 def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Frees a row: its findable blocks stay cached, with tails to be evicted before heads; the others become empty.
+    """Frees a row. Its findable blocks stay cached, and the others become empty. Tails will be evicted before heads.
 
     If a block is partly filled when its last holder releases it, it becomes findable with all its written tokens,
-    unless a cached block covers them. Several rows at once are released in order.
+    unless a cached block covers them. Several rows in a call are released in order.
 
     Args:
       state: the cache.

@@ -26,8 +26,8 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
     """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
 
     If the cut is inside a findable block that no other row holds and that has no findable children, the block leaves
-    the index. Any other findable block stays findable, and the row's next write copies it. Several rows at once are cut
-    in order, each all or nothing.
+    the index. Any other findable block stays findable, and the row's next write goes to a copy of it. Several rows in a
+    call are cut in order, each all or nothing.
 
     Args:
       state: the cache.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares learned policies with LRU, Belady's bound and other policies, on unseen requests."""
+"""Compares learned policies with LRU, Belady's bound and other policies, on requests not used for learning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Comparison:
       learned_from: the number of leading requests from which each part's policies were learned.
       rates: f64[P, Z] for each policy; the share of blocks found. "learned" is the mean of its seeds, "bound" is
         Belady's by the rule "papers".
-      gains: f64[P, S, Z]; the gain of each seed's policy over LRU in blocks found: 0.1 for a tenth more.
+      gains: f64[P, S, Z]; the gain of each seed's policy over LRU in blocks found. 0.1 means a tenth more.
       low, high: f64[P, Z]; the 95 % interval of the mean gain, by resampling windows of 300 requests.
     """
 
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def closed(self) -> np.ndarray:
-        """f64[P, Z]; the closed share of the distance from LRU to the bound."""
+        """f64[P, Z]; the share of the distance from LRU to the bound that the policy closes."""
         lru = self.rates["lru"]
         return (self.rates["learned"] - lru) / np.maximum(self.rates["bound"] - lru, 1e-12)
 

@@ -10,8 +10,8 @@ so all hit densities fit a small table:
 `learn_policy` fills the table from a trace: it fits the probability of reuse for blocks of a class at an age.
 
 The classes, the ranges of ages and the constants below were chosen by hits in later parts of the first half of
-Mooncake's conversation trace, after learning from its first 2,400 to 4,800 requests. The second half was looked at too.
-So no part of this trace is a clean test.
+Mooncake's conversation trace, after learning from its first 2,400 to 4,800 requests. We also looked at the second half,
+so no part of this trace is a clean test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvjax.research.traces.trace import Trace, next_uses
 from kvjax.state import Blocks, EvictionPolicy
 
 NUM_LENGTHS = 8
-_HITS = (1, 2, 4)  # the minimum hits of each range but the first
+_HITS = (1, 2, 4)  # the minimum hits of each range except the first
 # The range of hits, the range of lengths, and whether it is a last block, for each class.
 CLASSES = tuple(np.ndindex(len(_HITS) + 1, NUM_LENGTHS, 2))
 NUM_CLASSES = len(CLASSES)
@@ -92,7 +92,7 @@ def class_number(hits: Any, length: Any, is_last: Any, lengths: Any) -> Any:
 
 
 def _class_of(blocks: Blocks, ids: jax.Array, weights: Densities) -> jax.Array:
-    """i32[K]; see `by_class`. A release has the blocks of a single prompt, except blocks held by running requests."""
+    """i32[K]; see `by_class`. A release has the blocks of a single prompt, without blocks held by running requests."""
     depth = pick(blocks.depth, ids)
     length = jnp.max(jnp.where(ids >= 0, depth + 1, 0))
     length = jnp.broadcast_to(length, ids.shape)
@@ -107,7 +107,7 @@ def _hit_density(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class _Begin:
-    """The weights as a value, so that equal weights make equal policies."""
+    """The weights as a hashable value, so equal weights make equal policies."""
 
     lengths: tuple[int, ...]  # the lengths of `Densities`
     table: bytes  # the bytes of its table
@@ -123,8 +123,8 @@ class _Begin:
 class Learned:
     """A policy learned from a trace. See `learn_policy`.
 
-    It was fitted to this trace, so hits on the trace prove nothing. A part of the trace is no clean test either, once
-    anything was chosen by its hits. A second trace is a clean test, and so is a new seed of a generator.
+    It was fitted to this trace, so hits on the trace prove nothing. A part of the trace is not a clean test either, if
+    you have chosen anything by its hits. A second trace is a clean test, and so is a new seed of a generator.
 
     Attributes:
       lengths: i32[NUM_LENGTHS - 1]; limits of the ranges of lengths, see `Densities`.
@@ -158,7 +158,7 @@ class Learned:
         return Densities(jnp.asarray(self.lengths), jnp.asarray(self.table))
 
     def state(self, num_ids: int) -> Any:
-        """A `policy_state` for any other learned policy too, so all of them share a program."""
+        """A `policy_state` that fits any learned policy, so all of them can share a program."""
         return self.policy.init(num_ids)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -209,9 +209,9 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     """Learns from a trace which blocks to evict.
 
     It learns the hazard: the probability that a block is reused at some age, given its class at its release. The hazard
-    is the mean of small networks, fitted to the reuse of all blocks of the trace. The number of steps gives the best
-    likelihood of the last third of the trace, which a first fit does not see. From the hazard follows the hit density
-    of each class at each age, and the policy evicts the block with the lowest.
+    is the mean of small networks, fitted to the reuse of all blocks of the trace. A first fit leaves out the last third
+    of the trace, and chooses the number of steps with the best likelihood there. The hazard gives the hit density of
+    each class at each age, and the policy evicts the block with the lowest hit density.
 
     A single policy serves caches of all sizes. Its features are computed for an unbounded cache. Ages and lengths count
     blocks, so the cache's blocks should have as many tokens as the trace's.
@@ -320,7 +320,7 @@ def count(all_releases: Releases, first: int, last: int) -> Counts:
 
 
 def counted(counts: Counts, prior: float = 20.0) -> np.ndarray:
-    """f64[NUM_CLASSES, NUM_AGES]; the share of blocks reused at an age among blocks that reach it.
+    """f64[NUM_CLASSES, NUM_AGES]; the share of blocks reused at an age among the blocks of this age.
 
     `prior` is a number of average blocks added to the blocks of each class.
     """
@@ -331,11 +331,11 @@ def counted(counts: Counts, prior: float = 20.0) -> np.ndarray:
 def density(hazard: np.ndarray) -> np.ndarray:
     """f64[C, NUM_AGES]; the expected hits per block and time of a block, from its hazard f64[C, NUM_AGES].
 
-    A block of some age may stay until it is reused, or else until a later age. It then yields a share of a hit and
-    takes a block for some time. Its hit density is the maximum of hits over time for any later age. It is the Gittins
-    index of a block with a final eviction at that age. `counted` describes the hazard.
+    Suppose a block of some age stays until it is reused, but not beyond a later age. It then yields an expected number
+    of hits, and takes space for an expected time. The hit density is the maximum of hits divided by time over all later
+    ages. It is the Gittins index of a block that is evicted at that age. `counted` describes the hazard.
 
-    Source: LHD's hit density (Beckmann et al. 2018), whose horizon is one for all; Gittins 1979.
+    Source: LHD's hit density (Beckmann et al. 2018), which has the same horizon for all blocks; Gittins 1979.
     """
     hazard = np.minimum(hazard, 1 - 1e-6)  # some blocks always stay, so the remaining share never becomes 0
     remaining = np.cumprod(1 - hazard, axis=1)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates a trace in caches of several sizes at once, without the verbs: a block is cached if its id is.
+"""Simulates a trace in caches of several sizes at once, without the verbs. It compares ids instead of tokens.
 
-Arrays of blocks cost nothing unless a policy reads them, because XLA drops arrays without a reader.
-
-Requests follow one another. Each leaves at most an empty block, and the next request takes it first. So a cache has at
-most a single empty block besides its unused blocks.
+Arrays of blocks cost nothing unless a policy reads them, because XLA drops arrays that nothing reads. Requests follow
+one another. Each leaves at most one empty block, and the next request takes it first. So a cache has at most one empty
+block besides its unused blocks.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ def simulate(
     """Finds the same blocks as `replay`, request by request, in a fraction of its time: nothing is hashed or compared.
 
     For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens, keys and
-    retention. A policy is refused by name if it reads these. Use `replay` for it. The policy's choices are not all
-    rechecked, as the verbs do: an ineligible choice is an error only if it is noticed. `kvjax.testing.check_policy`
-    proves a policy.
+    retention. A policy that reads any of these is refused with an error that names them. Use `replay` for such a
+    policy. Unlike the verbs, `simulate` does not check all choices of a policy, and raises an error only if it notices
+    an ineligible choice. Verify your policy with `kvjax.testing.check_policy`.
 
     All caches run in a single program, compiled for each policy, rule, number of sizes, largest size, length of the
     longest prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and
@@ -97,12 +96,12 @@ def _arguments(
             f"policy: got {policy}, which reads {', '.join(missing)} of blocks, wanted a policy that reads only "
             f"{', '.join(sorted(_FIELDS_OF_A_TRACE))} (replay takes any policy)"
         )
-    widths = [16]  # 64, 256, ...: the numbers of columns; a request is served in the smallest that it fits
+    widths = [16]  # 64, 256, ...: the numbers of columns; a request uses the smallest that fits
     while widths[-1] < trace.lengths.max(initial=1):
         widths.append(4 * widths[-1])
     width = np.append(np.searchsorted(widths, trace.lengths), -1).astype(np.int32)  # no width after the last request
     requests = request_arrays(trace, rule) | {"width": width}
-    ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # padded, so that no slice is cut off
+    ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # padded, so no slice is cut off
     return spec, policy, rule == "papers", tuple(widths), blocks, states, requests, ids
 
 
@@ -161,7 +160,7 @@ def _serve_all(
 
     def serve_each_width(carry):
         for width_index, width in enumerate(widths):
-            # A loop instead of a branch, at which XLA would copy the caches.
+            # Uses a loop instead of a branch, because XLA would copy the caches at a branch.
             is_of_width = lambda carry, index=width_index: requests["width"][carry[0]] == index  # noqa: E731
             carry = lax.while_loop(is_of_width, functools.partial(step, width), carry)
         return carry
