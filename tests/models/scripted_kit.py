@@ -3,6 +3,8 @@
 
 import functools
 import json
+import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ import kvjax
 from models import session
 from models.chat import load_template
 from models.config import ModelConfig
-from tests.drive import DATA
+from tests.drive import DATA, ROOT
 from tests.models.serve_kit import KEY, Running
 
 LENGTH = 4096  # positions of the script
@@ -46,6 +48,12 @@ FAMILIES = {
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ARGUMENTS = '{"city": "Åre", "days": [1, 2]}'
+CHAT_TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather now", "parameters": CITY}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+QUESTION = "Weather in Åre, and the time?"
+CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 THOUGHT = "<|channel|>analysis<|message|>Weather first.<|end|><|start|>assistant"
 
 
@@ -157,3 +165,82 @@ def num_common(tokens, other):
     """The number of tokens with which both begin."""
     pairs = zip(tokens, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))
+
+
+class AgentTurn(NamedTuple):
+    """An answer to an agent.
+
+    Attributes:
+      items: The messages or items to repeat in the next request.
+      text: The text of the answer, or None.
+      calls: The id, the name and the arguments of each call.
+      num_cached: Tokens of the prompt from the cache.
+      num_prompt: Tokens of the prompt.
+      num_generated: Tokens of the answer.
+    """
+
+    items: list[Any]
+    text: str | None
+    calls: list[tuple[str, str, str]]
+    num_cached: int
+    num_prompt: int
+    num_generated: int
+
+
+def run_agent(server, family, question, ask, make_result, thanks):
+    """Runs an agent that calls two tools, answers, and answers again. Each turn has to find the earlier ones cached.
+
+    Args:
+      server: a `ScriptedServer`.
+      family: the family of its template.
+      question: the first message or item.
+      ask: (messages or items) -> AgentTurn.
+      make_result: (id of a call, result) -> the message or item with the result.
+      thanks: the message or item after the first answer without a call.
+
+    Returns:
+      All messages or items, and the text of each turn.
+    """
+    server.says(
+        (THOUGHT if family == "harmony" else "") + call_in(family, *CALLS[0]),
+        call_in(family, *CALLS[1]),
+        text_in(family, "Cold, at noon."),
+        text_in(family, "You are welcome."),
+    )
+    functions = {"get_weather": lambda city, days: f"cold in {city} for {days}", "get_time": lambda: "12:00"}
+    items = [question]
+    calls = []
+    texts = []
+    first = len(server.prompts)
+    for index in range(4):
+        turn = ask(items)
+        prompt = server.prompts[-1]
+        assert (turn.num_prompt, turn.num_generated) == (len(prompt), len(server.answers[-1]) + 1)
+        history = [*server.prompts[-2], *server.answers[-2]] if index else []
+        if family == "harmony" and index == 3:  # its template leaves out thoughts once there is an answer
+            assert num_common(prompt, history) == len(server.prompts[first]) == turn.num_cached
+        else:
+            assert prompt[: len(history)] == history and turn.num_cached == len(history)
+        items += turn.items
+        texts.append(turn.text)
+        for call_id, name, arguments in turn.calls:
+            calls.append((name, arguments))
+            items.append(make_result(call_id, functions[name](**json.loads(arguments))))
+        if index == 2:
+            items.append(thanks)
+    assert calls == CALLS
+    return items, texts
+
+
+def run_page(server, word):
+    """Runs the example with this word from the page on serving. Returns its printed texts."""
+    page = (ROOT / "docs/howto/serving.md").read_text()
+    code = next(block for block in re.findall(r"^```python3\n(.*?)^```$", page, re.M | re.S) if word in block)
+    code = code.replace("http://127.0.0.1:8000", server.running.url).replace('"none"', f'"{KEY}"')
+    code = code.replace('"qwen3"', '"scripted"')
+    server.says(call_in("hermes", "get_weather", '{"city": "Oslo"}'), "It is cold in Oslo.")
+    printed = list[str]()
+    names: dict[str, Any] = {"print": printed.append}
+    exec(code, names)
+    names["client"].close()
+    return printed
