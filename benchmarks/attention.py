@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention over the paged cache on a CPU, against the bytes it reads and against contiguous K/V.
 
-For each shape three programs take turns, so that a noisy machine is noisy for all of them: paged attention through
-`kvjax.attend`, each row's blocks scattered over the pool; attention over contiguous K/V `[R, K, T, D]`; and a plain
-sum over the same bytes. All layers run in one program, each on the output of the one before, as in a model. The answers
-are compared before anything is timed. Times are the least of all rounds, for one layer.
+Three programs take turns for each shape, so a noisy machine is noisy for all of them. Paged attention runs through
+`kvjax.attend`, with each row's blocks scattered over the pool. The second program is attention over contiguous K/V
+`[R, K, T, D]`, and the third a plain sum over the same bytes. All layers run in a single program, each on the output of
+the layer before, as in a model. The answers are compared before anything is timed. Times are the minimum of all rounds,
+per layer.
 
-Then a step that mixes decode with chunks of prompts: one layer of attention on a mixed line, to two calls for the
-decode rows and the chunks apart; and the same line in ragged form, where a decode row is a chunk of one token.
+The mixed batch has decode rows and chunks of prompts. Attention of a layer over the flat batch is compared with two
+calls, for decode rows and for chunks. The ragged form of the batch treats a decode row as a chunk of length 1.
 
-Then decode rows of which one is 32 times as long as the others, and rows of equal lengths, both to the loop that steps
-through the longest row for all of them, which `View.fixed_split` keeps. These times are medians.
+The last two batches compare rows of different lengths, where a row is 32 times as long as the others, and rows of equal
+lengths. Each is compared with a loop over the length of the longest row, which `View.fixed_split` selects. These times
+are medians.
 """
 
 from __future__ import annotations
@@ -61,18 +63,18 @@ BARS = {
     "equal_over_loop": Bar("32 rows of 1,024 tokens, to a loop over the longest row", at_most=1.03),
 }
 NOTES = """
-Heads are given as query heads / kv heads. The time over contiguous K/V is lost in reading: XLA gathers scattered 2 KB
-tiles at about half the speed of a stream, and has to write them to memory before it multiplies. The gathers are three
-quarters of attention's time (`jax.profiler`); copying the same tiles in C on the same machine takes twice as long as
-copying a stream. Longer runs, larger tiles, one softmax for several tiles and other gather orders were slower.
+Heads are given as query heads / kv heads. The time over contiguous K/V is lost in reading. XLA gathers scattered 2 KB
+tiles at about half the speed of a stream, and writes them to memory before it multiplies. The gathers take three
+quarters of attention's time (`jax.profiler`). Copying the same tiles in C on the same machine takes twice as long as
+copying a stream. Longer runs, larger tiles, a shared softmax for several tiles and other gather orders were slower.
 
 The flat batch's ratio was 1.02x to 1.14x on a busy machine, and 6x to 8x in ragged form. A row of 4,096 tokens among
-short ones is cut into parts; rows of equal lengths are not.
+short rows is cut into parts. Rows of equal lengths are not.
 """
 
 
 def make_case(shape: Shape):
-    """Queries, pools with every row's blocks scattered over them, a decode view, and the same K/V contiguous."""
+    """Returns queries, pools whose rows have scattered blocks, a decode view, and each layer's contiguous K/V."""
     rows, length, heads, kv_heads, width, layers, dtype, size = shape
     rng = np.random.default_rng(0)
     blocks = rows * length // size
@@ -104,14 +106,14 @@ def paged(q, pools, view):
 
 
 def contiguous(q, layers, lengths, first):
-    """The same over contiguous K/V; `first`, the first factor of K's products, makes a difference to the compiler."""
+    """Attention over contiguous K/V. `first` names the first factor of K's products, which matters to the compiler."""
     for k, v in layers:
         q = q + attend_contiguous(q, k, v, lengths, first)
     return q
 
 
 def attend_contiguous(q, k, v, lengths, first):
-    """Attention of q [R, 1, Q, D] over K [R, K, T, D] and V [R, K, T, any width]; [R, 1, Q, that width]."""
+    """Attention [R, 1, Q, W] of q [R, 1, Q, D] over K [R, K, T, D] and V [R, K, T, W]."""
     rows, _, heads, width = q.shape
     kv_heads, length = k.shape[1:3]
     query = (q.astype(jnp.float32) * width**-0.5).astype(k.dtype).reshape(rows, kv_heads, -1, width)
@@ -146,12 +148,12 @@ def measure_shape(name: str, shape: Shape, rounds: int) -> dict[str, float]:
 
 
 def close(one: Any, other: Any, tolerance: float = 1e-4) -> bool:
-    """Whether two answers are as good as equal."""
+    """Whether two answers agree within a tolerance."""
     return np.allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), tolerance, tolerance)
 
 
 def make_line(line: Size):
-    """Queries [1, T, Q, D], pools, and the state of a cache whose rows lack one token, or a chunk."""
+    """Returns queries [1, T, Q, D], pools, and the state of a cache whose rows still lack a token or a chunk."""
     rng, rows = np.random.default_rng(0), line.rows + line.chunks
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(line.kv_heads, line.width)], num_blocks=rows * -(-line.length // line.block_size),
@@ -168,7 +170,7 @@ def make_line(line: Size):
 
 
 def measure_mixed(line: Size) -> dict[str, float]:
-    """The time of a mixed line, to that of both calls apart."""
+    """Times a mixed batch, and compares it with two calls."""
     q, pools, state = make_line(line)
     rows, size = state.spec.max_seqs, line.chunks * line.chunk
     decode = np.arange(rows) < line.rows
@@ -197,7 +199,7 @@ def measure_mixed(line: Size) -> dict[str, float]:
 
 
 def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
-    """The time of rows that differ in length, and of rows that do not, to that of the loop over the longest row."""
+    """Times rows of different and of equal lengths, and compares them with the loop over the longest row."""
     q, pools, view, layers = make_case(shape)
     short, equal = shape.length // 32, shape.length // 4
     attend, dense, figures = jax.jit(paged), jax.jit(functools.partial(contiguous, first="q")), {}

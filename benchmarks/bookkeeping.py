@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of the cache's bookkeeping: a decode step of 256 rows, and the admission of a prompt.
 
-A step is `extend` and `commit` for all rows, in a pool full of cached blocks, so that every new block is an evicted
-one. Some rows are twins that generate the same tokens, so that their blocks merge. Steps and admissions run inside
-`scan`, where nothing is dispatched; the step as a jitted call of its own is reported too. Answers are checked: every
-request was done, the counts of evicted, stored and merged blocks add up, and the states are sound.
+A step is `extend` and `commit` for all rows, in a pool full of cached blocks, so each new block evicts another. Some
+rows are twins: they generate the same tokens, so their blocks merge. Steps and admissions run inside `scan`, where
+nothing is dispatched. The step as a separate jitted call is reported too. The benchmark checks its answers: every
+request was served, the counts of evicted, stored and merged blocks add up, and the states are sound.
 
-The same steps in blocks of k: one `extend`, one `commit` and one `trim` for up to k tokens of each row, as
-`kvjax.generate` decodes. Their time a step is compared with that of single steps, in turns.
+The same steps also run in blocks of k: an `extend`, a `commit` and a `trim` for up to k tokens of each row, as
+`kvjax.generate` decodes. They take turns with single steps, and the times per step are compared.
 
-Several caches under `vmap` serve different requests: each prompt is admitted, committed and released. Their time is
-compared with that of smaller pools and with that of one cache alone.
+Several caches under `vmap` serve different requests: each prompt is admitted, committed and released. The time per
+cache is compared with smaller pools, and with a single cache.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ BARS = {
     "vmap_64": Bar("a prompt, per cache, in 64 caches of 16,384 blocks under `vmap`, to one alone", at_most=1.2),
 }
 NOTES = """
-The caches under `vmap` take 1 MB with 2,048 blocks and 40 MB with 65,536. Their growth depends on the machine: it was
-0.8x to 1.7x in several runs on one, and 2.3x to 3.0x on another, where the small caches are faster: it misses its
-bar.
+The caches under `vmap` take 1 MB with 2,048 blocks and 40 MB with 65,536. Their growth depends on the machine. It was
+0.8x to 1.7x in several runs on a first machine. It was 2.3x to 3.0x on a second, where the small caches are faster, and
+missed its bar.
 """
 
 
 def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """The tokens of rows at positions; those of a row and its twin are the same."""
+    """The tokens of rows at positions. A row and its twin have the same tokens."""
     row = jnp.where(rows % TWINS == 1, rows - 1, rows)
     return (row * 7919 + positions * 31 + 5) % 50_021
 
 
 def warm(num_blocks: int) -> kvjax.CacheState:
-    """A cache whose blocks are all findable, 256 rows holding some of them."""
+    """A cache whose blocks are all findable. Its 256 rows hold some of them."""
     spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK)
     rows = jnp.arange(ROWS, dtype=jnp.int32)
     tokens = tokens_of(rows[:, None], jnp.arange(START + BLOCK, dtype=jnp.int32)[None])
@@ -72,12 +72,12 @@ def warm(num_blocks: int) -> kvjax.CacheState:
 
 
 def long_text(number) -> jax.Array:
-    """i32[LENGTH]; tokens that no row generates."""
+    """i32[LENGTH]; tokens outside of every row."""
     return (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + number * 104_729) % 50_021 + 50_021
 
 
 def block(state: kvjax.CacheState, k: int):
-    """A block of k decode steps, all of whose tokens are used; the state, (ok, removed, stored, merged) and events."""
+    """Runs k decode steps as a block, and uses all tokens. Returns the state, counts (ok, removed, ...) and events."""
     rows, every = jnp.arange(ROWS, dtype=jnp.int32), jnp.ones((ROWS,), jnp.bool_)
     counts = jnp.full((ROWS,), k, jnp.int32)
     positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
@@ -92,7 +92,7 @@ def block(state: kvjax.CacheState, k: int):
 
 
 def steps(state: kvjax.CacheState, k: int = 1, log: kvjax.events.EventLog | None = None):
-    """STEPS steps in one program, in blocks of k; the state, the sums of the counts, and a log of all events."""
+    """Runs STEPS steps in a program, in blocks of k. Returns the state, sums of the counts, and a log of all events."""
 
     def one(carry, _):
         state, done, log = carry
@@ -103,7 +103,7 @@ def steps(state: kvjax.CacheState, k: int = 1, log: kvjax.events.EventLog | None
 
 
 def admissions(state: kvjax.CacheState):
-    """A 2,048-token prompt into every row, the first half of each cached; the state, and the sums of the counts."""
+    """Admits a half-cached prompt of 2,048 tokens into every row. Returns the state and sums of the counts."""
     shared = long_text(1)
 
     def one(state, row):
@@ -117,7 +117,7 @@ def admissions(state: kvjax.CacheState):
 
 
 def copies_of_blocks(compiled, state: kvjax.CacheState) -> list[str]:
-    """The compiled program's copies of an array of the state that has an entry for each block."""
+    """Counts the compiled program's copies of arrays with an entry for each block."""
     num_blocks = state.spec.groups[0].num_blocks
     shapes = {"[" + ",".join(map(str, x.shape)) + "]" for x in jax.tree.leaves(state) if x.size >= num_blocks}
     lines = re.findall(r"^ *(?:ROOT )?%\S+ = \w+(\[[\d,]*\])\S* copy\(.*$", compiled.as_text(), re.M)
@@ -125,7 +125,7 @@ def copies_of_blocks(compiled, state: kvjax.CacheState) -> list[str]:
 
 
 def compiled_steps(state: kvjax.CacheState, run=steps):
-    """The program of steps, in which no array of the cache's size may be copied."""
+    """Compiles the program of steps, and requires no copy of an array of the cache's size."""
     compiled = jax.jit(run, donate_argnums=0).lower(state).compile()
     copies = copies_of_blocks(compiled, state)
     common.require(not copies, f"the compiled program copies arrays that have an entry for each block: {copies}")
@@ -133,13 +133,13 @@ def compiled_steps(state: kvjax.CacheState, run=steps):
 
 
 def least_us(state: kvjax.CacheState, run, rounds: int, calls: int):
-    """The least microseconds of a program's `calls`, given a copy of the state each time, and its last result."""
+    """Minimum microseconds of each of a program's `calls`, run from a copy of the state, and its last result."""
     took, results = common.in_turns({"": (caches.copy_of(state), run)}, rounds)
     return 1e6 * took[""].least / calls, results[""]
 
 
 def require_steps(num_blocks: int, state: kvjax.CacheState, done: jax.Array) -> None:
-    """Requires that steps were done, with blocks that were evicted, stored and merged."""
+    """Requires steps to be complete, with blocks evicted, stored and merged."""
     ok, removed, stored, merged = done.tolist()
     common.require(ok == STEPS, "a step was refused")
     common.require(min(removed, stored, merged) > 0, "nothing was evicted, stored or merged")
@@ -149,7 +149,7 @@ def require_steps(num_blocks: int, state: kvjax.CacheState, done: jax.Array) -> 
 
 
 def measure_steps(num_blocks: int, rounds: int) -> float:
-    """Microseconds a step."""
+    """Microseconds per step."""
     state = warm(num_blocks)
     micros, (state, done, _) = least_us(state, compiled_steps(state), rounds, STEPS)
     require_steps(num_blocks, state, done)
@@ -157,7 +157,7 @@ def measure_steps(num_blocks: int, rounds: int) -> float:
 
 
 def measure_blocks_of_steps(num_blocks: int, rounds: int) -> dict[str, float]:
-    """Microseconds a step with a log, and in blocks of 1, 4 and 16 steps, in turns, and the latter two to the first."""
+    """Microseconds per step with a log, and in blocks of 1, 4 and 16 steps, with the ratios of the last two."""
     state = warm(num_blocks)
     log = kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)
     with_log, _ = least_us(state, compiled_steps(state, functools.partial(steps, log=log)), rounds, STEPS)
@@ -175,7 +175,7 @@ def measure_blocks_of_steps(num_blocks: int, rounds: int) -> dict[str, float]:
 
 
 def measure_admit(num_blocks: int, rounds: int) -> float:
-    """Microseconds of an admission."""
+    """Microseconds per admission."""
     state, _ = jax.jit(kvjax.release)(warm(num_blocks), jnp.arange(ROWS, dtype=jnp.int32))
     # In a small pool the first prompts are evicted by now: the shared half is cached again.
     state, _ = caches.serve_alone(state, long_text(1), LENGTH)
@@ -187,16 +187,16 @@ def measure_admit(num_blocks: int, rounds: int) -> float:
 
 
 def measure_calls(num_blocks: int, rounds: int) -> float:
-    """Microseconds of a step as a jitted call of its own, state donated."""
+    """Microseconds of a step as a separate jitted call. It donates the state."""
     call = jax.jit(lambda state, _: block(state, 1)[0], donate_argnums=0)
     return least_us(warm(num_blocks), lambda state: functools.reduce(call, range(CALLS), state), rounds, CALLS)[0]
 
 
 def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests: int):
-    """Admits, computes and releases `requests` prompts one after the other; each begins with one of few documents.
+    """Serves `requests` prompts in turn. Each begins with a document, of which there are few.
 
     Returns:
-      The state; and i32[3], how many were served, blocks evicted, and tokens found.
+      The state, and i32[3]: requests served, blocks evicted, and tokens found.
     """
     position = jnp.arange(PROMPT, dtype=jnp.int32)
 
@@ -212,7 +212,7 @@ def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests:
 
 
 def measure_caches(num_blocks: int, copies: int, rounds: int) -> float:
-    """Microseconds a request and cache, of caches under `vmap`, all of them full; of one without it."""
+    """Microseconds per request and cache, of full caches under `vmap`, or of a single cache without it."""
     spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=1, max_length=PROMPT, block_size=BLOCK)
     numbers, start = jnp.arange(copies, dtype=jnp.int32), 2 * num_blocks * BLOCK // PROMPT + 1
     run, fill = (functools.partial(serve, requests=requests) for requests in (REQUESTS, start))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding under a JSON schema, inside the loop, against the same loop without one.
+"""Decoding under a JSON schema, inside the loop, against the same loop without a schema.
 
-16 rows of a model of 19 million parameters choose greedily among 49,152 tokens. The grammar that allows every token
-must give the tokens of the loop without one, and texts under the schema must follow its table.
+16 rows of a model of 19 million parameters choose greedily among 49,152 tokens. A grammar of all tokens has to give the
+tokens of the loop without a grammar. Texts under the schema have to follow its table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEMA = {
 
 
 def vocabulary_of(size: int) -> grammar.Vocabulary:
-    """A token for each byte, and tokens of up to 8 letters; the last one ends a text."""
+    """A vocabulary with a token for each byte, tokens of up to 8 letters, and a last token to end a text."""
     rng = np.random.default_rng(0)
     letters = np.frombuffer(b'etaoinshrdlu ,.:"{}[]0123456789', np.uint8)
     words = [rng.choice(letters, length).tobytes() for length in rng.integers(2, 9, max(size - 257, 0))]
@@ -44,7 +44,7 @@ def vocabulary_of(size: int) -> grammar.Vocabulary:
 
 
 def loop(model: Decoder, start: decode_loop.Start, steps: int, constraint: serving.Constraints | None):
-    """A call chooses `steps` tokens, from `start` on."""
+    """A decode loop: (begin, run). A call of `run` chooses `steps` tokens."""
     state = None if constraint is None else jnp.full(start.lengths.shape, constraint.initial_state)
     begin = start.cache, start.rows.replace(state=state), serving.decode_log(start.cache.state.spec, steps)
 

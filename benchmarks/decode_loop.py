@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode loop over the paged cache against the same loop over contiguous K/V.
 
-Both generate greedily with one Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens,
-in one jitted loop with the K/V donated. The paged loop is `kvjax.serving.decode` with all that it does, in a pool
-whose blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of
-just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It multiplies the
-queries of a group by K one by one, which is the fastest of the ways on a CPU that were tried. Both must have the same
-first logits, and choose the same tokens.
+Both generate greedily with a Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens, in a
+jitted loop which donates the K/V. The paged loop is the whole `kvjax.serving.decode`, in a full pool with scattered
+blocks, so each new block evicts another. The contiguous loop has K/V arrays of exactly the right length and a length
+for each row, but no blocks, no events and no stop tokens. It multiplies K by each query of a group separately, which
+was the fastest of several forms on a CPU. Both loops have to return the same first logits, and choose the same tokens.
 
-Programs take turns, a few steps at a time, so that a noisy machine is noisy for all of them; each call of a few steps
-counts with its least time of all rounds.
+Programs take turns, a few steps at a time, so a noisy machine is noisy for all of them. Each call of a few steps counts
+with its minimum time of all rounds.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ same = functools.partial(np.allclose, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """The rows' K/V without blocks, zeros where nothing is written."""
+    """Contiguous K/V of the rows, with zeros after their written tokens."""
     kv = cache.pools.arrays[0][0][cache.view(1).tables[0]]  # [S, M, L, 2, K, P, D]
     rows, _, layers, _, heads, _, width = kv.shape
     kv = kv.transpose(2, 3, 0, 4, 1, 5, 6).reshape(layers, 2, rows, heads, -1, width)
@@ -62,7 +61,7 @@ def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]
 
 
 def attend_contiguous(q, layer, lengths, plain: bool):
-    """Attention of q [S, Q, D] to the first lengths i32[S] tokens of a layer; like q."""
+    """Attention of q [S, Q, D] to the first `lengths` i32[S] tokens of a layer. Returns the shape of q."""
     (keys, values), (rows, heads, width) = layer, q.shape
     kv_heads, capacity = keys.shape[1:3]
     q = (q * width**-0.5).reshape(rows, kv_heads, heads // kv_heads, width)
@@ -76,7 +75,7 @@ def attend_contiguous(q, layer, lengths, plain: bool):
 
 
 def contiguous_step(model: Decoder, layers, token, position, plain: bool = True):
-    """Logits f32[S, V] after one more token of each row, and the K/V with it."""
+    """Logits f32[S, V] after the next token of each row, and K/V with this token."""
     row = jnp.arange(token.size)
 
     def write(array, x):
@@ -92,7 +91,7 @@ def contiguous_step(model: Decoder, layers, token, position, plain: bool = True)
 
 
 class Start(NamedTuple):
-    """Where both loops begin, with the next tokens chosen; K and V [S, K, T, D] of each layer; and lengths."""
+    """The start of both loops: a cache, rows with their next tokens, K and V [S, K, T, D] of each layer, lengths."""
 
     cache: kvjax.Cache
     rows: serving.Rows
@@ -101,7 +100,7 @@ class Start(NamedTuple):
 
 
 def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
-    """A cache with all rows free and no block empty; block ids are in random order."""
+    """A cache with free rows and no empty block. Block ids are in random order."""
     spec = caches.spec_of(model, size.rows, size.context, block_size=size.block_size)
     rng, state = np.random.default_rng(0), kvjax.init(spec)
     shuffled = jnp.asarray(rng.permutation(spec.groups[0].num_blocks), jnp.int32)
@@ -115,7 +114,7 @@ def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
 
 
 def make_start(model: Decoder, size: Size) -> Start:
-    """Random prompts, computed through the paged cache and copied from there to the contiguous one."""
+    """Computes random prompts through the paged cache, and copies their K/V to contiguous arrays."""
     length, each = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
     prompts = caches.random_prompts(size.config.vocab_size, (size.rows, length), 1)
     admit, step = (jax.jit(method, donate_argnums=at) for method, at in ((kvjax.Cache.admit, 0), (kvjax.step, 1)))
@@ -132,9 +131,9 @@ def make_start(model: Decoder, size: Size) -> Start:
 
 
 def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Least seconds of each program, summed over its calls; what it ended with, and every call's result.
+    """Runs programs in turns. Returns the sum of minimum seconds of each program's calls, and {name: (state, results)}.
 
-    A program is (begin, run): () -> state, and state -> (state, result), which donates its state.
+    A program is (begin, run): `begin` returns a state, and `run` donates the state and returns (state, result).
     """
     least, ends = {name: np.full(calls, np.inf) for name in programs}, {}
     for number in range(rounds + 1):
@@ -153,7 +152,7 @@ def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[
 
 
 def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
-    """Begins with `start`; a call is `steps` steps of the engine's loop."""
+    """The paged loop: (begin, run). A call makes `steps` steps of the engine's loop."""
     begin = start.cache, start.rows, serving.decode_log(start.cache.state.spec, size.steps)
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -165,7 +164,7 @@ def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
 
 
 def contiguous_loop(model, start: Start):
-    """Begins with `start`; a call is CALL_STEPS steps of state: K/V, tokens, positions."""
+    """The contiguous loop: (begin, run). A call makes CALL_STEPS steps of a state: K/V, tokens, positions."""
     begin = start.layers, start.rows.token, start.lengths
 
     def step(model, state):
@@ -183,7 +182,7 @@ def contiguous_loop(model, start: Start):
 
 
 def attentions(cache: kvjax.Cache, layers, size: Size) -> dict[str, Program]:
-    """Attention alone, half-way through the loop's steps: all layers, each on the output of the one before."""
+    """Attention of all layers without the rest of the model, half-way through the steps. Each layer feeds the next."""
     lengths = cache.state.seqs.committed - size.steps // 2
     view = cache.view(1).replace(lengths=lengths)
     q = jax.random.normal(jax.random.key(0), (size.rows, size.config.num_heads, size.config.layers[0].head_dim))
@@ -207,7 +206,7 @@ def attentions(cache: kvjax.Cache, layers, size: Size) -> dict[str, Program]:
 
 
 def compare_logits(model: Decoder, start: Start) -> float:
-    """The largest difference between both ways' logits for the first token."""
+    """The largest difference between the paged and the contiguous logits for the first token."""
 
     @jax.jit
     def of_pages(model, cache, token):
@@ -221,7 +220,7 @@ def compare_logits(model: Decoder, start: Start) -> float:
 
 
 def check_loops(ends: dict[str, Any], size: Size) -> None:
-    """Requires of both loops the same tokens and log-probabilities, and of the paged one that it evicted blocks."""
+    """Requires the same tokens and log-probabilities of both loops, and evictions of the paged loop."""
     (cache, _, log), calls = ends["paged"]
     tokens, logprobs = map(np.concatenate, zip(*calls, strict=True))
     wanted, wanted_logprobs = map(np.concatenate, zip(*ends["contiguous"][1], strict=True))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine and the HTTP server against `run_batch`; their waits, memory and idle time.
+"""The engine and the HTTP server against `run_batch`, with their waits, memory and idle time.
 
-The recall model answers 512 prompts in 32 rows: by `run_batch`, by an engine to which all are submitted at once, and by
-a server with 32 open streams, whose clients are a process of their own and not counted. All answers must be those of
-`run_batch`. Programs take turns; a ratio is of medians.
+The recall model answers 512 prompts in 32 rows, in three ways: by `run_batch`, by an engine which gets all requests at
+the start, and by a server with 32 open streams. The clients of the server run in a separate process, which does not
+count. All answers have to equal the answers of `run_batch`. Programs take turns, and ratios are of medians.
 
-With Poisson arrivals at half the capacity, turns from a request to its first token are counted, less the chunks of its
-prompt that no prompt before it had computed when it came. Waits of the device are those of a model of 10 million
-parameters, with all rows busy and all streams read.
+With Poisson arrivals at half the capacity, the benchmark counts turns from a request to its first token. It subtracts
+the chunks of its prompt which no earlier prompt had computed at its arrival. The device's waits are measured with a
+model of 10 million parameters, while all rows are busy and all streams are read.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ BARS = {
 }
 NOTES = """
 A server takes more steps than `run_batch`, since rows are free while clients come back. Its ratio was 0.58x to 0.66x in
-several runs: it misses its bar in some of them. The engine's was 0.93x to 1.01x.
+several runs, so it misses its bar in some of them. The engine's was 0.93x to 1.01x.
 """
 
 
 @contextlib.contextmanager
 def serving(size: Size) -> Iterator[int]:
-    """A server of the bundled model, with a cache of the batch's size; its port."""
+    """Runs a server of the bundled model, with a cache of the batch's size. Yields its port."""
     parser, spec = serve.make_parser(), workload.spec_of(load_recall()[0], size)
     args = parser.parse_args([
         "--checkpoint", str(recall.CHECKPOINT), "--rows", str(size.rows), "--blocks", str(size.num_blocks),
@@ -77,7 +77,7 @@ def serving(size: Size) -> Iterator[int]:
 
 
 def measure_batch(size: Size, clients: Clients) -> dict[str, float]:
-    """`engine_x` and `http_x`."""
+    """Measures `engine_x` and `http_x`."""
     model, tokenizer = load_recall()
     prompts, opened = workload.questions(size), contextlib.ExitStack()
 
@@ -110,7 +110,7 @@ def measure_batch(size: Size, clients: Clients) -> dict[str, float]:
 
 
 class Turns:
-    """When the turns of an engine were dispatched, and when they were done, by a thread that waits for each."""
+    """Times at which an engine's turns were dispatched and done. A thread waits for each turn."""
 
     def __init__(self) -> None:
         self.dispatched, self.done = list[float](), list[float]()
@@ -141,7 +141,7 @@ class Turns:
 
 
 async def listened_to(engine: Engine[Any], prompts: Sequence[Any], new: int, gap: float) -> list[Handle]:
-    """Requests that come one by one, a gap apart in the mean, and are read as their tokens come."""
+    """Submits requests with a mean gap between them, and reads their tokens as they come."""
     rng = random.Random(0)
 
     async def one(prompt: Any) -> Handle:
@@ -157,7 +157,7 @@ async def listened_to(engine: Engine[Any], prompts: Sequence[Any], new: int, gap
 
 
 def measure_first_tokens(size: Size) -> dict[str, float]:
-    """`ttft_steps_p99`."""
+    """Measures `ttft_steps_p99`."""
     model, _ = load_recall()
     prompts = random.Random(1).sample(workload.questions(size), size.arrivals)
     with Engine(model, make_cache(model, size), RunOptions(scheduler=size.scheduler)) as engine:
@@ -187,7 +187,7 @@ def measure_first_tokens(size: Size) -> dict[str, float]:
 
 
 def measure_bubble(size: Size) -> dict[str, float]:
-    """`bubble`, and `idle_cpu` of the same engine."""
+    """Measures `bubble`, and `idle_cpu` of the same engine."""
     model, rows = Decoder(size.config, rngs=nnx.Rngs(0)), size.model_rows
     prompts = random_prompts(size.config.vocab_size, (rows, 32)).tolist()
     spec = spec_of(model, rows, 32 + size.new, 2 * rows * -(-(32 + size.new) // 16))
@@ -209,7 +209,7 @@ def measure_bubble(size: Size) -> dict[str, float]:
 
 
 def measure_memory(size: Size, clients: Clients) -> dict[str, float]:
-    """`memory_growth`."""
+    """Measures `memory_growth`."""
     rng, megabytes = np.random.default_rng(2), list[float]()
     with serving(size) as port:
         for _ in range(size.times):

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events in the forms that others read: CPU time of one core, and a comparison of what readers get.
+"""Events in the formats of other systems: CPU time of a core, and a comparison of the events which readers get.
 
-Batches of 256 stored blocks go from the arrays of a transition to payloads: prompts of 8 blocks each, and then blocks
-that decoding rows have filled, one of a row. So do batches with as many blocks removed, and payloads back to a mirror.
-A resync is the payloads of a whole index. The batches of stored blocks are written as TensorRT-LLM's JSON lines too.
-What is read back is compared with the events; of prompts and decoding rows the slower rate counts.
+Batches of 256 stored blocks go from the arrays of a transition to payloads. The first kind of batch has prompts of 8
+blocks each, and the second kind has blocks filled by decoding rows, a block per row. Further batches also have as many
+removed blocks, or are read back into a mirror. A resync is the payloads of a whole index. The batches of stored blocks
+are written as TensorRT-LLM's JSON lines too. The benchmark compares the events it reads back with the events it wrote.
+The slower rate counts, of prompts and of decoding rows.
 
-`generate` of the demo's model runs with a publisher as its listener, and with all listeners at once (publisher, agent,
-metrics, TensorRT-LLM's lines, log and trace), in turn with one without. Each of a pair begins with an empty cache,
-pairs alternate in who comes first, and the median pair counts. What publisher, metrics, lines and log have is compared
-with the cache after each run; this takes no part in the time, and so does no subscriber.
+`generate` of the demo's model runs with a publisher as its listener, and with all listeners together (publisher, agent,
+metrics, TensorRT-LLM's lines, log and trace). Each run takes turns with a run without a listener. Each run of a pair
+begins with an empty cache, the order alternates, and the median pair counts. After each run the records of publisher,
+metrics, lines and log are compared with the cache. The comparison and subscribers do not count.
 """
 
 from __future__ import annotations
@@ -55,23 +56,23 @@ BARS = {
     "all_listeners_cpu_ratio": Bar("CPU time of `generate` with all listeners, to without"),
 }
 NOTES = """
-`generate` calls listeners while the next loop runs, so that a spare core hides a part of them. Listener cost grows with
-the number of events, not with the model. The demo's model computes for less than a millisecond of CPU per event, so
-that its ratio is near the worst case. For the same events alone a listener took 8 to 21 µs of each: TensorRT-LLM's
-lines and publisher most, trace and log least. All together take less than their sum, since events are read, folded into
-an index and hashed once for all of them.
+`generate` calls listeners while the next loop runs, so a spare core hides a part of them. The cost of listeners grows
+with the number of events, not with the model. The demo's model computes for less than a millisecond of CPU per event,
+so its ratio is near the worst case. A listener took 8 to 21 µs per event, with the same events and no other listener:
+TensorRT-LLM's lines and the publisher took the longest, trace and log the shortest. All listeners together take less
+than their sum, since events are read, folded into an index and hashed once for all of them.
 """
 
 
 def records(kind: EventKind, blocks: np.ndarray, generation: int) -> np.ndarray:
-    """i32[n, 9]; one of a kind for each block."""
+    """i32[n, 9]; a record of this kind for each block."""
     rows = np.zeros((len(blocks), 9), np.int32)
     rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 8] = kind, blocks, generation, 35
     return rows
 
 
 def stored(blocks: np.ndarray, generation: int, chain: int, size: int, root: tuple[int, int]) -> np.ndarray:
-    """i32[n, 9]; blocks that follow each other `chain` at a time, the first of them under the node `root`."""
+    """i32[n, 9]; stored blocks in chains of `chain` blocks. Each chain begins at the node `root`."""
     rows, first = records(EventKind.STORED, blocks, generation), np.arange(len(blocks)) % chain == 0
     rows[:, 4] = np.where(first, root[0], np.roll(blocks, 1))
     rows[:, 5], rows[:, 6] = np.where(first, root[1], generation), size
@@ -79,14 +80,14 @@ def stored(blocks: np.ndarray, generation: int, chain: int, size: int, root: tup
 
 
 def events(rows: np.ndarray, size: int, rng: np.random.Generator) -> Events:
-    """A transition's events, with tokens drawn at random."""
+    """A transition's events, with random tokens."""
     tokens = rng.integers(0, VOCABULARY, (len(rows), size)).astype(np.int32)
     none = np.zeros(1, np.int32)
     return Events(rows, Text(tokens, None), none, none, none, none[0])  # pyright: ignore[reportArgumentType]
 
 
 class Traffic:
-    """A cache's events, batch by batch."""
+    """Events of a cache, in batches."""
 
     def __init__(self, batches: int, size: int, chain: int):
         self.size, self.chain, self.rng = size, chain, np.random.default_rng(0)
@@ -96,11 +97,11 @@ class Traffic:
         self.generation = 1
 
     def root(self) -> Events:
-        """The block that all others follow, and with it the namespace."""
+        """The parent of all chains, and its generation with the namespace."""
         return events(stored(np.array([0]), 1, 1, self.size, (-1, 0)), self.size, self.rng)
 
     def batches(self, removed: bool, added: bool) -> list[Events]:
-        """Batches of as many blocks removed, added, or both."""
+        """Batches of blocks removed, added, or both."""
         old, self.generation = self.generation, self.generation + added
         rows = ([records(EventKind.REMOVED, blocks[::-1], old)] * removed
                 + [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
@@ -112,14 +113,14 @@ KINDS = {"stored": (False, True), "exchanged": (True, True), "removed": (True, F
 
 
 def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of CPU time, and the result."""
+    """CPU seconds of a call, and its result."""
     start = time.process_time()
     result = run()
     return time.process_time() - start, result
 
 
 class Wire(NamedTuple):
-    """What writes events, what reads it, and the tokens of a block that was read, behind those of its prefix."""
+    """A format of events: functions to write and to read events, and the tokens of a read block after its prefix's."""
 
     encode: Callable[[Events], Any]
     follow: Callable[[Any], object]
@@ -129,7 +130,7 @@ class Wire(NamedTuple):
 
 
 def vllm_wire(traffic: Traffic) -> Wire:
-    """Payloads as vLLM publishes them."""
+    """Payloads in vLLM's format."""
     encoder, mirror = Encoder(traffic.spec), Mirror()
     follow = lambda payloads: [mirror.apply(decode(payload)) for payload in payloads]  # noqa: E731
     return Wire(encoder.encode, follow, mirror, lambda prefix: prefix.tokens[-traffic.size :], encoder.snapshot)
@@ -146,7 +147,7 @@ def lines_wire(traffic: Traffic) -> Wire:
 def measure_wire(
     make: Callable[[Traffic], Wire], batches: int, size: int, chain: int, repeats: int
 ) -> dict[str, float]:
-    """Events a second: stored alone; with as many removed; removed; and read back into a mirror, stored alone."""
+    """Events per second of batches: stored, stored and removed, removed, and stored events read into a mirror."""
     traffic, least = Traffic(batches, size, chain), dict.fromkeys((*KINDS, "mirrored"), np.inf)
     wire, first = make(traffic), traffic.root()
     wire.follow(wire.encode(first))
@@ -175,7 +176,7 @@ def measure_wire(
 
 
 def measure_resync(blocks: int, repeats: int) -> float:
-    """CPU seconds of the payloads of an index."""
+    """CPU seconds to write the payloads of an index."""
     traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
     sent = [traffic.root(), *traffic.batches(*KINDS["stored"])]
     for _ in range(repeats):
@@ -195,7 +196,7 @@ Entries = dict[tuple[int, int, tuple], tuple[int, int]]  # as `events.index_of` 
 
 
 class Work(NamedTuple):
-    """What is generated, and the right first token of each answer."""
+    """The prompts to generate from, and the right first token of each answer."""
 
     model: Any
     spec: kvjax.CacheSpec
@@ -204,14 +205,14 @@ class Work(NamedTuple):
 
 
 class Listening(NamedTuple):
-    """A listener, and a check of what it has against a cache and what was generated."""
+    """A listener, and a function to compare its records with a cache and with the outputs."""
 
     listener: Callable[[Any], object] | None
     check: Callable[[kvjax.Cache, list[kvjax.serving.Output]], object]
 
 
 def make_work(documents: int, questions: int) -> Work:
-    """So many questions about each of so many documents."""
+    """The given number of questions about each document."""
     model, _ = load_recall()
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320, block_size=8, dtype="float32"
@@ -229,7 +230,7 @@ def nobody(spec: kvjax.CacheSpec) -> contextlib.nullcontext[Listening]:
 
 @contextlib.contextmanager
 def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
-    """A publisher as vLLM's."""
+    """A publisher in vLLM's format."""
 
     def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
         index = kvjax.events.index_of(cache.state)
@@ -245,7 +246,7 @@ def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
 
 @contextlib.contextmanager
 def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Listening]:
-    """All of them, as `models.generate` puts them together, and TensorRT-LLM's lines."""
+    """All listeners, combined as in `models.generate`, and TensorRT-LLM's lines."""
     registry, lines, logged = prometheus_client.CollectorRegistry(), io.StringIO(), io.StringIO()
     with (
         a_publisher(spec) as published, Agent(spec, port=0) as agent, Metrics(registry, spec) as metrics,
@@ -282,7 +283,7 @@ def _check_log(entries: list[dict[str, Any]], index: Entries) -> None:
 
 
 def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[kvjax.serving.Output]) -> None:
-    """Counters equal what was logged and what was generated."""
+    """Compares counters with the log and with the outputs."""
     kinds = [event["kind"] for entry in entries for event in entry["events"]]
     wanted = {f"{kind}_blocks": kinds.count(kind) for kind in ("stored", "removed", "copied")} | {
         "queried_tokens": sum(output.prompt_tokens for output in outputs),
@@ -293,7 +294,7 @@ def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[k
 
 
 def measure_listeners(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> tuple[float, float]:
-    """Wall and CPU time of `generate` with listeners, to one without: the medians of pairs."""
+    """Ratios of wall and CPU time of `generate`, with listeners to without, as medians of pairs."""
 
     def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> np.ndarray:
         cache = jax.block_until_ready(kvjax.Cache.create(work.spec))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on a GPU, for `benchmarks.kernels`: decode and prefill by every implementation, and by jax's own."""
+"""Attention on a GPU, for `benchmarks.kernels`: decode and prefill by all implementations, and by jax's kernels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TOLERANCE = 0.03  # relative error of a head's result, bf16
 
 
 class Shape(NamedTuple):
-    """A batch of `rows` of `length` tokens over a pool of so many layers; in prefill the last `chunk` are queries.
+    """A batch of `rows` of `length` tokens over a pool of `layers` layers. In prefill the last `chunk` are queries.
 
-    If it is ragged, lengths are from 1 to `length`; if it is skewed, all rows but one have a 32nd of it.
+    A ragged batch has lengths from 1 to `length`. In a skewed batch all rows except the first have a 32nd of `length`.
     """
 
     rows: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """The arguments of attention beside q and the layer; `scales` of a quantised pool, else None."""
+    """The arguments of attention except the layer. `scales` is None unless the pool is quantized."""
 
     q: jax.Array
     pool: jax.Array
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 def make_case(shape: Shape) -> Case:
-    """Every row's blocks are scattered over the pool."""
+    """Random inputs. The blocks of all rows are scattered over the pool."""
     rng, (heads, kv_heads, width) = np.random.default_rng(0), shape.heads
     lengths = np.full(shape.rows, shape.length)
     if shape.ragged:
@@ -69,7 +69,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def caller(who: str, shape: Shape) -> Callable[..., Any]:
-    """Attention of a layer by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
+    """A layer's attention by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
 
     def attend(q, layer, pool, scales, tables, lengths):
         name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
@@ -82,7 +82,7 @@ def caller(who: str, shape: Shape) -> Callable[..., Any]:
 
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """A program of so many calls, (q, *args) -> q; the function takes the call's number too."""
+    """A program of `calls` calls, (q, *args) -> q. The function also takes the index of the call."""
 
     def run(q, *args):
         for number in range(calls):
@@ -93,7 +93,7 @@ def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) -> None:
-    """One shape of decode or prefill, by every implementation and by jax's own."""
+    """Measures a shape of decode or prefill, by all implementations and by jax's kernels."""
     case = make_case(shape)
     args = (case.pool, case.scales, case.tables, case.lengths)
     pairs = shape.chunk * (shape.length - shape.chunk) + shape.chunk * (shape.chunk + 1) // 2
@@ -139,9 +139,10 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
 
 
 def jax_own(shape: Shape) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Over contiguous K/V, a chunk without a mask since jax has none for chunks; and jax's paged kernel for decode.
+    """Attention of jax over contiguous K/V, and jax's paged kernel for decode. It attends a chunk without a mask.
 
-    By name how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q.
+    Returns:
+      By name: (*args, layer) -> kv, which lays out a layer's K/V, and (q, *kv) -> attention like q.
     """
     kv_heads, width = shape.heads[1:]
 

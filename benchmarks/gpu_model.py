@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of a decode step on an H200, from the programs that XLA and Triton compile for it, without a GPU.
+"""A model of a decode step on an H200, from the programs which XLA and Triton compile for it, without a GPU.
 
-A step is extend, the model, commit and the choice of tokens, one graph on the device. Its floor is the time for what
-must move or be multiplied once: weights, K/V of all rows, logits. A kernel takes as long as the longest of its bytes
-at the bandwidth of memory, its products, and, for attention, the instructions of its loop. Nodes of the graph follow
-each other at a fixed distance. None of it is measured: a kernel's latency and the sharing of caches by rows are not in
-it, XLA's products have the tiles that it chooses without timing them, and bytes that stay in the L2 cache count as
-memory.
+A step is `extend`, the model, `commit` and the choice of tokens, in one graph on the device. Its floor is the time to
+move or multiply once: weights, K/V of all rows, logits. The time of a kernel is the longest of three: its bytes at the
+bandwidth of memory, its products, and the instructions of its loop if it computes attention. Nodes of the graph follow
+each other at a fixed distance. Nothing here is measured. The model leaves out the latency of kernels and caches shared
+by rows. XLA chooses the tiles of its products without timing them. Bytes in the L2 cache count as memory.
 
-It needs the compilers of `scripts/gpu_toolchain.sh`. Programs of two and three layers are compiled; their difference is
-each further layer.
+The benchmark needs the compilers of `scripts/gpu_toolchain.sh`. It compiles programs of two and three layers, and their
+difference stands for each further layer.
 """
 
 from __future__ import annotations
@@ -60,12 +59,13 @@ FEW, MORE = 2, 3  # layers of the programs, so that one has a layer more in the 
 
 
 class Node(NamedTuple):
-    """A node of the graph of a step: the name of its kernel, without a number, or "copy".
+    """A node of a step's graph: the name of its kernel, without a number, or "copy".
 
     Attributes:
-      is_of_model: whether the model runs it; the others keep the cache's books and choose tokens.
-      bytes, flops: read and written, but for K/V; of its products, but for attention.
-      kv_instructions: warp instructions for each byte of K/V, of attention.
+      is_of_model: whether the model runs it. Other nodes keep the cache's books or choose tokens.
+      bytes: bytes read and written, except K/V.
+      flops: FLOPs of products, except attention's.
+      kv_instructions: warp instructions of attention for each byte of K/V.
     """
 
     kernel: str
@@ -76,7 +76,7 @@ class Node(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The work of a layer's attention: bytes of K/V, those of its scales too, and products."""
+    """The work of a layer's attention: bytes of K/V, bytes of their scales, and products."""
 
     kv_bytes: int
     scale_bytes: int
@@ -84,7 +84,7 @@ class Attention(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over nodes: seconds of kernels and the number of nodes, of the model and around it."""
+    """Sums over nodes: seconds of kernels and the number of nodes, inside and outside of the model."""
 
     kernels_s: float = 0.0
     nodes: float = 0
@@ -121,7 +121,7 @@ def seconds(node: Node, attention: Attention) -> float:
 
 
 def sums(few: Iterable[Node], more: Iterable[Node], layers: int, attention: Attention) -> Sums:
-    """The sums of a program of so many layers, from the nodes of two layers and those of three."""
+    """The sums for a program of `layers` layers, from the nodes of its programs of two and three layers."""
     both = []
     for nodes in (few, more):
         took = [(seconds(node, attention), node.is_of_model) for node in nodes]
@@ -131,14 +131,14 @@ def sums(few: Iterable[Node], more: Iterable[Node], layers: int, attention: Atte
 
 
 def estimate(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention, floor_s: float) -> Estimate:
-    """The estimate for a model of so many layers, from its programs of two and three layers."""
+    """The estimate for a model of `layers` layers, from the nodes of its programs of two and three layers."""
     whole, gap = sums(few, more, layers, attention), CONSTANTS["gap_s"]
     around = whole.around_s + gap * whole.around_nodes
     return Estimate(*(1e6 * s for s in (floor_s, whole.kernels_s, gap * whole.nodes, around)))
 
 
 class Step(NamedTuple):
-    """A decode step of so many rows that hold `length` tokens each, over K/V of a dtype."""
+    """A decode step of `rows` rows with `length` tokens each, over K/V of a dtype."""
 
     config: ModelConfig
     dtype: str
@@ -162,13 +162,13 @@ class Step(NamedTuple):
         return Attention(kv, whole - kv, 4 * tokens * self.config.num_heads * width)
 
     def floor_bytes(self) -> int:
-        """What must move once: weights, K/V of all rows, logits in float32."""
+        """Bytes to move once: weights, K/V of all rows, logits in float32."""
         attention, logits = self.attention(), 4 * self.rows * self.config.vocab_size
         kv = len(self.config.layers) * (attention.kv_bytes + attention.scale_bytes)
         return gpu_step.weight_bytes(shape_of(self.config)) + kv + logits
 
     def floor_s(self) -> float:
-        """The time for that, or for all products, whichever is longer."""
+        """The longer of two times: to move these bytes, and to compute all products."""
         weights = gpu_step.weight_bytes(shape_of(self.config)) // 2  # bf16
         flops = 2 * self.rows * weights + len(self.config.layers) * self.attention().flops
         return max(self.floor_bytes() / CONSTANTS["bytes_s"], flops / CONSTANTS["flops_s"])
@@ -182,16 +182,16 @@ class Step(NamedTuple):
 
 @functools.cache
 def shape_of(config: ModelConfig, layers: int | None = None) -> Decoder:
-    """The shapes of a model, or of one with another number of its layers."""
+    """The shapes of a model, or of a model with another number of its layers."""
     config = config if layers is None else dataclasses.replace(config, layers=config.layers[:1] * layers)
     return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
 def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[str, int]]]:
-    """A step with so many layers, compiled for an H200, over the pools of the whole model.
+    """Compiles a step with `layers` layers for an H200, over the pools of the whole model.
 
     Returns:
-      Its nodes, and ptxas's account of each of its kernels of attention.
+      The nodes of the step, and ptxas's report on each kernel of attention.
     """
     cache = jax.eval_shape(lambda: kvjax.Cache.create(step.spec()))
 
@@ -220,7 +220,7 @@ def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str
     """The nodes of a program: its kernels and copies.
 
     Raises:
-      ValueError: if some of them run in a loop, so that one node is many launches.
+      ValueError: if nodes run in a loop, so a node is many launches.
     """
     thunks = [thunk for thunk in root if thunk.is_kernel or thunk.kind in gpu_thunks.COPIES]
     if len(thunks) != gpu_thunks.count(root)["launches"]:
@@ -235,13 +235,13 @@ def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str
 
 
 def instructions_of(kernel: dict[str, int]) -> float:
-    """Warp instructions for a byte of K/V, as if all multiprocessors had as many programs as the one with most."""
+    """Warp instructions for a byte of K/V, as if all multiprocessors had as many programs as the busiest."""
     programs = kernel["programs"]
     return kernel["instructions_32kb"] / 32_768 * CORES * -(-programs // CORES) / programs
 
 
 def by_kernel(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention) -> dict[str, float]:
-    """Modelled microseconds of each kernel, all of a step's together, without gaps; the longest first."""
+    """Modelled microseconds of each kernel, all its launches in a step together, without gaps, in falling order."""
     took = {}
     for kernel in {node.kernel for node in (*few, *more)}:
         own = ([node for node in nodes if node.kernel == kernel] for nodes in (few, more))
@@ -251,7 +251,7 @@ def by_kernel(few: Sequence[Node], more: Sequence[Node], layers: int, attention:
 
 
 def find_compilers() -> bool:
-    """Lets this process compile for GPUs, and run on none; False if there are no compilers."""
+    """Lets this process compile for GPUs, but run on none. Returns False if there are no compilers."""
     gpu_compile.prepare()
     sys.path.insert(0, str(gpu_compile.TOOLCHAIN))
     jax.config.update("jax_platforms", "cpu")

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of layers other than attention over K/V: the cost of each, to the same without a cache, or with more bytes.
+"""Layers other than attention over K/V: the cost of each, against the same layer without a cache or with more bytes.
 
-Latents (MLA): decode attention over latents of 512 + 64 columns, 8 rows of 1,024 tokens, 16 heads, whose blocks are
+Latents (MLA): decode attention over latents of 512 + 64 columns, 8 rows of 1,024 tokens and 16 heads, with blocks
 scattered over the pool. It takes turns with attention over contiguous latents `[R, 1, T, D]`, in the fastest of four
-forms, and with attention over K/V with K = V = the latent, which a cache without latents would hold. The answers are
-compared first. Times are the least of all rounds.
+forms, and with attention over K/V where K = V = the latent, as a cache without latents would hold them. The answers are
+compared first. Times are the minimum of all rounds.
 
-Recurrent layers: `recur` (gated delta rule) over paged snapshots of 16 rows, to the same cell on states of its own, in
-place. A row of 4,096 tokens is computed in blocks of 64, and its snapshots are counted: more than the bar end the
-benchmark. Of a production trace the prompt tokens that are found with 1,000 snapshots are compared with those found if
-snapshots left by age alone; of each of the first 200 requests the cache in plain Python must find exactly as many.
+Recurrent layers: `recur` (gated delta rule) over paged snapshots of 16 rows, compared with the same cell on separate
+states, in place. A row of 4,096 tokens is computed in blocks of 64, and its snapshots are counted. More snapshots than
+the bar end the benchmark. With a production trace, the prompt tokens found with 1,000 snapshots are compared with the
+tokens found if snapshots left by age alone. For each of the first 200 requests, the cache in plain Python has to find
+exactly as many tokens.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ BARS = {
 }
 NOTES = """
 The missed bar is lost in reading: on a CPU the gather of the latents' blocks alone takes as long as attention over
-contiguous ones. Tile and run lengths, and products with K first, changed little. In several runs the ratio was 2.0x to
-3.6x, and that to K = V 0.90x to 1.19x.
+contiguous latents. Tile and run lengths, and products with K first, changed little. In several runs the ratio was 2.0x
+to 3.6x, and the ratio to K = V 0.90x to 1.19x.
 """
 
 
 def contiguous_latents(q, latents, lengths, values, first, whole):
-    """Attention of q [R, 1, Q, D] over latents [R, 1, T, D]; with `whole` V's product has the columns of K too."""
+    """Attention of q [R, 1, Q, D] over latents [R, 1, T, D]. With `whole`, V's product has the columns of K too."""
     v = latents if whole else latents[..., :values]
     return attention.attend_contiguous(q, latents, v, lengths, first)[..., :values]
 
 
 def measure_latents(shape: attention.Shape, values: int, rounds: int) -> dict[str, float]:
-    """The figures, and times in milliseconds."""
+    """Ratios, and times in milliseconds."""
     q, of_kv, view, [(k, _)] = attention.make_case(shape)
     ((array,),) = of_kv.arrays
     (group,) = of_kv.spec.groups
@@ -93,10 +94,10 @@ def make_inputs(config: DeltaConfig, rows: int, length: int) -> DeltaInputs:
 
 
 def make_case(line: Size) -> tuple[DeltaCell, kvjax.Cache, dict[str, jax.Array], np.ndarray]:
-    """A layer whose rows have some tokens before: they begin inside a block, but for the last chunk's, at its end.
+    """Makes a layer whose rows have earlier tokens. They end inside a block, except in the last chunk's row.
 
     Returns:
-      The cell; a cache that has the rows' snapshots; the same states by themselves; which rows decode, bool[rows].
+      The cell, a cache with the rows' snapshots, the same states without a cache, and the decoding rows bool[rows].
     """
     total, size = line.rows + line.chunks, line.block_size
     config = DeltaConfig(line.heads, line.heads, line.width, line.width, 4)
@@ -121,7 +122,7 @@ def make_case(line: Size) -> tuple[DeltaCell, kvjax.Cache, dict[str, jax.Array],
 
 
 def measure_recur(line: Size) -> dict[str, float]:
-    """Of decode rows alone and with chunks, to the same cell on states of its own; and times in milliseconds."""
+    """Ratios of decode rows alone and with chunks, to the same cell on separate states, and times in milliseconds."""
     cell, cache, states, decodes = make_case(line)
     chunks = np.flatnonzero(~decodes)
     views = {
@@ -171,10 +172,11 @@ def measure_recur(line: Size) -> dict[str, float]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0})
 def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tuple[Any, ...]:
-    """A row of `length` tokens in chunks, and then of so many more, one by one.
+    """Computes a row of `length` tokens in chunks, and then `steps` single tokens.
 
-    Returns whether all was done; the cache; and the blocks that the row holds in each group, before and after each
-    commit: i32[length / chunk, 2, G] of chunks, i32[steps, 2, G] of single tokens.
+    Returns:
+      Whether all was done, the cache, and the blocks which the row holds in each group, before and after each commit:
+      i32[length / chunk, 2, G] for chunks, i32[steps, 2, G] for single tokens.
     """
     tokens = (jnp.arange(length + steps, dtype=jnp.int32) * 7919 + 1) % 50_021
     state, admitted = kvjax.admit(kvjax.init(spec), 0, tokens[:length], length, reserve_tokens=chunk)
@@ -195,7 +197,11 @@ def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tupl
 
 
 def compute(state: kvjax.CacheState, tokens: jax.Array, count: Any, most: int, inspect: Any = lambda _: None) -> Any:
-    """The next tokens of the only row: the state, whether it was done, and what `inspect` saw before the commit."""
+    """Computes the next tokens of the only row.
+
+    Returns:
+      The state, whether the cache did all of it, and `inspect(state)` before the commit.
+    """
     done = state.seqs.committed
     state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=most)
     before, new = inspect(state), jax.lax.dynamic_slice(tokens, done, (most,))[None]
@@ -204,7 +210,7 @@ def compute(state: kvjax.CacheState, tokens: jax.Array, count: Any, most: int, i
 
 
 def measure_row(length: int = 4096, chunk: int = 256, size: int = 64) -> dict[str, float]:
-    """The most snapshots that a row holds while it is computed in chunks, and while it decodes."""
+    """The maximum snapshots which a row holds while it is computed in chunks, and while it decodes."""
     layers = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec.recurrent({"state": (1,)})]
     total = -(-(length + chunk) // size)
     spec = kvjax.make_spec(layers, num_blocks=total, max_seqs=1, max_length=length + chunk, block_size=size)
@@ -220,7 +226,7 @@ CHUNK, SIZE, CHECKED = 512, 16, 200  # tokens; the first requests, which plain P
 
 
 def spec_of(prompts: Sequence[np.ndarray], num_snapshots: int, window: bool = False) -> kvjax.CacheSpec:
-    """A cache with blocks for all prompts, and so many snapshots; with `window` these leave by age alone."""
+    """A cache with blocks for all prompts, and `num_snapshots` snapshots. With `window` they leave by age alone."""
     layer = kvjax.LayerSpec(1, 1, window=2) if window else kvjax.LayerSpec.recurrent({"state": (1,)})
     longest = -(-max(map(len, prompts)) // SIZE) * SIZE
     total = len(np.unique(np.concatenate([prompt // 32 for prompt in prompts]))) * 2 + len(prompts) + longest // SIZE
@@ -232,7 +238,7 @@ def spec_of(prompts: Sequence[np.ndarray], num_snapshots: int, window: bool = Fa
 
 
 def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> list[int]:
-    """The tokens found of each prompt, one after the other, computed in chunks."""
+    """The cached tokens of each prompt. The prompts are served in order, in chunks."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def serve(state, tokens, length):
@@ -263,7 +269,7 @@ def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
 
 
 def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> list[int]:
-    """The same by the cache in plain Python."""
+    """The cached tokens of each prompt in plain Python."""
     full, recurrent = (group.num_blocks for group in spec.groups)
     cache, found = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent), []
     for prompt in prompts:
@@ -279,9 +285,9 @@ def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
 
 
 def measure_found(number: int, num_snapshots: int) -> dict[str, float]:
-    """Tokens of a trace that are found with so many snapshots, to those found where they leave by age alone.
+    """Tokens of a trace found with `num_snapshots` snapshots, against tokens found if snapshots left by age alone.
 
-    Prompts have their whole blocks, and a token of their own.
+    Each prompt is cut to whole blocks, and gets a last token which no other prompt has.
     """
     whole = [request.prompt[: len(request.prompt) // 32 * 32] for request in read_trace(TRACE, number)]
     prompts = [np.append(prompt, np.int32(2**30 + own)) for own, prompt in enumerate(whole)]

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two thousand production requests through the scheduler, by a virtual clock, for each way to reserve blocks.
 
-The requests are the first ones of a trace of Mooncake, with lengths divided by 16 (`benchmarks/trace.py`); 32 rows,
-8,192 blocks, so that no request is preempted. One step of the model is 250 ms of the trace, and a request is submitted
-when its time has come, or at the end of the block of steps in which it comes. The requests would take 3,400 steps if
-nothing were reused, and arrive within 2,676: the system is always loaded, and reuse decides whether it keeps up.
+The requests are the first of a trace of Mooncake, with lengths divided by 16 (`benchmarks/trace.py`). The cache has 32
+rows and 8,192 blocks, so no request is preempted. A step of the model is 250 ms of the trace. A request is submitted
+when its time has come, or at the end of the block of steps in which it comes. Without reuse, the requests would take
+3,400 steps. They arrive within 2,676, so the system is always loaded, and reuse decides whether it keeps up.
 
-No model runs: each step chooses token 0. A "second" then counts the scheduler's own time, and a "virtual second" the
+No model runs: each step chooses token 0. So a "second" counts the scheduler's own time, and a "virtual second" the
 steps of a model. Steps to the first token are counted from the time at which the request was due.
 
-The first 60 requests, or as many as `--checked` says, are also given to the scheduler in plain Python: it must find the
-same tokens in its cache, and choose each request's first and last token in the same step.
+The first 60 requests, or as many as you set with `--checked`, are also given to the scheduler in plain Python. It has
+to find the same tokens in its cache, and choose each request's first and last token in the same step.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ BARS = {
     for metric, bar in [*COLUMNS.items()][: None if waits else 2]
 }
 NOTES = """
-The ways are those of `Scheduler(reserve=)`; "no waiting" is `wait_for_prefix=False`, where a request does not wait for
-a prefix that a row is about to compute. With `--checked 2000` the scheduler in plain Python has done the same with all
+The ways are the values of `Scheduler(reserve=)`. "No waiting" is `wait_for_prefix=False`: a request does not wait for a
+prefix which a row is about to compute. With `--checked 2000` the scheduler in plain Python has done the same with all
 requests, in each of the six ways.
 """
 
@@ -72,7 +72,7 @@ FIELDS = "cached", "first_token", "ended", "preemptions"  # what came of a reque
 
 
 class Library:
-    """The library's scheduler; every `run` is one call of a program."""
+    """The library's scheduler. Every `run` is a call of a program."""
 
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
         self.width = max(len(request.prompt) for request in requests)
@@ -94,7 +94,7 @@ class Library:
         self.steps, self.busy = 0, False
 
     def submit(self, request: Request) -> None:
-        """A request comes in."""
+        """Submits a request."""
         line = np.zeros(self.width, np.int32)
         line[: len(request.prompt)] = request.prompt
         length, new = np.array([len(request.prompt)], np.int32), np.array([request.new_tokens], np.int32)
@@ -103,7 +103,7 @@ class Library:
         self.busy = True
 
     def run(self, steps: int) -> None:
-        """Some steps, while there is something to do."""
+        """Runs up to `steps` steps, while there is work."""
         self.serving, counts = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
         self.steps, self.busy = (array.item() for array in jax.device_get(counts))
 
@@ -145,10 +145,10 @@ class Plain:
 def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.ndarray, int]:
     """Submits each request when it is due, and runs until all are done.
 
-    While nothing is to be done the clock goes on, and the system's steps do not.
+    While there is no work the clock goes on, but the system's steps do not.
 
     Returns:
-      The step of the system at which each request was due, i64[requests]; and the clock at the end.
+      The step of the system at which each request was due, i64[requests], and the clock at the end.
     """
     idle, due = 0, []
     for request in requests:
@@ -163,13 +163,13 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
 
 
 def require_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    """Ends the benchmark if the library and plain Python made different things of the requests."""
+    """Ends the benchmark if the library and plain Python served the requests in different ways."""
     for name, own in ours.items():
         common.require(np.array_equal(own, theirs[name]), f"{name} is {own}, and {theirs[name]} in plain Python")
 
 
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
-    """Replays the first requests, which compiles, also in plain Python; then all of them, which is timed."""
+    """Replays the first requests, which compiles the programs, also in plain Python. Then replays and times all."""
     first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
     initial = copy_of(system.serving)()
     replay(system, first)
@@ -193,7 +193,7 @@ def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -
 
 
 def by_way(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The metrics of a result, by way."""
+    """The metrics of a result, grouped by way."""
     found = {name: {} for name in itertools.starmap(way_name, WAYS)}
     for way, values in found.items():
         values |= {name.removeprefix(f"{way}_"): value for name, value in metrics.items() if name.startswith(way)}
@@ -202,7 +202,7 @@ def by_way(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 @picture
 def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
-    """Bars of each figure, side by side for with and without waiting."""
+    """Draws bars of each figure, side by side with and without waiting."""
     panels = {
         "tokens_a_second": "tokens a second, no model", "tokens_a_virtual_second": "tokens a virtual second",
         "first_token_p50": "steps to first token, median", "first_token_p99": "steps to first token, 99 %",

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas, and blocks that are divided, on virtual devices, which share the cores of one machine.
+"""Replicas, and caches with divided blocks, on virtual devices which share the cores of a machine.
 
-Replicas answer the questions of `benchmarks.serving`: two of them, each with the cache of one; and four, each with a
-quarter of its blocks and rows, in one batch, and in 8 batches in random order. All answers must be those of one cache.
-A prompt of 2,048 tokens is routed over 8 replicas with full caches of 4,096 blocks; the prompts begin alike, and all
-replicas have that beginning.
+Replicas answer the questions of `benchmarks.serving`. Two replicas each have the cache of one. Four replicas each have
+a quarter of its blocks and rows, and answer in a single batch, or in 8 batches in random order. All answers have to
+equal the answers of a single cache. A prompt of 2,048 tokens is routed over 8 replicas with full caches of 4,096
+blocks. The prompts begin with the same text, which all replicas have cached.
 
-Blocks are divided on 8 devices, of which 2 divide heads and 4 the tokens of blocks; the decode step has 32 rows.
-Programs take turns; a ratio is of medians of wall time. Each part has a process of its own, with as many virtual
-devices as it needs.
+Blocks are divided on 8 devices: 2 divide heads and 4 the tokens of blocks. The decode step has 32 rows. Programs take
+turns, and ratios are of medians of wall time. Each part runs in a separate process with as many virtual devices as it
+needs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(replicas: Replicas, size: Size, prompts: Sequence[Sequence[int]]) -> lis
 
 
 def compare_speed(size: Size) -> dict[str, float]:
-    """`two_over_one`."""
+    """Measures `two_over_one`."""
     model, _ = load_recall()
     prompts, spec = prompts_of(size), workload.spec_of(model, size)
     programs: dict[str, Program] = {
@@ -84,7 +84,7 @@ def compare_speed(size: Size) -> dict[str, float]:
 
 
 def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, float]:
-    """`reused_of_one`, and the share of replicas in turn; for several batches in random order, by another name."""
+    """Measures `reused_of_one`, and the share if replicas take turns. `name` is for several batches in random order."""
     (model, _), number = load_recall(), size.parts
     part = size.replace(rows=size.rows // number, num_blocks=size.num_blocks // number)
     whole, quarter = workload.spec_of(model, size), workload.spec_of(model, part)
@@ -119,7 +119,7 @@ def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, flo
 
 
 def compare_routing(size: Size) -> dict[str, float]:
-    """`route_of_hashing`."""
+    """Measures `route_of_hashing`."""
     number, block, rng = size.routes, workload.BLOCK, np.random.default_rng(0)
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(1, 1)], num_blocks=size.routed_blocks, max_seqs=8, max_length=size.length + block,
@@ -149,14 +149,14 @@ def compare_routing(size: Size) -> dict[str, float]:
 
 
 def mesh_of(heads: int, context: int) -> dict[str, Any]:
-    """The arguments of `Cache.create` for so many devices that divide heads, and blocks."""
+    """The arguments of `Cache.create` for this number of devices to divide heads, and to divide blocks."""
     sizes = {"heads": heads} | ({"context": context} if context > 1 else {})
     mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes))
     return {"mesh": mesh, **{name: name for name in sizes}}
 
 
 def compare_bytes(size: Size) -> dict[str, float]:
-    """`context_bytes` and `context_temporaries`, of the bundled model's decode step on 2 x 4 devices."""
+    """Measures `context_bytes` and `context_temporaries`, of the bundled model's decode step on 2 x 4 devices."""
     where = mesh_of(2, 4)
     model, _ = loading.load(recall.CHECKPOINT, **where)
     cache = kvjax.Cache.create(kvjax.make_spec(model.layer_specs(), num_blocks=size.divided, **SHAPE), **where)
@@ -177,7 +177,7 @@ def compare_bytes(size: Size) -> dict[str, float]:
 
 
 def compare_books(size: Size) -> dict[str, float]:
-    """`context_books`: `extend` and `commit` on 2 x 4 devices to those on as many that divide heads alone."""
+    """Measures `context_books`: `extend` and `commit` on 2 x 4 devices, against 8 devices which divide heads."""
     layers, tokens = [kvjax.LayerSpec(8, 16)], np.ones((ROWS, 1), np.int32)
     spec = kvjax.make_spec(layers, num_blocks=ROWS * LENGTH // 16, **SHAPE)
     admit = jax.jit(kvjax.Cache.admit)
@@ -230,7 +230,7 @@ SIZES = {
 
 
 def measure_part(part: str, quick: bool, first: int | None, rounds: int) -> dict[str, float]:
-    """A part, in a process of its own: the number of virtual devices is set once, before jax starts."""
+    """Measures a part in this process. The number of virtual devices is set once, before jax starts."""
     compare, devices = PARTS[part]
     jax.config.update("jax_num_cpu_devices", devices)
     return compare(measure.size(quick, first=first, rounds=rounds))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts of a training step, to a sampler that keeps dense K/V for each sample, as training loops have them.
+"""Rollouts of a training step, against a sampler with dense K/V for each sample, as training loops have them.
 
-The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group. Where
-google-tunix is installed, the baseline of the first two figures is its own `vanilla` engine, with a Qwen3 of Tunix in
-both; else it is the dense sampler. The model has 4 layers of width 256. All are greedy and must choose the same tokens.
-They take turns; ratios are of CPU time, the median of several rounds. A training step is a rollout, `score` and an
-update.
+The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group. If
+google-tunix is installed, the baseline of the first two figures is its `vanilla` engine, with a Qwen3 of Tunix on both
+sides, else it is the dense sampler. The model has 4 layers of width 256. All are greedy and have to choose the same
+tokens. They take turns, and ratios are of CPU time, the median of several rounds. A training step is a rollout, `score`
+and an update.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ BARS = {
 }
 NOTES = """
 With Tunix 0.1.7 installed (`PYTHON=.venv-tunix/bin/python make bench-rollout`) the first figure was 4.3x to 4.7x in
-several runs, and the second 1.2x to 1.5x. Without it the first was 3.1x to 3.4x, which misses the bar: most of the
-group's rollout is decode steps, which the dense sampler has too. A prompt's share of the time is all that can be saved.
+several runs, and the second 1.2x to 1.5x. Without it the first was 3.1x to 3.4x, and missed its bar. Most of the
+group's rollout is decode steps, which the dense sampler has too. Only a prompt's share of the time can be saved.
 """
 
 
 class Shape(NamedTuple):
-    """G samples of prompts of up to so many tokens, `new` tokens each."""
+    """`samples` samples of each prompt of up to `prompt` tokens, with `new` tokens each."""
 
     samples: int = 8
     prompt: int = 512
@@ -61,13 +61,13 @@ class Shape(NamedTuple):
 
 
 def make_model(config: ModelConfig, shape: Shape) -> tuple[Decoder, np.ndarray, np.ndarray]:
-    """A model, and a prompt i32[1, P] with its length i32[1]."""
+    """Returns a model, and a prompt i32[1, P] with its length i32[1]."""
     prompt = random_prompts(config.vocab_size, (1, shape.prompt), shape.prompt)
     return Decoder(config, rngs=nnx.Rngs(0)), prompt, np.array([shape.prompt], np.int32)
 
 
 def make_cache(model: Decoder, shape: Shape) -> kvjax.Cache:
-    """A cache with a row for each sample, 8 at most, and blocks for all."""
+    """A cache with blocks for all samples, and a row for each, but at most 8 rows."""
     blocks, completions = -(-(shape.prompt + shape.new) // shape.block_size), shape.samples * shape.prompts
     length, num_blocks = shape.prompt + shape.new, (completions + 1) * blocks
     return kvjax.Cache.create(spec_of(model, min(completions, 8), length, num_blocks, shape.block_size))
@@ -79,7 +79,7 @@ def roll_out(model: Decoder, cache: kvjax.Cache, prompts: Any, lengths: Any, sha
 
 
 def dense_sampler(shape: Shape):
-    """A jitted greedy sampler, (model, prompt i32[1, P]) -> i32[G, T], that knows no sharing."""
+    """A jitted greedy sampler, (model, prompt i32[1, P]) -> i32[G, T], which shares nothing."""
 
     @jax.jit
     def sample(model: Decoder, prompt: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
-    """How many times longer the dense sampler takes; and seconds."""
+    """The dense sampler's time divided by ours, and seconds."""
     (model, prompt, lengths), dense = make_model(config, shape), dense_sampler(shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -137,7 +137,7 @@ def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[fl
 
 
 def tunix_version() -> str | None:
-    """The version of google-tunix; None if it is not installed."""
+    """The version of google-tunix, or None if it is not installed."""
     try:
         return metadata.version("google-tunix")
     except metadata.PackageNotFoundError:
@@ -153,9 +153,10 @@ NUMBERS = types.SimpleNamespace(
 
 
 def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: int, block_size: int) -> dict[str, Any]:
-    """Programs: `samples` greedy completions i32[G, T] of a prompt i32[P], by either engine.
+    """Programs of both engines: `samples` greedy completions i32[G, T] of a prompt i32[P].
 
-    Each call of kvjax' engine is the first of its version of the weights, which finds nothing and empties old blocks.
+    Each call of kvjax's engine is the first with its version of the weights, so it finds nothing and empties old
+    blocks.
     """
     from tunix.models.qwen3 import model as qwen3
     from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
@@ -187,7 +188,7 @@ def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: in
 
 
 def compare_engines(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
-    """How many times longer Tunix' vanilla engine takes than `KvjaxRollout`, all that they do included; and seconds."""
+    """The time of Tunix's vanilla engine divided by `KvjaxRollout`'s, each as a whole, and seconds."""
     prompt = make_model(config, shape)[1][0]
     programs = tunix_engines(config, prompt, shape.samples, shape.new, shape.block_size)
     took, _ = common.in_turns(programs, rounds, np.array_equal)
@@ -195,14 +196,14 @@ def compare_engines(config: ModelConfig, shape: Shape, rounds: int) -> tuple[flo
 
 
 def compare_slots(config: ModelConfig, shape: Shape) -> float:
-    """Slots that samples at temperature 1 fill, which differ, in terms of the dense buffers' slots."""
+    """Slots filled by samples at temperature 1, which differ, divided by the dense buffers' slots."""
     model, prompt, lengths = make_model(config, shape)
     _, cache, _ = roll_out(model, make_cache(model, shape), prompt, lengths, shape)
     return int(jnp.sum(cache.state.groups[0].blocks.fill)) / (shape.samples * (shape.prompt + shape.new))
 
 
 def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, float]:
-    """`score_x`: how many times longer a dense pass over whole rows takes than `score`."""
+    """Measures `score_x`: the time of a dense pass over whole rows divided by `score`'s."""
     model, prompt, lengths = make_model(config, shape)
     completions = random_prompts(config.vocab_size, (1, shape.samples, shape.new), 1)
     rows = np.concatenate([np.repeat(prompt, shape.samples, axis=0), completions[0]], axis=1)
@@ -222,7 +223,7 @@ def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, 
 
 
 def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
-    """How many times longer rollouts take with `canonical=True`."""
+    """The time of rollouts with `canonical=True`, divided by the time without."""
     (model, *_), rng = make_model(config, shape), np.random.default_rng(shape.prompts)
     prompts = rng.integers(0, config.vocab_size, (shape.prompts, shape.prompt)).astype(np.int32)
     shortest = shape.prompt if shape.prompts == 1 else -(-shape.prompt // 4)
@@ -244,7 +245,7 @@ def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
 
 
 def count_recompiles(config: ModelConfig, shape: Shape) -> int:
-    """Programs that are compiled by training steps after the first one: each has new weights, seeds and prompts."""
+    """Programs compiled by training steps after the first. Each step has new weights, seeds and prompts."""
     model, prompts, lengths = make_model(config, shape)
     (graph, weights), cache = nnx.split(model), make_cache(model, shape)
 

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching in one program against other ways to run the same batch.
+"""Continuous batching in a single program, against other ways to run the same batch.
 
-512 questions about 32 documents, 16 in a row about each, are answered greedily by the bundled recall model in 32 rows,
-64 tokens each. Ways to run them: one program (`serve`, and `run_batch` from prompts to outputs); `serve_step` of one
-step, called from Python, which reads the tokens of a step while the next one runs, as schedulers on the host do; blocks
-of steps from Python; and `generate` of transformers in batches of 32, where it is installed, for this model and for one
-of 10 million parameters. All must choose the same tokens. They take turns; ratios are of CPU time, the median of
-several rounds, and the result has those of wall time too.
+The bundled recall model answers 512 questions about 32 documents greedily in 32 rows, with 64 tokens each. The 16
+questions about a document come in a row. The first way is a single program: `serve`, and `run_batch` from prompts to
+outputs. The second calls `serve_step` from Python for each step, and reads the tokens of a step while the next step
+runs, as schedulers on the host do. The third calls blocks of steps from Python. The last is `generate` of transformers
+in batches of 32, if it is installed, with this model and with a model of 10 million parameters. All ways have to choose
+the same tokens. They take turns, and ratios are of CPU time, the median of several rounds. The result also has ratios
+of wall time.
 
-The shares are of the same batch: prompt tokens found in the cache, as many as the scheduler in plain Python finds;
-tokens that decode steps chose, of rows times steps, where a row that is empty, computes its prompt or idles in a block
-of steps is unused; and positions of mixed steps that held a token. The result has those with answers of 33 to 95 tokens
-too.
+The shares belong to the same batch. The first is the share of prompt tokens found in the cache, which has to equal the
+share of the scheduler in plain Python. The second is tokens chosen by decode steps, divided by rows times steps. A row
+is unused if it is empty, computes its prompt or idles in a block of steps. The third is the share of positions of mixed
+steps with a token. The result also has these shares for answers of 33 to 95 tokens.
 
-A steady step is one of 256 rows that decode in a full cache of 65,536 blocks, so that every new block is an evicted
-one. Nobody waits, and no row is close to its `max_tokens`. There is no model, nor K/V. The scheduler's events go into a
-log; the verbs alone have none. Both must leave the same rows with the same blocks. Warm-up is the CPU time of a first
-`run_batch` in a new process without a compile cache, less that of a second one.
+A steady step is a step of 256 decoding rows in a full cache of 65,536 blocks, so each new block evicts another. No
+request waits, and no row is close to its `max_tokens`. There is no model, and there are no K/V. The scheduler's events
+go into a log, and the verbs alone have no log. Both have to leave the same rows with the same blocks. Warm-up is the
+CPU time of a first `run_batch` in a new process without a compile cache, less the CPU time of the second.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ STEADY = {"steady_rows": (256, 4), "steady_blocks": (65_536, 512), "steps": (64,
 
 
 def ratios(took: dict[str, common.Took], name: str, slow: str, fast: str) -> dict[str, float]:
-    """How many times longer the slow way takes than the fast one, by CPU time, and by the clock."""
+    """The slow program's time divided by the fast program's, in CPU time and in wall time."""
     return {name: took[slow].cpu / took[fast].cpu, f"{name}_wall": took[slow].wall / took[fast].wall}
 
 
 def compare_ways(model: Any, size: Size) -> dict[str, float]:
-    """One program against steps from Python."""
+    """Compares a single program with steps from Python."""
     prompts, scheduler = workload.questions(size), size.scheduler
     begin = functools.partial(submitted, model, size, prompts, [size.new_tokens] * len(prompts))
     one, single = workload.one_program(scheduler), dataclasses.replace(scheduler, k=1, k_waiting=1)
@@ -105,7 +106,7 @@ def compare_ways(model: Any, size: Size) -> dict[str, float]:
 
 
 def transformers_batches(folder: str | pathlib.Path, new_tokens: int, rows: int) -> Callable[[Any], list[list[int]]]:
-    """`generate` of transformers: prompts -> tokens, in batches padded on the left, greedily, on the CPU in float32."""
+    """`generate` of transformers: prompts -> tokens, in left-padded batches, greedy, on the CPU in float32."""
     import torch
     import transformers
 
@@ -130,7 +131,7 @@ def transformers_batches(folder: str | pathlib.Path, new_tokens: int, rows: int)
 
 
 def compare_transformers(size: Size) -> dict[str, float]:
-    """`run_batch` against transformers, for two models; nothing where that is not installed."""
+    """Compares `run_batch` with transformers, for two models. Returns nothing if transformers is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return {}
     figures = against_transformers("over_transformers", load_recall()[0], recall.CHECKPOINT, size)
@@ -142,7 +143,7 @@ def compare_transformers(size: Size) -> dict[str, float]:
 
 
 def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size: Size) -> dict[str, float]:
-    """`run_batch` against transformers, with a model that is in a folder."""
+    """Compares `run_batch` with transformers, with a model in a folder."""
     theirs, prompts = transformers_batches(folder, size.new_tokens, size.rows), workload.questions(size)
     programs: dict[str, Program] = {
         "run_batch": (lambda: make_cache(model, size), functools.partial(run_batch, model, size, prompts)),
@@ -154,7 +155,7 @@ def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size
 
 
 def shares(model: Any, size: Size, lengths: Sequence[int]) -> dict[str, float]:
-    """How much of the prompts, of the decode slots and of the budget of mixed steps is used, for answers so long."""
+    """The shares of prompts, of decode slots and of the budget of mixed steps in use, for answers of these lengths."""
     prompts, spec = workload.questions(size), workload.spec_of(model, size)
     serving, steps = workload.from_python(size.scheduler, model, *submitted(model, size, prompts, lengths))
     cached = int(np.sum(serving.requests.cached))
@@ -172,7 +173,7 @@ def shares(model: Any, size: Size, lengths: Sequence[int]) -> dict[str, float]:
 
 
 def tokens_of_steps(steps: Sequence[Any]) -> tuple[int, list[int]]:
-    """Tokens that decode slots chose in steps of the scheduler; and for each mixed step the tokens on its line."""
+    """Tokens chosen by decode slots in steps of the scheduler, and the number of tokens in each mixed step."""
     decoded, held = 0, []
     for step in steps:
         chosen = np.sum(step.chosen.tokens >= 0, axis=1)
@@ -184,13 +185,13 @@ def tokens_of_steps(steps: Sequence[Any]) -> tuple[int, list[int]]:
 
 
 def steady_scheduler(k: int) -> Scheduler:
-    """The options; a row's whole prompt is one chunk."""
+    """A scheduler with a chunk as long as a row's whole prompt."""
     return Scheduler(k=k, chunk=PROMPT + BLOCK)
 
 
 @functools.cache
 def steps_of(k: int, size: Size) -> Callable[..., Any]:
-    """(serving, steps) -> (serving, log); the scheduler's steps."""
+    """The scheduler's steps: (serving, steps) -> (serving, log)."""
 
     def run(serving: Serving, steps: jax.Array) -> Any:
         spec = serving.cache.state.spec
@@ -203,7 +204,7 @@ def steps_of(k: int, size: Size) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("k", "size"), donate_argnums=0)
 def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
-    """As many steps, in blocks of k: `extend` for the tokens, and their commit."""
+    """The same number of steps as verbs, in blocks of k: `extend` and `commit`."""
     every, tokens = jnp.ones(size.steady_rows, jnp.bool_), jnp.zeros((size.steady_rows, k), jnp.int32)
     counts = jnp.full(size.steady_rows, k, jnp.int32)
 
@@ -215,7 +216,7 @@ def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
 
 
 def decoding(size: Size) -> Serving:
-    """Requests that all decode, in a row each, in a cache without K/V."""
+    """Decoding requests, each in a row, in a cache without K/V."""
     spec = kvjax.make_spec(
         num_blocks=size.steady_blocks, max_seqs=size.steady_rows, max_length=LENGTH, block_size=BLOCK
     )
@@ -233,7 +234,7 @@ def decoding(size: Size) -> Serving:
 
 
 def require_steady(after: Serving, log: Any, state: CacheState, before: Serving, size: Size) -> None:
-    """Requires that the steps were steady, and left what the verbs left."""
+    """Requires steady steps, and the same rows and blocks as the verbs have."""
     common.require(int(after.steps - before.steps) == size.steps, "the scheduler has run other steps")
     ours, theirs = after.cache.state, state
     same = [(ours.seqs.committed, theirs.seqs.committed), (ours.groups[0].table, theirs.groups[0].table)]
@@ -244,7 +245,7 @@ def require_steady(after: Serving, log: Any, state: CacheState, before: Serving,
 
 
 def measure_steady(size: Size) -> dict[str, float]:
-    """A steady step against its verbs, by CPU time, and by the clock with what they are made of."""
+    """Compares a steady step with its verbs, in CPU time and in wall time."""
     start, programs = decoding(size), {}
     for k in (1, BLOCK):
         run = steps_of(k, size)
@@ -263,7 +264,7 @@ def measure_steady(size: Size) -> dict[str, float]:
 
 
 def warm_up(quick: bool) -> float:
-    """The CPU seconds of a first `run_batch` less those of a second one; for a process of its own."""
+    """CPU seconds of a first `run_batch` less the seconds of the second. Call it in a separate process."""
     size, (model, _), seconds = measure.size(quick), load_recall(), []
     for _ in range(2):
         cache = jax.block_until_ready(make_cache(model, size))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a production trace, shrunk: lengths are divided by 16, and prompts made of the trace's ids of blocks.
+"""Requests of a production trace, shrunk: lengths are divided by 16, and prompts are made of the trace's ids of blocks.
 
-The trace is Mooncake's (USENIX FAST '25): when a request came, the lengths of its prompt and answer, and an id for each
-block of 512 tokens of the prompt; equal ids are equal tokens. Here such a block is 32 tokens made of its id.
+The trace is Mooncake's (USENIX FAST '25). For each request it has an arrival time, the lengths of its prompt and
+answer, and an id for each block of 512 tokens of the prompt, where equal ids stand for equal tokens. Here such a block
+is 32 tokens made of its id.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHRINK, HASHED, MS_A_STEP = 16, 512, 250
 
 
 class Request(NamedTuple):
-    """When it is due, in steps; its prompt, and how many tokens to generate."""
+    """A request: the step in which it is due, its prompt, and the number of tokens to generate."""
 
     due: int
     prompt: np.ndarray
@@ -34,7 +35,7 @@ class Request(NamedTuple):
 
 
 def read_trace(path: pathlib.Path, number: int) -> list[Request]:
-    """The first requests of a trace: JSON lines as Mooncake has published them, or the table in `benchmarks/data`."""
+    """The first requests of a trace, in Mooncake's JSON lines or in the form of the table in `benchmarks/data`."""
     requests, of_an_id = [], np.arange(HASHED // SHRINK, dtype=np.int32)
     for timestamp, input_length, output_length, ids in _read_fields(path, number):
         tokens = np.array(ids, np.int32)[:, None] * of_an_id.size + of_an_id
@@ -44,7 +45,7 @@ def read_trace(path: pathlib.Path, number: int) -> list[Request]:
 
 
 def read_blocks(path: pathlib.Path, number: int | None = None, longest: int | None = None) -> Trace:
-    """The first requests, or all, with their real lengths, for research; of prompts only the first `longest` blocks."""
+    """The first requests, or all, with their real lengths. Prompts are cut to their first `longest` blocks."""
     times, inputs, outputs, ids = zip(*_read_fields(path, number), strict=True)
     inputs = [tokens if longest is None else min(tokens, longest * HASHED) for tokens in inputs]
     return make_trace(times, inputs, outputs, [each[:longest] for each in ids], HASHED)
@@ -63,6 +64,6 @@ def _read_fields(path: pathlib.Path, number: int | None) -> list[tuple[int, int,
 
 
 def _ids(runs: str) -> list[int]:
-    """Ids of which runs are written as first x number."""
+    """Ids from text, in which runs are written as first x number."""
     pairs = [map(int, run.split("x")) for run in runs.split()]
     return [first + i for first, number in pairs for i in range(number)]
