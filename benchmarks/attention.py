@@ -139,17 +139,17 @@ def measure_shape(name: str, shape: Shape, rounds: int) -> dict[str, float]:
     took, answers = common.in_turns(programs, rounds)
     del answers["sum"]
     common.require_same(answers, functools.partial(close, tolerance=1e-4 if shape.dtype == "float32" else 5e-2))
-    least = {program: each.least for program, each in took.items()}
+    least = {program: timing.least for program, timing in took.items()}
     least["contiguous"] = min(least.pop("contiguous_q"), least.pop("contiguous_k"))
     return {
         **{f"{name}_{program}_ms": 1e3 * s / shape.layers for program, s in least.items()},
-        **{f"{name}_over_{other}": least["paged"] / least[other] for other in ("contiguous", "sum")},
+        **{f"{name}_over_{base}": least["paged"] / least[base] for base in ("contiguous", "sum")},
     }
 
 
-def close(one: Any, other: Any, tolerance: float = 1e-4) -> bool:
+def close(answer: Any, expected: Any, tolerance: float = 1e-4) -> bool:
     """Whether two answers agree within a tolerance."""
-    return np.allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), tolerance, tolerance)
+    return np.allclose(np.asarray(answer, np.float32), np.asarray(expected, np.float32), tolerance, tolerance)
 
 
 def make_line(line: Size):
@@ -190,7 +190,7 @@ def measure_mixed(line: Size) -> dict[str, float]:
     answers = {name: np.asarray(result).reshape(-1, *q.shape[2:]) for name, result in results.items()}
     answers["apart"] = np.concatenate([answers.pop("decode"), answers.pop("chunks")])
     common.require_same(answers, close)
-    least = {name: each.least for name, each in took.items()}
+    least = {name: timing.least for name, timing in took.items()}
     least["apart"] = least.pop("decode") + least.pop("chunks")
     return {
         **{f"{name}_ms": 1e3 * s for name, s in least.items()},
@@ -211,7 +211,7 @@ def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
         wanted = np.asarray(dense(q, layers, rows.lengths))
         # The two by themselves, so that each of them finds in the caches what the other one has left there.
         views = {name: rows, f"{name}_loop": rows.replace(fixed_split=True)}
-        programs: dict[str, Program] = {way: functools.partial(attend, q, pools, each) for way, each in views.items()}
+        programs: dict[str, Program] = {key: functools.partial(attend, q, pools, view) for key, view in views.items()}
         took, answers = common.in_turns(programs, rounds)
         common.require_same({f"{name}_contiguous": wanted, **answers}, close)
         figures |= common.times(took, "ms")

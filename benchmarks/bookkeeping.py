@@ -71,9 +71,9 @@ def warm(num_blocks: int) -> kvjax.CacheState:
     return state
 
 
-def long_text(number) -> jax.Array:
+def long_text(document) -> jax.Array:
     """i32[LENGTH]; tokens outside of every row."""
-    return (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + number * 104_729) % 50_021 + 50_021
+    return (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + document * 104_729) % 50_021 + 50_021
 
 
 def block(state: kvjax.CacheState, k: int):
@@ -94,25 +94,25 @@ def block(state: kvjax.CacheState, k: int):
 def steps(state: kvjax.CacheState, k: int = 1, log: kvjax.events.EventLog | None = None):
     """Runs STEPS steps in a program, in blocks of k. Returns the state, sums of the counts, and a log of all events."""
 
-    def one(carry, _):
+    def step(carry, _):
         state, done, log = carry
         state, counts, events = block(state, k)
         return (state, done + counts, None if log is None else kvjax.events.append(log, *events)), None
 
-    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32), log), jnp.arange(STEPS // k))[0]
+    return lax.scan(step, (state, jnp.zeros((4,), jnp.int32), log), jnp.arange(STEPS // k))[0]
 
 
 def admissions(state: kvjax.CacheState):
     """Admits a half-cached prompt of 2,048 tokens into every row. Returns the state and sums of the counts."""
     shared = long_text(1)
 
-    def one(state, row):
-        own = (jnp.arange(LENGTH, dtype=jnp.int32) * 13 + row * 7_919) % 50_021 + 200_000
-        tokens = jnp.where(np.arange(LENGTH) < LENGTH // 2, shared, own)
+    def admit_row(state, row):
+        suffix = (jnp.arange(LENGTH, dtype=jnp.int32) * 13 + row * 7_919) % 50_021 + 200_000
+        tokens = jnp.where(np.arange(LENGTH) < LENGTH // 2, shared, suffix)
         state, events = kvjax.admit(state, row, tokens, LENGTH)
         return state, jnp.stack([events.ok.astype(jnp.int32), kvjax.events.counts(events)["removed"], events.cached[0]])
 
-    state, done = lax.scan(one, state, jnp.arange(ROWS, dtype=jnp.int32))
+    state, done = lax.scan(admit_row, state, jnp.arange(ROWS, dtype=jnp.int32))
     return state, jnp.sum(done, axis=0, dtype=jnp.int32)
 
 
@@ -169,7 +169,7 @@ def measure_blocks_of_steps(num_blocks: int, rounds: int) -> dict[str, float]:
         require_steps(num_blocks, after, done)
     return {
         "step_with_log_us": with_log,
-        **{f"step_us_{name}": 1e6 * each.least / STEPS for name, each in took.items()},
+        **{f"step_us_{name}": 1e6 * timing.least / STEPS for name, timing in took.items()},
         **{f"{name}_to_k1": took[name].least / took["k1"].least for name in ("k4", "k16")},
     }
 
@@ -200,14 +200,14 @@ def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests:
     """
     position = jnp.arange(PROMPT, dtype=jnp.int32)
 
-    def one(state, number):
-        document = (number + cache) % DOCUMENTS
-        start = jnp.where(position < PROMPT // 2, document * PROMPT, (DOCUMENTS + number) * PROMPT)
+    def serve_request(state, request):
+        document = (request + cache) % DOCUMENTS
+        start = jnp.where(position < PROMPT // 2, document * PROMPT, (DOCUMENTS + request) * PROMPT)
         state, (ok, admitted) = caches.serve_alone(state, (start + position) * 97 + cache, PROMPT)
         counts = ok.astype(jnp.int32), kvjax.events.counts(admitted)["removed"], admitted.cached[0]
         return state, jnp.stack(counts)
 
-    state, done = lax.scan(one, state, first + jnp.arange(requests, dtype=jnp.int32))
+    state, done = lax.scan(serve_request, state, first + jnp.arange(requests, dtype=jnp.int32))
     return state, jnp.sum(done, axis=0, dtype=jnp.int32)
 
 
@@ -228,8 +228,8 @@ def measure_caches(num_blocks: int, copies: int, rounds: int) -> float:
     micros, (state, done) = least_us(state, run, rounds, REQUESTS * copies)
     served, removed, cached = np.atleast_2d(np.asarray(done)).T
     common.require((served == REQUESTS).all() and (removed > 0).all() and (cached > 0).all(), "a request went wrong")
-    for number in (0, copies - 1):
-        kvjax.check(state if copies == 1 else jax.tree.map(lambda x, number=number: x[number], state))
+    for cache_index in (0, copies - 1):
+        kvjax.check(state if copies == 1 else jax.tree.map(lambda x, index=cache_index: x[index], state))
     return micros
 
 
@@ -247,7 +247,9 @@ def measure(size):
     yield {**micros, "growth_4k_to_1m": micros["step_us_1m"] / micros["step_us_4k"]}
     yield measure_blocks_of_steps(size.usual, rounds)
     yield {"call_us": measure_calls(size.usual, rounds), "admit_us": measure_admit(size.usual, rounds)}
-    few, usual = (measure_caches(num_blocks, 4, rounds) for num_blocks in (size.few, size.usual))
-    yield {"vmap_us_2k": few, "vmap_us_64k": usual, "vmap_growth": usual / few}
-    alone, many = (measure_caches(size.middle, number, rounds) for number in (1, size.many))
-    yield {"alone_us_16k": alone, "vmap_64_us_16k": many, "vmap_64": many / alone}
+    few_blocks = measure_caches(size.few, 4, rounds)
+    usual_blocks = measure_caches(size.usual, 4, rounds)
+    yield {"vmap_us_2k": few_blocks, "vmap_us_64k": usual_blocks, "vmap_growth": usual_blocks / few_blocks}
+    single_cache = measure_caches(size.middle, 1, rounds)
+    many_caches = measure_caches(size.middle, size.many, rounds)
+    yield {"alone_us_16k": single_cache, "vmap_64_us_16k": many_caches, "vmap_64": many_caches / single_cache}

@@ -78,8 +78,8 @@ def hold(state: kvjax.CacheState, tokens: jax.Array, lengths: jax.Array) -> tupl
 def full_state(spec: kvjax.CacheSpec, prompt: Callable[[jax.Array], jax.Array]) -> kvjax.CacheState:
     """A cache with free rows, all of whose blocks are findable: the blocks of the last prompts i32[max_length]."""
 
-    def fill(state: kvjax.CacheState, number: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
-        state, (ok, _) = serve_alone(state, prompt(number), spec.max_length)
+    def fill(state: kvjax.CacheState, prompt_index: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
+        state, (ok, _) = serve_alone(state, prompt(prompt_index), spec.max_length)
         return state, ok
 
     blocks, size = spec.groups[0].num_blocks, spec.block_size

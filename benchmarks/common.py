@@ -62,7 +62,7 @@ class Benchmark(NamedTuple):
 
     def size(self, quick: bool = False, **values: Any) -> Size:
         """The sizes of a full or a quick run. `values` replace some of them."""
-        chosen = {name: each[quick] if isinstance(each, tuple) else each for name, each in self.sizes.items()}
+        chosen = {name: size[quick] if isinstance(size, tuple) else size for name, size in self.sizes.items()}
         return Size(**{**chosen, "quick": quick, **values})
 
     def run(self, size: Size) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def benchmark(
 
     def decorate(measure: Callable[[Size], Any]) -> Benchmark:
         name = pathlib.Path(inspect.getfile(measure)).stem
-        whole = {**(sizes or {}), **({} if rounds is None else {"rounds": rounds})}
-        made = BENCHMARKS[name] = Benchmark(name, measure, bars, whole, strict)
+        all_sizes = {**(sizes or {}), **({} if rounds is None else {"rounds": rounds})}
+        made = BENCHMARKS[name] = Benchmark(name, measure, bars, all_sizes, strict)
         if measure.__module__ == "__main__":
             measure.__globals__[measure.__name__] = made  # as the functions of the module know it
             made.main()
@@ -151,18 +151,18 @@ def in_turns(
     """
     calls: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     results: dict[str, Any] = {}
-    for number in range(rounds + 1):
+    for round_index in range(rounds + 1):
         for name, program in programs.items():
             begin, run = program if isinstance(program, tuple) else (tuple, lambda _, run=program: run())
             results.pop(name, None)  # before the next one takes as much memory
             state = jax.block_until_ready(begin())
             cpu, wall = time.process_time(), time.perf_counter()
             results[name] = jax.block_until_ready(run(state))
-            if number:
+            if round_index:
                 calls[name].append((time.process_time() - cpu, time.perf_counter() - wall))
     if same is not None:
         require_same(results, same)
-    by_clock = {name: list(zip(*each, strict=True)) for name, each in calls.items()}
+    by_clock = {name: list(zip(*seconds, strict=True)) for name, seconds in calls.items()}
     took = {name: Took(*map(statistics.median, both), min(both[1])) for name, both in by_clock.items()}
     return took, results
 
@@ -174,10 +174,10 @@ def require_same(answers: Mapping[str, Any], same: Callable[[Any, Any], Any]) ->
         require(bool(same(wanted, answer)), f"{name} and {first}: their answers differ")
 
 
-def times(took: Mapping[str, Took], unit: str, of: str = "wall", calls: float = 1) -> dict[str, float]:
+def times(took: Mapping[str, Took], unit: str, clock: str = "wall", calls: float = 1) -> dict[str, float]:
     """Figures NAME_UNIT of each program, divided by the number of calls. The unit ends with s, ms or us."""
     scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit.split("_")[-1]] / calls
-    return {f"{name}_{unit}": scale * getattr(each, of) for name, each in took.items()}
+    return {f"{name}_{unit}": scale * getattr(timing, clock) for name, timing in took.items()}
 
 
 def apart(module: str, function: str, *args: Any, **environment: str) -> Any:
@@ -241,14 +241,14 @@ class Bar(NamedTuple):
         value = round(scale * value, 9)
         least = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
         decimals = next((n for n in range(least, least + 4) if round(value, n) not in bounds), least + 3)
-        number, exact = f"{value:,.{decimals}f}", f"{value:,.9f}".rstrip("0").rstrip(".")
-        return f"{min(number, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
+        text, exact = f"{value:,.{decimals}f}", f"{value:,.9f}".rstrip("0").rstrip(".")
+        return f"{min(text, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
 
 
 def require_bars(metrics: Figures, bars: Mapping[str, Bar]) -> None:
     """Ends a benchmark with a missed bar."""
     values = {name: (metrics[name], bar) for name, bar in bars.items() if name in metrics}
-    missed = {name: one for name, one in values.items() if one[1].verdict(one[0]) == "missed"}
+    missed = {name: (value, bar) for name, (value, bar) in values.items() if bar.verdict(value) == "missed"}
     lines = [f"{name} is {bar.shown(value)}, the bar {bar.bounds()}" for name, (value, bar) in missed.items()]
     require(not lines, "; ".join(lines))
 
@@ -266,20 +266,22 @@ def report(
       bars: bars by figure.
     """
     bars = bars or {}
-    numbers = {each: rounded(value) for each, value in figures.items() if isinstance(value, int | float | np.number)}
-    notes = {each: value for each, value in figures.items() if each not in numbers}
+    numbers = {name: rounded(value) for name, value in figures.items() if isinstance(value, int | float | np.number)}
+    notes = {figure: value for figure, value in figures.items() if figure not in numbers}
     command = re.sub(r" --json[ =]\S+", "", " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]))
     result: dict[str, Any] = {"benchmark": name, "command": command, **where(), **notes}
-    metrics = {each: numbers[each] for each in bars if each in numbers}
-    details = {each: value for each, value in numbers.items() if each not in bars}
+    metrics = {figure: numbers[figure] for figure in bars if figure in numbers}
+    details = {figure: value for figure, value in numbers.items() if figure not in bars}
     width = max(map(len, numbers), default=0)
     for kind, values in (("metrics", metrics), ("details", details)):
         if values:
             result[kind] = values
-        for each, value in values.items():
-            bounds = f"{bars[each].bounds():24} {bars[each].verdict(value)}" if each in bars else ""
-            print(f"  {each:<{width}}  {value:>12,.6g}  {bounds}".rstrip())
-    rows = {each: {**bars[each]._asdict(), "verdict": bars[each].verdict(value)} for each, value in metrics.items()}
+        for figure, value in values.items():
+            bounds = f"{bars[figure].bounds():24} {bars[figure].verdict(value)}" if figure in bars else ""
+            print(f"  {figure:<{width}}  {value:>12,.6g}  {bounds}".rstrip())
+    rows = {
+        figure: {**bars[figure]._asdict(), "verdict": bars[figure].verdict(value)} for figure, value in metrics.items()
+    }
     write(result | ({"rows": rows} if rows else {}), file)
 
 

@@ -131,20 +131,20 @@ _FUSION = re.compile(r" fusion\(.*calls=(%[\w.\-]+)")
 
 def computations(text: str) -> dict[str, list[str]]:
     """The instructions of each computation of a compiled program."""
-    found: dict[str, list[str]] = {}
+    instructions: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?(%[\w.\-]+) \(.*\{$", line)
         if header:
-            lines = found.setdefault(header[1], [])
+            lines = instructions.setdefault(header[1], [])
         elif line.startswith("  "):
             lines.append(line.removeprefix("  ROOT").strip())
-    return found
+    return instructions
 
 
 def bodies(text: str) -> Iterator[tuple[str, str]]:
     """(instruction, body without names) of each fusion of a compiled program."""
-    found = computations(text)
+    instructions = computations(text)
 
     @functools.cache
     def body(name: str) -> str:
@@ -152,11 +152,11 @@ def bodies(text: str) -> Iterator[tuple[str, str]]:
 
         def rename(match: re.Match[str]) -> str:
             word = match[0]
-            return f"{{{body(word)}}}" if word in found else numbers.setdefault(word, f"%{len(numbers)}")
+            return f"{{{body(word)}}}" if word in instructions else numbers.setdefault(word, f"%{len(numbers)}")
 
-        return "\n".join(_NAME.sub(rename, _ATTRIBUTES.sub("", line)) for line in found[name])
+        return "\n".join(_NAME.sub(rename, _ATTRIBUTES.sub("", line)) for line in instructions[name])
 
-    for line in itertools.chain.from_iterable(found.values()):
+    for line in itertools.chain.from_iterable(instructions.values()):
         called = _FUSION.search(line)
         if called:
             yield line, body(called[1])
@@ -170,11 +170,11 @@ def operations(lowered: jax.stages.Lowered) -> int:
 def count(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Counts:
     """Counts a program."""
     text = compiled.as_text() or ""
-    each = [body for _, body in bodies(text)]
+    texts = [body for _, body in bodies(text)]
     return Counts(
         ops=operations(lowered),
-        fusions=len(each),
-        distinct=len(set(each)),
+        fusions=len(texts),
+        distinct=len(set(texts)),
         scatters=len(re.findall(r" scatter\(", text)),
         loops=len(re.findall(r" while\(", text)),
     )

@@ -40,7 +40,7 @@ def vocabulary_of(size: int) -> grammar.Vocabulary:
     rng = np.random.default_rng(0)
     letters = np.frombuffer(b'etaoinshrdlu ,.:"{}[]0123456789', np.uint8)
     words = [rng.choice(letters, length).tobytes() for length in rng.integers(2, 9, max(size - 257, 0))]
-    return grammar.Vocabulary([*[bytes([number]) for number in range(min(size - 1, 256))], *words, None])
+    return grammar.Vocabulary([*[bytes([byte]) for byte in range(min(size - 1, 256))], *words, None])
 
 
 def loop(model: Decoder, start: decode_loop.Start, steps: int, constraint: serving.Constraints | None):
@@ -76,8 +76,10 @@ def measure(size):
     table = tables["table"]
     any_token = grammar.TokenTable(np.zeros((1, 1), np.int32), np.zeros(len(vocabulary), np.int32), np.ones(1, bool))
     grammars = {"any": any_token, "schema": table}
-    constraints = {name: serving.Constraints.of(each, end) for name, each in grammars.items()}
-    programs = {name: loop(model, start, size.steps, each) for name, each in {"free": None, **constraints}.items()}
+    constraints = {name: serving.Constraints.of(table, end) for name, table in grammars.items()}
+    programs = {
+        name: loop(model, start, size.steps, constraint) for name, constraint in {"free": None, **constraints}.items()
+    }
     took, ends = common.in_turns(programs, size.rounds)
     tokens = {name: np.asarray(chosen) for name, (chosen, _) in ends.items()}
     common.require(np.array_equal(tokens["free"], tokens["any"]), "a grammar of all tokens has changed the choice")

@@ -68,7 +68,7 @@ def attend_contiguous(q, layer, lengths, plain: bool):
     if plain:
         score = jnp.einsum("skgd,sktd->skgt", q, keys)
     else:
-        score = jnp.stack([jnp.einsum("skd,sktd->skt", one, keys) for one in jnp.unstack(q, axis=2)], axis=2)
+        score = jnp.stack([jnp.einsum("skd,sktd->skt", query, keys) for query in jnp.unstack(q, axis=2)], axis=2)
     seen = jnp.arange(capacity)[None] < lengths[:, None]
     weight = jax.nn.softmax(jnp.where(seen[:, None, None], score, -jnp.inf), axis=-1)
     return jnp.einsum("skgt,sktd->skgd", weight, values).reshape(rows, heads, width)
@@ -81,10 +81,10 @@ def contiguous_step(model: Decoder, layers, token, position, plain: bool = True)
     def write(array, x):
         return array.at[row, :, position].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
 
-    def mix(number, _, layers, q, kv, angles):
-        layer = write(layers[number][0], rotate(kv[0], angles)), write(layers[number][1], kv[1])
+    def mix(layer_index, _, layers, q, kv, angles):
+        layer = write(layers[layer_index][0], rotate(kv[0], angles)), write(layers[layer_index][1], kv[1])
         y = attend_contiguous(rotate(q, angles)[:, 0], layer, position + 1, plain)
-        return y[:, None], (*layers[:number], layer, *layers[number + 1 :])
+        return y[:, None], (*layers[:layer_index], layer, *layers[layer_index + 1 :])
 
     x, layers = model._stream(token[:, None], position[:, None], mix, layers)
     return model._logits(x[:, 0]), layers
@@ -115,17 +115,18 @@ def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
 
 def make_start(model: Decoder, size: Size) -> Start:
     """Computes random prompts through the paged cache, and copies their K/V to contiguous arrays."""
-    length, each = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
+    length, all_rows = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
     prompts = caches.random_prompts(size.config.vocab_size, (size.rows, length), 1)
-    admit, step = (jax.jit(method, donate_argnums=at) for method, at in ((kvjax.Cache.admit, 0), (kvjax.step, 1)))
-    cache, admitted = admit(full_cache(model, size), each, prompts, jnp.full((size.rows,), length))
+    admit = jax.jit(kvjax.Cache.admit, donate_argnums=0)
+    step = jax.jit(kvjax.step, donate_argnums=1)
+    cache, admitted = admit(full_cache(model, size), all_rows, prompts, jnp.full((size.rows,), length))
     common.require(bool(admitted.ok), "the prompts were not admitted")
-    token = jnp.zeros_like(each)
-    while np.any(left := length - np.asarray(cache.state.seqs.committed)):
-        chunk = np.minimum(length - left[:, None] + np.arange(CHUNK), length - 1)
-        cache, logits, _ = step(model, cache, np.take_along_axis(prompts, chunk, axis=1), np.minimum(left, CHUNK))
-        token = jnp.where((left > 0) & (left <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
-    seeds = each.astype(jnp.uint32)
+    token = jnp.zeros_like(all_rows)
+    while np.any(remaining := length - np.asarray(cache.state.seqs.committed)):
+        chunk = np.minimum(length - remaining[:, None] + np.arange(CHUNK), length - 1)
+        cache, logits, _ = step(model, cache, np.take_along_axis(prompts, chunk, axis=1), np.minimum(remaining, CHUNK))
+        token = jnp.where((remaining > 0) & (remaining <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
+    seeds = all_rows.astype(jnp.uint32)
     rows = serving.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
     return Start(cache, rows, jax.jit(contiguous_kv)(cache), cache.state.seqs.committed)
 
@@ -136,7 +137,7 @@ def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[
     A program is (begin, run): `begin` returns a state, and `run` donates the state and returns (state, result).
     """
     least, ends = {name: np.full(calls, np.inf) for name in programs}, {}
-    for number in range(rounds + 1):
+    for round_index in range(rounds + 1):
         ends.clear()  # before new ones take as much memory
         ends = {name: (jax.block_until_ready(begin()), []) for name, (begin, _) in programs.items()}
         for call in range(calls):
@@ -146,7 +147,7 @@ def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[
                 state, result = jax.block_until_ready(run(state))
                 took = time.perf_counter() - began
                 ends[name] = state, [*results, result]
-                if number:  # the first round compiles
+                if round_index:  # the first round compiles
                     least[name][call] = min(least[name][call], took)
     return {name: float(np.sum(seconds)) for name, seconds in least.items()}, ends
 
@@ -247,11 +248,11 @@ def measure(size):
     attention = attentions(ends["paged"][0][0], ends["contiguous"][0][0], size)
     del ends
     took, _ = common.in_turns(attention, 40 * size.rounds, same)
-    attention_s = {name: each.least for name, each in took.items()}
+    attention_s = {name: timing.least for name, timing in took.items()}
     took, _ = common.in_turns({"books": paged_loop(caches.reads_the_view, start, size, size.steps)}, size.rounds)
     books_s = took["books"].least
     for part, seconds, calls in (("step", step_s, size.steps), ("attention", attention_s, 1)):
-        yield {f"{name}_{part}_us": 1e6 * each / calls for name, each in seconds.items()}
+        yield {f"{name}_{part}_us": 1e6 * total / calls for name, total in seconds.items()}
         yield {f"{part}_ratio": seconds["paged"] / seconds["contiguous"]}
     yield {
         "bookkeeping_us": 1e6 * books_s / size.steps,

@@ -62,10 +62,10 @@ def serving(size: Size) -> Iterator[int]:
         "--checkpoint", str(recall.CHECKPOINT), "--rows", str(size.rows), "--blocks", str(size.num_blocks),
         "--chunk", str(size.scheduler.chunk), "--top-logprobs", "0", "--max-length", str(spec.max_length),
     ])  # fmt: skip
-    with serve.served(parser, args) as found, socket.socket() as listening:
+    with serve.served(parser, args) as served, socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         is_open = threading.Event()
-        server = serve.http_server(args, found, is_open.set)
+        server = serve.http_server(args, served, is_open.set)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         is_open.wait()
@@ -104,7 +104,7 @@ def measure_batch(size: Size, clients: Clients) -> dict[str, float]:
     common.require(others <= 0.01 * len(texts), f"{others} answers over HTTP differ")
     return {
         **{f"{name}_x": took["run_batch"].cpu / took[name].cpu for name in ("engine", "http")},
-        **{f"{name}_{kind}_s": getattr(each, kind) for name, each in took.items() for kind in ("cpu", "wall")},
+        **{f"{name}_{kind}_s": getattr(timing, kind) for name, timing in took.items() for kind in ("cpu", "wall")},
         "http_answers_that_differ": others,
     }
 
@@ -124,11 +124,11 @@ class Turns:
 
     def __enter__(self) -> Turns:
         def turn(*args: Any, **options: Any) -> Any:
-            found = self._whole(*args, **options)
+            turn_result = self._whole(*args, **options)
             self.dispatched.append(time.monotonic())
-            self._outputs.append(found[-1].numbers)
+            self._outputs.append(turn_result[-1].numbers)
             self._more.release()
-            return found
+            return turn_result
 
         driver.turn = cast(Any, turn)
         self._thread.start()
@@ -144,14 +144,14 @@ async def listened_to(engine: Engine[Any], prompts: Sequence[Any], new: int, gap
     """Submits requests with a mean gap between them, and reads their tokens as they come."""
     rng = random.Random(0)
 
-    async def one(prompt: Any) -> Handle:
+    async def ask(prompt: Any) -> Handle:
         handle = engine.submit(Request(prompt, max_new_tokens=new))
         common.require([token async for token in handle] == handle.output.tokens, "a stream differs from its output")
         return handle
 
     tasks = list[asyncio.Task[Handle]]()
     for prompt in prompts:
-        tasks.append(asyncio.create_task(one(prompt)))
+        tasks.append(asyncio.create_task(ask(prompt)))
         await asyncio.sleep(rng.expovariate(1 / gap) if gap else 0)
     return await asyncio.gather(*tasks)
 
@@ -170,9 +170,9 @@ def measure_first_tokens(size: Size) -> dict[str, float]:
     for prompt, handle in zip(prompts, handles, strict=True):
         times, computed = handle.times, 0
         assert times.first_token is not None
-        for other, before in zip(prompts, handles, strict=True):
+        for earlier, before in zip(prompts, handles, strict=True):
             if before.times.first_token is not None and before.times.first_token <= times.queued:
-                same = itertools.takewhile(bool, map(operator.eq, prompt[:-1], other))
+                same = itertools.takewhile(bool, map(operator.eq, prompt[:-1], earlier))
                 computed = max(computed, sum(same))
         chunks = -(-(len(prompt) - computed) // size.scheduler.chunk)
         waited = bisect.bisect(turns.done, times.first_token) - bisect.bisect(turns.done, times.queued)

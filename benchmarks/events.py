@@ -106,7 +106,7 @@ class Traffic:
         rows = ([records(EventKind.REMOVED, blocks[::-1], old)] * removed
                 + [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
                 for blocks in self.parts)  # fmt: skip
-        return [events(np.concatenate(each), self.size, self.rng) for each in rows]
+        return [events(np.concatenate(records), self.size, self.rng) for records in rows]
 
 
 KINDS = {"stored": (False, True), "exchanged": (True, True), "removed": (True, False)}  # removed, added
@@ -156,7 +156,7 @@ def measure_wire(
             sent = traffic.batches(*kind)
             seconds, written = cpu(lambda sent=sent: [wire.encode(batch) for batch in sent])
             least[name] = min(least[name], seconds)
-            seconds, _ = cpu(lambda written=written: [wire.follow(some) for some in written])
+            seconds, _ = cpu(lambda written=written: [wire.follow(payloads) for payloads in written])
             if name == "stored":
                 least["mirrored"] = min(least["mirrored"], seconds)
             wanted = 1 if name == "removed" else 1 + batches * BATCH
@@ -171,8 +171,8 @@ def measure_wire(
                 read = sum(sum(wire.tokens(prefix)) for prefix in wire.mirror.index)
                 same = read == sum(int(tokens.astype(np.int64).sum()) for tokens in stored)
                 common.require(same, "the tokens read are not those stored")
-    number = batches * BATCH
-    return {name: (2 if name == "exchanged" else 1) * number / seconds for name, seconds in least.items()}
+    num_events = batches * BATCH
+    return {name: (2 if name == "exchanged" else 1) * num_events / seconds for name, seconds in least.items()}
 
 
 def measure_resync(blocks: int, repeats: int) -> float:
@@ -219,7 +219,7 @@ def make_work(documents: int, questions: int) -> Work:
     )
     rng = np.random.default_rng(0)
     texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
-    chosen = [one for text in texts for one in demo.questions(text, list(text.facts)[:questions])]
+    chosen = [question for text in texts for question in demo.questions(text, list(text.facts)[:questions])]
     return Work(model, spec, *zip(*chosen, strict=True))
 
 
@@ -236,7 +236,7 @@ def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
         index = kvjax.events.index_of(cache.state)
         wanted = sorted(path for _, _, path in index if len(path) % spec.block_size == 0)
         with Subscriber(source.endpoint, source.replay_endpoint) as sub:
-            reached = sub.wait(lambda one: one.complete and sorted(prefix.tokens for prefix in one.index) == wanted, 60)
+            reached = sub.wait(lambda reader: reader.complete and sorted(x.tokens for x in reader.index) == wanted, 60)
             common.require(reached, f"{len(sub)} blocks were published of {len(wanted)}")
 
     with Publisher(spec, bind=ANY, replay=ANY) as source:
@@ -278,8 +278,8 @@ def _check_lines(lines: str, index: Entries) -> None:
 
 
 def _check_log(entries: list[dict[str, Any]], index: Entries) -> None:
-    found = kvjax.fold([event for entry in entries for event in entry["events"]]).index
-    common.require(found == index, f"{len(found)} blocks are in the log of {len(index)}")
+    cached = kvjax.fold([event for entry in entries for event in entry["events"]]).index
+    common.require(cached == index, f"{len(cached)} blocks are in the log of {len(index)}")
 
 
 def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[kvjax.serving.Output]) -> None:
@@ -298,21 +298,20 @@ def measure_listeners(work: Work, listening: Callable[[kvjax.CacheSpec], Any], p
 
     def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> np.ndarray:
         cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
-        with opened(work.spec) as own:
+        with opened(work.spec) as follower:
             before = np.array([time.perf_counter(), time.process_time()])
-            outputs, cache, _ = kvjax.generate(
-                work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=own.listener
-            )
+            options = {"max_new_tokens": NEW_TOKENS, "log_events": False, "listener": follower.listener}
+            outputs, cache, _ = kvjax.generate(work.model, cache, work.prompts, **options)
             took = np.array([time.perf_counter(), time.process_time()]) - before
             right = sum(output.tokens[0] == answer for output, answer in zip(outputs, work.answers, strict=True))
             common.require(right >= 0.98 * len(work.prompts), f"{right} of {len(work.prompts)} answers are right")
-            own.check(cache, outputs)
+            follower.check(cache, outputs)
         return took
 
     ways, ratios = [nobody, listening], []
     for _ in range(pairs + 1):  # the first one compiles
         ways.reverse()
-        took = {way: timed(way) for way in ways}
+        took = {kind: timed(kind) for kind in ways}
         ratios.append(took[listening] / took[nobody])
     wall, cpu = np.median(ratios[1:], axis=0).tolist()
     return wall, cpu
@@ -336,6 +335,6 @@ def measure(size):
         "resync_s": measure_resync(size.blocks, min(size.rounds, 3)),
     }
     work = make_work(size.documents, size.questions)
-    for name, way in (("listener", a_publisher), ("all_listeners", all_at_once)):
-        wall, cpu = measure_listeners(work, way, size.pairs)
+    for name, opened in (("listener", a_publisher), ("all_listeners", all_at_once)):
+        wall, cpu = measure_listeners(work, opened, size.pairs)
         yield {f"{name}_ratio": wall, f"{name}_cpu_ratio": cpu}

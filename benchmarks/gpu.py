@@ -111,15 +111,17 @@ def key(seed: int) -> jax.Array:
     return jax.random.key(seed, impl="unsafe_rbg")
 
 
-def time_s(program: Callable[..., Any], state: Any, args: tuple, effort: Effort, most: int = 1000) -> tuple[float, Any]:
+def time_s(
+    program: Callable[..., Any], state: Any, args: tuple, effort: Effort, max_runs: int = 1000
+) -> tuple[float, Any]:
     """Median seconds of a program (state, *args) -> state, which may donate its state. Also returns the last state.
 
-    At most `most` runs are queued, since each run may hold a result in memory unless it donates.
+    At most `max_runs` runs are queued, since each run may hold a result in memory unless it donates.
     """
     state = jax.block_until_ready(program(state, *args))  # compiles
     began = time.perf_counter()
     state = jax.block_until_ready(program(state, *args))
-    runs = max(1, min(round(effort.seconds / (time.perf_counter() - began)), most))
+    runs = max(1, min(round(effort.seconds / (time.perf_counter() - began)), max_runs))
     times = []
     for _ in range(effort.rounds):
         began = time.perf_counter()
@@ -181,7 +183,7 @@ def random_pool(shape: tuple[int, ...], dtype: str) -> jax.Array:
 def ceilings(record: Record, copied_bytes: int, side: int, effort: Effort) -> None:
     """Measures the machine's ceilings: bytes/s, read and written, of a copy on the device, and FLOP/s of a product."""
     x = jax.jit(lambda: jax.random.normal(key(0), (copied_bytes // 2,), jnp.bfloat16))()
-    seconds, _ = time_s(jax.jit(jnp.copy), x, (), effort, most=8)
+    seconds, _ = time_s(jax.jit(jnp.copy), x, (), effort, max_runs=8)
     record.add("device", "copy_tb_s", 2 * x.nbytes / seconds / 1e12)
 
     def products(x, y):

@@ -72,11 +72,11 @@ def caller(who: str, shape: Shape) -> Callable[..., Any]:
     """A layer's attention by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
 
     def attend(q, layer, pool, scales, tables, lengths):
-        name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
+        name, prefill_args, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
         if shape.chunk:
             name, options["max_count"] = "prefill_attention", shape.chunk
-            more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
-        return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
+            prefill_args = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
+        return pallas_kernels.call(name, q, pool, layer, tables, lengths, *prefill_args, implementation=who, **options)
 
     return attend
 
@@ -85,8 +85,8 @@ def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     """A program of `calls` calls, (q, *args) -> q. The function also takes the index of the call."""
 
     def run(q, *args):
-        for number in range(calls):
-            q = function(q, number, *args)
+        for call_index in range(calls):
+            q = function(q, call_index, *args)
         return q
 
     return jax.jit(run)
@@ -128,7 +128,7 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
         with record.guard(f"{kind}_{name} {who}", ours=False):
             kv = [prepare(*args, layer) for layer in np.arange(min(copies, shape.layers))]
             calls = max(len(kv), 4)
-            on_layer = functools.partial(lambda call, q, number, kv: call(q, *kv[number % len(kv)]), call)
+            on_layer = functools.partial(lambda call, q, call_index, kv: call(q, *kv[call_index % len(kv)]), call)
             program = chain(on_layer, calls)
             if not shape.chunk:
                 error = gpu.differs(chain(on_layer, 1)(4 * case.q, kv), wanted)

@@ -57,9 +57,9 @@ def sections(quick: bool) -> dict[str, Callable[[Any], None]]:
 
         return run
 
-    found = {"device": describe, **{check_name(*check): checked(*check) for check in on_gpu.CHECKS}}
-    found |= kernels.sections(kernels.QUICK if quick else kernels.FULL)
-    return {name: found[name] for name in sorted(found, key=lambda name: ORDER.index(_begins(name, ORDER)))}
+    measured = {"device": describe, **{check_name(*check): checked(*check) for check in on_gpu.CHECKS}}
+    measured |= kernels.sections(kernels.QUICK if quick else kernels.FULL)
+    return {name: measured[name] for name in sorted(measured, key=lambda name: ORDER.index(_begins(name, ORDER)))}
 
 
 def _begins(name: str, starts: Iterable[str]) -> str:
@@ -70,12 +70,12 @@ def switches(failed: Collection[str]) -> dict[str, str]:
     """A replacement for each function with a failed check: Triton's kernel, unless its check failed too, else XLA."""
     from tests.kernels.on_gpu import CHECKS
 
-    found = {}
+    replacements = {}
     for function, who in CHECKS:
         if check_name(function, who) in failed:
-            other = check_name(function, "triton")
-            found[function] = "triton" if who == "mosaic" and other not in failed else "xla"
-    return found
+            triton = check_name(function, "triton")
+            replacements[function] = "triton" if who == "mosaic" and triton not in failed else "xla"
+    return replacements
 
 
 def describe(record: Any) -> None:
@@ -125,8 +125,8 @@ class Watch:
 
     def run(self, chosen: Collection[str], scale: float) -> None:
         """Runs the missing sections. `scale` multiplies the time limits of sections."""
-        while left := [name for name in chosen if name not in self.result["sections"]]:
-            if time.monotonic() >= self.end or not self._some(left, scale):
+        while remaining := [name for name in chosen if name not in self.result["sections"]]:
+            if time.monotonic() >= self.end or not self._some(remaining, scale):
                 return
 
     def _some(self, names: Sequence[str], scale: float) -> bool:
@@ -170,8 +170,8 @@ class Watch:
 
     def switches(self) -> str:
         """The value of the variable KVJAX_KERNELS, which switches failed kernels off."""
-        failed = [name for name, one in self.result["sections"].items() if one.get("errors")]
-        return ",".join(f"{function}={other}" for function, other in switches(failed).items())
+        failed = [name for name, section in self.result["sections"].items() if section.get("errors")]
+        return ",".join(f"{function}={replacement}" for function, replacement in switches(failed).items())
 
     def write(self) -> None:
         """Replaces the file."""
@@ -182,24 +182,26 @@ class Watch:
     def summary(self, chosen: Collection[str]) -> list[str]:
         """At most forty lines: failures, times compared with a copy, faster choices, and missing sections."""
         done = self.result["sections"]
-        wrong = [f"FAILED {name}: {error}" for one in done.values() for name, error in one.get("errors", {}).items()]
+        errors = [item for section in done.values() for item in section.get("errors", {}).items()]
+        wrong = [f"FAILED {name}: {error}" for name, error in errors]
         off = [f"switched off: {SWITCHES}={value}"] if (value := self.switches()) else []
         shares = {
             f"{metric.removesuffix(end)} {who}": (1 / value, end[4:])
-            for one in done.values()
-            for who, metrics in one.get("metrics", {}).items()
+            for section in done.values()
+            for who, metrics in section.get("metrics", {}).items()
             for metric, value in metrics.items()
             for end in ("_of_copy", "_of_product")
             if metric.endswith(end) and who != "device" and value > 0
         }
-        slow = sorted(shares.items(), key=lambda one: -one[1][0])
+        slow = sorted(shares.items(), key=lambda item: -item[1][0])
         times = [f"{ratio:6.2f}x the time of a {what}: {name}" for name, (ratio, what) in slow]
-        faster = [line for one in done.values() for line in one.get("faster", [])]
-        left = [name for name in chosen if name not in done]
-        more = [f"left for the next call: {len(left)} sections, from {left[0]!r} on"] if left else ["all is done"]
+        faster = [line for section in done.values() for line in section.get("faster", [])]
+        remaining = [name for name in chosen if name not in done]
+        rest = f"left for the next call: {len(remaining)} sections, from {remaining[0]!r} on" if remaining else ""
         head = [f"{self.result['about'].get('device')}, jax {self.result['about'].get('versions', {}).get('jax')}"]
-        fixed = [*head, *wrong[:12], *off, *faster[:6], *more]
-        return [*head, *wrong[:12], *off, *times[: 40 - len(fixed)], *faster[:6], *more]
+        begin = [*head, *wrong[:12], *off]
+        end = [*faster[:6], rest or "all is done"]
+        return [*begin, *times[: 40 - len(begin) - len(end)], *end]
 
 
 def _lines_of(process: subprocess.Popen[str]) -> queue.Queue[str | None]:

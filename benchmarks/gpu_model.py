@@ -120,21 +120,23 @@ def seconds(node: Node, attention: Attention) -> float:
     return max(moved / CONSTANTS["bytes_s"], flops / CONSTANTS["flops_s"], instructions / INSTRUCTIONS_S)
 
 
-def sums(few: Iterable[Node], more: Iterable[Node], layers: int, attention: Attention) -> Sums:
+def sums(small: Iterable[Node], large: Iterable[Node], layers: int, attention: Attention) -> Sums:
     """The sums for a program of `layers` layers, from the nodes of its programs of two and three layers."""
     both = []
-    for nodes in (few, more):
+    for nodes in (small, large):
         took = [(seconds(node, attention), node.is_of_model) for node in nodes]
-        own, around = ([s for s, of_model in took if of_model == which] for which in (True, False))
-        both.append((sum(own), len(own), sum(around), len(around)))
+        of_model_s, around = ([s for s, of_model in took if of_model == which] for which in (True, False))
+        both.append((sum(of_model_s), len(of_model_s), sum(around), len(around)))
     return Sums(*(two + (layers - FEW) * (three - two) for two, three in zip(*both, strict=True)))
 
 
-def estimate(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention, floor_s: float) -> Estimate:
+def estimate(
+    small: Sequence[Node], large: Sequence[Node], layers: int, attention: Attention, floor_s: float
+) -> Estimate:
     """The estimate for a model of `layers` layers, from the nodes of its programs of two and three layers."""
-    whole, gap = sums(few, more, layers, attention), CONSTANTS["gap_s"]
-    around = whole.around_s + gap * whole.around_nodes
-    return Estimate(*(1e6 * s for s in (floor_s, whole.kernels_s, gap * whole.nodes, around)))
+    totals, gap = sums(small, large, layers, attention), CONSTANTS["gap_s"]
+    around = totals.around_s + gap * totals.around_nodes
+    return Estimate(*(1e6 * s for s in (floor_s, totals.kernels_s, gap * totals.nodes, around)))
 
 
 class Step(NamedTuple):
@@ -158,8 +160,8 @@ class Step(NamedTuple):
         layer, (pool,) = self.config.layers[0], self.spec().groups[0].pools
         tokens, width = self.rows * self.length, layer.head_dim
         kv = tokens * 2 * layer.kv_heads * width * jnp.dtype(self.dtype).itemsize
-        whole = tokens * pool.block_bytes(16) // (16 * len(pool.layers))
-        return Attention(kv, whole - kv, 4 * tokens * self.config.num_heads * width)
+        layer_bytes = tokens * pool.block_bytes(16) // (16 * len(pool.layers))
+        return Attention(kv, layer_bytes - kv, 4 * tokens * self.config.num_heads * width)
 
     def floor_bytes(self) -> int:
         """Bytes to move once: weights, K/V of all rows, logits in float32."""
@@ -240,14 +242,14 @@ def instructions_of(kernel: dict[str, int]) -> float:
     return kernel["instructions_32kb"] / 32_768 * CORES * -(-programs // CORES) / programs
 
 
-def by_kernel(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention) -> dict[str, float]:
+def by_kernel(small: Sequence[Node], large: Sequence[Node], layers: int, attention: Attention) -> dict[str, float]:
     """Modelled microseconds of each kernel, all its launches in a step together, without gaps, in falling order."""
     took = {}
-    for kernel in {node.kernel for node in (*few, *more)}:
-        own = ([node for node in nodes if node.kernel == kernel] for nodes in (few, more))
-        whole = sums(*own, layers, attention)
-        took[kernel] = common.rounded(1e6 * (whole.kernels_s + whole.around_s))
-    return dict(sorted(took.items(), key=lambda each: -each[1]))
+    for kernel in {node.kernel for node in (*small, *large)}:
+        of_kernel = ([node for node in nodes if node.kernel == kernel] for nodes in (small, large))
+        totals = sums(*of_kernel, layers, attention)
+        took[kernel] = common.rounded(1e6 * (totals.kernels_s + totals.around_s))
+    return dict(sorted(took.items(), key=lambda item: -item[1]))
 
 
 def find_compilers() -> bool:
@@ -275,12 +277,12 @@ def measure(size):
             if not step.fits:
                 notes.setdefault("left_out", {})[label] = "weights and pools take more than a GPU's memory"
                 continue
-            (few, _), (more, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
+            (small, _), (large, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
             layers, attention = len(step.config.layers), step.attention()
-            took = estimate(few, more, layers, attention, step.floor_s())
+            took = estimate(small, large, layers, attention, step.floor_s())
             common.require(took.share < 1, f"{label}: {took.step} µs, less than the floor of {took.floor}")
             yield {f"{label}_{part}_us": us for part, us in {**took._asdict(), "step": took.step}.items()}
             yield {f"{label}_share": took.share}
-            notes.setdefault("kernels_us", {})[label] = by_kernel(few, more, layers, attention)
+            notes.setdefault("kernels_us", {})[label] = by_kernel(small, large, layers, attention)
             notes.setdefault("attention", {})[label] = kernels
     yield notes

@@ -86,10 +86,10 @@ def measure_loops(record: Record, name: str, rows: int, quick: bool) -> None:
         for who, options in gpu.DECIDES.items():
             for kind, called in (("", model), ("_bookkeeping", caches.reads_the_view)):
                 metric = f"loop_{name}_b{rows}_k{k}_{who}{kind}"
-                seconds, pools, found = time_loop(called, state, pools, size, k, options)
-                common.require(bool(jnp.all(found == found[:1])), f"{metric}: two runs chose different tokens")
+                seconds, pools, runs = time_loop(called, state, pools, size, k, options)
+                common.require(bool(jnp.all(runs == runs[:1])), f"{metric}: two runs chose different tokens")
                 record.add("kvjax", f"{metric}_us", 1e6 * seconds)
-                tokens.setdefault(kind, []).append(found[0])
+                tokens.setdefault(kind, []).append(runs[0])
         # Another compilation may have chosen other kernels for the products: that is no error.
         record.add("kvjax", f"loop_{name}_b{rows}_k{k}_same_tokens", float(jnp.mean(jnp.equal(*tokens[""]))))
 
@@ -112,8 +112,8 @@ def random_model(config: ModelConfig) -> Decoder:
     """A model with random weights. A program for each shape makes them on the device."""
 
     @functools.partial(jax.jit, static_argnums=1)
-    def make(number, shape):
-        return jax.random.normal(jax.random.fold_in(gpu.key(0), number), shape, jnp.bfloat16) * jnp.bfloat16(0.02)
+    def make(leaf_index, shape):
+        return jax.random.normal(jax.random.fold_in(gpu.key(0), leaf_index), shape, jnp.bfloat16) * jnp.bfloat16(0.02)
 
     shapes = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(shapes)
@@ -158,8 +158,8 @@ def time_loop(
       Median seconds of a step, the donated pools, and the tokens of each run, i32[runs, S, steps].
     """
     spec = state.spec
-    one = jnp.ones((spec.max_seqs,), jnp.int32)
-    rows = serving.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
+    single = jnp.ones((spec.max_seqs,), jnp.int32)
+    rows = serving.Rows(single, single > 0, single * (size.steps + 1), single.astype(jnp.uint32))
     loop = functools.partial(serving.decode, steps=size.steps, sampling=None, k=k)
     loop = jax.jit(loop, donate_argnames=("cache", "log"), compiler_options=options)
     times, tokens = [], []
@@ -167,7 +167,7 @@ def time_loop(
         cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), serving.decode_log(spec, size.steps)
         jax.block_until_ready((cache, log))
         began = time.perf_counter()
-        cache, _, _, decoded = jax.block_until_ready(loop(model, cache, rows, log, stop=-one[:1]))
+        cache, _, _, decoded = jax.block_until_ready(loop(model, cache, rows, log, stop=-single[:1]))
         times.append(time.perf_counter() - began)
         common.require(bool(jnp.all(decoded.tokens >= 0)), "the loop ended early")
         pools = cache.pools

@@ -147,7 +147,8 @@ def moves(size: Size) -> Iterator[Row]:
     """Whole blocks copied in a pool, gathered from it and put back. Bytes are read and written."""
     block = (size.layers, 2, size.heads[0], 16, size.heads[1])
     half = max(size.counts.values()) * size.calls  # sources, then as many targets
-    order, few = jax.random.permutation(gpu.key(0), 2 * half).astype(jnp.int32), jnp.arange(size.calls, dtype=jnp.int32)
+    order = jax.random.permutation(gpu.key(0), 2 * half).astype(jnp.int32)
+    offsets = jnp.arange(size.calls, dtype=jnp.int32)
     small, pools = gpu.random_pool((2 * size.calls + 1, *block), "bfloat16"), list[jax.Array]()
 
     @functools.cache
@@ -172,7 +173,7 @@ def moves(size: Size) -> Iterator[Row]:
         moved, gathers = size.calls * staged.nbytes, move == "gather"
 
         def start() -> Any:
-            check = jnp.ones((1, *block), jnp.bfloat16), few, few + size.calls
+            check = jnp.ones((1, *block), jnp.bfloat16), offsets, offsets + size.calls
             wanted = program(move, "xla", 1)(jnp.copy(small), *check)
             require_same(program(move, who, 1)(jnp.copy(small), *check), wanted, who)
             pool = pools.pop() if pools else gpu.random_pool((2 * half + 1, *block), "bfloat16")
@@ -183,8 +184,8 @@ def moves(size: Size) -> Iterator[Row]:
             return lambda _, *args: run(*args), None, (pool, *args)
 
         keep = (lambda *_: None) if gathers else (lambda _, last: pools.append(last))
-        most = max(2**34 // moved, 1) if gathers else 1000
-        return Row(who, f"{move}_{name}", start, {"copy": 2 * moved}, keep, most=most)
+        max_runs = max(2**34 // moved, 1) if gathers else 1000
+        return Row(who, f"{move}_{name}", start, {"copy": 2 * moved}, keep, most=max_runs)
 
     for move in MOVES:
         for who, (name, count) in itertools.product(gpu.served(f"{move}_blocks"), size.counts.items()):
@@ -242,11 +243,11 @@ def host(size: Size) -> Iterator[Row]:
     staged = jnp.ones((size.host_moved, size.host_block), jnp.bfloat16)
     ids = 7 * jnp.arange(size.host_moved, dtype=jnp.int32) + 3
 
-    def write(way: Callable[..., Any]) -> Row:
-        name, before = f"host_{way.__name__}", list[int]()
+    def write(copy: Callable[..., Any]) -> Row:
+        name, before = f"host_{copy.__name__}", list[int]()
 
         def put(pool, staged, ids):
-            return way(pool, *jax.device_put((staged, ids), HOST))
+            return copy(pool, *jax.device_put((staged, ids), HOST))
 
         def start() -> Any:
             pool = jax.device_put(jnp.zeros((size.host_blocks, size.host_block), jnp.bfloat16), pinned)
@@ -277,12 +278,12 @@ def tune(record: Record, size: Size) -> None:
                 lambda *start: start, program, case.q, (case.pool, case.scales, case.tables, case.lengths)
             )
             name = f"{function} {shape.dtype} {candidate or 'own'}"
-            own, other = candidate is None, lambda *_, candidate=candidate: candidate
-            with contextlib.nullcontext() if own else mock.patch.object(tuning, function, other):
-                row = Row("tuning", name, start, {"us": calls}, ours=own)
+            is_default, tiles = candidate is None, lambda *_, candidate=candidate: candidate
+            with contextlib.nullcontext() if is_default else mock.patch.object(tuning, function, tiles):
+                row = Row("tuning", name, start, {"us": calls}, ours=is_default)
                 for seconds in measure_rows(record, [row], size.effort).values():
                     took[candidate] = 1e6 * seconds / calls
-        best = min(took, key=lambda each: took[each], default=None)
+        best = min(took, key=lambda candidate: took[candidate], default=None)
         if best is not None and None in took and took[best] * GAIN < took[None]:
             kind, gain = "prefill" if shape.chunk else "decode", f"{took[None] / took[best]:.2f}x"
             gain += f", {took[best]:.0f} us for {took[None]:.0f}"

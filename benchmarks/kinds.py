@@ -47,9 +47,9 @@ to 3.6x, and the ratio to K = V 0.90x to 1.19x.
 """
 
 
-def contiguous_latents(q, latents, lengths, values, first, whole):
-    """Attention of q [R, 1, Q, D] over latents [R, 1, T, D]. With `whole`, V's product has the columns of K too."""
-    v = latents if whole else latents[..., :values]
+def contiguous_latents(q, latents, lengths, values, first, all_columns):
+    """Attention of q [R, 1, Q, D] over latents [R, 1, T, D]. `all_columns` gives V's product the columns of K too."""
+    v = latents if all_columns else latents[..., :values]
     return attention.attend_contiguous(q, latents, v, lengths, first)[..., :values]
 
 
@@ -71,10 +71,10 @@ def measure_latents(shape: attention.Shape, values: int, rounds: int) -> dict[st
     forms = [f"{form}_{first}" for form in ("sliced", "whole") for first in ("q", "k")]
     for name in forms:
         form, first = name.split("_")
-        run = functools.partial(contiguous_latents, values=values, first=first, whole=form == "whole")
+        run = functools.partial(contiguous_latents, values=values, first=first, all_columns=form == "whole")
         programs[name] = functools.partial(jax.jit(run), q, k, view.lengths)
     took, _ = common.in_turns(programs, rounds, functools.partial(np.allclose, rtol=1e-4, atol=1e-4))
-    least = {name: each.least for name, each in took.items()}
+    least = {name: timing.least for name, timing in took.items()}
     num_bytes = [sum(x.nbytes for x in jax.tree.leaves(pools)) for pools in (of_latents, doubled)]
     return {
         "latent_over_contiguous": least["latent"] / min(least[name] for name in forms),
@@ -104,17 +104,21 @@ def make_case(line: Size) -> tuple[DeltaCell, kvjax.Cache, dict[str, jax.Array],
     filters = np.random.default_rng(0).standard_normal((4, sum(config.parts)))
     cell, starts = DeltaCell(config, jnp.asarray(filters, jnp.float32)), np.full(total, line.before, np.int32)
     starts[-1] = -(-line.before // size) * size
-    most, decodes = int(starts.max()) + line.chunk, np.arange(total) < line.rows
+    max_tokens, decodes = int(starts.max()) + line.chunk, np.arange(total) < line.rows
     spec = kvjax.make_spec(
-        [config.spec()], num_blocks=total * -(-most // size), max_seqs=total, max_length=most, block_size=size
+        [config.spec()],
+        num_blocks=total * -(-max_tokens // size),
+        max_seqs=total,
+        max_length=max_tokens,
+        block_size=size,
     )
-    tokens = np.arange(total * most, dtype=np.int32).reshape(total, most)
+    tokens = np.arange(total * max_tokens, dtype=np.int32).reshape(total, max_tokens)
     lengths = starts + np.where(decodes, 1, line.chunk).astype(np.int32)
     cache, events = kvjax.Cache.create(spec).admit(np.arange(total), tokens, lengths)
     common.require(bool(events.ok), f"admission: {events}")
-    early = make_inputs(config, total, most)
+    early = make_inputs(config, total, max_tokens)
     _, pools = jax.jit(functools.partial(kvjax.recur, cell, layer=0))(
-        cache.pools, view=cache.view(starts, most), inputs=early
+        cache.pools, view=cache.view(starts, max_tokens), inputs=early
     )
     cache, _ = cache.replace(pools=pools).commit(tokens, starts)
     _, states = jax.jit(cell)(cell.zeros(total), early, starts)
@@ -129,17 +133,17 @@ def measure_recur(line: Size) -> dict[str, float]:
         "decode": kvjax.view(cache.state, 1, seqs=np.flatnonzero(decodes)),
         "mixed": cache.mixed(decodes, chunks, np.full(line.chunks, line.chunk), line.chunks * line.chunk),
     }
-    one, many = make_inputs(cell.config, line.rows, 1), make_inputs(cell.config, line.chunks, line.chunk)
-    own = [jax.tree.map(lambda x, rows=rows: x[rows], states) for rows in (decodes, ~decodes)]
+    single, chunked = make_inputs(cell.config, line.rows, 1), make_inputs(cell.config, line.chunks, line.chunk)
+    start_states = [jax.tree.map(lambda x, rows=rows: x[rows], states) for rows in (decodes, ~decodes)]
 
     def on_one_axis(x: jax.Array, y: jax.Array) -> jax.Array:
         idle = jnp.zeros((line.chunks, *x.shape[2:]))
         return jnp.concatenate([x[:, 0], idle, y.reshape(-1, *y.shape[2:])])[None]
 
-    inputs = {"decode": (one,), "mixed": (one, many)}
-    flat = {"decode": one, "mixed": jax.tree.map(on_one_axis, one, many)}
+    inputs = {"decode": (single,), "mixed": (single, chunked)}
+    flat = {"decode": single, "mixed": jax.tree.map(on_one_axis, single, chunked)}
     held: dict[str, Any] = {f"recur_{name}": jax.tree.map(jnp.copy, cache.pools) for name in views}
-    held |= {f"cell_{name}": jax.tree.map(jnp.copy, own[: len(of)]) for name, of in inputs.items()}
+    held |= {f"cell_{name}": jax.tree.map(jnp.copy, start_states[: len(arrays)]) for name, arrays in inputs.items()}
 
     @functools.partial(jax.jit, donate_argnums=0)
     def paged(pools, view, inputs):
@@ -147,7 +151,10 @@ def measure_recur(line: Size) -> dict[str, float]:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def direct(states, *inputs):
-        ended = [cell(of, x, jnp.full(x.beta.shape[0], x.beta.shape[1])) for of, x in zip(states, inputs, strict=True)]
+        ended = [
+            cell(before, x, jnp.full(x.beta.shape[0], x.beta.shape[1]))
+            for before, x in zip(states, inputs, strict=True)
+        ]
         return [outputs for outputs, _ in ended], [new for _, new in ended]
 
     def run(kind: str, name: str) -> tuple[Any, Any]:
@@ -196,15 +203,17 @@ def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tupl
     return admitted.ok & jnp.all(chunks_ok) & jnp.all(steps_ok), state, chunks, single
 
 
-def compute(state: kvjax.CacheState, tokens: jax.Array, count: Any, most: int, inspect: Any = lambda _: None) -> Any:
+def compute(
+    state: kvjax.CacheState, tokens: jax.Array, count: Any, max_count: int, inspect: Any = lambda _: None
+) -> Any:
     """Computes the next tokens of the only row.
 
     Returns:
       The state, whether the cache did all of it, and `inspect(state)` before the commit.
     """
     done = state.seqs.committed
-    state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=most)
-    before, new = inspect(state), jax.lax.dynamic_slice(tokens, done, (most,))[None]
+    state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=max_count)
+    before, new = inspect(state), jax.lax.dynamic_slice(tokens, done, (max_count,))[None]
     state, committed = kvjax.commit(state, new, jnp.asarray(count, jnp.int32)[None])
     return state, extended.ok & committed.ok, before
 
@@ -217,9 +226,9 @@ def measure_row(length: int = 4096, chunk: int = 256, size: int = 64) -> dict[st
     ok, _, *held = long_row(spec, length, chunk, chunk)
     common.require(bool(ok), "a long row was refused")
     names = "row_snapshots_in_chunks", "row_snapshots_decoding"
-    most = {name: int(np.max(numbers[..., 1])) for name, numbers in zip(names, held, strict=True)}
-    common.require_bars(most, BARS)
-    return most
+    snapshots = {name: int(np.max(numbers[..., 1])) for name, numbers in zip(names, held, strict=True)}
+    common.require_bars(snapshots, BARS)
+    return snapshots
 
 
 CHUNK, SIZE, CHECKED = 512, 16, 200  # tokens; the first requests, which plain Python serves too
@@ -258,20 +267,20 @@ def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
         state, released = kvjax.release(state, 0)
         return state, jnp.sum(admitted.cached), ok & released.ok
 
-    state, found = kvjax.init(spec), []
+    state, num_cached = kvjax.init(spec), []
     for prompt in prompts:
         padded = np.zeros(spec.max_length + CHUNK, np.int32)
         padded[: len(prompt)] = prompt
         state, cached, ok = serve(state, padded, np.int32(len(prompt)))
-        common.require(bool(ok), f"request {len(found)}: refused")
-        found.append(int(cached))
-    return found
+        common.require(bool(ok), f"request {len(num_cached)}: refused")
+        num_cached.append(int(cached))
+    return num_cached
 
 
 def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> list[int]:
     """The cached tokens of each prompt in plain Python."""
     full, recurrent = (group.num_blocks for group in spec.groups)
-    cache, found = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent), []
+    cache, num_cached = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent), []
     for prompt in prompts:
         tokens = prompt.tolist()
         admitted = cache.admit(0, tokens, reserve_tokens=CHUNK)
@@ -279,24 +288,25 @@ def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
         while ok and len(row.tokens) < len(tokens):
             new = tokens[len(row.tokens) :][:CHUNK]
             ok = cache.extend([True], len(row.tokens) + len(new) - row.length).ok and cache.commit([new], [len(new)]).ok
-        common.require(ok and cache.release(0).ok, f"request {len(found)}: refused in plain Python")
-        found += admitted.cached
-    return found
+        common.require(ok and cache.release(0).ok, f"request {len(num_cached)}: refused in plain Python")
+        num_cached += admitted.cached
+    return num_cached
 
 
-def measure_found(number: int, num_snapshots: int) -> dict[str, float]:
+def measure_found(num_requests: int, num_snapshots: int) -> dict[str, float]:
     """Tokens of a trace found with `num_snapshots` snapshots, against tokens found if snapshots left by age alone.
 
     Each prompt is cut to whole blocks, and gets a last token which no other prompt has.
     """
-    whole = [request.prompt[: len(request.prompt) // 32 * 32] for request in read_trace(TRACE, number)]
-    prompts = [np.append(prompt, np.int32(2**30 + own)) for own, prompt in enumerate(whole)]
+    texts = [request.prompt[: len(request.prompt) // 32 * 32] for request in read_trace(TRACE, num_requests)]
+    prompts = [np.append(prompt, np.int32(2**30 + index)) for index, prompt in enumerate(texts)]
     ways = {"found": (num_snapshots, False), "found_by_age": (num_snapshots, True), "findable": (100_000, False)}
-    each = {name: snapshots_found(prompts, spec_of(prompts, *way)) for name, way in ways.items()}
+    num_cached = {name: snapshots_found(prompts, spec_of(prompts, *options)) for name, options in ways.items()}
     checked = prompts[:CHECKED]  # with blocks for these alone plain Python takes half the time
-    theirs = found_by_oracle(checked, spec_of(checked, num_snapshots))
-    common.require(each["found"][:CHECKED] == theirs, f"plain Python found {theirs}, not {each['found'][:CHECKED]}")
-    totals = {name: sum(tokens) for name, tokens in each.items()}
+    expected = found_by_oracle(checked, spec_of(checked, num_snapshots))
+    answers = num_cached["found"][:CHECKED]
+    common.require(answers == expected, f"plain Python found {expected}, not {answers}")
+    totals = {name: sum(tokens) for name, tokens in num_cached.items()}
     return {"snapshots_found": totals["found"] / max(totals["found_by_age"], 1), **totals}
 
 

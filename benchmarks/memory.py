@@ -113,18 +113,18 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
     waiting, moments, finished = list(range(len(lengths)))[::-1], [], 0
     while finished < len(lengths):
         for seq in np.flatnonzero(work.total == 0)[: len(waiting)].tolist():
-            number = waiting.pop()
-            work.request[seq], work.prompt[seq], work.total[seq] = number, lengths[number, 0], lengths[number].sum()
+            request = waiting.pop()
+            work.request[seq], work.prompt[seq], work.total[seq] = request, lengths[request, 0], lengths[request].sum()
             prompt = tokens_at(work, jnp.zeros(ROWS, jnp.int32), prompt_slots)[seq]
-            state, events = admit(state, seq, prompt, int(lengths[number, 0]))
-            common.require(bool(events.ok), f"request {number} was not admitted: {events.status}")
+            state, events = admit(state, seq, prompt, int(lengths[request, 0]))
+            common.require(bool(events.ok), f"request {request} was not admitted: {events.status}")
         state, ok, done, phases = advance(state, work)
         common.require(bool(ok), "the cache refused a step")
         moments.append(jax.device_get(phases))
         if len(moments) % 50 == 1:
-            seen, own = kvjax.debug.stats(state), tuple(moments[-1]["all"].tolist())
-            same = (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == own
-            common.require(same, f"kvjax.debug.stats counts {seen}, the benchmark {own}")
+            seen, counted = kvjax.debug.stats(state), tuple(moments[-1]["all"].tolist())
+            same = (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == counted
+            common.require(same, f"kvjax.debug.stats counts {seen}, the benchmark {counted}")
         for seq in np.flatnonzero(done).tolist():
             state, _ = release(state, seq)
             work.request[seq] = work.prompt[seq] = work.total[seq] = 0
@@ -152,8 +152,9 @@ def in_place() -> dict[str, float]:
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=1024, max_seqs=16, max_length=1024, dtype="float32")
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
     log = jax.eval_shape(lambda: serving.decode_log(spec, STEPS))
-    each = jax.ShapeDtypeStruct((16,), jnp.int32)
-    rows = serving.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
+    per_row = jax.ShapeDtypeStruct((16,), jnp.int32)
+    active = jax.ShapeDtypeStruct((16,), jnp.bool_)
+    rows = serving.Rows(per_row, active, per_row, jax.ShapeDtypeStruct((16,), jnp.uint32))
     decode = jax.jit(functools.partial(serving.decode, steps=STEPS, sampling=None), donate_argnames=("cache", "log"))
     compiled = decode.lower(model, cache, rows, log, stop=jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     pools = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.pools))

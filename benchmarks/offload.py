@@ -87,7 +87,7 @@ def least_s(tiers: Tiers, ways: dict[str, Callable[[], Any]], rounds: int) -> di
         name: (lambda: (tiers.pools, tiers.host, tiers.running), lambda _, run=run: run()) for name, run in ways.items()
     }
     took, _ = common.in_turns(programs, rounds)
-    return {name: each.least for name, each in took.items()}
+    return {name: timing.least for name, timing in took.items()}
 
 
 def rates(tiers: Tiers, size: Size) -> dict[str, float]:
@@ -104,8 +104,9 @@ def rates(tiers: Tiers, size: Size) -> dict[str, float]:
     }
     seconds = least_s(tiers, ways, size.rounds)
     figures = {f"{name}_gb_s": total * (2 if name == "swap" else 1) / s / 1e9 for name, s in seconds.items()}
-    for way in ("to_host", "to_device"):
-        figures[f"{way}_of_device_put"] = figures[f"move_{way}_gb_s"] / figures[f"device_put_{way}_gb_s"]
+    for direction in ("to_host", "to_device"):
+        base = figures[f"device_put_{direction}_gb_s"]
+        figures[f"{direction}_of_device_put"] = figures[f"move_{direction}_gb_s"] / base
     tiers.move(tiers.out)
     return figures
 

@@ -141,7 +141,7 @@ def link(name: str, page: str = "") -> str:
 def section(name: str, results: Results) -> str:
     """The section of a benchmark."""
     module = inspect.getmodule(of_name(name).measure)
-    about = [textwrap.fill(" ".join(each.split()), 120) for each in (inspect.getdoc(module) or "").split("\n\n")]
+    about = [textwrap.fill(" ".join(text.split()), 120) for text in (inspect.getdoc(module) or "").split("\n\n")]
     baseline = results.found.get(name, {}).get("baseline")
     return paragraphs(
         f"### {title(name)}", *about, f"```sh\n{results.command(name)}\n```",

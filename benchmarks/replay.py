@@ -107,10 +107,10 @@ class Library:
         self.serving, counts = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
         self.steps, self.busy = (array.item() for array in jax.device_get(counts))
 
-    def ended(self, number: int) -> dict[str, np.ndarray]:
+    def ended(self, count: int) -> dict[str, np.ndarray]:
         """`FIELDS` of the first requests, i64[number] each."""
         requests = self.serving.requests
-        return {name: np.asarray(getattr(requests, name))[:number].astype(np.int64) for name in FIELDS}
+        return {name: np.asarray(getattr(requests, name))[:count].astype(np.int64) for name in FIELDS}
 
 
 class Plain:
@@ -119,7 +119,7 @@ class Plain:
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
         max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
         cache = Oracle(size.num_blocks, BLOCK, size.rows, -(-max(max_tokens) // BLOCK))
-        self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, at: 0, max_tokens)
+        self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, step: 0, max_tokens)
         self.steps = 0
 
     @property
@@ -137,8 +137,8 @@ class Plain:
             self.scheduler.step()
             self.steps = self.scheduler.steps
 
-    def ended(self, number: int) -> dict[str, np.ndarray]:
-        requests = self.scheduler.requests[:number]
+    def ended(self, count: int) -> dict[str, np.ndarray]:
+        requests = self.scheduler.requests[:count]
         return {name: np.array([getattr(request, name) for request in requests]) for name in FIELDS}
 
 
@@ -162,10 +162,11 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
     return np.array(due), system.steps + idle
 
 
-def require_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+def require_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     """Ends the benchmark if the library and plain Python served the requests in different ways."""
-    for name, own in ours.items():
-        common.require(np.array_equal(own, theirs[name]), f"{name} is {own}, and {theirs[name]} in plain Python")
+    for name, values in ours.items():
+        otherwise = f"{name} is {values}, and {expected[name]} in plain Python"
+        common.require(np.array_equal(values, expected[name]), otherwise)
 
 
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
@@ -194,14 +195,14 @@ def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -
 
 def by_way(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The metrics of a result, grouped by way."""
-    found = {name: {} for name in itertools.starmap(way_name, WAYS)}
-    for way, values in found.items():
-        values |= {name.removeprefix(f"{way}_"): value for name, value in metrics.items() if name.startswith(way)}
-    return found
+    by_name = {name: {} for name in itertools.starmap(way_name, WAYS)}
+    for name, values in by_name.items():
+        values |= {metric.removeprefix(f"{name}_"): metrics[metric] for metric in metrics if metric.startswith(name)}
+    return by_name
 
 
 @picture
-def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
+def plot(figures: dict[str, dict[str, float]], file: pathlib.Path) -> None:
     """Draws bars of each figure, side by side with and without waiting."""
     panels = {
         "tokens_a_second": "tokens a second, no model", "tokens_a_virtual_second": "tokens a virtual second",
@@ -213,7 +214,7 @@ def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
     for axes, (metric, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for i, (waits, label) in enumerate(((True, "waits for prefixes"), (False, "does not"))):
             ways = [(x, way_name(reserve, waits)) for x, reserve in enumerate(reserves)]
-            bars = [(x + 0.4 * i - 0.2, found[name][metric]) for x, name in ways if name in found]
+            bars = [(x + 0.4 * i - 0.2, figures[name][metric]) for x, name in ways if name in figures]
             axes.bar(*zip(*bars, strict=True), 0.38, label=label, color=(BLUE, AMBER)[i])
         finish(axes)
         axes.set_title(title)

@@ -69,48 +69,49 @@ def compare_speed(size: Size) -> dict[str, float]:
     prompts, spec = prompts_of(size), workload.spec_of(model, size)
     programs: dict[str, Program] = {
         name: (
-            functools.partial(Replicas, model, spec, jax.devices()[:number]),
+            functools.partial(Replicas, model, spec, jax.devices()[:count]),
             lambda replicas: [output.tokens for output in run(replicas, size, prompts)],
         )
-        for name, number in (("one", 1), ("two", 2))
+        for name, count in (("one", 1), ("two", 2))
     }
     took, answers = common.in_turns(programs, size.rounds)
     workload.require_same(model, size, prompts, answers)
     tokens = len(prompts) * size.new_tokens
     return {
         "two_over_one": took["one"].wall / took["two"].wall,
-        **{f"{name}_tokens_per_s": tokens / each.wall for name, each in took.items()},
+        **{f"{name}_tokens_per_s": tokens / timing.wall for name, timing in took.items()},
     }
 
 
 def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, float]:
     """Measures `reused_of_one`, and the share if replicas take turns. `name` is for several batches in random order."""
-    (model, _), number = load_recall(), size.parts
-    part = size.replace(rows=size.rows // number, num_blocks=size.num_blocks // number)
-    whole, quarter = workload.spec_of(model, size), workload.spec_of(model, part)
+    (model, _), num_replicas = load_recall(), size.parts
+    part = size.replace(rows=size.rows // num_replicas, num_blocks=size.num_blocks // num_replicas)
+    full_spec, part_spec = workload.spec_of(model, size), workload.spec_of(model, part)
     prompts = prompts_of(size)
     prompts = prompts if batches == 1 else random.Random(0).sample(prompts, len(prompts))
-    one, routed = Replicas(model, whole, jax.devices()[:1]), Replicas(model, quarter, jax.devices()[:number])
-    turns = [Replicas(model, quarter, jax.devices()[:1]) for _ in range(number)]
+    single = Replicas(model, full_spec, jax.devices()[:1])
+    routed = Replicas(model, part_spec, jax.devices()[:num_replicas])
+    turns = [Replicas(model, part_spec, jax.devices()[:1]) for _ in range(num_replicas)]
 
     def in_turn(batch: Sequence[Any]) -> list[Any]:
         outputs: list[Any] = [None] * len(batch)
         for n, replica in enumerate(turns):
-            outputs[n::number] = run(replica, size, batch[n::number])
+            outputs[n::num_replicas] = run(replica, size, batch[n::num_replicas])
         return outputs
 
     ways: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
-        "one": lambda batch: run(one, size, batch), "routed": lambda batch: run(routed, size, batch),
+        "one": lambda batch: run(single, size, batch), "routed": lambda batch: run(routed, size, batch),
         "in_turn": in_turn,
     }  # fmt: skip
     cuts = [len(prompts) * n // batches for n in range(batches + 1)]
     outputs = {
-        name: [output for begin, end in itertools.pairwise(cuts) for output in way(prompts[begin:end])]
-        for name, way in ways.items()
+        name: [output for begin, end in itertools.pairwise(cuts) for output in program(prompts[begin:end])]
+        for name, program in ways.items()
     }
-    answers = {name: [output.tokens for output in some] for name, some in outputs.items()}
+    answers = {name: [output.tokens for output in batch] for name, batch in outputs.items()}
     workload.require_same(model, size, prompts, answers)
-    cached = {name: sum(output.cached_tokens for output in some) for name, some in outputs.items()}
+    cached = {name: sum(output.cached_tokens for output in batch) for name, batch in outputs.items()}
     return {
         f"reused_of_one{name}": cached["routed"] / cached["one"],
         f"one_reused{name}": cached["one"] / sum(map(len, prompts)),
@@ -120,16 +121,16 @@ def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, flo
 
 def compare_routing(size: Size) -> dict[str, float]:
     """Measures `route_of_hashing`."""
-    number, block, rng = size.routes, workload.BLOCK, np.random.default_rng(0)
+    num_replicas, block, rng = size.routes, workload.BLOCK, np.random.default_rng(0)
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(1, 1)], num_blocks=size.routed_blocks, max_seqs=8, max_length=size.length + block,
         block_size=block, dtype="float32",
     )  # fmt: skip
     # The price of load spreads the prompts over all replicas, so that each one gets the beginning.
-    replicas = Replicas(caches.NoModel(VOCABULARY), spec, jax.devices()[:number], load_price=1.0)
+    replicas = Replicas(caches.NoModel(VOCABULARY), spec, jax.devices()[:num_replicas], load_price=1.0)
     half = size.length // 2
     start = rng.integers(0, VOCABULARY, half).tolist()
-    count = number * (size.routed_blocks * block // half)  # as many as all caches hold, and a few push others out
+    count = num_replicas * (size.routed_blocks * block // half)  # as many as all caches hold, and a few push others out
     prompts = [[*start, *rng.integers(0, VOCABULARY, half).tolist()] for _ in range(count)]
     replicas.run_batch(make_requests(prompts, max_new_tokens=1))
     cached = [int(np.sum(np.asarray(cache.state.groups[0].blocks.fill) == block)) for cache in replicas.caches]
@@ -161,7 +162,7 @@ def compare_bytes(size: Size) -> dict[str, float]:
     model, _ = loading.load(recall.CHECKPOINT, **where)
     cache = kvjax.Cache.create(kvjax.make_spec(model.layer_specs(), num_blocks=size.divided, **SHAPE), **where)
     leaves = jax.tree.leaves(cache.pools)
-    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    device_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
 
     def step(model: Any, cache: Any, tokens: Any) -> Any:
         cache, _ = cache.extend(np.ones(ROWS, bool))
@@ -170,9 +171,9 @@ def compare_bytes(size: Size) -> dict[str, float]:
     compiled = jax.jit(step, donate_argnums=1).lower(model, cache, np.zeros((ROWS, 1), np.int32)).compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     return {
-        "context_bytes": 8 * own / sum(leaf.nbytes for leaf in leaves),
-        "context_temporaries": temporaries / own,
-        "context_mb_of_a_device": own / 1e6,
+        "context_bytes": 8 * device_bytes / sum(leaf.nbytes for leaf in leaves),
+        "context_temporaries": temporaries / device_bytes,
+        "context_mb_of_a_device": device_bytes / 1e6,
     }
 
 
@@ -202,7 +203,7 @@ def compare_books(size: Size) -> dict[str, float]:
     states = [jax.tree.leaves(jax.device_get(cache.state)) for cache in ends.values()]
     common.require(all(map(np.array_equal, *states)), "the two caches have different metadata")
     ratio = took["context"].wall / took["heads"].wall
-    details = common.times({f"books_of_{name}": each for name, each in took.items()}, "ms", calls=TURNS)
+    details = common.times({f"books_of_{name}": timing for name, timing in took.items()}, "ms", calls=TURNS)
     return {"context_books": ratio, **details}
 
 

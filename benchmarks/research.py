@@ -60,15 +60,15 @@ def prompts_of(trace: Trace) -> list[list[int]]:
     return [trace.blocks(request).tolist() for request in range(len(trace))]
 
 
-def side_by_side(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[float, float]:
+def side_by_side(ours: Callable[[], Any], python: Callable[[], Any], rounds: int) -> tuple[float, float]:
     """Seconds of a program and of plain Python, in turns. Both have to find the same for every request."""
-    took, _ = common.in_turns({"ours": ours, "theirs": theirs}, rounds, np.array_equal)
+    took, _ = common.in_turns({"ours": ours, "theirs": python}, rounds, np.array_equal)
     return took["ours"].wall, took["theirs"].wall
 
 
-def sizes_of(trace: Trace, number: int) -> np.ndarray:
+def sizes_of(trace: Trace, count: int) -> np.ndarray:
     """i32[number]; sizes from the longest request to the number of all blocks, at equal factors."""
-    return np.geomspace(int(trace.lengths.max()), trace.num_ids, number).astype(np.int32)
+    return np.geomspace(int(trace.lengths.max()), trace.num_ids, count).astype(np.int32)
 
 
 def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
@@ -76,28 +76,28 @@ def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
     sizes = sizes_of(trace, size.lru_sizes)
     timed = np.linspace(0, size.lru_sizes - 1, size.lru_timed).astype(np.int32)
     prompts, full = prompts_of(trace), trace.full.tolist()
-    ours, theirs = side_by_side(
+    our_s, python_s = side_by_side(
         lambda: lru_curve(trace, sizes, "kvjax").blocks[timed],
         lambda: [oracle.lru(prompts, full, int(z), "kvjax") for z in sizes[timed]], size.rounds,
     )  # fmt: skip
-    theirs *= size.lru_sizes / size.lru_timed
-    return {"lru_curve_x": theirs / ours, "lru_curve_s": ours, "ordered_dict_s": theirs}
+    python_s *= size.lru_sizes / size.lru_timed
+    return {"lru_curve_x": python_s / our_s, "lru_curve_s": our_s, "ordered_dict_s": python_s}
 
 
 def measure_belady(trace: Trace, size: Size) -> dict[str, float]:
     """Measures `belady_x`: all sizes in a program, compared with a heap for each."""
     sizes, lengths = sizes_of(trace, size.belady_sizes), trace.lengths.tolist()
     coming = oracle.next_runs(oracle.next_uses(prompts_of(trace)))
-    ours, theirs = side_by_side(
+    our_s, python_s = side_by_side(
         lambda: belady(trace, sizes).blocks,
         lambda: [oracle.belady_by_runs(lengths, coming, int(z)) for z in sizes], size.rounds,
     )  # fmt: skip
-    return {"belady_x": theirs / ours, "belady_s": ours, "heap_s": theirs}
+    return {"belady_x": python_s / our_s, "belady_s": our_s, "heap_s": python_s}
 
 
-def at_once(run: Callable[..., Any], trace: Trace, policy: EvictionPolicy, caches: int, most: int) -> Any:
+def at_once(run: Callable[..., Any], trace: Trace, policy: EvictionPolicy, caches: int, max_blocks: int) -> Any:
     """A program for caches whose sizes are evenly spread up to `most` blocks, and the sizes."""
-    sizes = np.arange(1, caches + 1) * most // caches
+    sizes = np.arange(1, caches + 1) * max_blocks // caches
     return lambda: run(trace, policy, sizes, rule=RULE).blocks, sizes
 
 
@@ -109,36 +109,41 @@ def one_by_one(find: Callable[..., Sequence[int]], trace: Trace, sizes: np.ndarr
 
 def measure_caches(size: Size) -> Iterator[dict[str, float]]:
     """Compares many caches on the verbs (`replay`) and without them (`simulate`) with a loop in plain Python."""
-    whole, cut = read_blocks(TRACE, size.few_requests), read_blocks(TRACE, size.few_requests, size.longest)
+    full = read_blocks(TRACE, size.few_requests)
+    cut = read_blocks(TRACE, size.few_requests, size.longest)
     for name, run, trace, policy, find in (
         ("replay", replay, cut, lru(), oracle.lru),
-        ("simulate_lru", simulate, whole, lru(), oracle.lru),
-        ("simulate_lfu", simulate, whole, lfu(), oracle.lfu),
+        ("simulate_lru", simulate, full, lru(), oracle.lru),
+        ("simulate_lfu", simulate, full, lfu(), oracle.lfu),
     ):
         program, sizes = at_once(run, trace, policy, size.caches, size.num_blocks)
-        ours, theirs = side_by_side(program, one_by_one(find, trace, sizes), size.rounds)
-        yield {"replay_slower": ours / theirs} if name == "replay" else {f"{name}_x": theirs / ours}
-        yield {f"{name}_s": ours, f"{name}_python_s": theirs}
+        our_s, python_s = side_by_side(program, one_by_one(find, trace, sizes), size.rounds)
+        yield {"replay_slower": our_s / python_s} if name == "replay" else {f"{name}_x": python_s / our_s}
+        yield {f"{name}_s": our_s, f"{name}_python_s": python_s}
 
 
 def measure_growth(size: Size) -> dict[str, float]:
     """Measures `replay_growth`: the time of a request in the large caches, divided by the time in the small caches."""
     trace = read_blocks(TRACE, size.few_requests, size.longest)
-    both = {f"replay_us_{most}": at_once(replay, trace, lru(), size.few, most) for most in (size.small, size.large)}
-    took, found = common.in_turns({name: program for name, (program, _) in both.items()}, size.rounds)
-    for name, (_, each) in both.items():
-        common.require_same({name: found[name], "plain Python": one_by_one(oracle.lru, trace, each)()}, np.array_equal)
+    both = {
+        f"replay_us_{num_blocks}": at_once(replay, trace, lru(), size.few, num_blocks)
+        for num_blocks in (size.small, size.large)
+    }
+    took, answers = common.in_turns({name: program for name, (program, _) in both.items()}, size.rounds)
+    for name, (_, sizes) in both.items():
+        expected = one_by_one(oracle.lru, trace, sizes)()
+        common.require_same({name: answers[name], "plain Python": expected}, np.array_equal)
     micros = {name: 1e6 * took[name].wall / (len(trace) * size.few) for name in both}
     small, large = micros.values()
     return {"replay_growth": large / small, **micros}
 
 
-def measure_learned(trace: Trace, size: Size, whole: bool) -> Iterator[dict[str, float]]:
+def measure_learned(trace: Trace, size: Size, has_bars: bool) -> Iterator[dict[str, float]]:
     """Gains of learned policies over LRU, 0.1 for a tenth, and lower ends of their intervals: the minimum and all."""
     learned = compare_learned(trace, size.learned, rule="papers", seeds=size.seeds)
     gains = dict(zip((f"learned_gain_{z}" for z in size.learned), learned.gain.mean(axis=0).tolist(), strict=True))
     lows = dict(zip((f"learned_low_{z}" for z in size.learned), learned.low.min(axis=0).tolist(), strict=True))
-    if whole:
+    if has_bars:
         require_learned(gains, lows)
     names = (f"learned_low_{z}_split_{n + 1}" for n in range(len(learned.parts)) for z in size.learned)
     yield gains | lows | dict(zip(names, learned.low.reshape(-1).tolist(), strict=True))
@@ -172,8 +177,8 @@ def measure(size):
     yield measure_belady(trace, size)
     yield from measure_caches(size)
     yield measure_growth(size)
-    if whole := WHOLE.exists() and not size.quick:
-        yield from measure_learned(trace, size, whole)
+    if has_bars := WHOLE.exists() and not size.quick:
+        yield from measure_learned(trace, size, has_bars)
     else:
         print("learned policies: no bar, which needs the whole trace (KVJAX_TRACES names its folder)")
-        yield from measure_learned(read_blocks(TRACE, 300), measure.size(quick=True), whole)
+        yield from measure_learned(read_blocks(TRACE, 300), measure.size(quick=True), has_bars)

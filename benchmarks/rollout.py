@@ -86,7 +86,7 @@ def dense_sampler(shape: Shape):
         tokens = jnp.broadcast_to(prompt, (shape.samples, shape.prompt))
         positions = jnp.broadcast_to(jnp.arange(shape.prompt)[None], tokens.shape)
 
-        def prefill(number, _, layers, q, kv, angles):
+        def prefill(layer_index, _, layers, q, kv, angles):
             k, v = (jnp.moveaxis(x, 1, 2) for x in (rotate(kv[0], angles), kv[1]))  # [R, K, P, D]
             padded = [jnp.pad(x, ((0, 0), (0, 0), (0, shape.new), (0, 0))) for x in (k, v)]
             return _causal(rotate(q, angles), k, v), (*layers, tuple(padded))
@@ -94,9 +94,9 @@ def dense_sampler(shape: Shape):
         x, layers = model._stream(tokens, positions, prefill, ())
         first = jnp.argmax(model._logits(x[:, -1]), axis=-1).astype(jnp.int32)
 
-        def step(carry, number):
+        def step(carry, step_index):
             token, layers = carry
-            logits, layers = contiguous_step(model, layers, token, jnp.full_like(token, shape.prompt) + number)
+            logits, layers = contiguous_step(model, layers, token, jnp.full_like(token, shape.prompt) + step_index)
             new = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return (new, layers), token
 
@@ -132,7 +132,7 @@ def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[fl
         "dense": lambda: (dense(model, prompt), None),
         "paged": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt)),
     }
-    took, _ = common.in_turns(programs, rounds, lambda one, other: np.array_equal(one[0], other[0]))
+    took, _ = common.in_turns(programs, rounds, lambda result, expected: np.array_equal(result[0], expected[0]))
     return took["dense"].cpu / took["paged"].cpu, common.times(took, f"{shape.prompt}_s", "cpu")
 
 
@@ -218,7 +218,7 @@ def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, 
         "dense_score": lambda: [[dense(model, rows)]],
         "score": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt, completions, lengths)),
     }
-    took, _ = common.in_turns(programs, rounds, lambda one, other: np.allclose(one[0][0], other[0][0], atol=1e-4))
+    took, _ = common.in_turns(programs, rounds, lambda x, expected: np.allclose(x[0][0], expected[0][0], atol=1e-4))
     return {"score_x": took["dense_score"].cpu / took["score"].cpu, **common.times(took, "s", "cpu")}
 
 
@@ -262,8 +262,8 @@ def count_recompiles(config: ModelConfig, shape: Shape) -> int:
         new = jax.tree.map(lambda weight, slope: weight - 0.01 * slope, weights, jax.grad(loss)(weights))
         return new, cache
 
-    for number in range(3):
-        weights, cache = step(weights, cache, prompts + number % 2, np.int32(number))
+    for step_index in range(3):
+        weights, cache = step(weights, cache, prompts + step_index % 2, np.int32(step_index))
     return step._cache_size() - 1
 
 
@@ -288,8 +288,8 @@ def measure(size):
         if version is not None:
             ratio, seconds = compare_engines(config, shape, rounds)
             yield {f"{name}_x": ratio, **seconds}
-    own = "the dense sampler of this benchmark"
-    yield {"baseline": own if version is None else f"the vanilla engine of google-tunix {version}"}
+    dense_name = "the dense sampler of this benchmark"
+    yield {"baseline": dense_name if version is None else f"the vanilla engine of google-tunix {version}"}
     yield compare_scores(config, size.score, rounds)
     yield {
         "canonical_x": compare_canonical(config, size.group, rounds),

@@ -62,26 +62,29 @@ def by_row(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> tuple
     return chosen.tokens, chosen.logprobs
 
 
-def static(way: Static) -> Choose:
+def static(options: Static) -> Choose:
     """A program for a single way of sampling."""
-    return lambda logits, _, positions: static_sampling.sample(logits, way, positions.astype(jnp.uint32), positions)
+    return lambda logits, _, positions: static_sampling.sample(logits, options, positions.astype(jnp.uint32), positions)
 
 
 def loop(choose: Choose, size: Size) -> Callable[[jax.Array, Sampling], Any]:
-    """A jitted loop which makes `steps` choices from logits with small differences. Returns tokens, scores [steps, R].
-    """
+    """A jitted loop which makes `steps` choices from different logits. Returns tokens and scores [steps, R]."""
 
     @jax.jit
     def run(logits, sampling):
-        def one(number, carry):
+        def step(step_index, carry):
             logits, tokens, scores = carry
-            positions = number + np.arange(size.rows, dtype=np.int32) * 7
+            positions = step_index + np.arange(size.rows, dtype=np.int32) * 7
             chosen = choose(logits, sampling, positions)
-            return logits.at[:, number].add(30.0), tokens.at[number].set(chosen[0]), scores.at[number].set(chosen[1])
+            return (
+                logits.at[:, step_index].add(30.0),
+                tokens.at[step_index].set(chosen[0]),
+                scores.at[step_index].set(chosen[1]),
+            )
 
         shape = (size.steps, size.rows)
         start = logits, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-        return lax.fori_loop(0, size.steps, one, start)[1:]
+        return lax.fori_loop(0, size.steps, step, start)[1:]
 
     return run
 
@@ -90,11 +93,11 @@ def compare(programs: dict[str, Choose], sampling: Sampling, size: Size, rounds:
     """Minimum seconds of a step of each program. Ends the benchmark if their choices differ."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(3 * rng.standard_normal((size.rows, size.vocab), np.float32))
-    each = jax.tree.map(lambda leaf: np.repeat(leaf, size.rows), sampling)
+    per_row = jax.tree.map(lambda leaf: np.repeat(leaf, size.rows), sampling)
     loops: dict[str, Program] = {
-        name: functools.partial(loop(choose, size), logits, each) for name, choose in programs.items()
+        name: functools.partial(loop(choose, size), logits, per_row) for name, choose in programs.items()
     }
-    took, _ = common.in_turns(loops, rounds, lambda one, other: all(map(np.array_equal, one, other)))
+    took, _ = common.in_turns(loops, rounds, lambda result, expected: all(map(np.array_equal, result, expected)))
     return {name: seconds.least / size.steps for name, seconds in took.items()}
 
 
@@ -108,7 +111,8 @@ def measure(size):
     seconds = compare({"plain": plain, "by_row": by_row}, Sampling(min_tokens=3), size, size.rounds)
     yield {f"greedy_{name}_ms": 1e3 * took for name, took in seconds.items()}
     yield {"greedy_ratio": seconds["by_row"] / seconds["plain"]}
-    for name, way in WAYS.items():
-        seconds = compare({"static": static(way), "by_row": by_row}, Sampling(*way), size, size.slow_rounds)
+    for name, options in WAYS.items():
+        programs = {"static": static(options), "by_row": by_row}
+        seconds = compare(programs, Sampling(*options), size, size.slow_rounds)
         yield {f"{name}_{which}_ms": 1e3 * took for which, took in seconds.items()}
         yield {f"{name}_ratio": seconds["by_row"] / seconds["static"]}

@@ -112,7 +112,7 @@ def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
 
     close = functools.partial(jnp.allclose, rtol=TOLERANCE, atol=TOLERANCE)
     took, _ = common.in_turns({name: functools.partial(run, name) for name in programs}, size.rounds, close)
-    return {name: each.least for name, each in took.items()}
+    return {name: timing.least for name, timing in took.items()}
 
 
 SIZES = {

@@ -88,9 +88,9 @@ def compare_ways(model: Any, size: Size) -> dict[str, float]:
     """Compares a single program with steps from Python."""
     prompts, scheduler = workload.questions(size), size.scheduler
     begin = functools.partial(submitted, model, size, prompts, [size.new_tokens] * len(prompts))
-    one, single = workload.one_program(scheduler), dataclasses.replace(scheduler, k=1, k_waiting=1)
+    run_all, single = workload.one_program(scheduler), dataclasses.replace(scheduler, k=1, k_waiting=1)
     programs: dict[str, Program] = {
-        "loop": (begin, lambda state: one(model, *state)[0]),
+        "loop": (begin, lambda state: run_all(model, *state)[0]),
         "python": (begin, lambda state: workload.from_python(single, model, *state)[0]),
         "blocks_from_python": (begin, lambda state: workload.from_python(scheduler, model, *state)[0]),
         "run_batch": (lambda: make_cache(model, size), functools.partial(run_batch, model, size, prompts)),
@@ -101,7 +101,7 @@ def compare_ways(model: Any, size: Size) -> dict[str, float]:
     return {
         **ratios(took, "loop_over_python", "python", "loop"),
         **ratios(took, "loop_over_blocks_from_python", "blocks_from_python", "loop"),
-        **{f"{name}_{kind}_s": getattr(each, kind) for name, each in took.items() for kind in ("cpu", "wall")},
+        **{f"{name}_{kind}_s": getattr(timing, kind) for name, timing in took.items() for kind in ("cpu", "wall")},
     }
 
 
@@ -138,16 +138,16 @@ def compare_transformers(size: Size) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         larger = Decoder(caches.LLAMA, rngs=nnx.Rngs(0))
         loading.save(larger, folder)
-        few = size.replace(documents=min(size.documents, 8))
-        return figures | against_transformers("over_transformers_10m", larger, folder, few)
+        fewer = size.replace(documents=min(size.documents, 8))
+        return figures | against_transformers("over_transformers_10m", larger, folder, fewer)
 
 
 def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size: Size) -> dict[str, float]:
     """Compares `run_batch` with transformers, with a model in a folder."""
-    theirs, prompts = transformers_batches(folder, size.new_tokens, size.rows), workload.questions(size)
+    transformers, prompts = transformers_batches(folder, size.new_tokens, size.rows), workload.questions(size)
     programs: dict[str, Program] = {
         "run_batch": (lambda: make_cache(model, size), functools.partial(run_batch, model, size, prompts)),
-        "transformers": lambda: theirs(prompts),
+        "transformers": lambda: transformers(prompts),
     }
     took, outputs = common.in_turns(programs, min(size.rounds, 2))
     workload.require_same(model, size, prompts, outputs)
@@ -220,7 +220,7 @@ def decoding(size: Size) -> Serving:
     spec = kvjax.make_spec(
         num_blocks=size.steady_blocks, max_seqs=size.steady_rows, max_length=LENGTH, block_size=BLOCK
     )
-    state = full_state(spec, lambda number: (1 + number) * LENGTH + jnp.arange(LENGTH, dtype=jnp.int32))
+    state = full_state(spec, lambda prompt_index: (1 + prompt_index) * LENGTH + jnp.arange(LENGTH, dtype=jnp.int32))
     lengths = PROMPT + np.arange(size.steady_rows, dtype=np.int32) % BLOCK  # they do not all fill a block at once
     line = np.random.default_rng(0).integers(1 << 24, 1 << 25, int(lengths.sum()), np.int32)
     serving = init_serving(Cache(state, kvjax.init_pools(spec)), [LENGTH] * size.steady_rows, greedy=True)
@@ -236,8 +236,8 @@ def decoding(size: Size) -> Serving:
 def require_steady(after: Serving, log: Any, state: CacheState, before: Serving, size: Size) -> None:
     """Requires steady steps, and the same rows and blocks as the verbs have."""
     common.require(int(after.steps - before.steps) == size.steps, "the scheduler has run other steps")
-    ours, theirs = after.cache.state, state
-    same = [(ours.seqs.committed, theirs.seqs.committed), (ours.groups[0].table, theirs.groups[0].table)]
+    ours, expected = after.cache.state, state
+    same = [(ours.seqs.committed, expected.seqs.committed), (ours.groups[0].table, expected.groups[0].table)]
     common.require(all(np.array_equal(a, b) for a, b in same), "the scheduler has other blocks than the verbs")
     blocks = size.steady_rows * size.steps // BLOCK
     counts = {name: int(kvjax.events.counts(log)[name]) for name in ("removed", "stored")}

@@ -68,9 +68,9 @@ and missed its bar once.
 MODEL = "a model"
 
 
-def tokens_of(number: jax.Array, length: int) -> jax.Array:
+def tokens_of(prompt_index: jax.Array, length: int) -> jax.Array:
     """i32[T]; the tokens of a prompt. Prompts differ in every token."""
-    return jnp.arange(length, dtype=jnp.int32) * 7 + number * 104_729
+    return jnp.arange(length, dtype=jnp.int32) * 7 + prompt_index * 104_729
 
 
 def computed(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
@@ -98,7 +98,7 @@ def measure_verbs(size: Size) -> dict[str, float]:
     spec = kvjax.make_spec(
         num_blocks=size.num_blocks, max_seqs=size.calls, max_length=length, block_size=size.block_size
     )
-    start = caches.full_state(spec, lambda number: tokens_of(number, length))
+    start = caches.full_state(spec, lambda prompt_index: tokens_of(prompt_index, length))
     calls = jnp.arange(size.calls, dtype=jnp.int32)
 
     def admitted(state: kvjax.CacheState) -> tuple[kvjax.CacheState, jax.Array]:
@@ -127,7 +127,7 @@ def measure_verbs(size: Size) -> dict[str, float]:
         common.require(bool(jnp.all(ok)), f"a prefix was not {name}")
         kvjax.check(state)
     ways = {"admit": "admitted", "computed": "computed"}
-    ratios = {f"adopt_over_{way}": took["adopted"].wall / took[name].wall for way, name in ways.items()}
+    ratios = {f"adopt_over_{base}": took["adopted"].wall / took[name].wall for base, name in ways.items()}
     return ratios | common.times(took, "us", calls=size.calls)
 
 
@@ -152,10 +152,10 @@ class Bytes:
         common.require(int(events.cached[0]) == len(self.tokens), "a cache lacks blocks")
         return np.asarray(state.groups[0].table[0])[: self.size.blocks]
 
-    def rates(self, took: dict[str, common.Took], bases: dict[str, str], of: str) -> dict[str, float]:
+    def rates(self, took: dict[str, common.Took], bases: dict[str, str], unit: str) -> dict[str, float]:
         """The rate of each program divided by its base's, and all rates in GB/s."""
-        ratios = {f"{name}_of_{of}": took[base].wall / took[name].wall for name, base in bases.items()}
-        return ratios | {f"{name}_gb_s": self.data.nbytes / each.wall / 1e9 for name, each in took.items()}
+        ratios = {f"{name}_of_{unit}": took[base].wall / took[name].wall for name, base in bases.items()}
+        return ratios | {f"{name}_gb_s": self.data.nbytes / timing.wall / 1e9 for name, timing in took.items()}
 
 
 def spec_of_bytes(size: Size, num_blocks: int, max_length: int) -> kvjax.CacheSpec:
@@ -175,9 +175,9 @@ def unaligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def require_equal(found: Any, wanted: np.ndarray, name: str) -> None:
+def require_equal(array: Any, wanted: np.ndarray, name: str) -> None:
     """Requires equal bytes."""
-    same = np.array_equal(np.asarray(found).view(np.uint32), wanted.view(np.uint32))
+    same = np.array_equal(np.asarray(array).view(np.uint32), wanted.view(np.uint32))
     common.require(same, f"{name}: other bytes than were written")
 
 
@@ -319,7 +319,7 @@ def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
         return job.answer(cache, opened[-1])
 
     programs: dict[str, Program] = {"computed": (job.empty, job.answer), "stored": (close, restart)}
-    took, results = common.in_turns(programs, size.rounds, lambda one, other: one[0] == other[0])
+    took, results = common.in_turns(programs, size.rounds, lambda result, expected: result[0] == expected[0])
     close()
     (stored,) = results["stored"][1]
     common.require(stored >= size.prompt - size.block_size, f"{stored} tokens were stored")
@@ -363,7 +363,7 @@ def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
     return ratios | common.times(took, "ms", "cpu")
 
 
-def pass_through(way: str, folder: str, quick: bool) -> float:
+def pass_through(direction: str, folder: str, quick: bool) -> float:
     """The maximum growth of memory while blocks pass through, divided by `max_in_flight`. Needs a new process."""
     size = measure.size(quick)
     spec = spec_of_bytes(size, size.piece, size.piece * size.block_size)
@@ -372,8 +372,8 @@ def pass_through(way: str, folder: str, quick: bool) -> float:
     options: Any = {"model": MODEL, "names": kvjax.Namespaces(), "max_bytes": 1 << 40}
     with DiskStore(folder, spec, **options, max_in_flight=size.max_in_flight) as store:
         blocks = store.blocks(tokens)
-        if way == "write":
-            store.write(pools, 0, other := store.blocks(tokens[::-1])[: size.piece], list(range(len(other))))
+        if direction == "write":
+            store.write(pools, 0, unrelated := store.blocks(tokens[::-1])[: size.piece], list(range(len(unrelated))))
             store.flush()  # programs are compiled
             run = functools.partial(write_all, store, pools, blocks, size.piece)
         else:
@@ -389,11 +389,11 @@ def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> No
     """Writes blocks in pieces, each as soon as it fits into `max_in_flight`."""
     size, submitted, before = store.values.sizes[0], 0, store.counters["written"]
     for first in range(0, len(blocks), piece):
-        some = blocks[first : first + piece]
-        while (submitted + len(some) - (store.counters["written"] - before)) * size > store.max_in_flight:
+        chunk = blocks[first : first + piece]
+        while (submitted + len(chunk) - (store.counters["written"] - before)) * size > store.max_in_flight:
             time.sleep(1e-4)
-        store.write(pools, 0, some, list(range(len(some))))
-        submitted += len(some)
+        store.write(pools, 0, chunk, list(range(len(chunk))))
+        submitted += len(chunk)
     store.flush()
     written = store.counters["written"] - before
     common.require(written == len(blocks), f"{written} blocks were written, not {len(blocks)}")
@@ -401,13 +401,14 @@ def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> No
 
 def read_all(store: DiskStore, blocks: list[Any], wanted: np.ndarray, piece: int) -> None:
     """Reads as many blocks as `max_in_flight` allows at a time, and compares their bytes."""
-    most = store.max_in_flight // store.values.sizes[0]
-    for first in range(0, len(blocks), most):
-        futures = [store.read(block, 0) for block in blocks[first : first + most]]
+    max_blocks = store.max_in_flight // store.values.sizes[0]
+    for first in range(0, len(blocks), max_blocks):
+        futures = [store.read(block, 0) for block in blocks[first : first + max_blocks]]
         concurrent.futures.wait(futures)
-        for at, future in enumerate(futures, first):
+        for index, future in enumerate(futures, first):
             (words,) = future.result()
-            common.require(np.array_equal(words, wanted[at % piece].view(words.dtype)), "other bytes than were written")
+            same = np.array_equal(words, wanted[index % piece].view(words.dtype))
+            common.require(same, "other bytes than were written")
 
 
 @contextlib.contextmanager
@@ -454,5 +455,7 @@ def measure(size):
         yield measure_writing(size, root)
         # Each way in a process of its own, in whose memory nothing else has left holes.
         memory = str(root / "memory")
-        grown = {way: common.apart("stores", "pass_through", way, memory, size.quick) for way in ("write", "read")}
-    yield {"rss_of_in_flight": max(grown.values())} | {f"rss_of_{way}": value for way, value in grown.items()}
+        growths = {}
+        for direction in ("write", "read"):
+            growths[f"rss_of_{direction}"] = common.apart("stores", "pass_through", direction, memory, size.quick)
+    yield {"rss_of_in_flight": max(growths.values()), **growths}

@@ -34,36 +34,36 @@ class Request(NamedTuple):
     new_tokens: int
 
 
-def read_trace(path: pathlib.Path, number: int) -> list[Request]:
+def read_trace(path: pathlib.Path, count: int) -> list[Request]:
     """The first requests of a trace, in Mooncake's JSON lines or in the form of the table in `benchmarks/data`."""
     requests, of_an_id = [], np.arange(HASHED // SHRINK, dtype=np.int32)
-    for timestamp, input_length, output_length, ids in _read_fields(path, number):
+    for timestamp, input_length, output_length, ids in _read_fields(path, count):
         tokens = np.array(ids, np.int32)[:, None] * of_an_id.size + of_an_id
         prompt = tokens.reshape(-1)[: -(-input_length // SHRINK)]
         requests.append(Request(timestamp // MS_A_STEP, prompt, -(-output_length // SHRINK)))
     return requests
 
 
-def read_blocks(path: pathlib.Path, number: int | None = None, longest: int | None = None) -> Trace:
+def read_blocks(path: pathlib.Path, count: int | None = None, longest: int | None = None) -> Trace:
     """The first requests, or all, with their real lengths. Prompts are cut to their first `longest` blocks."""
-    times, inputs, outputs, ids = zip(*_read_fields(path, number), strict=True)
+    times, inputs, outputs, ids = zip(*_read_fields(path, count), strict=True)
     inputs = [tokens if longest is None else min(tokens, longest * HASHED) for tokens in inputs]
-    return make_trace(times, inputs, outputs, [each[:longest] for each in ids], HASHED)
+    return make_trace(times, inputs, outputs, [block_ids[:longest] for block_ids in ids], HASHED)
 
 
-def _read_fields(path: pathlib.Path, number: int | None) -> list[tuple[int, int, int, list[int]]]:
+def _read_fields(path: pathlib.Path, count: int | None) -> list[tuple[int, int, int, list[int]]]:
     with path.open() as file:
         if path.suffix == ".jsonl":
-            lines = (json.loads(line) for line in itertools.islice(file, number))
+            lines = (json.loads(line) for line in itertools.islice(file, count))
             fields = [(x["timestamp"], x["input_length"], x["output_length"], x["hash_ids"]) for x in lines]
         else:
             rows = (line.split(",") for line in file if line[0].isdigit())
-            fields = [(*map(int, row[:3]), _ids(row[3])) for row in itertools.islice(rows, number)]
-    common.require(number in (None, len(fields)), f"{path}: got {len(fields)} requests, wanted {number}")
+            fields = [(*map(int, row[:3]), _ids(row[3])) for row in itertools.islice(rows, count)]
+    common.require(count in (None, len(fields)), f"{path}: got {len(fields)} requests, wanted {count}")
     return fields
 
 
 def _ids(runs: str) -> list[int]:
     """Ids from text, in which runs are written as first x number."""
     pairs = [map(int, run.split("x")) for run in runs.split()]
-    return [first + i for first, number in pairs for i in range(number)]
+    return [first + i for first, count in pairs for i in range(count)]

@@ -158,12 +158,12 @@ def margin(model: Any, size: Size, tokens: Sequence[int]) -> float:
 def require_same(model: Any, size: Size, prompts: Sequence[list[int]], outputs: dict[str, list[list[int]]]) -> None:
     """Ends the benchmark if programs chose different tokens, unless two tokens were equally likely within `TIE`."""
     (first, ours), *others = outputs.items()
-    for other, theirs in others:
-        for number, (own, tokens) in enumerate(zip(ours, theirs, strict=True)):
-            same = [a == b for a, b in zip(own, tokens, strict=True)]
+    for name, answers in others:
+        for prompt_index, (expected, tokens) in enumerate(zip(ours, answers, strict=True)):
+            same = [a == b for a, b in zip(expected, tokens, strict=True)]
             if not all(same):
-                ahead = margin(model, size, [*prompts[number], *own[: same.index(False)]])
-                otherwise = f"{first} and {other} chose different tokens for prompt {number}, {ahead:.1e} apart"
+                ahead = margin(model, size, [*prompts[prompt_index], *expected[: same.index(False)]])
+                otherwise = f"{first} and {name} chose different tokens for prompt {prompt_index}, {ahead:.1e} apart"
                 common.require(ahead < TIE, otherwise)
 
 
@@ -205,7 +205,7 @@ def _be_client(job: dict[str, Any], waiting: Iterator[tuple[int, Any]], texts: l
     """Has prompts answered through a connection, one after the other, until none is left."""
     connection = http.client.HTTPConnection("127.0.0.1", job["port"])
     fields = {"model": "recall", "temperature": 0, "ignore_eos": True, "max_tokens": job["new_tokens"]}
-    for number, prompt in waiting:
+    for prompt_index, prompt in waiting:
         body = json.dumps({**fields, "prompt": prompt, "stream": job["streams"]})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         response = connection.getresponse()
@@ -213,5 +213,5 @@ def _be_client(job: dict[str, Any], waiting: Iterator[tuple[int, Any]], texts: l
             answers = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
         else:
             answers = [json.load(response)]
-        texts[number] = "".join(answer["choices"][0]["text"] for answer in answers)
+        texts[prompt_index] = "".join(answer["choices"][0]["text"] for answer in answers)
     connection.close()
