@@ -154,7 +154,8 @@ def close(answer: Any, expected: Any, tolerance: float = 1e-4) -> bool:
 
 def make_line(line: Size):
     """Returns queries [1, T, Q, D], pools, and the state of a cache whose rows still lack a token or a chunk."""
-    rng, rows = np.random.default_rng(0), line.rows + line.chunks
+    rng = np.random.default_rng(0)
+    rows = line.rows + line.chunks
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(line.kv_heads, line.width)], num_blocks=rows * -(-line.length // line.block_size),
         max_seqs=rows, max_length=line.length, block_size=line.block_size, dtype="float32",
@@ -172,7 +173,8 @@ def make_line(line: Size):
 def measure_mixed(line: Size) -> dict[str, float]:
     """Times a mixed batch, and compares it with two calls."""
     q, pools, state = make_line(line)
-    rows, size = state.spec.max_seqs, line.chunks * line.chunk
+    rows = state.spec.max_seqs
+    size = line.chunks * line.chunk
     decode = np.arange(rows) < line.rows
     chunks = np.arange(line.rows, rows, dtype=np.int32)
     counts = np.full(line.chunks, line.chunk, np.int32)
@@ -201,10 +203,14 @@ def measure_mixed(line: Size) -> dict[str, float]:
 def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
     """Times rows of different and of equal lengths, and compares them with the loop over the longest row."""
     q, pools, view, layers = make_case(shape)
-    short, equal = shape.length // 32, shape.length // 4
-    attend, dense, figures = jax.jit(paged), jax.jit(functools.partial(contiguous, first="q")), {}
+    short = shape.length // 32
+    equal = shape.length // 4
+    attend = jax.jit(paged)
+    dense = jax.jit(functools.partial(contiguous, first="q"))
+    figures = {}
     for name, lengths in {"skewed": [shape.length, *[short] * (shape.rows - 1)], "equal": [equal] * shape.rows}.items():
-        lengths, (table,) = jnp.asarray(lengths, jnp.int32), view.tables
+        lengths = jnp.asarray(lengths, jnp.int32)
+        (table,) = view.tables
         used = jnp.arange(table.shape[1])[None] * shape.block_size < lengths[:, None]
         table = jnp.where(used, table, pools.arrays[0][0].shape[0] - 1)  # the scratch row behind them, as in a cache
         rows = view.replace(tables=(table,), lengths=lengths, positions=lengths[:, None] - 1)

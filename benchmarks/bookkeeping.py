@@ -78,16 +78,19 @@ def long_text(document) -> jax.Array:
 
 def block(state: kvjax.CacheState, k: int):
     """Runs k decode steps as a block, and uses all tokens. Returns the state, counts (ok, removed, ...) and events."""
-    rows, every = jnp.arange(ROWS, dtype=jnp.int32), jnp.ones((ROWS,), jnp.bool_)
+    rows = jnp.arange(ROWS, dtype=jnp.int32)
+    every = jnp.ones((ROWS,), jnp.bool_)
     counts = jnp.full((ROWS,), k, jnp.int32)
     positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
     state, extended = kvjax.extend(state, every, counts if k > 1 else 1, max_tokens=k)
     empty = state.groups[0].num_empty
     state, committed = kvjax.commit(state, tokens_of(rows[:, None], positions), counts)
-    ok, merged = (extended.ok & committed.ok).astype(jnp.int32), state.groups[0].num_empty - empty
+    ok = (extended.ok & committed.ok).astype(jnp.int32)
+    merged = state.groups[0].num_empty - empty
     if k > 1:
         state, _ = kvjax.trim(state, every, max_tokens=k)
-    removed, stored = kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"]
+    removed = kvjax.events.counts(extended)["removed"]
+    stored = kvjax.events.counts(committed)["stored"]
     return state, jnp.stack([k * ok, removed, stored, merged]), (extended, committed)
 
 
@@ -214,7 +217,8 @@ def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests:
 def measure_caches(num_blocks: int, copies: int, rounds: int) -> float:
     """Microseconds per request and cache, of full caches under `vmap`, or of a single cache without it."""
     spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=1, max_length=PROMPT, block_size=BLOCK)
-    numbers, start = jnp.arange(copies, dtype=jnp.int32), 2 * num_blocks * BLOCK // PROMPT + 1
+    numbers = jnp.arange(copies, dtype=jnp.int32)
+    start = 2 * num_blocks * BLOCK // PROMPT + 1
     run, fill = (functools.partial(serve, requests=requests) for requests in (REQUESTS, start))
     state = kvjax.init(spec)
     if copies > 1:

@@ -82,7 +82,8 @@ def full_state(spec: kvjax.CacheSpec, prompt: Callable[[jax.Array], jax.Array]) 
         state, (ok, _) = serve_alone(state, prompt(prompt_index), spec.max_length)
         return state, ok
 
-    blocks, size = spec.groups[0].num_blocks, spec.block_size
+    blocks = spec.groups[0].num_blocks
+    size = spec.block_size
     numbers = jnp.arange(-(-blocks * size // spec.max_length), dtype=jnp.int32)
     state, ok = jax.jit(lambda state: lax.scan(fill, state, numbers), donate_argnums=0)(kvjax.init(spec))
     common.require(bool(jnp.all(ok)) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")

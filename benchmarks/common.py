@@ -78,7 +78,8 @@ class Benchmark(NamedTuple):
         parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the result there")
         parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast; no bar")
         for name, full in vars(self.size()).items():  # those that a line can say
-            option, kind = f"--{name.replace('_', '-')}", int if full is None else type(full)
+            option = f"--{name.replace('_', '-')}"
+            kind = int if full is None else type(full)
             if kind is bool and name != "quick":
                 parser.add_argument(option, action="store_true", default=None)
             elif kind in (int, float, str) or issubclass(kind, pathlib.Path):
@@ -86,7 +87,8 @@ class Benchmark(NamedTuple):
             elif kind is list:
                 parser.add_argument(option, type=type(full[0]), nargs="+", help=f"in place of {full}")
         args = vars(parser.parse_args(arguments))
-        file, quick = args.pop("json"), args.pop("quick")
+        file = args.pop("json")
+        quick = args.pop("quick")
         figures = self.run(self.size(quick, **{name: value for name, value in args.items() if value is not None}))
         report(self.name, figures, file, self.bars)
         if self.strict and not quick:
@@ -156,7 +158,8 @@ def in_turns(
             begin, run = program if isinstance(program, tuple) else (tuple, lambda _, run=program: run())
             results.pop(name, None)  # before the next one takes as much memory
             state = jax.block_until_ready(begin())
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu = time.process_time()
+            wall = time.perf_counter()
             results[name] = jax.block_until_ready(run(state))
             if round_index:
                 calls[name].append((time.process_time() - cpu, time.perf_counter() - wall))
@@ -241,7 +244,8 @@ class Bar(NamedTuple):
         value = round(scale * value, 9)
         least = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
         decimals = next((n for n in range(least, least + 4) if round(value, n) not in bounds), least + 3)
-        text, exact = f"{value:,.{decimals}f}", f"{value:,.9f}".rstrip("0").rstrip(".")
+        text = f"{value:,.{decimals}f}"
+        exact = f"{value:,.9f}".rstrip("0").rstrip(".")
         return f"{min(text, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
 
 
@@ -287,7 +291,8 @@ def report(
 
 def where() -> dict[str, Any]:
     """The time, the processor with the cores of this process, and the versions."""
-    info, cpu = pathlib.Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    cpu = platform.processor() or platform.machine()
     if info.exists() and (model := re.search(r"^model name\s*: (.*)$", info.read_text(), re.M)):
         cpu = model[1]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

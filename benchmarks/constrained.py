@@ -69,7 +69,8 @@ SIZES = {
 @benchmark(BARS, SIZES, rounds=(20, 1))
 def measure(size):
     model = Decoder(size.config, rngs=nnx.Rngs(0))
-    start, vocabulary = decode_loop.make_start(model, size), vocabulary_of(size.config.vocab_size)
+    start = decode_loop.make_start(model, size)
+    vocabulary = vocabulary_of(size.config.vocab_size)
     end = [len(vocabulary) - 1]
     make = functools.partial(grammar.compile_schema, SCHEMA, vocabulary)
     compiled, tables = common.in_turns({"table": make}, 3)

@@ -62,7 +62,8 @@ def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]
 
 def attend_contiguous(q, layer, lengths, plain: bool):
     """Attention of q [S, Q, D] to the first `lengths` i32[S] tokens of a layer. Returns the shape of q."""
-    (keys, values), (rows, heads, width) = layer, q.shape
+    (keys, values) = layer
+    (rows, heads, width) = q.shape
     kv_heads, capacity = keys.shape[1:3]
     q = (q * width**-0.5).reshape(rows, kv_heads, heads // kv_heads, width)
     if plain:
@@ -102,7 +103,8 @@ class Start(NamedTuple):
 def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
     """A cache with free rows and no empty block. Block ids are in random order."""
     spec = caches.spec_of(model, size.rows, size.context, block_size=size.block_size)
-    rng, state = np.random.default_rng(0), kvjax.init(spec)
+    rng = np.random.default_rng(0)
+    state = kvjax.init(spec)
     shuffled = jnp.asarray(rng.permutation(spec.groups[0].num_blocks), jnp.int32)
     state = state.replace(groups=(state.groups[0].replace(empty=shuffled),))
     tokens = jnp.asarray(rng.integers(0, size.config.vocab_size, (size.rows, size.context)), jnp.int32)
@@ -115,7 +117,8 @@ def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
 
 def make_start(model: Decoder, size: Size) -> Start:
     """Computes random prompts through the paged cache, and copies their K/V to contiguous arrays."""
-    length, all_rows = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
+    length = size.context - size.steps
+    all_rows = jnp.arange(size.rows, dtype=jnp.int32)
     prompts = caches.random_prompts(size.config.vocab_size, (size.rows, length), 1)
     admit = jax.jit(kvjax.Cache.admit, donate_argnums=0)
     step = jax.jit(kvjax.step, donate_argnums=1)
@@ -136,7 +139,8 @@ def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[
 
     A program is (begin, run): `begin` returns a state, and `run` donates the state and returns (state, result).
     """
-    least, ends = {name: np.full(calls, np.inf) for name in programs}, {}
+    least = {name: np.full(calls, np.inf) for name in programs}
+    ends = {}
     for round_index in range(rounds + 1):
         ends.clear()  # before new ones take as much memory
         ends = {name: (jax.block_until_ready(begin()), []) for name, (begin, _) in programs.items()}

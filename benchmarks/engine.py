@@ -57,7 +57,8 @@ several runs, so it misses its bar in some of them. The engine's was 0.93x to 1.
 @contextlib.contextmanager
 def serving(size: Size) -> Iterator[int]:
     """Runs a server of the bundled model, with a cache of the batch's size. Yields its port."""
-    parser, spec = serve.make_parser(), workload.spec_of(load_recall()[0], size)
+    parser = serve.make_parser()
+    spec = workload.spec_of(load_recall()[0], size)
     args = parser.parse_args([
         "--checkpoint", str(recall.CHECKPOINT), "--rows", str(size.rows), "--blocks", str(size.num_blocks),
         "--chunk", str(size.scheduler.chunk), "--top-logprobs", "0", "--max-length", str(spec.max_length),
@@ -79,7 +80,8 @@ def serving(size: Size) -> Iterator[int]:
 def measure_batch(size: Size, clients: Clients) -> dict[str, float]:
     """Measures `engine_x` and `http_x`."""
     model, tokenizer = load_recall()
-    prompts, opened = workload.questions(size), contextlib.ExitStack()
+    prompts = workload.questions(size)
+    opened = contextlib.ExitStack()
 
     def run_engine(engine: Engine[Any]) -> list[list[int]]:
         with engine:
@@ -113,9 +115,12 @@ class Turns:
     """Times at which an engine's turns were dispatched and done. A thread waits for each turn."""
 
     def __init__(self) -> None:
-        self.dispatched, self.done = list[float](), list[float]()
-        self._outputs, self._more = collections.deque[Any](), threading.Semaphore(0)
-        self._whole, self._thread = driver.turn, threading.Thread(target=self._watch, daemon=True)
+        self.dispatched = list[float]()
+        self.done = list[float]()
+        self._outputs = collections.deque[Any]()
+        self._more = threading.Semaphore(0)
+        self._whole = driver.turn
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while self._more.acquire() and self._outputs:
@@ -166,9 +171,11 @@ def measure_first_tokens(size: Size) -> dict[str, float]:
         gap = 2 * (time.monotonic() - began) / len(prompts)
         with Turns() as turns:
             handles = asyncio.run(listened_to(engine, prompts, size.new_tokens, gap))
-    steps, seconds = [], []
+    steps = []
+    seconds = []
     for prompt, handle in zip(prompts, handles, strict=True):
-        times, computed = handle.times, 0
+        times = handle.times
+        computed = 0
         assert times.first_token is not None
         for earlier, before in zip(prompts, handles, strict=True):
             if before.times.first_token is not None and before.times.first_token <= times.queued:
@@ -188,14 +195,16 @@ def measure_first_tokens(size: Size) -> dict[str, float]:
 
 def measure_bubble(size: Size) -> dict[str, float]:
     """Measures `bubble`, and `idle_cpu` of the same engine."""
-    model, rows = Decoder(size.config, rngs=nnx.Rngs(0)), size.model_rows
+    model = Decoder(size.config, rngs=nnx.Rngs(0))
+    rows = size.model_rows
     prompts = random_prompts(size.config.vocab_size, (rows, 32)).tolist()
     spec = spec_of(model, rows, 32 + size.new, 2 * rows * -(-(32 + size.new) // 16))
     with Engine(model, kvjax.Cache.create(spec)) as engine:
         with Turns() as turns:
             handles = asyncio.run(listened_to(engine, prompts, size.new, 0))
         engine.drain()
-        cpu, wall = time.process_time(), time.monotonic()
+        cpu = time.process_time()
+        wall = time.monotonic()
         time.sleep(size.idle)
         idle = (time.process_time() - cpu) / (time.monotonic() - wall)
     outputs, _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), make_requests(prompts, max_new_tokens=size.new))
@@ -210,7 +219,8 @@ def measure_bubble(size: Size) -> dict[str, float]:
 
 def measure_memory(size: Size, clients: Clients) -> dict[str, float]:
     """Measures `memory_growth`."""
-    rng, megabytes = np.random.default_rng(2), list[float]()
+    rng = np.random.default_rng(2)
+    megabytes = list[float]()
     with serving(size) as port:
         for _ in range(size.times):
             prompts = rng.integers(3, 60, (size.requests, 24)).tolist()

@@ -67,15 +67,20 @@ than their sum, since events are read, folded into an index and hashed once for 
 def records(kind: EventKind, blocks: np.ndarray, generation: int) -> np.ndarray:
     """i32[n, 9]; a record of this kind for each block."""
     rows = np.zeros((len(blocks), 9), np.int32)
-    rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 8] = kind, blocks, generation, 35
+    rows[:, 0] = kind
+    rows[:, 2] = blocks
+    rows[:, 3] = generation
+    rows[:, 8] = 35
     return rows
 
 
 def stored(blocks: np.ndarray, generation: int, chain: int, size: int, root: tuple[int, int]) -> np.ndarray:
     """i32[n, 9]; stored blocks in chains of `chain` blocks. Each chain begins at the node `root`."""
-    rows, first = records(EventKind.STORED, blocks, generation), np.arange(len(blocks)) % chain == 0
+    rows = records(EventKind.STORED, blocks, generation)
+    first = np.arange(len(blocks)) % chain == 0
     rows[:, 4] = np.where(first, root[0], np.roll(blocks, 1))
-    rows[:, 5], rows[:, 6] = np.where(first, root[1], generation), size
+    rows[:, 5] = np.where(first, root[1], generation)
+    rows[:, 6] = size
     return rows
 
 
@@ -90,7 +95,9 @@ class Traffic:
     """Events of a cache, in batches."""
 
     def __init__(self, batches: int, size: int, chain: int):
-        self.size, self.chain, self.rng = size, chain, np.random.default_rng(0)
+        self.size = size
+        self.chain = chain
+        self.rng = np.random.default_rng(0)
         blocks = 1 + batches * BATCH
         self.spec = kvjax.make_spec(num_blocks=blocks, max_seqs=1, max_length=size, block_size=size)
         self.parts = np.split(np.arange(1, blocks), batches)
@@ -102,7 +109,8 @@ class Traffic:
 
     def batches(self, removed: bool, added: bool) -> list[Events]:
         """Batches of blocks removed, added, or both."""
-        old, self.generation = self.generation, self.generation + added
+        old = self.generation
+        self.generation = self.generation + added
         rows = ([records(EventKind.REMOVED, blocks[::-1], old)] * removed
                 + [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
                 for blocks in self.parts)  # fmt: skip
@@ -131,14 +139,16 @@ class Wire(NamedTuple):
 
 def vllm_wire(traffic: Traffic) -> Wire:
     """Payloads in vLLM's format."""
-    encoder, mirror = Encoder(traffic.spec), Mirror()
+    encoder = Encoder(traffic.spec)
+    mirror = Mirror()
     follow = lambda payloads: [mirror.apply(decode(payload)) for payload in payloads]  # noqa: E731
     return Wire(encoder.encode, follow, mirror, lambda prefix: prefix.tokens[-traffic.size :], encoder.snapshot)
 
 
 def lines_wire(traffic: Traffic) -> Wire:
     """TensorRT-LLM's JSON lines."""
-    writer, mirror = trtllm.Writer(traffic.spec), trtllm.Mirror()
+    writer = trtllm.Writer(traffic.spec)
+    mirror = trtllm.Mirror()
     return Wire(
         writer.lines, mirror.follow, mirror, lambda prefix: (token for token, _ in prefix.tokens[-traffic.size :])
     )
@@ -148,8 +158,10 @@ def measure_wire(
     make: Callable[[Traffic], Wire], batches: int, size: int, chain: int, repeats: int
 ) -> dict[str, float]:
     """Events per second of batches: stored, stored and removed, removed, and stored events read into a mirror."""
-    traffic, least = Traffic(batches, size, chain), dict.fromkeys((*KINDS, "mirrored"), np.inf)
-    wire, first = make(traffic), traffic.root()
+    traffic = Traffic(batches, size, chain)
+    least = dict.fromkeys((*KINDS, "mirrored"), np.inf)
+    wire = make(traffic)
+    first = traffic.root()
     wire.follow(wire.encode(first))
     for _ in range(repeats):
         for name, kind in KINDS.items():
@@ -177,10 +189,12 @@ def measure_wire(
 
 def measure_resync(blocks: int, repeats: int) -> float:
     """CPU seconds to write the payloads of an index."""
-    traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
+    traffic = Traffic(blocks // BATCH, 16, PROMPT)
+    least = np.inf
     sent = [traffic.root(), *traffic.batches(*KINDS["stored"])]
     for _ in range(repeats):
-        encoder, mirror = Encoder(traffic.spec), Mirror()
+        encoder = Encoder(traffic.spec)
+        mirror = Mirror()
         for batch in sent:
             encoder.follow(batch)
         seconds, payloads = cpu(encoder.snapshot)
@@ -247,12 +261,15 @@ def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
 @contextlib.contextmanager
 def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Listening]:
     """All listeners, combined as in `models.generate`, and TensorRT-LLM's lines."""
-    registry, lines, logged = prometheus_client.CollectorRegistry(), io.StringIO(), io.StringIO()
+    registry = prometheus_client.CollectorRegistry()
+    lines = io.StringIO()
+    logged = io.StringIO()
     with (
         a_publisher(spec) as published, Agent(spec, port=0) as agent, Metrics(registry, spec) as metrics,
         Trace(spec, io.StringIO()) as trace,
     ):  # fmt: skip
-        writer, log = trtllm.Writer(spec, lines), Log(logged)
+        writer = trtllm.Writer(spec, lines)
+        log = Log(logged)
         listeners = [log.write, trace.write, published.listener, agent.publish, metrics.observe, writer.write]
         agent.flush()
 
@@ -308,7 +325,8 @@ def measure_listeners(work: Work, listening: Callable[[kvjax.CacheSpec], Any], p
             follower.check(cache, outputs)
         return took
 
-    ways, ratios = [nobody, listening], []
+    ways = [nobody, listening]
+    ratios = []
     for _ in range(pairs + 1):  # the first one compiles
         ways.reverse()
         took = {kind: timed(kind) for kind in ways}

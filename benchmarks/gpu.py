@@ -53,8 +53,10 @@ class Record:
 
     def __init__(self, ceilings: Mapping[str, float] | None = None):
         self.metrics: dict[str, dict[str, float]] = collections.defaultdict(dict, device=dict(ceilings or {}))
-        self.not_measured, self.errors = dict[str, str](), dict[str, str]()
-        self.kernels_us, self.faster = dict[str, dict[str, float]](), list[str]()
+        self.not_measured = dict[str, str]()
+        self.errors = dict[str, str]()
+        self.kernels_us = dict[str, dict[str, float]]()
+        self.faster = list[str]()
 
     def add(self, who: str, metric: str, value: float) -> None:
         """Adds a figure, unless it is NaN."""
@@ -160,7 +162,9 @@ def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float
     work = [event for event in events if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams]
     if not work:
         raise NotImplementedError("the profiler's trace has no events on a GPU's streams")
-    kernels, busy, end = collections.Counter(), 0.0, float("-inf")
+    kernels = collections.Counter()
+    busy = 0.0
+    end = float("-inf")
     for event in sorted(work, key=lambda event: event["ts"]):
         kernels[event["name"]] += event["dur"]
         busy += max(event["ts"] + event["dur"] - max(event["ts"], end), 0.0)

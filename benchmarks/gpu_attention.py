@@ -48,7 +48,8 @@ class Case(NamedTuple):
 
 def make_case(shape: Shape) -> Case:
     """Random inputs. The blocks of all rows are scattered over the pool."""
-    rng, (heads, kv_heads, width) = np.random.default_rng(0), shape.heads
+    rng = np.random.default_rng(0)
+    (heads, kv_heads, width) = shape.heads
     lengths = np.full(shape.rows, shape.length)
     if shape.ragged:
         lengths = np.r_[1, rng.integers(1, shape.length, shape.rows - 2), shape.length]
@@ -64,7 +65,8 @@ def make_case(shape: Shape) -> Case:
         scales = scales / 32 if pool.dtype == jnp.int8 else scales
     token_bytes = 2 * kv_heads * (width * pool.dtype.itemsize + (4 if scales is not None else 0))
     q = jax.random.normal(gpu.key(2), (shape.chunk or shape.rows, heads, width), jnp.bfloat16)
-    tables, lengths = jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    tables = jnp.asarray(tables, jnp.int32)
+    lengths = jnp.asarray(lengths, jnp.int32)
     return Case(q, pool, scales, tables, lengths, float(jnp.sum(lengths)) * token_bytes)
 
 
@@ -72,9 +74,12 @@ def caller(who: str, shape: Shape) -> Callable[..., Any]:
     """A layer's attention by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
 
     def attend(q, layer, pool, scales, tables, lengths):
-        name, prefill_args, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
+        name = "decode_attention"
+        prefill_args = ()
+        options = {"scale": shape.heads[2] ** -0.5, "scales": scales}
         if shape.chunk:
-            name, options["max_count"] = "prefill_attention", shape.chunk
+            name = "prefill_attention"
+            options["max_count"] = shape.chunk
             prefill_args = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
         return pallas_kernels.call(name, q, pool, layer, tables, lengths, *prefill_args, implementation=who, **options)
 
@@ -112,9 +117,11 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
     wanted = twin(4 * case.q, *args)
     for who in gpu.served(f"{kind}_attention"):
         with record.guard(f"{kind}_{name} {who}"):
-            calls, program = 1, twin  # more of the twin would take long to compile
+            calls = 1
+            program = twin  # more of the twin would take long to compile
             if who != "xla":
-                calls, function = most_calls, caller(who, shape)
+                calls = most_calls
+                function = caller(who, shape)
                 error = gpu.differs(chain(function, 1)(4 * case.q, *args), wanted)
                 common.require(error <= TOLERANCE, f"{who} differs from its twin by {error}")
                 program = chain(function, calls)

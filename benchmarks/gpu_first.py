@@ -95,10 +95,12 @@ def work(names: Sequence[str], quick: bool, ceilings: dict[str, float]) -> None:
 
     from benchmarks import common, gpu
 
-    chosen, about = sections(quick), {"device": jax.devices()[0].device_kind, "driver": gpu.driver(), **common.where()}
+    chosen = sections(quick)
+    about = {"device": jax.devices()[0].device_kind, "driver": gpu.driver(), **common.where()}
     for name in names:
         print(f"{BEGIN}{name}", flush=True)
-        began, record = time.monotonic(), gpu.Record(ceilings)
+        began = time.monotonic()
+        record = gpu.Record(ceilings)
         with record.guard(name):
             chosen[name](record)
         if name == "ceilings":
@@ -118,7 +120,9 @@ class Watch:
     """Runs sections in processes with these options, until a time of the monotonic clock, and updates a file."""
 
     def __init__(self, file: pathlib.Path, options: Sequence[str], end: float):
-        self.file, self.options, self.end = file, options, end
+        self.file = file
+        self.options = options
+        self.end = end
         self.result: dict[str, Any] = {"benchmark": "gpu_first", "about": {}, "sections": {}}
         with contextlib.suppress(FileNotFoundError):
             self.result = json.loads(file.read_text())
@@ -137,11 +141,15 @@ class Watch:
             [*command, "--work", *names], stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
             env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, SWITCHES: self.switches()},
         )  # fmt: skip
-        lines, name, began, deadline = _lines_of(process), names[0], time.monotonic(), time.monotonic() + START
+        lines = _lines_of(process)
+        name = names[0]
+        began = time.monotonic()
+        deadline = time.monotonic() + START
         try:
             while (line := lines.get(timeout=max(min(deadline, self.end) - time.monotonic(), 0.01))) is not None:
                 if line.startswith(BEGIN):
-                    name, began = line.removeprefix(BEGIN), time.monotonic()
+                    name = line.removeprefix(BEGIN)
+                    began = time.monotonic()
                     deadline = began + SECONDS[_begins(name, SECONDS)] * scale
                     print(name, flush=True)
                 elif line.startswith(END):

@@ -112,7 +112,9 @@ class Estimate(NamedTuple):
 
 def seconds(node: Node, attention: Attention) -> float:
     """The modelled time of a kernel."""
-    moved, flops, instructions = node.bytes, node.flops, 0.0
+    moved = node.bytes
+    flops = node.flops
+    instructions = 0.0
     if node.kv_instructions is not None:
         moved += attention.kv_bytes + attention.scale_bytes
         flops += attention.flops
@@ -134,7 +136,8 @@ def estimate(
     small: Sequence[Node], large: Sequence[Node], layers: int, attention: Attention, floor_s: float
 ) -> Estimate:
     """The estimate for a model of `layers` layers, from the nodes of its programs of two and three layers."""
-    totals, gap = sums(small, large, layers, attention), CONSTANTS["gap_s"]
+    totals = sums(small, large, layers, attention)
+    gap = CONSTANTS["gap_s"]
     around = totals.around_s + gap * totals.around_nodes
     return Estimate(*(1e6 * s for s in (floor_s, totals.kernels_s, gap * totals.nodes, around)))
 
@@ -149,7 +152,8 @@ class Step(NamedTuple):
 
     def spec(self) -> kvjax.CacheSpec:
         """A cache for the rows and the next block of each."""
-        config, tokens = self.config, self.length + 16
+        config = self.config
+        tokens = self.length + 16
         specs = shape_of(config, max(len(config.layers), MORE)).layer_specs()
         return kvjax.make_spec(
             specs, num_blocks=self.rows * -(-tokens // 16), max_seqs=self.rows, max_length=tokens, dtype=self.dtype
@@ -157,15 +161,18 @@ class Step(NamedTuple):
 
     def attention(self) -> Attention:
         """The work of a layer."""
-        layer, (pool,) = self.config.layers[0], self.spec().groups[0].pools
-        tokens, width = self.rows * self.length, layer.head_dim
+        layer = self.config.layers[0]
+        (pool,) = self.spec().groups[0].pools
+        tokens = self.rows * self.length
+        width = layer.head_dim
         kv = tokens * 2 * layer.kv_heads * width * jnp.dtype(self.dtype).itemsize
         layer_bytes = tokens * pool.block_bytes(16) // (16 * len(pool.layers))
         return Attention(kv, layer_bytes - kv, 4 * tokens * self.config.num_heads * width)
 
     def floor_bytes(self) -> int:
         """Bytes to move once: weights, K/V of all rows, logits in float32."""
-        attention, logits = self.attention(), 4 * self.rows * self.config.vocab_size
+        attention = self.attention()
+        logits = 4 * self.rows * self.config.vocab_size
         kv = len(self.config.layers) * (attention.kv_bytes + attention.scale_bytes)
         return gpu_step.weight_bytes(shape_of(self.config)) + kv + logits
 
@@ -209,7 +216,8 @@ def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[st
     options = {**gpu.DECIDES["device"], "xla_dump_emitter_re": "ptx"}
     with tempfile.TemporaryDirectory() as dump:
         _, compiled = gpu_compile.compile_for(mesh, run, args, (1,), dump, **options)
-        folder, hlo = pathlib.Path(dump), compiled.as_text()
+        folder = pathlib.Path(dump)
+        hlo = compiled.as_text()
         sizes = {x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pools)}
         kernels: dict[str, dict[str, int]] = {}
         for ptx in folder.glob("*.ptx"):
@@ -229,7 +237,8 @@ def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str
         raise ValueError("kernels in a loop")
     nodes = []
     for thunk in thunks:
-        cost, name = module.cost(thunk.instruction), thunk.kernel if thunk.is_kernel else "copy"
+        cost = module.cost(thunk.instruction)
+        name = thunk.kernel if thunk.is_kernel else "copy"
         of_model = is_of_model(thunk) or module.is_in(thunk.instruction, "/model/")
         instructions = instructions_of(kernels[name]) if cost.reads_pool else None
         nodes.append(Node(re.sub(r"_\d+|(?<=_remat)\d+", "", name), of_model, cost.bytes, cost.flops, instructions))
@@ -278,7 +287,8 @@ def measure(size):
                 notes.setdefault("left_out", {})[label] = "weights and pools take more than a GPU's memory"
                 continue
             (small, _), (large, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
-            layers, attention = len(step.config.layers), step.attention()
+            layers = len(step.config.layers)
+            attention = step.attention()
             took = estimate(small, large, layers, attention, step.floor_s())
             common.require(took.share < 1, f"{label}: {took.step} µs, less than the floor of {took.floor}")
             yield {f"{label}_{part}_us": us for part, us in {**took._asdict(), "step": took.step}.items()}

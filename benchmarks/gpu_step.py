@@ -49,7 +49,9 @@ QUICK = Size(48, 8, 1)
 
 def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     """Measures a model with `rows` rows."""
-    config, size, metric = CONFIGS[name], QUICK if quick else Size(), f"step_{name}_b{rows}"
+    config = CONFIGS[name]
+    size = QUICK if quick else Size()
+    metric = f"step_{name}_b{rows}"
     error = compare_with_dense(dataclasses.replace(config, layers=config.layers[:2]))
     common.require(error <= TOLERANCE, f"the paged model's logits differ from the dense one's by {error}")
     model, state, pools = begin(config, rows, size)
@@ -123,12 +125,15 @@ def random_model(config: ModelConfig) -> Decoder:
 
 def compare_with_dense(config: ModelConfig) -> float:
     """Relative error of logits after a prompt in a chunk and a decoded token, against a model without a cache."""
-    model, length = random_model(config), 40
+    model = random_model(config)
+    length = 40
     tokens = jax.random.randint(gpu.key(1), (1, length + 1), 0, config.vocab_size, jnp.int32)
     pools = kvjax.init_pools(kvjax.make_spec(model.layer_specs(), num_blocks=3, max_seqs=1, max_length=48))
-    paged, logits = jax.jit(Decoder.__call__), []
+    paged = jax.jit(Decoder.__call__)
+    logits = []
     for begin, end in ((0, length), (length, length + 1)):
-        positions, count = jnp.arange(begin, end, dtype=jnp.int32)[None], jnp.full((1,), end - begin, jnp.int32)
+        positions = jnp.arange(begin, end, dtype=jnp.int32)[None]
+        count = jnp.full((1,), end - begin, jnp.int32)
         view = kvjax.pools.View((jnp.arange(3, dtype=jnp.int32)[None],), positions, count + begin, (positions,), count)
         new, pools = paged(model, tokens[:, begin:end], pools, view, last=count - 1)
         logits.append(new)
@@ -162,9 +167,11 @@ def time_loop(
     rows = serving.Rows(single, single > 0, single * (size.steps + 1), single.astype(jnp.uint32))
     loop = functools.partial(serving.decode, steps=size.steps, sampling=None, k=k)
     loop = jax.jit(loop, donate_argnames=("cache", "log"), compiler_options=options)
-    times, tokens = [], []
+    times = []
+    tokens = []
     for _ in range(size.rounds + 1):
-        cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), serving.decode_log(spec, size.steps)
+        cache = kvjax.Cache(jax.tree.map(jnp.copy, state), pools)
+        log = serving.decode_log(spec, size.steps)
         jax.block_until_ready((cache, log))
         began = time.perf_counter()
         cache, _, _, decoded = jax.block_until_ready(loop(model, cache, rows, log, stop=-single[:1]))

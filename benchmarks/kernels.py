@@ -149,7 +149,8 @@ def moves(size: Size) -> Iterator[Row]:
     half = max(size.counts.values()) * size.calls  # sources, then as many targets
     order = jax.random.permutation(gpu.key(0), 2 * half).astype(jnp.int32)
     offsets = jnp.arange(size.calls, dtype=jnp.int32)
-    small, pools = gpu.random_pool((2 * size.calls + 1, *block), "bfloat16"), list[jax.Array]()
+    small = gpu.random_pool((2 * size.calls + 1, *block), "bfloat16")
+    pools = list[jax.Array]()
 
     @functools.cache
     def program(move: str, who: str, count: int) -> Callable[..., Any]:
@@ -170,14 +171,16 @@ def moves(size: Size) -> Iterator[Row]:
 
     def row(move: str, who: str, name: str, count: int) -> Row:
         staged = jnp.ones((count, *block), jnp.bfloat16)
-        moved, gathers = size.calls * staged.nbytes, move == "gather"
+        moved = size.calls * staged.nbytes
+        gathers = move == "gather"
 
         def start() -> Any:
             check = jnp.ones((1, *block), jnp.bfloat16), offsets, offsets + size.calls
             wanted = program(move, "xla", 1)(jnp.copy(small), *check)
             require_same(program(move, who, 1)(jnp.copy(small), *check), wanted, who)
             pool = pools.pop() if pools else gpu.random_pool((2 * half + 1, *block), "bfloat16")
-            run, args = program(move, who, count), (staged, order[:half], order[half:])
+            run = program(move, who, count)
+            args = (staged, order[:half], order[half:])
             if not gathers:
                 return run, pool, args
             pools.append(pool)
@@ -244,7 +247,8 @@ def host(size: Size) -> Iterator[Row]:
     ids = 7 * jnp.arange(size.host_moved, dtype=jnp.int32) + 3
 
     def write(copy: Callable[..., Any]) -> Row:
-        name, before = f"host_{copy.__name__}", list[int]()
+        name = f"host_{copy.__name__}"
+        before = list[int]()
 
         def put(pool, staged, ids):
             return copy(pool, *jax.device_put((staged, ids), HOST))
@@ -271,21 +275,25 @@ def host(size: Size) -> Iterator[Row]:
 def tune(record: Record, size: Size) -> None:
     """Microseconds with each candidate of tile sizes. `faster` gets the winners, with the line to change."""
     for function, who, shape, candidates in size.choices:
-        case, calls, took = gpu_attention.make_case(shape), min(shape.layers, 8) if who != "xla" else 1, {}
+        case = gpu_attention.make_case(shape)
+        calls = min(shape.layers, 8) if who != "xla" else 1
+        took = {}
         for candidate in (None, *candidates):
             program = gpu_attention.chain(gpu_attention.caller(who, shape), calls)
             start = functools.partial(
                 lambda *start: start, program, case.q, (case.pool, case.scales, case.tables, case.lengths)
             )
             name = f"{function} {shape.dtype} {candidate or 'own'}"
-            is_default, tiles = candidate is None, lambda *_, candidate=candidate: candidate
-            with contextlib.nullcontext() if is_default else mock.patch.object(tuning, function, tiles):
+            is_default = candidate is None
+            patch = mock.patch.object(tuning, function, lambda *_, tiles=candidate: tiles)
+            with contextlib.nullcontext() if is_default else patch:
                 row = Row("tuning", name, start, {"us": calls}, ours=is_default)
                 for seconds in measure_rows(record, [row], size.effort).values():
                     took[candidate] = 1e6 * seconds / calls
         best = min(took, key=lambda candidate: took[candidate], default=None)
         if best is not None and None in took and took[best] * GAIN < took[None]:
-            kind, gain = "prefill" if shape.chunk else "decode", f"{took[None] / took[best]:.2f}x"
+            kind = "prefill" if shape.chunk else "decode"
+            gain = f"{took[None] / took[best]:.2f}x"
             gain += f", {took[best]:.0f} us for {took[None]:.0f}"
             record.faster.append(f"pallas_kernels/tuning.py, {function}: {best} for {shape.dtype} {kind} is {gain}")
 

@@ -99,12 +99,15 @@ def make_case(line: Size) -> tuple[DeltaCell, kvjax.Cache, dict[str, jax.Array],
     Returns:
       The cell, a cache with the rows' snapshots, the same states without a cache, and the decoding rows bool[rows].
     """
-    total, size = line.rows + line.chunks, line.block_size
+    total = line.rows + line.chunks
+    size = line.block_size
     config = DeltaConfig(line.heads, line.heads, line.width, line.width, 4)
     filters = np.random.default_rng(0).standard_normal((4, sum(config.parts)))
-    cell, starts = DeltaCell(config, jnp.asarray(filters, jnp.float32)), np.full(total, line.before, np.int32)
+    cell = DeltaCell(config, jnp.asarray(filters, jnp.float32))
+    starts = np.full(total, line.before, np.int32)
     starts[-1] = -(-line.before // size) * size
-    max_tokens, decodes = int(starts.max()) + line.chunk, np.arange(total) < line.rows
+    max_tokens = int(starts.max()) + line.chunk
+    decodes = np.arange(total) < line.rows
     spec = kvjax.make_spec(
         [config.spec()],
         num_blocks=total * -(-max_tokens // size),
@@ -133,7 +136,8 @@ def measure_recur(line: Size) -> dict[str, float]:
         "decode": kvjax.view(cache.state, 1, seqs=np.flatnonzero(decodes)),
         "mixed": cache.mixed(decodes, chunks, np.full(line.chunks, line.chunk), line.chunks * line.chunk),
     }
-    single, chunked = make_inputs(cell.config, line.rows, 1), make_inputs(cell.config, line.chunks, line.chunk)
+    single = make_inputs(cell.config, line.rows, 1)
+    chunked = make_inputs(cell.config, line.chunks, line.chunk)
     start_states = [jax.tree.map(lambda x, rows=rows: x[rows], states) for rows in (decodes, ~decodes)]
 
     def on_one_axis(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -164,7 +168,8 @@ def measure_recur(line: Size) -> dict[str, float]:
         return outputs, held[key]
 
     for name in views:  # the first calls alone begin with the right states
-        got, (first, *rest) = run("recur", name)[0], run("cell", name)[0]
+        got = run("recur", name)[0]
+        (first, *rest) = run("cell", name)[0]
         got = got.reshape(-1, *got.shape[2:])
         wanted = jnp.concatenate([first[:, 0], *(x.reshape(-1, *x.shape[2:]) for x in rest)])
         got = jnp.concatenate([got[: line.rows], got[line.rows + line.chunks :]]) if rest else got
@@ -213,7 +218,8 @@ def compute(
     """
     done = state.seqs.committed
     state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=max_count)
-    before, new = inspect(state), jax.lax.dynamic_slice(tokens, done, (max_count,))[None]
+    before = inspect(state)
+    new = jax.lax.dynamic_slice(tokens, done, (max_count,))[None]
     state, committed = kvjax.commit(state, new, jnp.asarray(count, jnp.int32)[None])
     return state, extended.ok & committed.ok, before
 
@@ -267,7 +273,8 @@ def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
         state, released = kvjax.release(state, 0)
         return state, jnp.sum(admitted.cached), ok & released.ok
 
-    state, num_cached = kvjax.init(spec), []
+    state = kvjax.init(spec)
+    num_cached = []
     for prompt in prompts:
         padded = np.zeros(spec.max_length + CHUNK, np.int32)
         padded[: len(prompt)] = prompt
@@ -280,11 +287,13 @@ def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
 def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> list[int]:
     """The cached tokens of each prompt in plain Python."""
     full, recurrent = (group.num_blocks for group in spec.groups)
-    cache, num_cached = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent), []
+    cache = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent)
+    num_cached = []
     for prompt in prompts:
         tokens = prompt.tolist()
         admitted = cache.admit(0, tokens, reserve_tokens=CHUNK)
-        ok, row = admitted.ok, cache.rows[0]
+        ok = admitted.ok
+        row = cache.rows[0]
         while ok and len(row.tokens) < len(tokens):
             new = tokens[len(row.tokens) :][:CHUNK]
             ok = cache.extend([True], len(row.tokens) + len(new) - row.length).ok and cache.commit([new], [len(new)]).ok

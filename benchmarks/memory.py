@@ -76,7 +76,8 @@ def advance(state: kvjax.CacheState, work: Work):
     Returns:
       The state, whether the cache did all of it, finished rows bool[S], and the use of each phase.
     """
-    busy, committed = work.total > 0, state.seqs.committed
+    busy = work.total > 0
+    committed = state.seqs.committed
     done_for = lambda events, rows: jnp.all(~rows | (events.status == kvjax.Status.OK))  # noqa: E731
     need = jnp.clip(work.prompt - committed, 0, CHUNK)
     grow = jnp.maximum(committed + need - state.seqs.length, 0)
@@ -84,7 +85,8 @@ def advance(state: kvjax.CacheState, work: Work):
     in_flight = usage(state, busy)
     state, written = kvjax.commit(state, tokens_at(work, committed, CHUNK), need)
     prefilling = busy & (state.seqs.committed < work.prompt)
-    during_prefill, ok = usage(state, prefilling), extended.ok & done_for(written, busy)
+    during_prefill = usage(state, prefilling)
+    ok = extended.ok & done_for(written, busy)
 
     def step(carry, _):
         state, ok = carry
@@ -110,11 +112,15 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
     release = jax.jit(kvjax.release, donate_argnums=0)
     prompt_slots = -(-int(lengths[:, 0].max()) // BLOCK_SIZE) * BLOCK_SIZE
     work = Work(*(np.zeros(ROWS, np.int32) for _ in range(3)))
-    waiting, moments, finished = list(range(len(lengths)))[::-1], [], 0
+    waiting = list(range(len(lengths)))[::-1]
+    moments = []
+    finished = 0
     while finished < len(lengths):
         for seq in np.flatnonzero(work.total == 0)[: len(waiting)].tolist():
             request = waiting.pop()
-            work.request[seq], work.prompt[seq], work.total[seq] = request, lengths[request, 0], lengths[request].sum()
+            work.request[seq] = request
+            work.prompt[seq] = lengths[request, 0]
+            work.total[seq] = lengths[request].sum()
             prompt = tokens_at(work, jnp.zeros(ROWS, jnp.int32), prompt_slots)[seq]
             state, events = admit(state, seq, prompt, int(lengths[request, 0]))
             common.require(bool(events.ok), f"request {request} was not admitted: {events.status}")
@@ -122,7 +128,8 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
         common.require(bool(ok), "the cache refused a step")
         moments.append(jax.device_get(phases))
         if len(moments) % 50 == 1:
-            seen, counted = kvjax.debug.stats(state), tuple(moments[-1]["all"].tolist())
+            seen = kvjax.debug.stats(state)
+            counted = tuple(moments[-1]["all"].tolist())
             same = (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == counted
             common.require(same, f"kvjax.debug.stats counts {seen}, the benchmark {counted}")
         for seq in np.flatnonzero(done).tolist():

@@ -66,9 +66,12 @@ class Tiers:
         self.array = jax.device_put(jnp.ones((size.blocks * self.block_bytes // 4,), jnp.float32), pool.sharding)
         free = held + rng.permutation(2 * size.blocks)
         host_rows = spec.groups[0].num_blocks + rng.permutation(2 * size.blocks)
-        on_device, on_host = free[: size.blocks], host_rows[: size.blocks]
-        self.moved, self.back_at = on_device, free[size.blocks :]
-        self.out, self.back = transfer(on_device, on_host), transfer(on_host, self.back_at)
+        on_device = free[: size.blocks]
+        on_host = host_rows[: size.blocks]
+        self.moved = on_device
+        self.back_at = free[size.blocks :]
+        self.out = transfer(on_device, on_host)
+        self.back = transfer(on_host, self.back_at)
         self.swap = transfer(np.concatenate([on_device, on_host]), np.concatenate([on_host, on_device]))
 
     def move(self, orders: Transfer) -> Any:
@@ -92,8 +95,12 @@ def least_s(tiers: Tiers, ways: dict[str, Callable[[], Any]], rounds: int) -> di
 
 def rates(tiers: Tiers, size: Size) -> dict[str, float]:
     """GB/s in both directions, of blocks and of an array."""
-    total, array, host = size.blocks * tiers.block_bytes, tiers.array, tiers.host_memory
-    on_host, plain, used = jax.device_put(array, host), np.ones(total, np.uint8), np.ones(total, np.uint8)
+    total = size.blocks * tiers.block_bytes
+    array = tiers.array
+    host = tiers.host_memory
+    on_host = jax.device_put(array, host)
+    plain = np.ones(total, np.uint8)
+    used = np.ones(total, np.uint8)
     ways = {
         "move_to_host": lambda: tiers.move(tiers.out),
         "device_put_to_host": lambda: jax.device_put(array, host),

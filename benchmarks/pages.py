@@ -73,7 +73,8 @@ class Results:
 
     def __init__(self, folder: pathlib.Path, on_gpu: pathlib.Path = ROOT / gpu_first.RESULTS / gpu_first.FILE):
         files = {path.stem: path for path in folder.glob("*.json")}
-        self.found, self.on_gpu = {name: json.loads(path.read_text()) for name, path in sorted(files.items())}, on_gpu
+        self.found = {name: json.loads(path.read_text()) for name, path in sorted(files.items())}
+        self.on_gpu = on_gpu
 
     def values(self, name: str) -> dict[str, float]:
         """The metrics and details of a benchmark, or none if it was not run."""
@@ -94,7 +95,8 @@ class Results:
 
     def row(self, name: str, metric: str) -> list[str]:
         """The description of a metric, its value, and its bar with the verdict."""
-        bar, values = of_name(name).bars[metric], self.values(name)
+        bar = of_name(name).bars[metric]
+        values = self.values(name)
         if metric not in values:
             return [bar.what, "not measured" if name in self.found else "not run", bar.bounds()]
         verdict = bar.verdict(values[metric]).replace("missed", "**missed**")
@@ -104,7 +106,8 @@ class Results:
         """The number of met bars."""
         values = self.values(name)
         verdicts = [bar.verdict(values[metric]) for metric, bar in of_name(name).bars.items() if metric in values]
-        missed, held = verdicts.count("missed"), sum(map(bool, verdicts))
+        missed = verdicts.count("missed")
+        held = sum(map(bool, verdicts))
         if name not in self.found:
             return "not run"
         return "no bar" if not held else f"{held - missed} of {held} met"
@@ -169,7 +172,8 @@ def all_page(results: Results, picture: str | None) -> str:
             parts.append(section(name, results))
             if name == "replay" and picture:
                 parts.append(f"![Bars of each figure for each way to reserve blocks]({picture})")
-    modelled, about = parts.pop(), (TEXTS / "gpu.md").read_text()
+    modelled = parts.pop()
+    about = (TEXTS / "gpu.md").read_text()
     tables = {"counts": counts(), "limits": limits(), "modelled": modelled, "measured": measured(results.on_gpu)}
     return paragraphs(*parts, re.sub(r"^\{(\w+)\}$", lambda match: tables[match[1]], about, flags=re.M))
 
@@ -180,7 +184,8 @@ def counts() -> str:
     newest = max(budgets["budgets"], key=lambda version: [int(part) for part in version.split(".")])
 
     def cells(part: str) -> list[str]:
-        held, bars = budgets["budgets"][newest][part], budgets["bars"].get(part, {})
+        held = budgets["budgets"][newest][part]
+        bars = budgets["bars"].get(part, {})
         shown = []
         for kind in ("kernels", "stops"):
             if kind in bars:

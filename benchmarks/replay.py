@@ -91,13 +91,15 @@ class Library:
 
         self._run = jax.jit(run, donate_argnums=0, compiler_options=kvjax.serving.compiler_options())
         self._submit = jax.jit(functools.partial(submit, scheduler=scheduler), donate_argnums=0)
-        self.steps, self.busy = 0, False
+        self.steps = 0
+        self.busy = False
 
     def submit(self, request: Request) -> None:
         """Submits a request."""
         line = np.zeros(self.width, np.int32)
         line[: len(request.prompt)] = request.prompt
-        length, new = np.array([len(request.prompt)], np.int32), np.array([request.new_tokens], np.int32)
+        length = np.array([len(request.prompt)], np.int32)
+        new = np.array([request.new_tokens], np.int32)
         self.serving, status, *_ = self._submit(self.serving, line, length, new)
         common.require(int(status[0]) == kvjax.Status.OK, f"a request was refused: {int(status[0])}")
         self.busy = True
@@ -150,7 +152,8 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
     Returns:
       The step of the system at which each request was due, i64[requests], and the clock at the end.
     """
-    idle, due = 0, []
+    idle = 0
+    due = []
     for request in requests:
         while system.busy and system.steps + idle < request.due:
             system.run(request.due - system.steps - idle)
@@ -171,18 +174,23 @@ def require_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
     """Replays the first requests, which compiles the programs, also in plain Python. Then replays and times all."""
-    first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
+    first = requests[: max(size.checked, 1)]
+    system = Library(requests, size, scheduler)
     initial = copy_of(system.serving)()
     replay(system, first)
     if size.checked:
         plain = Plain(requests, size, scheduler)
         replay(plain, first)
         require_same(system.ended(len(first)), plain.ended(len(first)))
-    system.serving, system.steps, system.busy = initial, 0, False
+    system.serving = initial
+    system.steps = 0
+    system.busy = False
     began = time.perf_counter()
     due, clock = replay(system, requests)
-    seconds, ended = time.perf_counter() - began, system.ended(len(requests))
-    generated, waited = sum(request.new_tokens for request in requests), ended["first_token"] - due
+    seconds = time.perf_counter() - began
+    ended = system.ended(len(requests))
+    generated = sum(request.new_tokens for request in requests)
+    waited = ended["first_token"] - due
     return {
         "tokens_a_second": generated / seconds,
         "tokens_a_virtual_second": generated / (clock * MS_A_STEP / 1000),

@@ -66,7 +66,8 @@ def run(replicas: Replicas, size: Size, prompts: Sequence[Sequence[int]]) -> lis
 def compare_speed(size: Size) -> dict[str, float]:
     """Measures `two_over_one`."""
     model, _ = load_recall()
-    prompts, spec = prompts_of(size), workload.spec_of(model, size)
+    prompts = prompts_of(size)
+    spec = workload.spec_of(model, size)
     programs: dict[str, Program] = {
         name: (
             functools.partial(Replicas, model, spec, jax.devices()[:count]),
@@ -85,9 +86,11 @@ def compare_speed(size: Size) -> dict[str, float]:
 
 def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, float]:
     """Measures `reused_of_one`, and the share if replicas take turns. `name` is for several batches in random order."""
-    (model, _), num_replicas = load_recall(), size.parts
+    (model, _) = load_recall()
+    num_replicas = size.parts
     part = size.replace(rows=size.rows // num_replicas, num_blocks=size.num_blocks // num_replicas)
-    full_spec, part_spec = workload.spec_of(model, size), workload.spec_of(model, part)
+    full_spec = workload.spec_of(model, size)
+    part_spec = workload.spec_of(model, part)
     prompts = prompts_of(size)
     prompts = prompts if batches == 1 else random.Random(0).sample(prompts, len(prompts))
     single = Replicas(model, full_spec, jax.devices()[:1])
@@ -121,7 +124,9 @@ def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, flo
 
 def compare_routing(size: Size) -> dict[str, float]:
     """Measures `route_of_hashing`."""
-    num_replicas, block, rng = size.routes, workload.BLOCK, np.random.default_rng(0)
+    num_replicas = size.routes
+    block = workload.BLOCK
+    rng = np.random.default_rng(0)
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(1, 1)], num_blocks=size.routed_blocks, max_seqs=8, max_length=size.length + block,
         block_size=block, dtype="float32",
@@ -135,9 +140,12 @@ def compare_routing(size: Size) -> dict[str, float]:
     replicas.run_batch(make_requests(prompts, max_new_tokens=1))
     cached = [int(np.sum(np.asarray(cache.state.groups[0].blocks.fill) == block)) for cache in replicas.caches]
     common.require(min(cached) > 0.9 * size.routed_blocks, f"a cache has {min(cached)} blocks, wanted a full one")
-    route, hashing, reused = list[float](), list[float](), list[int]()
+    route = list[float]()
+    hashing = list[float]()
+    reused = list[int]()
     for prompt in [*prompts[-64:], *prompts[-64:]]:
-        array, began = np.asarray(prompt), time.perf_counter()
+        array = np.asarray(prompt)
+        began = time.perf_counter()
         (chosen,) = replicas.route([Request(prompt)])
         routed = time.perf_counter()
         hashes_of(array, 0, replicas.spec)
@@ -179,7 +187,8 @@ def compare_bytes(size: Size) -> dict[str, float]:
 
 def compare_books(size: Size) -> dict[str, float]:
     """Measures `context_books`: `extend` and `commit` on 2 x 4 devices, against 8 devices which divide heads."""
-    layers, tokens = [kvjax.LayerSpec(8, 16)], np.ones((ROWS, 1), np.int32)
+    layers = [kvjax.LayerSpec(8, 16)]
+    tokens = np.ones((ROWS, 1), np.int32)
     spec = kvjax.make_spec(layers, num_blocks=ROWS * LENGTH // 16, **SHAPE)
     admit = jax.jit(kvjax.Cache.admit)
 

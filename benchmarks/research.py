@@ -75,7 +75,8 @@ def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
     """Measures `lru_curve_x`: all sizes in a program, compared with a loop over sizes."""
     sizes = sizes_of(trace, size.lru_sizes)
     timed = np.linspace(0, size.lru_sizes - 1, size.lru_timed).astype(np.int32)
-    prompts, full = prompts_of(trace), trace.full.tolist()
+    prompts = prompts_of(trace)
+    full = trace.full.tolist()
     our_s, python_s = side_by_side(
         lambda: lru_curve(trace, sizes, "kvjax").blocks[timed],
         lambda: [oracle.lru(prompts, full, int(z), "kvjax") for z in sizes[timed]], size.rounds,
@@ -86,7 +87,8 @@ def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
 
 def measure_belady(trace: Trace, size: Size) -> dict[str, float]:
     """Measures `belady_x`: all sizes in a program, compared with a heap for each."""
-    sizes, lengths = sizes_of(trace, size.belady_sizes), trace.lengths.tolist()
+    sizes = sizes_of(trace, size.belady_sizes)
+    lengths = trace.lengths.tolist()
     coming = oracle.next_runs(oracle.next_uses(prompts_of(trace)))
     our_s, python_s = side_by_side(
         lambda: belady(trace, sizes).blocks,
@@ -103,7 +105,8 @@ def at_once(run: Callable[..., Any], trace: Trace, policy: EvictionPolicy, cache
 
 def one_by_one(find: Callable[..., Sequence[int]], trace: Trace, sizes: np.ndarray) -> Callable[[], np.ndarray]:
     """A loop over sizes in plain Python."""
-    prompts, full = prompts_of(trace), trace.full.tolist()
+    prompts = prompts_of(trace)
+    full = trace.full.tolist()
     return lambda: np.array([find(prompts, full, size, RULE) for size in sizes.tolist()])
 
 

@@ -68,8 +68,10 @@ def make_model(config: ModelConfig, shape: Shape) -> tuple[Decoder, np.ndarray, 
 
 def make_cache(model: Decoder, shape: Shape) -> kvjax.Cache:
     """A cache with blocks for all samples, and a row for each, but at most 8 rows."""
-    blocks, completions = -(-(shape.prompt + shape.new) // shape.block_size), shape.samples * shape.prompts
-    length, num_blocks = shape.prompt + shape.new, (completions + 1) * blocks
+    blocks = -(-(shape.prompt + shape.new) // shape.block_size)
+    completions = shape.samples * shape.prompts
+    length = shape.prompt + shape.new
+    num_blocks = (completions + 1) * blocks
     return kvjax.Cache.create(spec_of(model, min(completions, 8), length, num_blocks, shape.block_size))
 
 
@@ -118,7 +120,8 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
     """The dense sampler's time divided by ours, and seconds."""
-    (model, prompt, lengths), dense = make_model(config, shape), dense_sampler(shape)
+    (model, prompt, lengths) = make_model(config, shape)
+    dense = dense_sampler(shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def paged(model: Decoder, cache: kvjax.Cache, prompt: jax.Array) -> jax.Array:
@@ -164,13 +167,15 @@ def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: in
 
     from models.tunix import KvjaxRollout
 
-    layer, length = config.layers[0], prompt.size + new
+    layer = config.layers[0]
+    length = prompt.size + new
     sizes = qwen3.ModelConfig(
         num_layers=len(config.layers), vocab_size=config.vocab_size, embed_dim=config.hidden_size,
         hidden_dim=config.intermediate_size, num_heads=config.num_heads, head_dim=layer.head_dim,
         num_kv_heads=layer.kv_heads, rope_theta=1_000_000, norm_eps=1e-6,
     )  # fmt: skip
-    model, rng = qwen3.Qwen3(sizes, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    model = qwen3.Qwen3(sizes, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
     leaves, tree = jax.tree.flatten(nnx.state(model))
     leaves = [leaf + 0.02 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
     nnx.update(model, jax.tree.unflatten(tree, leaves))
@@ -224,7 +229,8 @@ def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, 
 
 def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
     """The time of rollouts with `canonical=True`, divided by the time without."""
-    (model, *_), rng = make_model(config, shape), np.random.default_rng(shape.prompts)
+    (model, *_) = make_model(config, shape)
+    rng = np.random.default_rng(shape.prompts)
     prompts = rng.integers(0, config.vocab_size, (shape.prompts, shape.prompt)).astype(np.int32)
     shortest = shape.prompt if shape.prompts == 1 else -(-shape.prompt // 4)
     lengths = rng.integers(shortest, shape.prompt + 1, shape.prompts).astype(np.int32)
@@ -247,7 +253,8 @@ def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
 def count_recompiles(config: ModelConfig, shape: Shape) -> int:
     """Programs compiled by training steps after the first. Each step has new weights, seeds and prompts."""
     model, prompts, lengths = make_model(config, shape)
-    (graph, weights), cache = nnx.split(model), make_cache(model, shape)
+    (graph, weights) = nnx.split(model)
+    cache = make_cache(model, shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(weights: Any, cache: kvjax.Cache, prompt: jax.Array, version: jax.Array):
@@ -280,7 +287,9 @@ SIZES = {
 
 @benchmark(BARS, SIZES, rounds=(10, 1))
 def measure(size):
-    config, rounds, version = size.config, size.rounds, tunix_version()
+    config = size.config
+    rounds = size.rounds
+    version = tunix_version()
     for name in ("group", "decode"):
         shape = getattr(size, name)
         ratio, seconds = compare_samplers(config, shape, rounds)

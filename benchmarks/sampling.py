@@ -57,7 +57,8 @@ def plain(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> tuple[
 
 def by_row(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The choice by arrays, with stop tokens and log-probabilities as in decoding, after 4 generated tokens."""
-    stop, generated = jnp.array([1, 2, -1], jnp.int32), jnp.full(positions.shape, 4, jnp.int32)
+    stop = jnp.array([1, 2, -1], jnp.int32)
+    generated = jnp.full(positions.shape, 4, jnp.int32)
     chosen = sample(logits, sampling, positions.astype(jnp.uint32), positions, stop=stop, generated=generated)
     return chosen.tokens, chosen.logprobs
 

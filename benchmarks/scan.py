@@ -59,7 +59,8 @@ def step(model: Decoder, cache: kvjax.Cache, tokens: jax.Array):
 
 def compile_steps(scan: bool, size: Size) -> tuple[dict[int, float], Any]:
     """Minimum seconds to compile a step by number of layers, in turns, and the larger model's program."""
-    least, compiled = {}, None
+    least = {}
+    compiled = None
     for layers in (size.few, size.many) * size.compiles:
         config = config_of(layers, size)
         model = nnx.eval_shape(lambda config=config: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
@@ -103,7 +104,8 @@ def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
     """Minimum seconds of a step of each program, in turns. Ends the benchmark if their logits differ."""
     model = Decoder(config_of(size.many, size), rngs=nnx.Rngs(0))
     models = {"unrolled": model, "scanned": scanned(model)}
-    held, tokens = {name: make_cache(model, size) for name in programs}, jnp.zeros((size.rows, 1), jnp.int32)
+    held = {name: make_cache(model, size) for name in programs}
+    tokens = jnp.zeros((size.rows, 1), jnp.int32)
 
     def run(name: str) -> jax.Array:
         held[name], logits, ok = programs[name](models[name], held[name], tokens)

@@ -86,9 +86,11 @@ def ratios(took: dict[str, common.Took], name: str, slow: str, fast: str) -> dic
 
 def compare_ways(model: Any, size: Size) -> dict[str, float]:
     """Compares a single program with steps from Python."""
-    prompts, scheduler = workload.questions(size), size.scheduler
+    prompts = workload.questions(size)
+    scheduler = size.scheduler
     begin = functools.partial(submitted, model, size, prompts, [size.new_tokens] * len(prompts))
-    run_all, single = workload.one_program(scheduler), dataclasses.replace(scheduler, k=1, k_waiting=1)
+    run_all = workload.one_program(scheduler)
+    single = dataclasses.replace(scheduler, k=1, k_waiting=1)
     programs: dict[str, Program] = {
         "loop": (begin, lambda state: run_all(model, *state)[0]),
         "python": (begin, lambda state: workload.from_python(single, model, *state)[0]),
@@ -144,7 +146,8 @@ def compare_transformers(size: Size) -> dict[str, float]:
 
 def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size: Size) -> dict[str, float]:
     """Compares `run_batch` with transformers, with a model in a folder."""
-    transformers, prompts = transformers_batches(folder, size.new_tokens, size.rows), workload.questions(size)
+    transformers = transformers_batches(folder, size.new_tokens, size.rows)
+    prompts = workload.questions(size)
     programs: dict[str, Program] = {
         "run_batch": (lambda: make_cache(model, size), functools.partial(run_batch, model, size, prompts)),
         "transformers": lambda: transformers(prompts),
@@ -156,10 +159,12 @@ def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size
 
 def shares(model: Any, size: Size, lengths: Sequence[int]) -> dict[str, float]:
     """The shares of prompts, of decode slots and of the budget of mixed steps in use, for answers of these lengths."""
-    prompts, spec = workload.questions(size), workload.spec_of(model, size)
+    prompts = workload.questions(size)
+    spec = workload.spec_of(model, size)
     serving, steps = workload.from_python(size.scheduler, model, *submitted(model, size, prompts, lengths))
     cached = int(np.sum(serving.requests.cached))
-    plain, options = Oracle(size.num_blocks, BLOCK, size.rows, spec.max_blocks_per_seq), size.scheduler
+    plain = Oracle(size.num_blocks, BLOCK, size.rows, spec.max_blocks_per_seq)
+    options = size.scheduler
     wanted = oracle.cached_tokens(plain, workload.oracle_options(options), prompts, workload.answers(serving))
     common.require(cached == wanted, f"{cached} prompt tokens were reused, {wanted} by the scheduler in plain Python")
     decoded, held = tokens_of_steps(jax.device_get(steps))
@@ -174,7 +179,8 @@ def shares(model: Any, size: Size, lengths: Sequence[int]) -> dict[str, float]:
 
 def tokens_of_steps(steps: Sequence[Any]) -> tuple[int, list[int]]:
     """Tokens chosen by decode slots in steps of the scheduler, and the number of tokens in each mixed step."""
-    decoded, held = 0, []
+    decoded = 0
+    held = []
     for step in steps:
         chosen = np.sum(step.chosen.tokens >= 0, axis=1)
         chosen[step.chunks.rows[step.chunks.count > 0]] = 0  # chosen at the end of a chunk
@@ -205,7 +211,8 @@ def steps_of(k: int, size: Size) -> Callable[..., Any]:
 @functools.partial(jax.jit, static_argnames=("k", "size"), donate_argnums=0)
 def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
     """The same number of steps as verbs, in blocks of k: `extend` and `commit`."""
-    every, tokens = jnp.ones(size.steady_rows, jnp.bool_), jnp.zeros((size.steady_rows, k), jnp.int32)
+    every = jnp.ones(size.steady_rows, jnp.bool_)
+    tokens = jnp.zeros((size.steady_rows, k), jnp.int32)
     counts = jnp.full(size.steady_rows, k, jnp.int32)
 
     def block(_, state: CacheState) -> CacheState:
@@ -236,7 +243,8 @@ def decoding(size: Size) -> Serving:
 def require_steady(after: Serving, log: Any, state: CacheState, before: Serving, size: Size) -> None:
     """Requires steady steps, and the same rows and blocks as the verbs have."""
     common.require(int(after.steps - before.steps) == size.steps, "the scheduler has run other steps")
-    ours, expected = after.cache.state, state
+    ours = after.cache.state
+    expected = state
     same = [(ours.seqs.committed, expected.seqs.committed), (ours.groups[0].table, expected.groups[0].table)]
     common.require(all(np.array_equal(a, b) for a, b in same), "the scheduler has other blocks than the verbs")
     blocks = size.steady_rows * size.steps // BLOCK
@@ -246,7 +254,8 @@ def require_steady(after: Serving, log: Any, state: CacheState, before: Serving,
 
 def measure_steady(size: Size) -> dict[str, float]:
     """Compares a steady step with its verbs, in CPU time and in wall time."""
-    start, programs = decoding(size), {}
+    start = decoding(size)
+    programs = {}
     for k in (1, BLOCK):
         run = steps_of(k, size)
         programs[f"steps_{k}"] = copy_of(start), lambda serving, run=run: run(serving, np.int32(size.steps))
@@ -265,7 +274,9 @@ def measure_steady(size: Size) -> dict[str, float]:
 
 def warm_up(quick: bool) -> float:
     """CPU seconds of a first `run_batch` less the seconds of the second. Call it in a separate process."""
-    size, (model, _), seconds = measure.size(quick), load_recall(), []
+    size = measure.size(quick)
+    (model, _) = load_recall()
+    seconds = []
     for _ in range(2):
         cache = jax.block_until_ready(make_cache(model, size))
         began = time.process_time()

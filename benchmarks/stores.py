@@ -94,7 +94,8 @@ def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kv
 
 def measure_verbs(size: Size) -> dict[str, float]:
     """Measures `adopt_over_admit` and `adopt_over_computed`, and microseconds per prefix."""
-    length, full = size.prefix * size.block_size, size.num_blocks // size.prefix
+    length = size.prefix * size.block_size
+    full = size.num_blocks // size.prefix
     spec = kvjax.make_spec(
         num_blocks=size.num_blocks, max_seqs=size.calls, max_length=length, block_size=size.block_size
     )
@@ -135,12 +136,14 @@ class Bytes:
     """A cache of random blocks, their bytes f32[B, L, 2, K, P, D], and their prompt i32[T]."""
 
     def __init__(self, size: Size):
-        self.size, self.names = size, kvjax.Namespaces()
+        self.size = size
+        self.names = kvjax.Namespaces()
         length = size.blocks * size.block_size
         self.spec = spec_of_bytes(size, size.blocks + 1, length + 1)
         shape = size.blocks, size.layers, 2, size.kv_heads, size.block_size, size.head_dim
         self.data = unaligned(np.random.default_rng(0).standard_normal(shape, np.float32))
-        self.tokens, self.staged = np.arange(1, length + 1, dtype=np.int32), Staged(((self.data,),), self.spec)
+        self.tokens = np.arange(1, length + 1, dtype=np.int32)
+        self.staged = Staged(((self.data,),), self.spec)
         self.cache, events = jax.jit(kvjax.Cache.adopt)(
             kvjax.Cache.create(self.spec), self.tokens, length, self.staged, np.ones((size.blocks,), np.bool_)
         )
@@ -183,7 +186,8 @@ def require_equal(array: Any, wanted: np.ndarray, name: str) -> None:
 
 def measure_device(given: Bytes) -> dict[str, float]:
     """Measures `scatter_of_device_put` and `gather_of_device_put`."""
-    size, rows = given.size, [np.random.default_rng(1).permutation(given.size.blocks).astype(np.int32)]
+    size = given.size
+    rows = [np.random.default_rng(1).permutation(given.size.blocks).astype(np.int32)]
     write = jax.jit(lambda pools, staged: scatter(pools, staged, rows, [size.blocks]), donate_argnums=0)
     read = jax.jit(lambda pools: gather(pools, rows))
     pools = [jax.block_until_ready(kvjax.init_pools(given.spec))]
@@ -218,7 +222,9 @@ def write_file(path: pathlib.Path, data: np.ndarray) -> None:
 def measure_disk(given: Bytes, root: pathlib.Path) -> dict[str, float]:
     """Compares `save`, `load`, and reads and writes of a `DiskStore` with a file."""
     options: Any = {"names": given.names, "model": MODEL}
-    saved, stored, path = root / "saved", root / "stored", root / "file"
+    saved = root / "saved"
+    stored = root / "stored"
+    path = root / "file"
     write_file(path, given.data)
     save(given.cache, saved, **options)
     rows = given.rows_in(given.cache).tolist()
@@ -283,7 +289,9 @@ class Job:
     """Prompts for a model to answer greedily, with or without a store."""
 
     def __init__(self, size: Size, rows: int, prompt: int, new: int):
-        self.model, self.new, self.names = Decoder(size.config, rngs=nnx.Rngs(0)), new, kvjax.Namespaces()
+        self.model = Decoder(size.config, rngs=nnx.Rngs(0))
+        self.new = new
+        self.names = kvjax.Namespaces()
         self.prompts = caches.random_prompts(size.config.vocab_size, (rows, prompt), prompt).tolist()
         num_blocks = 2 * rows * -(-(prompt + new) // size.block_size)
         self.spec = caches.spec_of(self.model, rows, prompt + new, num_blocks, size.block_size)
@@ -304,7 +312,9 @@ class Job:
 
 def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
     """Measures `restart_x`: the time to compute an answer, divided by the time if the prompt is stored."""
-    job, folder, opened = Job(size, 1, size.prompt, 1), root / "restart", list[DiskStore]()
+    job = Job(size, 1, size.prompt, 1)
+    folder = root / "restart"
+    opened = list[DiskStore]()
     with job.open(folder) as store:
         job.answer(job.empty(), store)
 
@@ -328,7 +338,8 @@ def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
 
 def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
     """Measures `writing_x` and `idle_x`: CPU time of a generation with a store, divided by the time without."""
-    job, idle = Job(size, size.rows, size.batch_prompt, size.new), root / "idle"
+    job = Job(size, size.rows, size.batch_prompt, size.new)
+    idle = root / "idle"
     writing = list[DiskStore]()
     with job.open(idle) as store:
         *_, warm = job.answer(job.empty(), store)
@@ -387,7 +398,9 @@ def pass_through(direction: str, folder: str, quick: bool) -> float:
 
 def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> None:
     """Writes blocks in pieces, each as soon as it fits into `max_in_flight`."""
-    size, submitted, before = store.values.sizes[0], 0, store.counters["written"]
+    size = store.values.sizes[0]
+    submitted = 0
+    before = store.counters["written"]
     for first in range(0, len(blocks), piece):
         chunk = blocks[first : first + piece]
         while (submitted + len(chunk) - (store.counters["written"] - before)) * size > store.max_in_flight:
@@ -417,7 +430,9 @@ def growth() -> Iterator[list[int]]:
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)  # what compilation has freed
-    start, grown, stop = common.resident(), [0], threading.Event()
+    start = common.resident()
+    grown = [0]
+    stop = threading.Event()
 
     def sample() -> None:
         while not stop.wait(1e-3):
@@ -448,7 +463,8 @@ SIZES = {
 def measure(size):
     yield measure_verbs(size)
     with tempfile.TemporaryDirectory(dir=size.folder) as folder:
-        given, root = Bytes(size), pathlib.Path(folder)
+        given = Bytes(size)
+        root = pathlib.Path(folder)
         yield measure_device(given)
         yield measure_disk(given, root)
         yield measure_restart(size, root)

@@ -36,7 +36,8 @@ class Request(NamedTuple):
 
 def read_trace(path: pathlib.Path, count: int) -> list[Request]:
     """The first requests of a trace, in Mooncake's JSON lines or in the form of the table in `benchmarks/data`."""
-    requests, of_an_id = [], np.arange(HASHED // SHRINK, dtype=np.int32)
+    requests = []
+    of_an_id = np.arange(HASHED // SHRINK, dtype=np.int32)
     for timestamp, input_length, output_length, ids in _read_fields(path, count):
         tokens = np.array(ids, np.int32)[:, None] * of_an_id.size + of_an_id
         prompt = tokens.reshape(-1)[: -(-input_length // SHRINK)]

@@ -55,7 +55,8 @@ def load_recall() -> Any:
 
 def questions(size: Size) -> list[list[int]]:
     """The prompts: a document, and a question about it."""
-    rng, prompts = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    prompts = []
     for _ in range(size.documents):
         document = recall.make_document(rng, size.facts)
         people = rng.permutation(list(document.facts))[: size.questions]
@@ -88,9 +89,11 @@ def submitted(
     model: Any, size: Size, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> tuple[Serving, EventLog]:
     """All prompts as waiting requests, and a log with space for all their events."""
-    spec, scheduler = spec_of(model, size), size.scheduler
+    spec = spec_of(model, size)
+    scheduler = size.scheduler
     serving = init_serving(Cache.create(spec), [spec.max_length] * len(prompts), greedy=True)
-    line, counts = np.concatenate(prompts).astype(np.int32), np.array([len(prompt) for prompt in prompts], np.int32)
+    line = np.concatenate(prompts).astype(np.int32)
+    counts = np.array([len(prompt) for prompt in prompts], np.int32)
     serving, status, *_ = _submit(serving, line, counts, np.array(lengths, np.int32), scheduler=scheduler)
     common.require(not np.any(status), "a prompt was refused")
     blocks = len(prompts) * spec.max_blocks_per_seq
@@ -121,7 +124,9 @@ def from_python(scheduler: Scheduler, model: Any, serving: Serving, log: EventLo
     Returns:
       The requests, and the work of each step.
     """
-    step, steps, flags = _one_step(scheduler), [], []
+    step = _one_step(scheduler)
+    steps = []
+    flags = []
     while True:
         serving, log, served, busy = step(model, serving, log)
         steps.append(served)
@@ -148,7 +153,8 @@ def oracle_options(scheduler: Scheduler) -> oracle.Options:
 
 def margin(model: Any, size: Size, tokens: Sequence[int]) -> float:
     """The log-probability of the likeliest next token after these tokens, less the second likeliest's."""
-    cache, line = make_cache(model, size), np.array([tokens], np.int32)
+    cache = make_cache(model, size)
+    line = np.array([tokens], np.int32)
     cache, _ = cache.admit(np.zeros(1, np.int32), line, np.array([len(tokens)], np.int32))
     _, logits, _ = kvjax.step(model, cache, line, np.array([len(tokens)], np.int32), np.zeros(1, np.int32))
     second, first = np.sort(np.asarray(logits[0]))[-2:]
@@ -194,7 +200,9 @@ def be_clients() -> None:
     """Does the jobs from standard input."""
     for line in sys.stdin:
         job = json.loads(line)
-        texts, waiting, threads = [""] * len(job["prompts"]), iter(enumerate(job["prompts"])), job["open"]
+        texts = [""] * len(job["prompts"])
+        waiting = iter(enumerate(job["prompts"]))
+        threads = job["open"]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             for client in [pool.submit(_be_client, job, waiting, texts) for _ in range(threads)]:
                 client.result()
