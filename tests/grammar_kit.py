@@ -66,16 +66,16 @@ def walk(table: TokenTable, vocabulary: Vocabulary, seed: int, max_tokens: int =
 
 @st.composite
 def vocabularies(draw):
-    """All bytes, and random tokens: parts of JSON, and bytes that cut characters."""
+    """All bytes, and random tokens: parts of JSON, and bytes which cut characters."""
     words = st.sampled_from(PIECES) | st.binary(min_size=1, max_size=4) | st.text(max_size=4).map(str.encode)
     tokens = [None, *BYTES, *draw(st.lists(words, max_size=30))]
     return Vocabulary(draw(st.permutations(tokens[:40])) + tokens[40:])
 
 
 def patterns():
-    """Patterns that Python's `re` reads as a grammar does, with ASCII's classes.
+    """Patterns which Python's `re` reads as a grammar does, with ASCII's classes.
 
-    At most three are repetitions, and none is within another: `re` could take years for more.
+    They have at most three repetitions, and none inside another: `re` could take years for more.
     """
     return _patterns().filter(lambda pattern: len(re.findall(r"\)[*+{]", pattern)) <= 3)
 
@@ -222,7 +222,7 @@ PLAIN = 'ab"\\\n\té日😀 /\x7f'  # characters that a string with constraints 
 
 
 def instance(draw, schema, root, level=0):
-    """Draws a value that probably satisfies a schema, in the order of its properties; a test validates it."""
+    """Draws a value which probably satisfies a schema, in the order of its properties. A test validates it."""
     if schema is True or not set(schema) - {"$defs"}:
         return draw(VALUES)
     if "$ref" in schema:

@@ -2,10 +2,10 @@
 """Measures attention kernels without a GPU: `python -m tests.kernels.gpu_kernels [CASE ...]`.
 
 Prints a line for each kernel of the cases of `gpu_compile`, or with --json its measurements: registers and spills, the
-programs that fit on a multiprocessor at once, and the first of its loops with matrix products, which has no masks.
-`instructions_32kb` is what all warps run for 32 KB of K/V; `in_flight` how many groups of asynchronous copies go on
-while the loop waits for one. tests/data/gpu_budgets.json bounds them. Needs the packages of scripts/gpu_toolchain.sh on
-PYTHONPATH.
+programs which fit on a multiprocessor at once, and the first of its loops with matrix products, which has no masks.
+`instructions_32kb` counts the instructions of all warps for 32 KB of K/V, and `in_flight` the groups of asynchronous
+copies which go on while the loop waits for a group. tests/data/gpu_budgets.json bounds them. Needs the packages of
+scripts/gpu_toolchain.sh on PYTHONPATH.
 """
 
 import argparse

@@ -66,7 +66,7 @@ def vmap():
 
 
 def broken():
-    """A loader that does not wait until a stage is free."""
+    """A loader which does not wait until a stage is free."""
     load, real = mosaic_attention._load, mosaic_attention.plgpu
     careless = types.SimpleNamespace(copy_gmem_to_smem=real.copy_gmem_to_smem, barrier_wait=lambda ref: None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of the form that jax-ml/bonsai's have, `Attention.__call__(x, cache, segment_ids)`, with dense K/V."""
+"""A decoder in the form of jax-ml/bonsai, `Attention.__call__(x, cache, segment_ids)`, with dense K/V."""
 
 import jax
 import jax.numpy as jnp

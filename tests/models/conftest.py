@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server for all files that ask for no options of their own, and OpenAI's client of it.
+"""A server for all files which need no options of their own, and OpenAI's client.
 
-Other tests of models run without the packages that these import.
+Other tests of models run without the packages imported here.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def watch(server, monkeypatch):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Starts a scripted server of a family, or returns the one that runs."""
+    """Starts a scripted server of a family, or returns the running server."""
     from tests.models.scripted_kit import ScriptedServer
     from tests.models.serve_kit import idle
 

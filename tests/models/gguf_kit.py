@@ -32,7 +32,7 @@ def fields(architecture, width=32, layers=2):
 
 
 def shapes(architecture, config):
-    """The shapes of a checkpoint's tensors by their names in GGUF, the one of the embedding first."""
+    """The shapes of a checkpoint's tensors by their names in GGUF. The embedding comes first."""
     width, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     found = {"token_embd.weight": (VOCABULARY, width), "output_norm.weight": (width,)}
     if not config["tie_word_embeddings"]:
@@ -75,12 +75,12 @@ def hf_name(name, architecture):
 
 
 def pairs_apart(rows, heads):
-    """The rows of llama.cpp's queries or keys: the two that rotate together side by side."""
+    """The rows of llama.cpp's queries or keys: two rows which rotate together are neighbours."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def encode(rng, shape, kind):
-    """Random numbers as a kind of tensor has them; K-quants, which the library cannot make, of random bytes."""
+    """Random numbers in a kind of tensor. K-quants, which the library cannot make, have random bytes."""
     if not kind.name.endswith("_K"):
         return gguf.quantize(rng.normal(size=shape).astype(np.float32), kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -97,13 +97,13 @@ def make(folder, file, architecture, kind=Kind.F32, width=32, layers=2, change=N
     """Writes a checkpoint as a folder and as a file.
 
     Args:
-      folder: of the one in Hugging Face's format; None: it is not written.
+      folder: folder of the checkpoint in Hugging Face's format. None writes no folder.
       file: the GGUF file.
-      architecture: as GGUF has it.
-      kind: how matrices are stored; vectors are float32.
-      width: of the stream.
-      layers: how many.
-      change: called with the writer and its tensors before these are added.
+      architecture: its name in GGUF.
+      kind: the kind of matrices. Vectors are float32.
+      width: width of the stream.
+      layers: the number of layers.
+      change: called with the writer and its tensors before they are added.
       tokenizer: called with the writer, adds its fields.
     """
     rng, config = np.random.default_rng(0), fields(architecture, width, layers)

@@ -83,7 +83,7 @@ def make_tokenizer():
 
 
 class Scripted(nnx.Module):
-    """A model that has the token after each position, and stores nothing in its cache; all servers share programs."""
+    """A model with a fixed token after each position. Its cache stays empty, and all servers share programs."""
 
     def __init__(self):
         fields = {"model_type": "llama", "vocab_size": make_tokenizer().get_vocab_size(), "hidden_size": 8}
@@ -106,12 +106,12 @@ class Scripted(nnx.Module):
 
 
 class ScriptedServer:
-    """A server of one family of templates; `says` gives its next answers.
+    """A server of a family of templates. `says` sets its next answers.
 
     Attributes:
-      client: OpenAI's.
+      client: OpenAI's client.
       prompts: token ids of each request so far.
-      answers: token ids of each answer so far, without the one that ends it.
+      answers: token ids of each answer so far, without the last token.
     """
 
     def __init__(self, folder, family, *options):
@@ -149,7 +149,7 @@ class ScriptedServer:
         return self.client.chat.completions.create(model="scripted", messages=messages, **fields)
 
     def says(self, *texts):
-        """Sets the texts of the next answers; the token that ends a turn comes after each, unless <|call|> ends it."""
+        """Sets the texts of the next answers. After each comes the token which ends a turn, unless <|call|> ends it."""
         self._texts = list(texts)
 
     def prompt_of(self, messages, tools=None):
@@ -188,7 +188,7 @@ class AgentTurn(NamedTuple):
 
 
 def run_agent(server, family, question, ask, make_result, thanks):
-    """Runs an agent that calls two tools, answers, and answers again. Each turn has to find the earlier ones cached.
+    """Runs an agent which calls two tools, answers, and answers again. Each turn has to find the earlier turns cached.
 
     Args:
       server: a `ScriptedServer`.
