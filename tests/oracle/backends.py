@@ -338,10 +338,10 @@ def _at_once(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
 
 
 def _in_blocks(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
-    """Appends in blocks of up to k steps, like a decode loop which only sees the end when it comes and then stops early.
+    """Appends in blocks of up to k steps, like a decode loop which only sees the end when it comes, and stops early.
 
     As in the loop, a refused block of steps becomes a single step. A block of steps which stops early may have evicted
-    up to one block in each group in vain. `test_scenarios.py` would name files whose expectations change by this.
+    up to one block in each group in vain. `test_scenarios.py` would name files whose expectations this changes.
     """
     outcome, done = Outcome(True, None, collections.Counter()), 0
     while done < len(prompt.tokens):

@@ -222,7 +222,7 @@ def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
 
 
 def staged_blocks(config: Config, namespace: int, items: Path, have: np.ndarray) -> Staged:
-    """The bytes of a text's blocks where `have` bool[G, F], as the models above write them. Other slots have NaN."""
+    """The bytes of a text's blocks where `have` bool[G, F], as the models above write them. Other slots are NaN."""
     spec, names = config.spec(), np.zeros(WIDTH, np.int32)
     names[: len(items)] = names_of(namespace, items)
     is_token, last = np.arange(WIDTH) < len(items), np.minimum(np.arange(SIZE, WIDTH + 1, SIZE), len(items)) - 1
@@ -295,7 +295,7 @@ class Faults:
 def block_of_steps(
     cache: Cache, values: Any, tokens: Any, counts: Any, begun: Any, extra_ids: Any
 ) -> tuple[Cache, kvjax.Events, kvjax.Events]:
-    """Writes counts i32[S] tokens of each row in reserved slots, a token per step, then commits them and trims the rows.
+    """Writes counts i32[S] tokens of each row in reserved slots, a token per step, then commits and trims the rows.
 
     `values` are the values of `Constant` for up to P steps, and `begun` is bool[S].
     """

@@ -130,7 +130,7 @@ class Oracle(Tiers):
         self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, alignment_tokens=None,
         retention=RETENTION, tiers=False,
     ) -> Result:  # fmt: skip
-        """Starts free row `seq` with the cached part of a prompt, and blocks for the rest or for `reserve_tokens` of it.
+        """Starts free row `seq` with the cached part of a prompt, and blocks for the rest, or for `reserve_tokens`.
 
         With `alignment_tokens` the cached part is whole blocks, up to a multiple of them. With `tiers` it finds blocks
         on the host too, and blocks which have to leave the device go there.
@@ -210,7 +210,7 @@ class Oracle(Tiers):
         return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
 
     def extend(self, active, num_tokens=1, tiers=False, seqs=None) -> Result:
-        """Reserves `num_tokens` (an int, or a list with an entry per row) more tokens in every active row, or in none.
+        """Reserves `num_tokens` (an int, or a list by row) more tokens in every active row, or in none.
 
         A row copies its last block before it writes there, if others hold the block too or it is findable. If several
         rows share a block, the last row need not copy once the others have. `seqs` selects rows, and their order.
@@ -313,7 +313,7 @@ class Oracle(Tiers):
         return Result(status, events)
 
     def _mark_passed(self, nodes: list[Node]) -> None:
-        """Marks snapshots with a single child, which rows have passed. A changed snapshot waits anew if nothing holds it."""
+        """Marks snapshots with a single child, which rows have passed. A changed one waits anew if nothing holds it."""
         for i, node in enumerate(nodes):
             for group in self.groups:
                 block = group.blocks[group.index[node]] if group.recurrent and node in group.index else None
@@ -462,7 +462,7 @@ class Oracle(Tiers):
     def found(self, tokens, *, namespace=0, alignment_tokens=None) -> tuple[int, list[list[int]]]:
         """The number of tokens which `admit` would find on the device, and each group's whole blocks of them.
 
-        A block invisible to the next token through its group's window is NO_BLOCK.
+        A block is NO_BLOCK if the next token cannot see it through its group's window.
         """
         whole, _, cached = self._match(namespace, self._pair(tokens, None), False, alignment_tokens=alignment_tokens)
         return cached, [

@@ -218,7 +218,7 @@ class Served(Life):
         driver.state.host = self.host
 
     def take(self, driver: Driver, others: dict[int, Row]) -> None:
-        """Takes a driver's cache as it is after the present loops, their events, and its rows together with the others."""
+        """Takes a driver's cache as it is after the present loops, with their events, and adds its rows to the others."""
         state, self.rows = driver.state, dict(others)
         self.cache, self.host = state.cache, state.host
         for events in state.unpublished:
@@ -394,7 +394,7 @@ class Served(Life):
         assert right.get(str(output.finish), True), f"{request} has {output}"
 
     def check_scores(self, request: Any, space: int, output: Any) -> None:
-        """Requires the model's log-probability for each scored prompt token, and in the end for all requested tokens."""
+        """Requires the model's log-probability for each scored prompt token, and in the end for all requested."""
         prompt, first, scored = request.prompt.tolist(), request.prompt_logprobs_from, output.prompt_logprobs
         for at, logprob in enumerate(scored, first or 0):
             if at == 0:

@@ -108,11 +108,12 @@ class Options:
     """The options of a scheduler, the same for all its steps.
 
     Attributes:
-      reserve: "max_tokens": a request is admitted when blocks suffice for all tokens which it and the running requests may
-        still get. "batch": the same, when no row runs. "num_tokens": when blocks suffice for its present tokens.
+      reserve: "max_tokens": a request is admitted when blocks suffice for all tokens which it and the running requests
+        may still get. "batch": the same, when no row runs. "num_tokens": when blocks suffice for its present tokens.
       chunk: maximum tokens of a row in a mixed step.
       chunk_rows: maximum rows with chunks in a mixed step.
-      budget: positions of a mixed step. Each row has one, and the others are for chunks. None means as many as a chunk has.
+      budget: positions of a mixed step. Each row has one, and the others are for chunks. None means as many as a chunk
+        has.
       chunks: the rows which get them. "fcfs": in order, each as many as it can use. "equal": the same number for each.
       k: maximum decode steps of a block of steps.
       k_waiting: the same while a request waits.

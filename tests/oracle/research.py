@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of one size over a trace, in plain Python, one block at a time: LRU under each rule, and Belady's choice.
+"""Caches of a single size over a trace, in plain Python, block by block: LRU under each rule, and Belady's choice.
 
 A prompt is a list of ids. Each function returns the hits of every request.
 """
@@ -16,13 +16,13 @@ Prompts = Sequence[Sequence[int]]
 
 
 def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
-    """Evicts the least recently used block; of one prompt the last. A prompt longer than the cache is refused.
+    """Evicts the least recently used block, and the last block of a prompt. Refuses a prompt longer than the cache.
 
     Args:
       prompts: the ids of each request's blocks.
       full: the number of full blocks of each request.
       size: blocks of the cache.
-      rule: see `kvjax.research.RULES`.
+      rule: a key of `kvjax.research.RULES`.
     """
     cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # in the order of eviction
     hits = []
@@ -48,10 +48,10 @@ def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
 
 
 def lfu(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
-    """Evicts the least often reused block, of equal ones the least recently used; like `lru`, with a heap.
+    """Evicts the least often reused block, and the least recently used among equals, as `lru` but with a heap.
 
-    A block is reused no more often than the one before it, so the blocks of a prompt leave from its end. Blocks reused
-    more than 120 times count as equal.
+    A block is reused no more often than the block before it, so the blocks of a prompt leave from its end. Blocks
+    reused more than 120 times count as equal.
     """
     reused: dict[int, int] = {}  # of the cached blocks
     keys: dict[int, int] = {}  # of those that no request holds: (reuses, time of release)
@@ -83,7 +83,7 @@ def lfu(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
 
 
 def next_uses(prompts: Prompts) -> list[list[int]]:
-    """For each block of each prompt, the next request that uses it; the number of requests if none does."""
+    """For each block of each prompt, the next request with it, or the number of requests if there is none."""
     coming: dict[int, int] = {}
     uses = []
     for request in reversed(range(len(prompts))):
@@ -93,13 +93,13 @@ def next_uses(prompts: Prompts) -> list[list[int]]:
 
 
 def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = False) -> list[int]:
-    """Evicts the block whose next use is farthest away, of equal ones the deepest; rule "papers".
+    """Evicts the block with the farthest next use, and the deepest among equals, with rule "papers".
 
     Args:
       prompts: the ids of each request's blocks.
       uses: their `next_uses`.
       size: blocks of the cache.
-      bypass: a request's own blocks may leave at once.
+      bypass: whether a request's own blocks may leave at once.
     """
     cached: dict[int, int] = {}  # id -> its next use
     heap: list[tuple[int, int, int]] = []  # (-next use, -depth, id); outdated entries are skipped
@@ -165,7 +165,7 @@ def next_runs(uses: list[list[int]]) -> list[list[tuple[int, int]]]:
 
 
 def most_hits(prompts: Prompts, size: int, bypass: bool = False) -> int:
-    """The most hits of any cache, by trying every way to evict; rule "papers", for tiny traces."""
+    """The maximum hits of any cache, by trying every way to evict, with rule "papers", for tiny traces."""
 
     @functools.cache
     def best(request: int, cached: frozenset[int]) -> int:

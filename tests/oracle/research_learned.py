@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learned policy, its counts and the blocks that it evicts, in plain Python: one block at a time."""
+"""A learned policy, its counts and its evictions, in plain Python, block by block."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
 
 
 class Classed(Scored):
-    """A cache that compares the oldest leaves of all classes, and evicts that of the lowest hit density."""
+    """A cache which compares the oldest leaves of all classes, and evicts the leaf with the lowest hit density."""
 
     def __init__(self, size: int, table: np.ndarray, lengths: Sequence[int]):
         super().__init__(size, lambda cache: cache.stored)
@@ -103,7 +103,7 @@ class Classed(Scored):
 
 
 def learned_hits(trace: Trace, size: int, rule: str, table: np.ndarray, lengths: Sequence[int]) -> list[int]:
-    """Blocks that each request finds in a cache that evicts by a learned table."""
+    """Blocks which each request finds in a cache with a learned table."""
     cache, hits = Classed(size, table, lengths), []
     for request, length in enumerate(trace.lengths.tolist()):
         taken = length if rule == "papers" else length - 1

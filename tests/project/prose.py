@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates of words and names that make code and pages hard to read.
+"""Rates of words and names which make code and pages hard to read.
 
     python -m tests.project.prose PATH...    # the rates of each path, then the places to look at
     python -m tests.project.prose --lower    # lowers the limits in tests/data/prose_limits.json to the present rates
 
-`BARS` has the rate that each tree should reach. A tree that is above a bar has a limit in the file, and
-`test_words.py` fails if its rate passes the limit. Limits only fall.
+`BARS` has the rate which each tree should reach. A tree above a bar has a limit in the file, and `test_words.py` fails
+if its rate passes the limit. Limits only fall.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOMS = (
     "stores",
     "testing",
 )
-CODE = ("kvjax", "kvjax/verbs", *(f"kvjax/{room}" for room in ROOMS), "models", "pallas_kernels")
+CODE = ("kvjax", "kvjax/verbs", *(f"kvjax/{room}" for room in ROOMS), "models", "pallas_kernels", "benchmarks")
 TEXTS = ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # The rates, and the most that each should be. Shares are in percent, counts of words for 1,000 words.
 BARS = {
@@ -75,12 +75,12 @@ GENERATED = {ROOT / "docs/performance/all.md"}  # benchmarks/pages.py writes it 
 
 
 class Place(NamedTuple):
-    """Something that a rate counts.
+    """A place counted by a rate.
 
     Attributes:
       file: path of the file from the checkout on.
       line: number of the line, from 1.
-      rate: the rate that counts it, a key of `BARS` or "you".
+      rate: a key of `BARS`, or "you".
       text: the name, or the line.
     """
 
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 class Counts:
-    """Counts of one tree: for each rate the places found, and the number of names or words that they are divided by."""
+    """Counts of a tree: the places of each rate, and the number of names or words to divide by."""
 
     def __init__(self) -> None:
         self.places: list[Place] = []
@@ -101,7 +101,7 @@ class Counts:
         self.words = 0
 
     def rates(self) -> dict[str, float]:
-        """Every rate of the tree, and the number of `# fmt: skip`; `you` is counted on pages alone."""
+        """Every rate of the tree, and the number of `# fmt: skip`. `you` is counted on pages alone."""
         divisors = {
             "vague names": self.names / 100,
             "packed assignments": self.assignments / 100,
@@ -164,7 +164,7 @@ class Counts:
 
 
 def prose_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a page that have prose, each with its number; inline code is shortened to X."""
+    """The lines of a page with prose, each with its number. Inline code is shortened to X."""
 
     def blank(match: re.Match[str]) -> str:
         return "\n" * match[0].count("\n")
@@ -205,7 +205,7 @@ def limits() -> dict[str, dict[str, float]]:
 
 
 def lowered(tree: str, old: dict[str, float] | None) -> dict[str, float]:
-    """The limits of a tree from its present rates, none above an old one; without rates that meet their bars."""
+    """The limits of a tree from its present rates, none above an old limit, without rates which meet their bars."""
     rates = counts_of(tree).rates()
     new = {}
     for rate, bar in (BARS | {"format skips": 0}).items():

@@ -32,7 +32,7 @@ KERNELS = drive.Verbs(interpreted)
 
 
 class Both(dict[str, Any]):
-    """Verbs by name. Those with kernels run both ways, on a state and on variants of it.
+    """Verbs by name. Verbs with kernels run both ways, on a state and on variants of it.
 
     Attributes:
       kernels: the verbs with their kernels.
@@ -85,7 +85,7 @@ class Both(dict[str, Any]):
 
 
 def collided(before: Any, group: Any) -> bool:
-    """Whether a row is left with a full block that is not findable, though its prefix is."""
+    """Whether a row has a full block which is not findable although its prefix is."""
     full = (before.seqs.committed // group.blocks.tokens.shape[1])[:, None] > np.arange(group.table.shape[1])
     return bool(np.any(group.blocks.fill[group.table[full]] == 0))
 
@@ -113,8 +113,8 @@ class History:
 
     Attributes:
       spec: its shapes.
-      most: tokens that a row can ask for, or commit, in one call.
-      verbs: the `Both` that compares.
+      most: maximum tokens which a row can ask for, or commit, in a call.
+      verbs: the `Both` which compares.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class History:
         return self.lengths - np.asarray(self.driver.state.seqs.committed)
 
     def a_row(self, used: bool) -> int:
-        """A row in use, or a free one; any other row if there is none."""
+        """A row in use, or a free row, or any other row if there is none."""
         rows = np.flatnonzero((self.lengths > 0) == used)
         return int(self.rng.choice(rows if rows.size else self.spec.max_seqs))
 
     def text(self, *shape: int) -> np.ndarray:
-        """Tokens that are often equal."""
+        """Tokens, of which many are equal."""
         return self.rng.integers(0, self.rng.choice((1, 1, 2)), shape, dtype=np.int32)
 
     def ids(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -179,7 +179,7 @@ class History:
         self.driver.ask("truncate", seq, int(self.rng.integers(1, max(self.lengths[seq], 1) + 1)))
 
     def fork(self) -> None:
-        """Forks into one row or all free ones, at the row's end or before. Each may then write into the same block."""
+        """Forks into a row or all free rows, at the row's end or before. Each may then write into the same block."""
         src = self.a_row(used=True)
         if self.lengths[src] and self.rng.random() < 0.7:
             self.driver.ask("truncate", src, int(self.rng.integers(1, self.lengths[src] + 1)))
@@ -203,7 +203,7 @@ class History:
         self.written(seqs, tokens, counts)
 
     def trim(self) -> None:
-        """Trims some rows. Free rows, and those with much reserved or without a token, are refused."""
+        """Trims some rows. Free rows, and rows with much reserved or without a token, are refused."""
         active = self.rng.random(len(self.rows)) < 0.6
         self.driver.ask("trim", active, max_tokens=self.spec.block_size)
 

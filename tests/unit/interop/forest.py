@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of events that a cache could have, without a cache, and the right contents of each wire's mirror."""
+"""Random histories of possible events, without a cache, and the right contents of each wire's mirror."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def spec_of(shape: str, blocks: int = 10) -> kvjax.CacheSpec:
 
 
 def namespaces() -> kvjax.Namespaces:
-    """Four namespaces: the plain one, a salt, an adapter, and both."""
+    """Four namespaces: a plain namespace, a salt, an adapter, and both."""
     found = kvjax.Namespaces()
     found(salt="tenant a"), found(lora=3), found(salt="tenant b", lora=3)
     return found
 
 
 class Forest:
-    """Draws events that keep the cache's rules: children are removed first, windows' blocks with the first group's.
+    """Draws events which keep the cache's rules: children are removed first, windows' blocks with the first group's.
 
     Attributes:
       mirror: the cached blocks, by `fold`.
@@ -74,7 +74,7 @@ class Forest:
         return [block for block in range(self.spec.groups[group].num_ids) if block not in used]
 
     def _store(self) -> list[dict[str, Any]]:
-        """Stores a new block under a whole one or at a root, and the same one in some of the windows' groups."""
+        """Stores a new block under a whole block or at a root, and also in some of the windows' groups."""
         events, nodes, rng = [], self.mirror.nodes, self.rng
         parents = [node for node in self._nodes() if len(nodes[node][1]) % SIZE == 0]
         parent = rng.choice([None, *parents])
@@ -99,7 +99,7 @@ class Forest:
         return events
 
     def _remove(self) -> list[dict[str, Any]]:
-        """Removes a window's block; or a block with its descendants, in all groups, children first."""
+        """Removes a window's block, or a block with its descendants, in all groups, children first."""
         nodes = self.mirror.nodes
         if not nodes:
             return []
@@ -148,8 +148,8 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
 def with_foreign(payload: bytes, rng: random.Random) -> bytes:
     """A payload of vLLM's wire with events of others among its own, which leave the index as it is.
 
-    They are those of an offloading connector that copies the stored blocks to a disk and deletes them there, those of
-    groups that skip blocks, and some that nobody can read.
+    The others are an offloading connector, which copies the stored blocks to a disk and deletes them there, and groups
+    which skip blocks. Some events are unreadable.
     """
     time, events, rank = msgspec.msgpack.decode(payload)
     foreign = [
@@ -173,7 +173,7 @@ def projected(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
     loras: dict[int, str] | None = None, extra_name: Any = None, groups: Iterable[int] | None = None,
 ) -> dict[Prefix, tuple[str, ...]]:  # fmt: skip
-    """The part of an index that vLLM's wire carries: {prefix: media}."""
+    """The part of an index carried by vLLM's wire: {prefix: media}."""
     found, wired = {}, {}
     published = set(range(1 if spec.bare else 0, len(spec.groups)) if groups is None else groups)
     nodes = sorted(mirror.nodes.items(), key=lambda item: len(item[1][1]))
@@ -207,7 +207,7 @@ def projected(
 def written(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
 ) -> dict[trtllm.Prefix, tuple[int, int]]:
-    """The part of an index that TensorRT-LLM's form carries: {prefix: (level, priority)}."""
+    """The part of an index carried by TensorRT-LLM's form: {prefix: (level, priority)}."""
     found, size = {}, spec.block_size
     wired = {
         (group, namespace, path): level_and_priority
@@ -233,7 +233,7 @@ def written(
 
 
 def digest_of(path: tuple, size: int, root: bytes, *, extra: bool = False, key: bytes = b"") -> bytes:
-    """The hash of a prefix, from that of its root; with `extra` its items are (token, extra id)."""
+    """The hash of a prefix, from its root's. With `extra` its items are (token, extra id)."""
     for at in range(0, len(path), size):
         some = path[at : at + size]
         root = hashing.block_hash(root, *(map(list, zip(*some, strict=True)) if extra else [some]), key=key)
@@ -241,7 +241,7 @@ def digest_of(path: tuple, size: int, root: bytes, *, extra: bool = False, key: 
 
 
 class Lines:
-    """A writer of TensorRT-LLM's lines, and a mirror that reads them."""
+    """A writer of TensorRT-LLM's lines, and a mirror to read them."""
 
     def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b""):
         self.names, self.key, self.mirror = names, key, trtllm.Mirror()
@@ -252,14 +252,14 @@ class Lines:
         self.mirror.follow(self.writer.lines(events))
 
     def agrees(self, mirror: Mirror) -> bool:
-        """Whether the mirror equals the part of an index that the form carries, and is complete."""
+        """Whether the mirror equals the part of an index carried by the form, and is complete."""
         wanted = written(mirror, self.writer.nodes.spec, self.names, key=self.key)
         assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
         return self.mirror.complete and self.mirror.counts["refused"] == 0
 
 
 def _start(wired: dict[Any, Any], namespace: int, path: tuple, size: int, group: int) -> int:
-    """The start of the known part of a path: blocks before it that are in no group's index are unknown."""
+    """The start of the known part of a path. Blocks before it, outside of every group's index, are unknown."""
     groups = {number for number, *_ in wired}
     last = len(path) - (len(path) - 1) % size - 1  # the start of the last block, perhaps a partial one
     for at in range(last, -1, -size):
@@ -272,7 +272,7 @@ def named(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
     key: bytes = b"", model: str | None = None, loras: dict[int, str] | None = None,
 ) -> dict[tuple[int, str], int]:  # fmt: skip
-    """The part of an index that the agent's wire carries: {(group, cache id): level}, by default of one group."""
+    """The part of an index carried by the agent's wire: {(group, cache id): level}, by default of a single group."""
     groups, found = {int(spec.bare)} if groups is None else set(groups), {}
     for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
         if group in groups and len(path) % spec.block_size == 0 and namespace in names:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches with tables made by hand, and a step over them: writes through two views, attention, and the same dense.
+"""Caches with tables made by hand, and a step over them: writes through two views, attention, and a dense equivalent.
 
 The numbers x of a step are "past" [parts, 4, 10, K, D], the K/V of the committed tokens of the four rows, of which
-latents have one part; "new" [parts, 4, 4, K, D], those of up to four tokens after them; their queries "q" [4, 4, Q, D];
-"sinks"; and maybe "angles", by which q and the new K are rotated.
+latents have a single part, "new" [parts, 4, 4, K, D], K/V of up to four tokens after them, their queries "q" [4, 4, Q,
+D], "sinks", and maybe "angles", which rotate q and the new K.
 """
 
 import functools
@@ -72,7 +72,7 @@ def spec_of(kind, dtype="float32", **options):
 
 
 def inputs(kind):
-    """The numbers of a step. float32 holds products with angles exactly, so that no compiler changes a bit of them."""
+    """The numbers of a step. float32 holds products with angles exactly, so no compiler changes a bit of them."""
     layer, rng = LAYERS[kind], np.random.default_rng(0)
 
     def numbers(most, *shape):
@@ -87,14 +87,14 @@ def inputs(kind):
 
 @functools.cache
 def views(form):
-    """The view of the committed tokens, and that of the tokens after them, for a cache of any layers."""
+    """The view of the committed tokens, and the view of the tokens after them, for a cache of any layers."""
     with jax.ensure_compile_time_eval():
         make = jax.jit(lambda past, now: (view(past, COMMITTED, max(COMMITTED)), FORMS[form][0](now)))
         return [now.replace(spec=None) for now in make(hand_made_state([0] * 4), hand_made_state())]
 
 
 def tokens_of(now):
-    """The tokens of a view in the order of rows: (line, position) in it, and (row, number) among the new ones."""
+    """The tokens of a view in the order of rows: (line, position) in it, and (row, number) among the new tokens."""
     slots = np.asarray(now.slots[0])
     line, position = np.nonzero(slots < SPEC.groups[0].num_blocks * 4)
     row, column = np.array([np.argwhere(np.asarray(TABLE) == slot // 4)[0] for slot in slots[line, position]]).T

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces for tests: a cut of the conversation trace, the whole one if its file exists, and small random forests."""
+"""Traces for tests: a cut of the conversation trace, the whole trace if its file exists, and small random forests."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ def cut(number=2000):
 
 
 def whole_path():
-    """The file of the whole conversation trace; skips the test if it does not exist."""
+    """The file of the whole conversation trace. Skips the test if it does not exist."""
     if not WHOLE.exists():
         pytest.skip(f"{WHOLE} is not there (KVJAX_TRACES names its folder)")
     return WHOLE
@@ -48,9 +48,9 @@ def prompts_of(trace):
 
 @st.composite
 def forests(draw, most=12, longest=6, block_size=4):
-    """Traces whose prompts begin like an earlier one, and may continue with new blocks.
+    """Traces whose prompts begin like an earlier prompt, and may continue with new blocks.
 
-    Prompts are repeated, many have one block, and a block that is full in one prompt may be partial in another.
+    Prompts are repeated, many have a single block, and a full block of a prompt may be partial in another.
     """
     prompts, next_id = [], 0
     for _ in range(draw(st.integers(1, most))):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`serve` under `shard_map` over replicas: `python -m tests.unit.serving.served_replicas PORT NUMBER`.
 
-PORT is the coordinator's; NUMBER is this process's, which has one device and the replica on it, of two. Prints a
-line of JSON: what `serve_replicas` returns. `test_several_devices.py` compares it with each replica alone.
+PORT is the coordinator's. NUMBER is this process's, which has a device with one of two replicas. Prints a line of
+JSON: the result of `serve_replicas`. `test_several_devices.py` compares it with each replica alone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PROMPTS = [
 
 @functools.cache
 def programs():
-    """`submit`, and all steps, of one replica."""
+    """`submit`, and all steps, of a replica."""
     from kvjax.serving import Scheduler, serve, submit
 
     scheduler = Scheduler(chunk=8)
@@ -35,7 +35,7 @@ def programs():
 
 
 def submitted(serving, prompts):
-    """Serving with prompts more, padded to one width."""
+    """Serving with further prompts, padded to the same width."""
     lengths, tokens = np.zeros(4, np.int32), np.zeros(32, np.int32)
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
     tokens[: lengths.sum()] = np.concatenate(prompts)
@@ -71,7 +71,7 @@ def outcome(serving, logs):
 
 
 def serve_alone(number):
-    """The outcome of a replica that runs by itself."""
+    """The outcome of a replica by itself."""
     from tests.serving_kit import MODEL
 
     (serving, log), run, logs = begin(jax.devices()[0]), jax.jit(programs()[1]), []
@@ -82,10 +82,10 @@ def serve_alone(number):
 
 
 def serve_replicas(devices):
-    """Two replicas under `shard_map`; this process submits to those on its own devices, and reads their shards.
+    """Two replicas under `shard_map`. This process submits to the replicas on its own devices, and reads their shards.
 
     Returns:
-      (by the number of each of these replicas, as text, what it did; the collectives in the program).
+      (the outcomes of these replicas, by their numbers as text, and the collectives in the program).
     """
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -97,7 +97,7 @@ def serve_replicas(devices):
     local = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
 
     def stacked(*replicas):
-        """The trees of this process's replicas as their part of one tree, whose leaves have an axis of replicas."""
+        """The trees of this process's replicas as their part of a tree, whose leaves have an axis of replicas."""
 
         def put(*leaves):
             parts = [jax.device_put(np.asarray(leaf)[None], devices[n]) for n, leaf in zip(local, leaves, strict=True)]
@@ -106,7 +106,7 @@ def serve_replicas(devices):
         return jax.tree.map(put, *replicas)
 
     def own(tree, number):
-        """The tree of one of this process's replicas."""
+        """The tree of a replica of this process."""
 
         def shard(leaf):
             (found,) = (part.data for part in leaf.addressable_shards if part.index[0].start == number)

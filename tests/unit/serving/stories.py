@@ -71,7 +71,7 @@ class Desk:
 
     @property
     def num_pending(self):
-        """The number of tokens of each row's request that the cache has not committed."""
+        """The number of uncommitted tokens of each row's request."""
         num_tokens = np.asarray(self.serving.requests.num_tokens)[self.serving.row]
         return np.where(np.array(self.rows) >= 0, num_tokens - self.serving.cache.state.seqs.committed, 0).tolist()
 

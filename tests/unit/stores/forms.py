@@ -46,7 +46,7 @@ def chain(store, text):
 
 
 def cache_of(*texts):
-    """A cache that has computed texts; behind their tokens the K/V are NaN."""
+    """A cache with computed texts. After their tokens the K/V are NaN."""
     driver = Driver(kvjax.Cache.create(SPEC), verified=False)
     for text in texts:
         driver.start(0, text)
@@ -80,7 +80,7 @@ def opened(location, spec=SPEC, **options):
 
 
 def is_right(store, block, number=0):
-    """Whether a block is read as it was written; False: it is missing."""
+    """Whether a block is read as it was written. False if it is missing."""
     found = store.read(block, number).result(60)
     if found is None:
         return False
@@ -89,7 +89,7 @@ def is_right(store, block, number=0):
 
 
 class Save:
-    """A folder that `save` writes."""
+    """A folder written by `save`."""
 
     location = "folder"
 
@@ -97,7 +97,7 @@ class Save:
         save(cache, folder, model=MODEL)
 
     def read(self, folder):
-        """{(group, hash)} of the blocks that are loaded, and the number of broken ones."""
+        """{(group, hash)} of the loaded blocks, and the number of broken blocks."""
         cache, counts = load(kvjax.Cache.create(SPEC), folder, model=MODEL)
         assert counts.left == 0
         return blocks_of(cache), counts.broken
@@ -122,7 +122,7 @@ class Save:
 
 
 class Store:
-    """The folder of a `DiskStore`; `texts` are those whose blocks it may have."""
+    """The folder of a `DiskStore`. `texts` are the texts whose blocks it may have."""
 
     location = "location"
 
@@ -143,7 +143,7 @@ class Store:
             self.put(store, cache)
 
     def read(self, folder, **options):
-        """{(group, hash)} of the blocks that are read, and the number of broken ones."""
+        """{(group, hash)} of the blocks read, and the number of broken blocks."""
         with opened(folder, **options) as store:
             blocks = [block for text in self.texts for block in chain(store, text)]
             found = {(number, block.hash) for block in blocks for number in (0, 1) if is_right(store, block, number)}
@@ -172,6 +172,6 @@ def write_for_ever(form, folder, caches, ready, stop):
 
 
 def read_for_ever(form, folder, rounds, counts):
-    """Reads while another process writes; puts the numbers of blocks into a queue, and of broken ones."""
+    """Reads while another process writes. Puts the numbers of blocks and of broken blocks into a queue."""
     results = [form.read(folder, readonly=True) for _ in range(rounds)]
     counts.put((sum(len(found) for found, _ in results), sum(broken for _, broken in results)))
