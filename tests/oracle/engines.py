@@ -218,7 +218,7 @@ class Served(Life):
         driver.state.host = self.host
 
     def take(self, driver: Driver, others: dict[int, Row]) -> None:
-        """Takes a driver's cache as it is after the present loops, with their events, and adds its rows to the others."""
+        """Takes a driver's cache after the present loops, with their events, and adds its rows to the others."""
         state, self.rows = driver.state, dict(others)
         self.cache, self.host = state.cache, state.host
         for events in state.unpublished:
